@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import os
 import pathlib
 from typing import Any
 
@@ -68,17 +67,12 @@ def compiled(monkeypatch) -> list[tuple]:
 
 @pytest.mark.usefixtures('compiled')
 class TestChoose:
-  def test_all_that_is_given_stays(self):
-    given: dict[str, Any] = {name: 7 * (i + 1) for i, name in enumerate(config_lib.SIZES)}
-    config = tiny.run_config(**given, remat='full')
-    assert _choose(config, _shape(), _cpu(0.001))[0] == config
-
-  @pytest.mark.parametrize('field', ['rows', 'slots', 'microbatch', 'bucket', 'replicas'])
-  def test_one_that_is_given_stays_beside_the_others(self, field):
-    value = 2 if field == 'replicas' else 192
-    given: dict[str, Any] = {field: value}
-    chosen, _ = _choose(tiny.run_config(**given), _shape(), _cpu(cores=4))
-    assert fields.get(chosen, tiny.full_name(field)) == value
+  @pytest.mark.parametrize('fields_given', [config_lib.SIZES, ['engine.slots']])
+  def test_what_is_given_stays_and_the_rest_is_chosen(self, fields_given):
+    given = {name: 192 * (i + 1) for i, name in enumerate(fields_given)}
+    config = fields.replace(config_lib.Config(), given)
+    chosen, _ = _choose(config, _shape(), _cpu(0.001, cores=4))
+    assert {name: fields.get(chosen, name) for name in given} == given
     assert all(fields.get(chosen, name) > 0 for name in config_lib.SIZES)
 
   @pytest.mark.parametrize('gb', [1, 8, 24, 96])
@@ -109,10 +103,9 @@ class TestChoose:
   )
   def test_the_microbatch_follows_the_chips(self, axes, chips, groups):
     config, shape = tiny.run_config(**axes), _shape('qwen2.5-0.5b')
-    for gb in (16, 80):
-      chosen, _ = _choose(config, shape, _gpu(gb, chips=chips, engines=chips))
-      assert chosen.batch.microbatch % groups == 0
-      assert chosen.batch.row_tokens % config.mesh.context == 0
+    chosen, _ = _choose(config, shape, _gpu(16, chips=chips, engines=chips))
+    assert chosen.batch.microbatch % groups == 0
+    assert chosen.batch.row_tokens % config.mesh.context == 0
 
   @pytest.mark.parametrize('gb, remat', [(96, 'none'), (28, 'full')])
   def test_activations_are_recomputed_before_rows_become_fewer(self, gb, remat):
@@ -182,17 +175,9 @@ class TestCompiler:
     line = sizes.check(chosen, holds)
     assert line.endswith('lack of time: sampling, the gradient, the update')
 
-  @pytest.mark.parametrize(
-    'shape, given',
-    [
-      ({}, {'rows': 32, 'slots': 1024, 'microbatch': 2}),
-      ({'vocab_size': 32_768}, {'rows': 8, 'slots': 256, 'microbatch': 1}),
-      ({'num_layers': 10, 'dtype': 'bfloat16'}, {'rows': 8, 'slots': 512}),
-    ],
-  )
-  def test_no_program_takes_more_than_the_bound(self, shape, given):
-    config = tiny.run_config(**given, remat='none', optimizer='adamw8')
-    config, holds = _choose(config, _shape(**shape), _cpu())
+  def test_no_program_takes_more_than_the_bound(self):
+    config = tiny.run_config(rows=32, slots=1024, microbatch=2, remat='none')
+    config, holds = _choose(config, _shape(num_layers=6, dtype='bfloat16'), _cpu())
     for program in footprint._PROGRAMS:
       assert 0 < holds._compile(program, config) < holds.bound(config), program
 
@@ -241,11 +226,7 @@ class TestCount:
     assert peak(_WITH_REFERENCE) - peak() == pytest.approx(parameters, rel=0.01)
     assert peak(_PPO) - peak() == pytest.approx(3 * parameters, rel=0.01)
     assert peak(sync_every=2) - peak() == pytest.approx(parameters, rel=0.01)
-    assert peak() - peak(optimizer='adamw8') == pytest.approx(1.5 * parameters, rel=0.01)
-    assert peak(offload=True) < peak(), 'in the update there is no second gradient'
-    assert peak(lora_rank=16) < peak() - 3 * parameters
     assert peak(chips=8) < peak() - 3 * parameters
-    assert peak(algorithm=None) > 1.5 * parameters
 
   def test_the_tables_of_the_document_are_what_is_counted(self):
     """Qwen2.5-3B on one GPU of 80 GB, in docs/memory.md."""
@@ -291,10 +272,6 @@ class TestCount:
 
 
 class TestMachine:
-  def test_the_process_has_less_than_the_machine_and_more_than_it_uses(self):
-    all_of_it = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    assert runtime._own_memory() < runtime.available_memory() <= all_of_it
-
   def test_a_variable_says_otherwise(self, monkeypatch):
     monkeypatch.setenv(sizes.MEMORY_VARIABLE, '3.5')
     assert sizes.find_machine(config_lib.Mesh()).memory == 3.5e9

@@ -4,7 +4,6 @@ Run as a script, it trains until it kills itself (see `main`).
 """
 
 import asyncio
-import copy
 import dataclasses
 import functools
 import json
@@ -432,31 +431,6 @@ class TestErrors:
 
 
 class TestResume:
-  def test_a_workdir_of_a_version_with_fewer_fields_goes_on(self, whole, model, tmp_path):
-    params, workdir = whole
-    workdir = shutil.copytree(workdir, tmp_path / 'run')
-    complete = {}
-    for name, absent in [
-      ('config.json', ['alarms', 'engine.bucket', 'limits.max_turns', 'profile']),
-      ('made_of.json', ['algorithm.mask_truncated', 'algorithm.kl.control']),
-    ]:
-      tree = complete[name] = json.loads((workdir / name).read_text())
-      tree = copy.deepcopy(tree)
-      for field in absent:
-        *rooms, last = field.split('.')
-        del functools.reduce(dict.__getitem__, rooms, tree)[last]
-      (workdir / name).write_text(json.dumps(tree))
-    with pytest.raises(ValueError) as caught:
-      _run(_config(model), workdir)
-    # It had three turns, and the default of a field that is not there is another number.
-    assert str(caught.value).splitlines()[1:-1] == ['  limits.max_turns: 5 there, 3 now']
-    tree = json.loads((workdir / 'config.json').read_text())
-    tree['limits']['max_turns'] = 3
-    (workdir / 'config.json').write_text(json.dumps(tree))
-    _assert_equal(_run(_config(model), workdir), params)
-    for name, tree in complete.items():
-      assert json.loads((workdir / name).read_text()) == tree
-
   def test_killed_and_resumed_is_uninterrupted(self, whole, model, tmp_path):
     """Killed in the first rollout, while a checkpoint is written, and in an update."""
     params, workdir = whole
