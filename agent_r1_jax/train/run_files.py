@@ -168,10 +168,8 @@ class RunFiles:
       _, arrays, host_state = restored
       train_state = train_state.restore(arrays, host_state['train_state'])
       self.loop_state = LoopState.from_json(host_state['position'])
-    self._writer = None
     if processes.is_first():
-      writer = metrics_lib.Writer(self.workdir, resume_step=self.next_line)
-      self._writer = self._stack.enter_context(writer)
+      metrics_lib.drop_lines(self.workdir, self.next_line)
     return train_state
 
   def write(self, metrics: Mapping[str, float]):
@@ -180,8 +178,8 @@ class RunFiles:
     Only the first process writes. In all of them the loop state counts the step as
     written, and forgets its pending metrics.
     """
-    if self._writer:
-      self._writer.write(self.loop_state.step, metrics)
+    if processes.is_first():
+      metrics_lib.write(self.workdir, self.loop_state.step, metrics)
     self.loop_state.written_step, self.loop_state.pending_metrics = (
       self.loop_state.step,
       {},
