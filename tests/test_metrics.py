@@ -114,7 +114,6 @@ class TestFullDisk:
       assert len(warned) == 1
       filler.unlink()
       rollout.add(('t0', 3), episode)
-      rollout.close()
       rollout = episode_store.EpisodeStore(workdir).open_rollout(0, [task])
       found = [n for n in range(4) if rollout.get(('t0', n))]
     assert found == [0, 3]

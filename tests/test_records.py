@@ -172,7 +172,6 @@ class TestEpisodeStore:
     rollout = episode_store.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
     for number in range(n):
       rollout.add(('t0', number), _trajectory(sample=number))
-    rollout.close()
     (path,) = (tmp_path / 'rollouts' / '0').iterdir()
     return path
 
@@ -224,7 +223,6 @@ class TestEpisodeStore:
     rollout.add(('t0', 0), _trajectory(metrics={'x': _Thing()}))
     rollout.add(('t0', 1), _trajectory(metrics={'x': _Thing()}))
     rollout.add(('t0', 2), _trajectory(sample=2))
-    rollout.close()
     (warning,) = recwarn
     assert 'finished episodes are not written to' in str(warning.message)
     rollout = episode_store.EpisodeStore(tmp_path).open_rollout(0, [_TASK])

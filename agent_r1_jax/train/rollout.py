@@ -35,11 +35,10 @@ class Rollout:
     engine: engine_lib.Engine,
     future: futures.Future,
     tasks: Sequence[types.Task],
-    store: episode_store.RolloutStore | None,
     send_messages: int | None,
   ):
     """Holds the future of this process's trajectories, and the tasks of all processes."""
-    self._engine, self._future, self._store = engine, future, store
+    self._engine, self._future = engine, future
     self._tasks, self._send_messages = tasks, send_messages
 
   def result(self) -> list[types.Trajectory]:
@@ -58,9 +57,6 @@ class Rollout:
         played = None
     except replica_lib.PreemptedError:
       played = None
-    finally:
-      if self._store:
-        self._store.close()
     if not processes.is_distributed():
       if played is None:
         raise replica_lib.PreemptedError
@@ -185,7 +181,7 @@ def start(
       if group in own_groups:
         episodes.append(play(group, sample, numbers[task.id]))
       numbers[task.id] += 1
-  return Rollout(engine, engine.start(episodes), tasks, finished, send_messages)
+  return Rollout(engine, engine.start(episodes), tasks, send_messages)
 
 
 async def _play(
