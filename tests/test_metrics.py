@@ -18,9 +18,11 @@ from agent_r1_jax.train import episode_store, metrics
 class TestWrite:
   def test_what_is_written_is_read(self, tmp_path):
     written = {'reward': np.float32(0.5), 'loss': jnp.asarray(2), 'n': 3}
-    metrics.write(tmp_path / 'run', 0, written)
-    metrics.write(tmp_path / 'run', 0, {'eval/em': 0.25})
-    assert metrics.read(tmp_path / 'run') == [
+    metrics.drop_lines(tmp_path, 0)
+    assert metrics.read(tmp_path) == []
+    metrics.write(tmp_path, 0, written)
+    metrics.write(tmp_path, 0, {'eval/em': 0.25})
+    assert metrics.read(tmp_path) == [
       {'step': 0, 'reward': 0.5, 'loss': 2.0, 'n': 3.0},
       {'step': 0, 'eval/em': 0.25},
     ]

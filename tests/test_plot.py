@@ -13,6 +13,7 @@ def test_a_figure_and_a_table_of_two_groups(tmp_path):
   for label, seeds in (('a', 3), ('b', 1)):
     for seed in range(seeds):
       folder, numbers = tmp_path / f'{label}-{seed}', {'eval/x/em': 0.5}
+      folder.mkdir()
       for step in range(10 - seed):
         metrics.write(folder, step, numbers | {'rollout/reward': seed / 10})
   out = tmp_path / 'out' / 'v1.0'

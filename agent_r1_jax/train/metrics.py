@@ -27,7 +27,7 @@ def write(
   they become the strings 'nan', 'inf' and '-inf', which `read` converts back.
 
   Args:
-    workdir: The run's directory; made if missing.
+    workdir: The run's directory.
     step: The step; it may have several lines.
     values: Metrics, as scalars of Python, NumPy or JAX. TensorBoard groups names 'a/b'
       by 'a'.
@@ -38,7 +38,6 @@ def write(
   path, numbers = _file(workdir), {name: float(value) for name, value in values.items()}
   line = {name: v if math.isfinite(v) else str(v) for name, v in numbers.items()}
   text = json.dumps({'step': int(step)} | line, allow_nan=False) + '\n'
-  path.parent.mkdir(parents=True, exist_ok=True)
   with disk.explain_write_errors(path, f'The line of step {step}'):
     with io.FileIO(path, 'a') as file:
       disk.append(file, text.encode())
@@ -47,12 +46,12 @@ def write(
 def drop_lines(workdir: str | os.PathLike, resume_step: float) -> None:
   """Drops the lines of `resume_step` and later, and an incomplete last line.
 
-  A killed run wrote them after its last checkpoint. The file is rewritten atomically.
+  A killed run wrote them after its last checkpoint. The file is rewritten atomically; it
+  is made if it is missing.
   """
   path = _file(workdir)
-  if not path.exists():
-    return
   with disk.explain_write_errors(path, 'The lines before this start'):
+    path.touch()
     complete = path.read_bytes().splitlines()[: len(read(path.parent))]
     earlier = [line for line in complete if json.loads(line)['step'] < resume_step]
     disk.write_atomically(path, b''.join(line + b'\n' for line in earlier))
