@@ -252,38 +252,47 @@ def check(
   Raises:
     ValueError: It does not fit; the message has the parts in GB and the fields to change.
   """
-  memory, platform = footprint.machine.memory, footprint.machine.platform
+  memory = footprint.machine.memory
   peak = footprint.measure(config, memory)
-  if peak.bytes <= memory:
-    names = _NAMES if footprint.models.algorithm else config_lib.SIZES
-    chosen = ' '.join(f'{name}={fields.get(config, name)}' for name in names)
-    below = 'below ' if peak.is_bound else ''
-    line = (
-      f'sizes: {chosen}; estimated peak {below}{peak.bytes / GB:.1f} GB ({peak.phase})'
-    )
-    line += f' of {memory / GB:.1f} GB'
-    if footprint.missing:
-      line += f'; not compiled for lack of time: {", ".join(sorted(footprint.missing))}'
-    return line
-  lines = [f'memory: this run is estimated to take {peak.bytes / GB:.1f} GB']
-  lines[0] += (
-    f' ({peak.phase}), and {"this process" if platform == "cpu" else "each chip"}'
-  )
-  lines[0] += f' has {memory / GB:.1f} GB:'
+  if peak.bytes > memory:
+    raise ValueError(_describe_refusal(peak, footprint.machine, reused))
+  names = _NAMES if footprint.models.algorithm else config_lib.SIZES
+  chosen = ' '.join(f'{name}={fields.get(config, name)}' for name in names)
+  taken = f'{"below " if peak.is_bound else ""}{peak.bytes / GB:.1f} GB ({peak.phase})'
+  line = f'sizes: {chosen}; estimated peak {taken} of {memory / GB:.1f} GB'
+  if footprint.missing:
+    line += f'; not compiled for lack of time: {", ".join(sorted(footprint.missing))}'
+  return line
+
+
+def _describe_refusal(
+  peak: footprint_lib.Peak, machine: Machine, reused: Sequence[str]
+) -> str:
+  """Returns the parts of a run that does not fit, and what makes them smaller."""
+  where = 'this process' if machine.platform == 'cpu' else 'each chip'
+  # Of a program that a TPU's compiler refuses, nobody knows what it takes.
+  taken = f'{peak.bytes / GB:.1f} GB' if math.isfinite(peak.bytes) else 'more'
+  lines = [
+    f'memory: this run is estimated to take {taken} ({peak.phase}), and {where} has '
+    f'{machine.memory / GB:.1f} GB:'
+  ]
   for name, size in sorted(peak.parts.items(), key=lambda part: -part[1]):
-    remedy = next((text for words, text in _REMEDIES.items() if words in name), '')
+    remedy = next((f': {x}' for words, x in _REMEDIES.items() if words in name), '')
     if size >= 5e6:
-      lines.append(f'  {size / GB:8.2f} GB  {name}' + (f': {remedy}' if remedy else ''))
-  remedy = 'Change what stands beside a part'
-  remedy += ', or take a smaller model, or more chips (mesh.fsdp)'
-  if platform == 'gpu' and peak.bytes < 0.95 / 0.75 * memory:
+      lines.append(f'  {size / GB:8.2f} GB  {name}{remedy}')
+  remedy = (
+    'Change what stands beside a part, or take a smaller model, or more chips (mesh.fsdp)'
+  )
+  if machine.platform == 'gpu' and peak.bytes < 0.95 / 0.75 * machine.memory:
     # By default JAX allocates three quarters of a GPU's memory.
     remedy += ', or let JAX have more of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION=.95)'
   if reused:
-    remedy += f'. {", ".join(reused)} are those that this run began with (config.json); '
-    remedy += 'give others in another workdir'
+    remedy += (
+      f'. {", ".join(reused)} are those that this run began with (config.json); give '
+      'others in another workdir'
+    )
   lines.append(f'{remedy}. {MEMORY_VARIABLE} says that there is more or less.')
-  raise ValueError('\n'.join(lines))
+  return '\n'.join(lines)
 
 
 def _check_split(config: config_lib.Config, machine: Machine) -> None:
