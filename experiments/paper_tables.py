@@ -35,7 +35,7 @@ from ml_collections import config_flags
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, report, train, types
+from agent_r1_jax import fields, report, sft, train, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import weights
@@ -44,7 +44,7 @@ from agent_r1_jax.retrieval import documents
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import evaluate, metrics, rollout, sft
+from agent_r1_jax.train import evaluate, metrics, rollout
 from experiments import comparison
 from experiments import results as results_lib
 from experiments.miniwiki import tasks as miniwiki

@@ -15,9 +15,10 @@ from absl import app, flags
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
-from agent_r1_jax.host import http, runtime
+from agent_r1_jax.host import runtime
 from agent_r1_jax.serve import server
 from agent_r1_jax.train import setup, sizes
+from agent_r1_jax.web import http
 
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen at.')
 _PORT = flags.DEFINE_integer('port', 8000, 'Port; 0 takes a free one.', 0, 65535)

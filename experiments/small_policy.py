@@ -15,11 +15,11 @@ from typing import Any
 from absl import flags
 import jax
 
+from agent_r1_jax import sft
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer
 from agent_r1_jax.models import decoder, weights
 from agent_r1_jax.report import progress as progress_lib
-from agent_r1_jax.train import sft
 from experiments.miniwiki import induction
 
 SEED = flags.DEFINE_integer('seed', 0, 'Seed of the initialisation and the examples.')

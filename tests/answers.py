@@ -7,7 +7,7 @@ import json
 import threading
 from typing import Any
 
-from agent_r1_jax.host import http as http_lib
+from agent_r1_jax.web import http as http_lib
 
 # (the handler, the request's JSON) -> status and content, or None: no answer is sent.
 Answer = Callable[[Any, Any], tuple[int, bytes] | None]

@@ -9,13 +9,12 @@ import time
 import numpy as np
 import pytest
 
-from agent_r1_jax import types
+from agent_r1_jax import sft, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import sft
 from experiments.miniwiki import tasks as miniwiki
 
 TEXT = 'who wrote the book? the search result says it was John Smith in 1984.\n' * 5

@@ -105,15 +105,7 @@ def test_choices_are_those_of_the_code():
 
 
 def test_names_of_sizes_are_names_of_fields():
-  assert set(sizes.FIELDS) <= set(_NAMES)
-
-
-def test_what_is_read_for_a_field_that_an_older_file_lacks():
-  missing = tiny.run_config(rows=3, max_turns=5, seed=7).read_missing()
-  assert list(missing) == _NAMES
-  default = config_lib.Config()
-  expected = {name: fields.get(default, name) for name in _NAMES}
-  assert missing == expected | {'engine.rows': 3}
+  assert set(config_lib.SIZES) <= set(_NAMES)
 
 
 class TestReplace:

@@ -18,8 +18,8 @@ import test_train
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import types
-from agent_r1_jax.agent import calls, context, rewards
+from agent_r1_jax import context, types
+from agent_r1_jax.agent import calls, rewards
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.host import preemption, thread_pool, workers

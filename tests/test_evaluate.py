@@ -95,10 +95,12 @@ def test_calls_can_be_held_to_their_schemas(hold):
     'none': (_sets(), Env),
   }
   limits = config_lib.Limits(max_turns=1, max_turn_tokens=60)
-  play = functools.partial(tiny.within, evaluate.play, engine, tiny.chat(), rows)
-  played = play(
-    limits=limits, sampling=config_lib.Sampling(temperature=0.0, tool_grammar=hold)
-  )
+  sampling = config_lib.Sampling(temperature=0.0, tool_grammar=hold)
+  played = {}
+  for name, (sets, make_env) in rows.items():
+    decoding = evaluate.make_decoding(sampling, engine, tiny.chat(), make_env())
+    play = functools.partial(evaluate.run, limits=limits, decoding=decoding)
+    played[name] = tiny.within(play, engine, tiny.chat(), sets, make_env)
   said = [t.messages[-1]['content'] for t in played['tools']['cities']]
   begin = '<tool_call>\n{"name": "look", "arguments": {"place": "'
   assert [text.startswith(begin) for text in said] == [hold] * 4

@@ -13,7 +13,7 @@ import pytest
 from starlette import applications, routing
 from uvicorn.protocols.http import h11_impl
 
-from agent_r1_jax.host import http
+from agent_r1_jax.web import http
 
 HEAD = b'POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n'
 WHOLE = HEAD + b'\r\n{"text": "12345678"}'

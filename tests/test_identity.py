@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from agent_r1_jax import types
-from agent_r1_jax.agent import context
+from agent_r1_jax import context, types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import workdir
 from agent_r1_jax.rl import aggregation, algorithms, correction, losses
@@ -168,37 +167,6 @@ def test_an_algorithms_options_are_named(other, expected):
     {'algorithm': identity.describe(other)},
   )
   assert found and (expected is None or found == expected)
-
-
-def test_a_field_that_an_older_description_lacks_is_its_default(tmp_path):
-  given = {
-    'algorithm': algorithms.grpo(kl_coef=0.1)._replace(
-      correction=correction.token_truncated(), rewards=()
-    )
-  }
-  made_of = {'algorithm': identity.describe(given['algorithm'])}
-  older = json.loads(json.dumps(made_of))
-  # As if these fields had been new in this version: of the tuple, and of a part of it.
-  for name in ('mask_truncated', 'value_loss', 'rewards'):
-    del older['algorithm'][name]
-  del older['algorithm']['kl']['estimator']
-  defaults = identity.list_defaults('algorithm', given['algorithm'])
-
-  def start(now, defaults=defaults):
-    (tmp_path / 'made_of.json').write_text(json.dumps(older))
-    workdir.check_config(tmp_path, now, name='made_of.json', defaults=defaults)
-
-  start(made_of)
-  assert json.loads((tmp_path / 'made_of.json').read_text()) == made_of
-  with pytest.raises(ValueError, match=r'algorithm\.kl\.estimator: absent there'):
-    start(made_of, None)
-  for change, said in [
-    ({'mask_truncated': True}, 'mask_truncated: "False" there, "True" now'),
-    ({'kl': None}, r'algorithm\.kl: absent there, null now'),
-  ]:
-    other = given['algorithm']._replace(**change)
-    with pytest.raises(ValueError, match=said):
-      start({'algorithm': identity.describe(other)})
 
 
 def _reward_a(task, messages):

@@ -16,7 +16,19 @@ DEVICE = ('models', 'engine', 'rl')
 # The ground floor is the algorithm and the machine under it; the rooms of the upper floor
 # stand on it, and it imports none of them.
 GROUND = ('types', 'fields', 'config', 'host', *DEVICE, 'agent', 'train')
-UPPER = ('checks', 'guided', 'report', 'retrieval', 'serve', 'tasks', 'testing', 'tools')
+UPPER = (
+  'checks',
+  'context',
+  'guided',
+  'report',
+  'retrieval',
+  'serve',
+  'sft',
+  'tasks',
+  'testing',
+  'tools',
+  'web',
+)
 # A retriever's own encoder is a model: where TEXT may import DEVICE.
 ENCODER = f'{PACKAGE}/retrieval/encoder.py'
 # Each of these libraries has one place or two, so that it can be exchanged.
@@ -32,9 +44,9 @@ OWNERS = {
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py {PACKAGE}/retrieval/encoder.py',
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
   'httpx2': f'{PACKAGE}/tools/remote_sandbox.py {PACKAGE}/retrieval/client.py '
-  f'{PACKAGE}/host/bounded_http.py {PACKAGE}/guided/judge.py '
+  f'{PACKAGE}/web/bounded_http.py {PACKAGE}/guided/judge.py '
   'experiments/bench/retriever.py',
-  'pydantic': f'{PACKAGE}/host/http.py {PACKAGE}/serve/requests.py '
+  'pydantic': f'{PACKAGE}/web/http.py {PACKAGE}/serve/requests.py '
   f'{PACKAGE}/serve/endpoint.py {PACKAGE}/retrieval/server.py experiments/',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
   'tenacity': f'{PACKAGE}/retrieval/client.py',
@@ -46,7 +58,7 @@ OWNERS = {
   'reasoning_gym': f'{PACKAGE}/tasks/reasoning.py',
   'openenv': f'{PACKAGE}/tasks/openenv.py',
   'verifiers': f'{PACKAGE}/tasks/verifiers.py',
-  'uvicorn': f'{PACKAGE}/host/http.py',
+  'uvicorn': f'{PACKAGE}/web/http.py',
   'openai': 'experiments/',
   'pydantic_ai': 'experiments/miniwiki/agents.py',
   'mlflow': f'{PACKAGE}/report/sinks.py',

@@ -57,7 +57,7 @@ _FLAGS = {
   '--config.chat.stop_strings=End': "is 'End'; it must be JSON such as",
   '--config.chat.tool_format=hermez': "is 'hermez'; give one of 'auto', 'hermes'",
   '--config.batch.row_tokens=64 --config.engine.slots=128': 'Raise it, or leave it 0',
-  '--config.engine.rows=10000000': 'memory: .*Lower it with engine.rows=',
+  '--config.engine.rows=10000000': 'memory: .*fewer engine.rows',
   '--config.model.path=': 'model.path is empty; give the directory of a model',
   '--config.model.path=Qwen/Qwen3-4B': 'no such directory.* Names of the Hub are not',
   '--config.model.path=tiny/model.safetensors': 'is a file; give the directory',

@@ -32,10 +32,9 @@ def write_run(folder: pathlib.Path, **given) -> table_lib.TokenTable:
   folder.mkdir(exist_ok=True, parents=True)
   config = config_lib.Config(model=config_lib.Model(path=str(MODEL)), seed=7)
   (folder / 'config.json').write_text(json.dumps(dataclasses.asdict(config)))
-  with metrics.Writer(folder) as writer:
-    for step in range(3):
-      reward = float('nan') if step == 1 else step / 2
-      writer.write(step, {'rollout/reward': reward, 'eval/dev/em': 0.25})
+  for step in range(3):
+    reward = float('nan') if step == 1 else step / 2
+    metrics.write(folder, step, {'rollout/reward': reward, 'eval/dev/em': 0.25})
   group = [test_episodes.trajectory(0, s, reward=1.0 - s, **given) for s in (0, 1)]
   table = table_lib.build(group)
   where = table.action_mask
@@ -195,9 +194,8 @@ class TestBrowser:
       assert '1 of 4 episodes in 1 groups.' in shown
 
   def test_all_curves_are_drawn_for_printing(self, tmp_path):
-    with metrics.Writer(tmp_path) as writer:
-      for step in range(3):
-        writer.write(step, {f'rollout/metric_{i}': i + step for i in range(60)})
+    for step in range(3):
+      metrics.write(tmp_path, step, {f'rollout/metric_{i}': i + step for i in range(60)})
     make_page(tmp_path)
     shown = self.show(tmp_path, '')
     assert shown.count('<svg') == shown.count('<figcaption>') == 60

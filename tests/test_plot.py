@@ -12,9 +12,10 @@ def plot(*arguments):
 def test_a_figure_and_a_table_of_two_groups(tmp_path):
   for label, seeds in (('a', 3), ('b', 1)):
     for seed in range(seeds):
-      with metrics.Writer(tmp_path / f'{label}-{seed}') as writer:
-        for step in range(10 - seed):
-          writer.write(step, {'rollout/reward': seed / 10, 'eval/x/em': 0.5})
+      folder, numbers = tmp_path / f'{label}-{seed}', {'eval/x/em': 0.5}
+      folder.mkdir()
+      for step in range(10 - seed):
+        metrics.write(folder, step, numbers | {'rollout/reward': seed / 10})
   out = tmp_path / 'out' / 'v1.0'
   groups = f'first={tmp_path}/a-*', f'second={tmp_path}/b-*'
   done = plot(*groups, f'--out={out}')

@@ -21,11 +21,11 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import transcript
 from agent_r1_jax.engine import request
-from agent_r1_jax.host import http
 from agent_r1_jax.rl import table
 from agent_r1_jax.serve import conversation, program, replies, requests, sources
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.train import rollout
+from agent_r1_jax.web import http
 from experiments.miniwiki import agents
 
 USER = {'role': 'user', 'content': 'Who is it?'}

@@ -145,18 +145,6 @@ def test_no_bytes_make_it_run_or_break_it():
   assert refused > len(whole)
 
 
-def test_a_share_of_a_rollout_comes_back_without_its_messages():
-  share = [_trajectory(sample=n) for n in range(3)]
-  share.append(types.Trajectory(_TASK, 0, 3, [], [], [], 'error', error='KeyError'))
-  heads, columns = records.split(share)
-  assert columns.dtype == np.int32 and columns.shape == (24, 4)
-  heads = records.unpack(records.pack(heads))
-  for expected in share:
-    expected.messages = []
-  assert _same(records.join(heads, columns, [_TASK]), share)
-  assert records.join(*records.split([]), []) == []
-
-
 class _Bomb:
   """Pickle would call `explode` on reading it."""
 
@@ -173,7 +161,6 @@ class TestEpisodeStore:
     rollout = episode_store.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
     for number in range(n):
       rollout.add(('t0', number), _trajectory(sample=number))
-    rollout.close()
     (path,) = (tmp_path / 'rollouts' / '0').iterdir()
     return path
 
@@ -225,7 +212,6 @@ class TestEpisodeStore:
     rollout.add(('t0', 0), _trajectory(metrics={'x': _Thing()}))
     rollout.add(('t0', 1), _trajectory(metrics={'x': _Thing()}))
     rollout.add(('t0', 2), _trajectory(sample=2))
-    rollout.close()
     (warning,) = recwarn
     assert 'finished episodes are not written to' in str(warning.message)
     rollout = episode_store.EpisodeStore(tmp_path).open_rollout(0, [_TASK])

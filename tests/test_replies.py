@@ -11,8 +11,8 @@ from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import request
-from agent_r1_jax.host import http
 from agent_r1_jax.serve import replies, requests
+from agent_r1_jax.web import http
 
 _FUNCTION = {'name': 'search', 'parameters': {'type': 'object', 'properties': {}}}
 TOOLS = [{'type': 'function', 'function': _FUNCTION}]

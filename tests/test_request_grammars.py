@@ -15,8 +15,9 @@ import test_automata
 import tiny
 
 from agent_r1_jax.agent import automata, grammars
-from agent_r1_jax.host import http, isolated
+from agent_r1_jax.host import isolated
 from agent_r1_jax.serve import request_grammars, requests
+from agent_r1_jax.web import http
 
 _ASKED = {'messages': [{'role': 'user', 'content': 'Hello'}], 'max_tokens': 4}
 _ENDLESS = {'type': 'string', 'pattern': '^(a{1,300}){1,300}$'}

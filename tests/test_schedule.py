@@ -22,6 +22,7 @@ from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.train import (
   curriculum,
   evaluate,
+  initial_state,
   loop,
   metrics,
   rollout,
@@ -78,7 +79,7 @@ class TestOneStepOffPolicy:
     shape, params, chat = setup.load(config.model, config.chat)
     engine = setup.make_engine(config, shape, params)
     engine.warm_up()
-    update_config, train_state = setup.make_update_config(config, shape, params, _STALE)
+    update_config, train_state = initial_state.make(config, shape, params, _STALE)
     policies = [jax.tree.map(np.array, params)]
     sampler = _sampler(test_train._tasks(), config.seed)
     for step in range(4):

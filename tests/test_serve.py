@@ -16,8 +16,8 @@ import serving
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import request
-from agent_r1_jax.host import http
 from agent_r1_jax.serve import requests, server, sources
+from agent_r1_jax.web import http
 
 TOOLS = [serving.search_tool().schema]
 ASKED = {'model': 'policy', 'messages': serving.tasks()[0].messages}

@@ -9,12 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from agent_r1_jax import types
+from agent_r1_jax import sft, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import learner
-from agent_r1_jax.train import sft
 
 _SEARCH = {'type': 'function', 'function': {'name': 'search', 'parameters': {}}}
 _MESSAGES = (

@@ -111,7 +111,7 @@ import pytest, tiny
 from jax.experimental.pallas import tpu as pltpu
 from agent_r1_jax import types
 from agent_r1_jax.guided import reward_training as reward_model
-from agent_r1_jax.train import sft
+from agent_r1_jax import sft
 from agent_r1_jax.models import attention, attention_kernels, families, lora, sharding
 from agent_r1_jax.rl import algorithms, learner, packing
 

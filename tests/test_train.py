@@ -4,7 +4,6 @@ Run as a script, it trains until it kills itself (see `main`).
 """
 
 import asyncio
-import copy
 import dataclasses
 import functools
 import json
@@ -37,7 +36,7 @@ from agent_r1_jax.models import weights
 from agent_r1_jax.report import episodes as episodes_lib
 from agent_r1_jax.rl import algorithms, learner
 from agent_r1_jax.serve import program
-from agent_r1_jax.train import episode_store, loop, metrics, rollout, setup
+from agent_r1_jax.train import episode_store, initial_state, loop, metrics, rollout
 
 _GRPO = algorithms.grpo(kl_coef=0.01)
 _PPO = algorithms.ppo(kl_coef=0.0)
@@ -283,7 +282,7 @@ class TestRun:
     assert np.isfinite(list(second.values())).all()
     assert second['train/behaviour_kl'] != 0  # The second mini-batch is off-policy.
     shape, params = weights.load(model)
-    update_config, train_state = setup.make_update_config(config, shape, params, _PPO)
+    update_config, train_state = initial_state.make(config, shape, params, _PPO)
     assert not np.any(train_state.states['critic'].params['value_head']['kernel'])
     with checkpoint.Checkpointer(tmp_path, every=2) as checkpoints:
       step, arrays, host = checkpoints.restore(
@@ -416,31 +415,6 @@ class TestErrors:
 
 
 class TestResume:
-  def test_a_workdir_of_a_version_with_fewer_fields_goes_on(self, whole, model, tmp_path):
-    params, workdir = whole
-    workdir = shutil.copytree(workdir, tmp_path / 'run')
-    complete = {}
-    for name, absent in [
-      ('config.json', ['alarms', 'engine.bucket', 'limits.max_turns', 'profile']),
-      ('made_of.json', ['algorithm.mask_truncated', 'algorithm.kl.control']),
-    ]:
-      tree = complete[name] = json.loads((workdir / name).read_text())
-      tree = copy.deepcopy(tree)
-      for field in absent:
-        *rooms, last = field.split('.')
-        del functools.reduce(dict.__getitem__, rooms, tree)[last]
-      (workdir / name).write_text(json.dumps(tree))
-    with pytest.raises(ValueError) as caught:
-      _run(_config(model), workdir)
-    # It had three turns, and the default of a field that is not there is another number.
-    assert str(caught.value).splitlines()[1:-1] == ['  limits.max_turns: 5 there, 3 now']
-    tree = json.loads((workdir / 'config.json').read_text())
-    tree['limits']['max_turns'] = 3
-    (workdir / 'config.json').write_text(json.dumps(tree))
-    _assert_equal(_run(_config(model), workdir), params)
-    for name, tree in complete.items():
-      assert json.loads((workdir / name).read_text()) == tree
-
   @pytest.mark.parametrize(
     ('moments', 'status', 'reached'),
     [

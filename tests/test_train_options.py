@@ -20,7 +20,14 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import guide
 from agent_r1_jax.models import decoder, weights
 from agent_r1_jax.rl import algorithms, correction, kl, learner, losses
-from agent_r1_jax.train import evaluate, loop, metrics, rollout, run_files, setup
+from agent_r1_jax.train import (
+  evaluate,
+  initial_state,
+  loop,
+  metrics,
+  rollout,
+  run_files,
+)
 
 _PLAIN = algorithms.grpo(kl_coef=0.0)
 _STALE = _PLAIN._replace(correction=correction.token_truncated())
@@ -307,7 +314,7 @@ def test_the_policy_replaces_only_a_reference_of_its_own_shape(model, change, na
   reference = decoder.add_value_head(params) if name == 'value_head' else params
   refused = pytest.raises(ValueError, match=rf'reference_every: .* \({name}\)')
   with refused if name else contextlib.nullcontext():
-    setup._check_replaceable(other, reference, shape, params)
+    initial_state._check_replaceable(other, reference, shape, params)
 
 
 def test_a_reference_of_another_shape_is_refused_at_the_start(model, tmp_path):

@@ -9,9 +9,9 @@ import serving
 from starlette import applications, responses, routing
 import tiny
 
-from agent_r1_jax.host import http
 from agent_r1_jax.tasks import verifiers
 from agent_r1_jax.train import rollout
+from agent_r1_jax.web import http
 
 pytest.importorskip('verifiers', reason='the extra `verifiers` is not installed')
 

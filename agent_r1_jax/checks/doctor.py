@@ -272,11 +272,11 @@ def _needed_bytes(
   try:
     models = sizes.read_models(config.model, algorithm)
     alone = fields.replace(config, {f'mesh.{axis}': 1 for axis in config.mesh.axes(1)})
-    counted = footprint.count(alone, models, footprint.Machine('cpu', 0.0))
+    counted = footprint.Footprint(alone, models, footprint.Machine('cpu', 0.0)).parts
   except (OSError, ValueError):
     return 0.0  # Another check says what is wrong.
   # While a checkpoint is written, the one that it will replace is still on disk.
-  checkpoints = (config.checkpoint.keep + 1) * counted.get('checkpoint', 0.0)
+  checkpoints = (config.checkpoint.keep + 1) * counted['checkpoint']
   return checkpoints + counted['parameters, float32']
 
 

@@ -90,17 +90,6 @@ class Config:
     """The steps in `profile`."""
     return [int(step) for step in self.profile.split(',') if step.strip()]
 
-  def read_missing(self) -> dict[str, Any]:
-    """Returns what each field means that an older config.json lacks, by dotted name.
-
-    That is its default; for one of SIZES, which were chosen then too, what is chosen now.
-    """
-    default = Config()
-    return {
-      name: fields.get(self if name in SIZES else default, name)
-      for name in fields.names(Config)
-    }
-
   def check(self) -> None:
     """Refuses a value of a wrong type or out of its range.
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import types
+from agent_r1_jax import sft, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.guided import reward_training
 from agent_r1_jax.models import decoder, hf_config, weights
 from agent_r1_jax.retrieval import batching
 from agent_r1_jax.rl import packing, value_targets
-from agent_r1_jax.train import setup, sft
+from agent_r1_jax.train import setup
 
 
 class RewardModel:

@@ -78,7 +78,10 @@ def write_atomically(path: pathlib.Path, data: bytes) -> None:
   """
   unfinished = path.with_name(f'{path.name}.part')
   try:
-    unfinished.write_bytes(data)
+    with unfinished.open('wb') as file:
+      file.write(data)
+      file.flush()
+      os.fsync(file.fileno())
     unfinished.replace(path)
   finally:
     unfinished.unlink(missing_ok=True)

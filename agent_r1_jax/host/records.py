@@ -6,18 +6,15 @@ NumPy's arrays and numbers, which are restored bit for bit. Other types cannot b
 The task of a trajectory is not written: the reader of a rollout has its tasks.
 """
 
-from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
 import jax
-from jaxtyping import Int
 import msgpack
 import numpy as np
 
 from agent_r1_jax import types
 
-_COLUMNS = ('tokens', 'action_mask', 'behaviour_logprobs', 'policy_steps')
 _TUPLE, _SET, _FROZENSET, _INTEGER, _ARRAY, _NUMBER = range(6)
 _COLLECTIONS = {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset}
 # Booleans, integers, floats and complex numbers in this machine's byte order. Arrays of
@@ -88,48 +85,6 @@ def trajectory(fields: Any, task: types.Task) -> types.Trajectory:
   except (TypeError, KeyError, ValueError) as error:
     raise ValueError(f'no trajectory: {error}') from None
   return restored
-
-
-def split(
-  trajectories: Sequence[types.Trajectory],
-) -> tuple[list[dict[str, Any]], Int[np.ndarray, 'n 4']]:
-  """Splits trajectories into small records and the columns of all their tokens.
-
-  Returns:
-    For each trajectory, its `fields` without messages, and with the lengths of its
-    segments in place of the segments; and int32 columns of the tokens of all segments,
-    one after the other: token ids, action masks, log-probs (their bits), policy steps.
-  """
-  heads, columns = [], [np.zeros((0, 4), np.int32)]
-  for each in trajectories:
-    head = fields(each)
-    head['messages'] = []
-    head['segments'] = [len(segment.tokens) for segment in each.segments]
-    heads.append(head)
-    for s in each.segments:
-      logprobs = s.behaviour_logprobs.astype(np.float32).view(np.int32)
-      columns.append(
-        np.stack([s.tokens, s.action_mask, logprobs, s.policy_steps], axis=1)
-      )
-  return heads, np.concatenate(columns).astype(np.int32)
-
-
-def join(
-  heads: Sequence[dict[str, Any]],
-  columns: Int[np.ndarray, 'n 4'],
-  tasks: Sequence[types.Task],
-) -> list[types.Trajectory]:
-  """The inverse of `split`, with the tasks by group; messages are empty."""
-  trajectories, begin = [], 0
-  for head in heads:
-    segments = []
-    for length in head['segments']:
-      tokens, mask, logprobs, steps = columns[begin : begin + length].T.copy()
-      parts = (tokens, mask.astype(bool), logprobs.view(np.float32), steps)
-      segments.append(dict(zip(_COLUMNS, parts, strict=True)))
-      begin += length
-    trajectories.append(trajectory(head | {'segments': segments}, tasks[head['group']]))
-  return trajectories
 
 
 def _fields(record: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 import contextlib
-import copy
 import fcntl
 import json
 import os
@@ -49,7 +48,6 @@ def check_config(
   config: Mapping[str, Any],
   *,
   may_change: Collection[str] = (),
-  defaults: Mapping[str, Any] | None = None,
   write: bool = True,
   name: str = 'config.json',
   remedy: str = 'Give another workdir, or the same values',
@@ -61,8 +59,6 @@ def check_config(
     config: The run's configuration as nested dicts of JSON values.
     may_change: Dotted names of fields that a continued run may change, such as
       'schedule.steps'; the file then gets the new values.
-    defaults: What a field means that the file lacks, by its dotted name, a field before
-      those in it: an earlier version of the code wrote the file, and had no such field.
     write: Whether the file is written; if False, it is only compared.
     name: The file's name in `workdir`.
     remedy: The end of the error's message if a field differs: what the user can do.
@@ -81,17 +77,19 @@ def check_config(
       old = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
       raise ValueError(f'{path} is no JSON ({error}): delete it if it is yours') from None
-    filled = _fill(old, defaults or {})
-    old_fields, new_fields = flatten_fields(filled), flatten_fields(new)
+    old_fields, new_fields = flatten_fields(old), flatten_fields(new)
     for field in may_change:
       old_fields.pop(field, None)
       new_fields.pop(field, None)
     if lines := list_differences(old_fields, new_fields, json.dumps):
+      if old_fields.keys() != new_fields.keys():
+        lines.append('Fields are absent where another version of this project wrote it.')
       raise ValueError('\n'.join([f'{path} has another configuration:', *lines, remedy]))
     if old == new:
       return
   if write and jax.process_index() == 0:
-    _write_atomically(path, json.dumps(new, indent=2) + '\n')
+    with disk.explain_write_errors(path, 'The configuration'):
+      disk.write_atomically(path, (json.dumps(new, indent=2) + '\n').encode())
 
 
 def list_differences(
@@ -106,19 +104,6 @@ def list_differences(
   return lines
 
 
-def _fill(tree: Any, defaults: Mapping[str, Any]) -> Any:
-  """Returns nested dicts with the defaults of the dotted names that they lack."""
-  tree, defaults = copy.deepcopy(tree), json.loads(json.dumps(defaults))
-  for name, value in defaults.items():
-    *rooms, field = name.split('.')
-    inner = tree
-    for room in rooms:
-      inner = inner.setdefault(room, {}) if isinstance(inner, dict) else None
-    if isinstance(inner, dict):
-      inner.setdefault(field, value)
-  return tree
-
-
 def flatten_fields(tree: Any, prefix: str = '') -> dict[str, Any]:
   """{'a': {'b': 1}} -> {'a.b': 1}; an empty dict is a value."""
   if not isinstance(tree, dict) or not tree:
@@ -127,19 +112,6 @@ def flatten_fields(tree: Any, prefix: str = '') -> dict[str, Any]:
   for key, value in tree.items():
     fields |= flatten_fields(value, f'{prefix}.{key}' if prefix else key)
   return fields
-
-
-def _write_atomically(path: pathlib.Path, text: str) -> None:
-  part = path.with_name(f'{path.name}.{os.getpid()}.part')
-  with disk.explain_write_errors(path, 'The configuration'):
-    try:
-      with part.open('w') as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-      part.replace(path)
-    finally:
-      part.unlink(missing_ok=True)
 
 
 def make_writable(workdir: pathlib.Path) -> pathlib.Path:

@@ -19,8 +19,8 @@ from agent_r1_jax.train import metrics as metrics_lib
 from agent_r1_jax.train import watch
 
 
-class Watcher:
-  """The watcher of train/watch.py for people; only the first process shows and writes."""
+class Watcher(watch.Watcher):
+  """Shows all of a run to people; only the first process shows and writes."""
 
   def __init__(self):
     """Watches nothing yet."""

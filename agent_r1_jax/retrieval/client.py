@@ -6,8 +6,8 @@ import math
 import time
 from typing import Any
 
-from agent_r1_jax.host import bounded_http
 from agent_r1_jax.retrieval.documents import Document, Hit
+from agent_r1_jax.web import bounded_http
 
 _MAX_BACKOFF = 2.0  # Seconds between two attempts, unless the server asks for more.
 _MAX_ANSWER = 1 << 26  # Bytes; a server that sends more is broken.

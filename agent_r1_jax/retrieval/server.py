@@ -23,9 +23,10 @@ import threading
 import time
 from typing import Annotated, Any
 
-from agent_r1_jax.host import http, thread_pool, workers
+from agent_r1_jax.host import thread_pool, workers
 from agent_r1_jax.retrieval import batching
 from agent_r1_jax.retrieval.documents import Hit, Retriever
+from agent_r1_jax.web import http
 
 _CALL = 'retriever'  # What the pool of threads calls a search.
 _MAX_BODY = 1 << 20  # Bytes of a request.

@@ -3,7 +3,7 @@
   gradients = learner.forward_backward(state.params, batches, config=config, loss=loss)
   state, metrics = learner.optim_step(state, gradients, optimizer=optimizer)
 
-Whoever trains calls these two: updates.py, train/sft.py, the reward models, and
+Whoever trains calls these two: updates.py, sft.py, the reward models, and
 experiments/one_page.py.
 
 Letters: B packed rows, T tokens and E entries of each (types.Batch), D embed.

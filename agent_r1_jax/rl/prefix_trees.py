@@ -66,12 +66,15 @@ class TreeLayout:
 
   def tree(self, tokens: Int[np.ndarray, 'n']) -> types.Tree:
     """Packs the text of the trees."""
-    nodes = np.zeros((len(self.ends), self.columns), np.int32)
+    # The arrays stay NumPy arrays until the learner puts them on the mesh.
+    arrays: dict[str, Any] = {}
+    for name, column in {'tokens': tokens, 'positions': self.positions}.items():
+      arrays[name] = np.zeros(self.ends.shape, np.int32)
+      arrays[name].reshape(-1)[self.index] = column
+    arrays |= {x: getattr(self, x).astype(np.int32) for x in ('parents', 'ends')}
+    nodes = arrays['nodes'] = np.zeros((len(self.ends), self.columns), np.int32)
     nodes.reshape(-1)[self.places] = self.index[self.entries] % self.ends.shape[1]
-    placed = np.zeros((2, *self.ends.shape), np.int32)
-    placed.reshape(2, -1)[:, self.index] = tokens, self.positions
-    parents, ends = self.parents.astype(np.int32), self.ends.astype(np.int32)
-    return types.Tree(placed[0], placed[1], parents, ends, nodes)
+    return types.Tree(**arrays)
 
 
 class _Entries(NamedTuple):

@@ -34,8 +34,8 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import transcript as transcript_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.host import http
 from agent_r1_jax.serve import replies, requests, sources
+from agent_r1_jax.web import http
 
 
 @dataclasses.dataclass(eq=False)

@@ -12,8 +12,9 @@ from typing import Any
 from agent_r1_jax import types
 from agent_r1_jax.agent import automata, call_formats, grammars
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.host import http, workers
+from agent_r1_jax.host import workers
 from agent_r1_jax.serve import requests
+from agent_r1_jax.web import http
 
 _SECONDS = 60.0  # That a request waits for its grammar, others' before it included.
 _MOST_UNDER_WAY = 32  # Grammars that wait or are made; further ones get 429.

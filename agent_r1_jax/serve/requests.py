@@ -19,7 +19,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import automata, calls
 from agent_r1_jax.engine import programs, request
-from agent_r1_jax.host import http
+from agent_r1_jax.web import http
 
 _MAX = 2**31 - 1  # The engine counts in int32.
 

@@ -28,8 +28,8 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.host import http
 from agent_r1_jax.serve import replies, request_grammars, sources
+from agent_r1_jax.web import http
 
 _MAX_BODY = 1 << 22  # Bytes of a request.
 _SEND_SECONDS = 30.0  # For an answer that is complete.

@@ -16,8 +16,9 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.host import http, thread_pool
+from agent_r1_jax.host import thread_pool
 from agent_r1_jax.serve import replies, requests
+from agent_r1_jax.web import http
 
 _MAX_CHARACTERS = 1 << 14  # Of a text that is encoded at once, which takes milliseconds.
 _SECONDS = 60.0  # For a long text, with its wait for a thread.

@@ -12,8 +12,8 @@ import json
 import time
 from typing import Any
 
-from agent_r1_jax.host import bounded_http
 from agent_r1_jax.tools import sandbox, sandbox_worker
+from agent_r1_jax.web import bounded_http
 
 # What a request may take beyond its code's seconds: the queue, the start, the way.
 _EXTRA_SECONDS = 20.0

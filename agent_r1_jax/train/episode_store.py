@@ -45,7 +45,6 @@ class RolloutStore:
     # A new file, because a kill may have truncated the last record of an older one.
     number = len(list(folder.glob('*')))
     self._path = folder / f'{jax.process_index()}-{number}-{os.getpid()}.episodes'
-    self._file: io.FileIO | None = None
     self._warned = False
 
   def get(self, key: Hashable) -> types.Trajectory | None:
@@ -71,26 +70,11 @@ class RolloutStore:
         )
       self._warned = True
 
-  def close(self):
-    """Closes the file that this process writes."""
-    if self._file:
-      self._file.close()
-
   def _append(self, data: bytes):
     """Writes all of the data or, if the disk is full, nothing."""
-    if self._file is None:
-      self._path.parent.mkdir(parents=True, exist_ok=True)
-      # Unbuffered: a buffer would try again later what a full disk refuses now.
-      self._file = io.FileIO(self._path, 'x')
-      data = _MAGIC + data
-    try:
-      disk.append(self._file, data)
-    except OSError:
-      if not self._path.stat().st_size:
-        self._file.close()
-        self._path.unlink()
-        self._file = None
-      raise
+    self._path.parent.mkdir(parents=True, exist_ok=True)
+    with io.FileIO(self._path, 'a') as file:
+      disk.append(file, data if file.tell() else _MAGIC + data)
 
   def _take(self, path, key, fields, tasks):
     """Adds a trajectory that was read, if it belongs to one of the tasks."""
@@ -129,7 +113,8 @@ def _read(path: pathlib.Path) -> Iterator[tuple[Any, Any]]:
   try:
     with path.open('rb') as file:
       remaining_bytes = path.stat().st_size - len(_MAGIC)
-      if file.read(len(_MAGIC)) != _MAGIC:
+      # A file without bytes is what a full disk left.
+      if remaining_bytes > -len(_MAGIC) and file.read(len(_MAGIC)) != _MAGIC:
         raise ValueError('it was written by another program or an earlier version')
       while remaining_bytes >= _HEADER.size:
         length, checksum = _HEADER.unpack(file.read(_HEADER.size))

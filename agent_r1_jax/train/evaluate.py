@@ -1,8 +1,6 @@
 """Plays evaluation episodes, and averages the metrics of episodes."""
 
 from collections.abc import Callable, Mapping, Sequence
-import itertools
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -13,16 +11,12 @@ from agent_r1_jax.agent import automata, call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.engine import guide as guide_lib
-from agent_r1_jax.host import runtime
 from agent_r1_jax.train import decoding as decoding_lib
-from agent_r1_jax.train import episode_store, preflight, rollout, watch
+from agent_r1_jax.train import rollout
 
 # Metrics of an episode that `summarize` returns even where they are 0.
 _FAULTS = ('timeouts', 'abandoned_calls')
 GREEDY = decoding_lib.Decoding(config_lib.GREEDY)
-_NO_GUIDES: Mapping[guide_lib.Guide, guide_lib.State] = {}
-Choose = Callable[[engine_lib.Engine], decoding_lib.Choice]
 
 
 def run(
@@ -61,55 +55,6 @@ def run(
     name: [next(parts) for _ in range(samples * len(tasks))]
     for name, tasks in sets.items()
   }
-
-
-def play(
-  engine: engine_lib.Engine,
-  chat: chat_lib.Chat,
-  methods: Mapping[str, rollout.Method],
-  *,
-  limits: config_lib.Limits,
-  sampling: config_lib.Sampling | None = None,
-  samples: int = 1,
-  seed: int = 0,
-  workdir: pathlib.Path | None = None,
-  choose: Choose | None = None,
-  guides: Mapping[guide_lib.Guide, guide_lib.State] = _NO_GUIDES,
-  watcher: watch.Watcher = watch.PLAIN,
-) -> dict[str, dict[str, list[types.Trajectory]]]:
-  """Plays the tasks of one or several methods, each in the sight of the watcher.
-
-  As train.play, on an engine that has the policy's weights; without `sampling` greedily.
-  """
-  played = {}
-  choice = choose and choose(engine)
-  for label, (sets, make_env) in methods.items():
-    total = samples * sum(map(len, sets.values()))
-    with watcher.count_episodes(label, total) as ended:
-      with preflight.open_environment(make_env, limits) as env:
-        if line := preflight.describe_tool_prompt(chat, env):
-          watcher.print_line(line)
-        decoding = make_decoding(sampling, engine, chat, env) if sampling else GREEDY
-      played[label] = run(
-        engine,
-        chat,
-        sets,
-        make_env,
-        limits=limits,
-        decoding=decoding._replace(choice=choice, guides=guides),
-        samples=samples,
-        seed=seed,
-        store=workdir and episode_store.EpisodeStore(workdir / label),
-        on_done=ended,
-      )
-      runtime.release_freed_memory()
-      trajectories = itertools.chain(*played[label].values())
-      # These have no turn, because their prompt left no room for a reply.
-      too_long = [t for t in trajectories if t.metrics.get('prompt_too_long')]
-      if too_long:
-        text = f'{len(too_long)} tasks count as unanswered: {too_long[0].error}.'
-        watcher.print_line(text)
-  return played
 
 
 def make_decoding(

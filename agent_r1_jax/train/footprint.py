@@ -1,13 +1,11 @@
 """What a run holds in the memory of one chip: counted from shapes, and compiled.
 
-Nothing is loaded or computed. Parameters, optimizer states and the cache are counted from
-the shapes of the run's own objects. The temporaries of a program are what the compiler
-says (`memory_analysis`), and the run finds the program compiled when it calls it.
-
-Letters: B rows, T tokens of a row, M = B · T, the others as in models/decoder.py.
+Nothing is loaded or computed. Parameters, optimizer states and the cache are the shapes
+of the run's own objects (initial_state.py). The temporaries of a program are what the
+compiler says (`memory_analysis`); the run finds the program compiled when it calls it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 import dataclasses
 import functools
 import math
@@ -15,7 +13,6 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import numpy as np
 
@@ -29,11 +26,15 @@ from agent_r1_jax.host import processes
 from agent_r1_jax.models import decoder, head, lora, sampling_params, sharding
 from agent_r1_jax.rl import algorithms, credit, learner, optimizers, packing, train_state
 from agent_r1_jax.rl import table as table_lib
+from agent_r1_jax.train import initial_state
 
 # Bytes of the process itself on a CPU: Python, the libraries, XLA and what it compiled;
 # the engine's programs have the code of each layer.
 _PROCESS, _LAYER_CODE = 0.8e9, 1.2e7
-_COPY = "engine's copy"
+_PROGRAMS = ('the gradient', 'sampling', 'the update')
+# If a run takes less than this share of the memory with the bound of its temporaries,
+# nothing is compiled to choose its sizes.
+_OBVIOUS = 0.5
 
 
 class Machine(NamedTuple):
@@ -56,129 +57,142 @@ class Models(NamedTuple):
   shared_critic: bool = False  # Whether the policy's directory has a value head.
 
 
-# Takes 'gradient', 'sampling' or 'update', and returns the bytes of its temporaries on a
-# chip if the run has these sizes.
-Ask = Callable[[str, config_lib.Config], float]
+class Peak(NamedTuple):
+  """The phase of a step that holds most.
 
-
-def count(
-  config: config_lib.Config, models: Models, machine: Machine
-) -> dict[str, float]:
-  """Counts the bytes on one chip of what a run holds, whatever its sizes.
-
-  'learned' is what one gradient takes, and 'checkpoint' what a checkpoint does.
+  Attributes:
+    phase: Its name.
+    parts: The bytes of each part, by name.
+    is_bound: Whether it fits with a bound of the temporaries, and nothing was compiled.
   """
-  # Of the optimizer, only the kind matters here; another check looks at the rest.
-  optimizer = config_lib.Optimizer(kind=config.optimizer.kind)
-  config = dataclasses.replace(config, optimizer=optimizer)
-  shapes, copy = jax.eval_shape(functools.partial(_make_state, config, models, machine))
-  axes = config.mesh.axes(machine.chips)
-  one = dict.fromkeys(axes, 1) | {'tensor': axes['tensor']}
-  mesh, replica = (
-    AbstractMesh(tuple(sizes.values()), tuple(sizes)) for sizes in (axes, one)
-  )
-  parts = {name: _on_chip(tree, mesh) for name, tree in shapes.items()}
-  return parts | {_COPY: _on_chip(copy, replica)}
 
+  phase: str
+  parts: dict[str, float]
+  is_bound: bool = False
 
-def _on_chip(tree: Any, mesh: Any) -> float:
-  size = lambda x, at: math.prod(at.shard_shape(x.shape)) * x.dtype.itemsize
-  sizes = jax.tree.map(size, tree, sharding.make_shardings(tree, mesh))
-  return float(sum(jax.tree.leaves(sizes)))
-
-
-def _make_state(config, models, machine) -> tuple[dict[str, Any], Any]:
-  """Makes the parts that a run holds, and the engine's copy; only for jax.eval_shape."""
-  params, copy = _make_params(config, models), _make_copy(models)
-  if models.policy.dtype == 'float32' and machine.chips == 1 and not config.mesh.samplers:
-    copy = {'layers': copy['layers']}  # The rest is shared with the training's.
-  parts: dict[str, Any] = {'parameters, float32': params}
-  if not models.algorithm:
-    return parts, copy
-  update_config, learned = make_update_config(config, models), lora.split(params)[0]
-  reference = models.reference and decoder.init(models.reference, jax.random.key(0))
-  state = train_state.init(params, update_config, reference)
-  # What is not learned is shared with the policy.
-  if 'critic' in state.states:
-    parts['critic, float32'] = lora.split(state.states['critic'].params)[0]
-  opt_states = [model.opt_state for model in state.states.values()]
-  parts[f'state of {config.optimizer.kind}'] = opt_states
-  if state.reference:
-    parts['reference, float32'] = reference or learned
-  if update_config.keeps_old_sampler:
-    parts["policy as the engine's is, float32"] = learned
-  others = {'learned': learned, 'checkpoint': state.checkpoint_arrays(update_config)}
-  return parts | others, copy
-
-
-def _make_params(config, models: Models) -> decoder.Params:
-  params = decoder.init(models.policy, jax.random.key(0))
-  if models.shared_critic:
-    params = decoder.add_value_head(params)
-  if models.algorithm and (rank := config.model.lora_rank):
-    targets, alpha = config.model.adapter_targets, config.model.lora_alpha
-    params = lora.add(params, rank, targets, alpha, jax.random.key(0))
-  return params
-
-
-def _make_copy(models: Models) -> decoder.Params:
-  params = _make_params(config_lib.Config(), models)
-  return sampling_params.unstack(params, models.policy)
-
-
-def make_update_config(
-  config: config_lib.Config, models: Models
-) -> train_state.UpdateConfig:
-  """Makes the constants of a run's updates, without a reference of another shape."""
-  algorithm, optimizer = models.algorithm, config.optimizer
-  assert algorithm is not None
-  made = {'policy': optimizers.make(optimizer, optimizer.learning_rate)}
-  if algorithm.needs_critic and not models.shared_critic:
-    made['critic'] = optimizers.make(optimizer, optimizer.critic_learning_rate)
-  return train_state.UpdateConfig(
-    dataclasses.replace(models.policy, remat=config.model.remat or 'none'),
-    algorithm,
-    packing.MicrobatchShape(config.batch.microbatch, config.batch.row_tokens),
-    made,
-    config.schedule,
-    temperature=config.sampling.temperature,
-  )
+  @property
+  def bytes(self) -> float:
+    """The bytes of all parts."""
+    return sum(self.parts.values())
 
 
 class Footprint:
-  """Estimates what a run of given sizes holds on one chip, in bytes.
+  """What a run holds on one chip, in bytes, for sizes that are still to be chosen.
 
   Attributes:
-    missing: The programs that were asked for when there was no time left to compile.
+    parts: What it holds whatever its sizes, by name. 'copy' is what the engine samples
+      with, 'learned' what one gradient takes, 'checkpoint' what a checkpoint does.
+    missing: The programs that were to be compiled when there was no time left.
   """
 
   def __init__(
-    self, config: config_lib.Config, models: Models, machine: Machine, seconds: float
+    self,
+    config: config_lib.Config,
+    models: Models,
+    machine: Machine,
+    seconds: float = 0.0,
   ):
     """Counts what all sizes share. No compilation begins after `seconds` of them."""
     self.models, self.machine, self.missing = models, machine, set[str]()
-    self._parts, self._left = count(config, models, machine), seconds
-    self._known: dict[tuple[str, str, int, int], float] = {}
+    self._left, self._known = seconds, dict[tuple[str, str, int, int], float]()
+    self._update_config: train_state.UpdateConfig | None = None
+    made = jax.eval_shape(functools.partial(self._make, config))
+    self._params, self._copy, parts = made
+    axes = config.mesh.axes(machine.chips)
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+    one = dict.fromkeys(axes, 1) | {'tensor': axes['tensor']}
+    replica = AbstractMesh(tuple(one.values()), tuple(one))
+    self.parts = {name: _on_chip(tree, mesh) for name, tree in parts.items()}
+    copy = self._copy
+    if (
+      models.policy.dtype == 'float32' and machine.chips == 1 and not config.mesh.samplers
+    ):
+      copy = {'layers': copy['layers']}  # The rest is shared with the training's.
+    self.parts['copy'] = _on_chip(copy, replica)
 
-  def phases(
-    self, config: config_lib.Config, ask: Ask
-  ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yields the phases of a step, and the parts that each holds.
+  def _make(self, config: config_lib.Config):
+    """Makes the parameters, the engine's copy and the parts; only for jax.eval_shape."""
+    models = self.models
+    params = decoder.init(models.policy, jax.random.key(0))
+    if models.shared_critic:
+      params = decoder.add_value_head(params)
+    copy = sampling_params.unstack(params, models.policy)
+    if not models.algorithm:
+      return (
+        params,
+        copy,
+        {'parameters, float32': params, 'learned': (), 'checkpoint': ()},
+      )
+    # Of the optimizer, only the kind matters; another check looks at the rest.
+    kind = config.optimizer.kind
+    config = dataclasses.replace(config, optimizer=config_lib.Optimizer(kind=kind))
+    reference = None
+    if shape := models.reference:
+      reference = shape, decoder.init(shape, jax.random.key(0))
+    update_config, state = initial_state.make(
+      config,
+      models.policy,
+      params,
+      models.algorithm,
+      reference=reference,
+    )
+    self._update_config = update_config
+    params = state.states['policy'].params
+    learned = lora.split(params)[0]
+    opt_states = [model.opt_state for model in state.states.values()]
+    parts: dict[str, Any] = {
+      'parameters, float32': params,
+      f'state of {kind}': opt_states,
+    }
+    # What is not learned is shared with the policy.
+    if 'critic' in state.states:
+      parts['critic, float32'] = lora.split(state.states['critic'].params)[0]
+    if state.reference:
+      parts['reference, float32'] = reference[1] if reference else learned
+    if update_config.keeps_old_sampler:
+      parts["policy as the engine's is, float32"] = learned
+    others = {'learned': learned, 'checkpoint': state.checkpoint_arrays(update_config)}
+    return params, copy, parts | others
 
-    `ask` is `compile`, `least` or `bound`. With mesh.samplers the rollout's parts are on
-    a chip that samples, and the others' on a chip that trains.
+  def measure(self, config: config_lib.Config, memory: float) -> Peak:
+    """Returns the phase of a step that holds most, if the run has these sizes.
+
+    Nothing is compiled that cannot change whether the run takes at most `memory` bytes:
+    the rest counts as 0. What there is no time for is scaled from other sizes.
     """
-    c, schedule, state = self.models.policy, config.schedule, dict(self._parts)
+    temporaries: dict[str, float] = {}
+    find_peak = lambda: max(
+      (Peak(*phase) for phase in self.list_phases(config, temporaries).items()),
+      key=lambda peak: peak.bytes,
+    )
+    bound = {'temporaries, at most': self.bound(config)}
+    peak = find_peak()
+    if peak.bytes + sum(bound.values()) <= _OBVIOUS * self.machine.memory:
+      return Peak(peak.phase, peak.parts | bound, is_bound=True)
+    for program in _PROGRAMS if self.models.algorithm else ['sampling']:
+      if peak.bytes <= memory:
+        temporaries[program] = self._compile(program, config)
+        peak = find_peak()
+    return peak
+
+  def list_phases(
+    self, config: config_lib.Config, temporaries: Mapping[str, float]
+  ) -> dict[str, dict[str, float]]:
+    """Returns the parts that each phase of a step holds.
+
+    With mesh.samplers the rollout's parts are on a chip that samples, and the others' on
+    a chip that trains.
+    """
+    c, schedule, state = self.models.policy, config.schedule, dict(self.parts)
+    copy, learned = state.pop('copy'), state.pop('learned')
+    written = {'copy for the checkpoint': state.pop('checkpoint')}
+    takes = lambda program: {f'temporaries of {program}': temporaries.get(program, 0.0)}
     cpu = self.machine.platform == 'cpu'
     code = _PROCESS + _LAYER_CODE * c.num_layers
     process = {'the process itself': code} if cpu else {}
-    copy, learned = state.pop(_COPY), state.pop('learned', 0.0)
-    written = {'copy for the checkpoint': state.pop('checkpoint', 0.0)}
-    engine = {f'{_COPY}, {c.dtype}': copy, 'cache': _count_cache(config, c)}
-    sampling = lambda: {'temporaries of sampling': ask('sampling', config)}
+    engine = {f"engine's copy, {c.dtype}": copy, 'cache': _count_cache(config, c)}
     if not self.models.algorithm:
-      yield 'rollout', process | engine | state | sampling()
-      return
+      return {'rollout': process | engine | state | takes('sampling')}
     moments, offloaded = f'state of {config.optimizer.kind}', {}
     if config.optimizer.offload:
       offloaded = {moments: state.pop(moments)}
@@ -186,153 +200,118 @@ class Footprint:
     if config.mesh.samplers:
       plays, trains = process | engine, process | state
     elif schedule.ahead:  # Rollouts are played while updates are computed.
-      trains = trains | sampling()
-    gradient = {'gradient, float32': learned}
-    sums = {'sum of the gradients before it': learned}
-    sums['temporaries of the gradient'] = ask('gradient', config)
-    yield 'gradient', trains | gradient | sums
+      trains = trains | takes('sampling')
     if schedule.ahead and schedule.eval_every:
       # Rollouts under way keep their policy while another one is evaluated.
       plays = plays | {"evaluation's copy of the policy": copy}
-    yield 'rollout', plays | sampling()
-    update = gradient | offloaded | {'temporaries of the update': ask('update', config)}
-    yield 'update', trains | update
-    if cpu:
-      yield 'checkpoint', trains | written
+    gradient = {'gradient, float32': learned}
+    sums = gradient | {'sum of the gradients before it': learned}
+    phases = {
+      'gradient': trains | sums | takes('the gradient'),
+      'rollout': plays | takes('sampling'),
+      'update': trains | gradient | offloaded | takes('the update'),
+    }
+    return phases | ({'checkpoint': trains | written} if cpu else {})
 
-  def largest(
-    self, config: config_lib.Config, ask: Ask
-  ) -> tuple[float, str, dict[str, float]]:
-    """Returns the bytes of the phase that holds most, its name and its parts."""
-    phases = self.phases(config, ask)
-    return max((sum(parts.values()), name, parts) for name, parts in phases)
+  def bound(self, config: config_lib.Config) -> float:
+    """Returns more than the temporaries of any program: nothing is fused or freed.
 
-  def compile(self, program: str, config: config_lib.Config) -> float:
-    """Returns the temporaries of a program, compiled.
-
-    If no time is left it is scaled from other sizes: of the same remat, or else of any,
-    which is too much for 'full'. For a decode that nothing is known of it is a copy of
-    the cache.
+    M tokens are computed at a time, each over S slots; the other letters as in
+    models/decoder.py.
     """
-    key = _key(program, config)
+    c, engine, batch = self.models.policy, config.engine, config.batch
+    D, F, V, N, H = c.embed_dim, c.mlp_dim, c.vocab_size, c.num_heads, c.head_dim
+    prefilled = engine.prefill_rows * engine.replicas * engine.prefill_tokens
+    learned = batch.microbatch / config.mesh.count_groups(self.machine.chips)
+    learned *= batch.row_tokens if self.models.algorithm else 0
+    M, S = max(learned, engine.rows + prefilled), max(engine.slots, batch.row_tokens)
+    layer = M * (10 * D + 6 * F + 16 * N * H + 4 * N * S)
+    cache = 12 * c.num_kv_heads * H * engine.rows * engine.slots
+    logits = 4 * D * V + (8 * engine.rows + 4 * min(M, head.block_tokens(V))) * V
+    return 4 * (c.num_layers * (layer + cache) + logits) + 8 * self.parts['learned']
+
+  def _compile(self, program: str, config: config_lib.Config) -> float:
+    """Returns the temporaries of a program, which it compiles if there is time.
+
+    Else they are scaled from the largest of other sizes; nothing known counts as 0.
+    """
+    _, _, rows, tokens = key = _key(program, config)
     if key not in self._known and self._left <= 0:
       self.missing.add(program)
-      copied = _count_cache(config, self.models.policy)
-      known = self.least(program, config) or self._scale(program, config)
-      return known or copied * (program == 'sampling')
+      scale = lambda r, t: min(1, rows / r) * min(1, tokens / t)
+      known = [(n, k) for k, n in self._known.items() if k[0] == program and n < math.inf]
+      return max((size * scale(*k[2:]) for size, k in known), default=0.0)
     if key not in self._known:
       begin = time.monotonic()
       try:
-        size = _compile(program, config, self.models)
+        size = max(_count_temporaries(lowered) for lowered in self.lower(program, config))
       except jax.errors.JaxRuntimeError as error:
         if 'RESOURCE_EXHAUSTED' not in str(error):
           raise
         size = math.inf  # A TPU's compiler refuses what does not fit.
+      size *= config.engine.replicas if program == 'sampling' else 1
       # All processes have to choose the same sizes.
       shares = processes.gather([size, time.monotonic() - begin])
       self._known[key] = max(share[0] for share in shares)
       self._left -= max(share[1] for share in shares)
     return self._known[key]
 
-  def least(self, program: str, config: config_lib.Config) -> float:
-    """Returns no more than the temporaries, as far as other sizes were compiled.
-
-    A part of them grows with the rows, and at most with the square of the tokens.
-    """
-    key = _key(program, config)
-    if key in self._known:
-      return self._known[key]
-    return self._scale(program, config, key[1])
-
-  def _scale(
-    self, program: str, config: config_lib.Config, kind: str | None = None
-  ) -> float:
-    """Scales what other sizes take, of one kind of program or of all; 0 if none is."""
-    name, _, rows, tokens = _key(program, config)
-    return max(
-      (
-        size * min(1, rows / r) * min(1, tokens / t) ** 2
-        for (n, k, r, t), size in self._known.items()
-        if n == name and kind in (None, k) and math.isfinite(size)
-      ),
-      default=0.0,
-    )
-
-  def bound(self, program: str, config: config_lib.Config) -> float:
-    """Returns more than the temporaries: nothing is fused, split or freed."""
-    c, sizes = self.models.policy, config.engine
-    D, F, V, N = c.embed_dim, c.mlp_dim, c.vocab_size, c.num_heads
-    token = 10 * D + 6 * F + 16 * N * c.head_dim
-    if program == 'gradient':
-      groups = config.mesh.count_groups(self.machine.chips)
-      B, T = config.batch.microbatch / groups, _row_tokens(config)
-      logits = min(B * T, head.block_tokens(V)) * V
-      layer = B * T * token + 4 * B * N * T**2
-      return 4 * (c.num_layers * layer + 4 * D * V + 4 * logits)
+  def lower(self, program: str, config: config_lib.Config) -> list[Any]:
+    """Lowers a program from shapes, on the mesh of the run."""
+    mesh, samplers = initial_state.make_mesh(config.mesh)
     if program == 'sampling':
-      prefilled = sizes.prefill_rows * sizes.replicas * sizes.prefill_tokens
-      scores = (sizes.rows + prefilled) * N * sizes.slots
-      cache = c.num_layers * c.num_kv_heads * c.head_dim * sizes.rows * sizes.slots
-      return 4 * (12 * cache + 4 * scores + 8 * sizes.rows * V + prefilled * token)
-    return 8 * self._parts['learned']
+      replica = sharding.make_replica_meshes(mesh, samplers)[0] if mesh else None
+      copy = _place(self._copy, replica)
+      with sharding.use_mesh(replica):
+        return _lower_sampling(config, self.models.policy, copy, replica)
+    assert self._update_config
+    update_config = dataclasses.replace(
+      self._update_config,
+      model=dataclasses.replace(self.models.policy, remat=config.model.remat or 'none'),
+      shape=packing.MicrobatchShape(config.batch.microbatch, config.batch.row_tokens),
+    )
+    params = _place(self._params, mesh)
+    with sharding.use_mesh(mesh):
+      if program == 'the gradient':
+        batch = _make_batch(update_config)
+        batch = _place(batch, mesh, mesh and sharding.batch_sharding(mesh))
+        options = {
+          'loss': update_config.objectives['policy'],
+          'config': update_config.model,
+          'temperature': update_config.temperature,
+        }
+        return [learner._gradient.lower(params, batch, **options)]
+      optimizer = optimizers.make(config.optimizer, config.optimizer.learning_rate)
+      learned = lora.split(params)[0]
+      state: Any = jax.eval_shape(lambda p: learner.init(p, optimizer), params)
+      state = _place(state._replace(params=learned), mesh)
+      return [learner._apply.lower(state, learned, optimizer=optimizer)]
+
+
+def _on_chip(tree: Any, mesh: AbstractMesh) -> float:
+  size = lambda x, at: math.prod(at.shard_shape(x.shape)) * x.dtype.itemsize
+  sizes = jax.tree.map(size, tree, sharding.make_shardings(tree, mesh))
+  return float(sum(jax.tree.leaves(sizes)))
 
 
 def _count_cache(config: config_lib.Config, c: decoder.DecoderConfig) -> float:
   tensor = config.mesh.tensor
   heads = c.num_kv_heads / (tensor if c.num_kv_heads % tensor == 0 else 1)
   slots = config.engine.rows * config.engine.slots
-  return 2 * c.num_layers * slots * heads * c.head_dim * jnp.dtype(c.dtype).itemsize
-
-
-def _row_tokens(config: config_lib.Config) -> int:
-  return config.batch.row_tokens or config.engine.slots
+  return 2 * c.num_layers * slots * heads * c.head_dim * jax.numpy.dtype(c.dtype).itemsize
 
 
 def _key(program: str, config: config_lib.Config) -> tuple[str, str, int, int]:
   """Returns a program's name, its kind, its rows and its tokens."""
-  if program == 'gradient':
-    return program, config.model.remat, config.batch.microbatch, _row_tokens(config)
+  if program == 'the gradient':
+    batch = config.batch
+    return program, config.model.remat, batch.microbatch, batch.row_tokens
   if program == 'sampling':
     return program, '', config.engine.rows, config.engine.slots
   return program, '', 1, 1
 
 
-def make_mesh(config: config_lib.Mesh) -> tuple[Any, list[Any]]:
-  """Returns the mesh that trains, None for one chip; and this process's samplers.
-
-  Raises:
-    ValueError: The axes do not multiply to the number of chips.
-  """
-  devices, samplers = sharding.split_devices(config.samplers)
-  axes = config.axes(len(devices))
-  if len(devices) == math.prod(axes.values()) == 1 and not samplers:
-    return None, []
-  return sharding.make_mesh(**axes, devices=devices), samplers
-
-
-def _compile(program: str, config: config_lib.Config, models: Models) -> float:
-  """Compiles a program from shapes; returns the bytes of its temporaries on one chip."""
-  mesh, samplers = make_mesh(config.mesh)
-  if program == 'sampling':
-    replica = sharding.make_replica_meshes(mesh, samplers)[0] if mesh else None
-    with sharding.use_mesh(replica):
-      programs = _lower_sampling(config, models, replica)
-      return max(map(_temporaries, programs)) * config.engine.replicas
-  params = _place(jax.eval_shape(functools.partial(_make_params, config, models)), mesh)
-  update_config = make_update_config(config, models)
-  with sharding.use_mesh(mesh):
-    if program == 'gradient':
-      options = {'config': update_config.model, 'temperature': update_config.temperature}
-      loss, batch = update_config.objectives['policy'], _make_batch(config, update_config)
-      batch = _place(batch, mesh, mesh and sharding.batch_sharding(mesh))
-      return _temporaries(learner._gradient.lower(params, batch, loss=loss, **options))
-    optimizer, learned = update_config.optimizers['policy'], lora.split(params)[0]
-    state: Any = jax.eval_shape(lambda p: learner.init(p, optimizer), params)
-    state = _place(state._replace(params=learned), mesh)
-    return _temporaries(learner._apply.lower(state, learned, optimizer=optimizer))
-
-
-def _temporaries(lowered: Any) -> float:
+def _count_temporaries(lowered: Any) -> float:
   return float(lowered.compile().memory_analysis().temp_size_in_bytes)
 
 
@@ -346,9 +325,7 @@ def _place(tree: Any, mesh: Any, where: Any = None) -> Any:
   return jax.tree.map(struct, tree, sharding.make_shardings(tree, mesh))
 
 
-def _make_batch(
-  config: config_lib.Config, update_config: train_state.UpdateConfig
-) -> types.Batch:
+def _make_batch(update_config: train_state.UpdateConfig) -> types.Batch:
   """Makes a micro-batch of one episode, with the columns that the algorithm needs."""
   one, algorithm = np.ones(1), update_config.algorithm
   text = types.Segment(np.ones(1, np.int32), np.ones(1, bool), one)
@@ -360,19 +337,16 @@ def _make_batch(
   if algorithm.correction:
     columns['correction'] = one
   table = dataclasses.replace(table_lib.from_segments([text]), **columns)
-  shape = packing.MicrobatchShape(config.batch.microbatch, _row_tokens(config))
-  options = {'shape': shape, 'shared_critic': update_config.shared_critic}
+  options = {'shape': update_config.shape, 'shared_critic': update_config.shared_critic}
   return credit.make_minibatch(table, [0], algorithm, **options)[0][0]
 
 
-def _lower_sampling(config: config_lib.Config, models: Models, mesh: Any) -> list[Any]:
+def _lower_sampling(
+  config: config_lib.Config, model: decoder.DecoderConfig, params: Any, mesh: Any
+) -> list[Any]:
   """Lowers a replica's largest decode and prefill, on the mesh that is set."""
-  model = models.policy
-  options: Any = dataclasses.asdict(config.engine) | {
-    'width': config.engine.width or None
-  }
-  sizes = sizes_lib.make(model, **options)
-  params = _place(jax.eval_shape(functools.partial(_make_copy, models)), mesh)
+  options: Any = dataclasses.asdict(config.engine)
+  sizes = sizes_lib.make(model, **options | {'width': config.engine.width or None})
   cache: Any = jax.eval_shape(lambda: decoder.empty_cache(model, sizes.rows, sizes.slots))
   if mesh is not None:
     split = model.num_kv_heads % mesh.shape['tensor'] == 0

@@ -134,27 +134,6 @@ def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
   return {'type': name, 'call': inner(call)} if call else name
 
 
-def list_defaults(name: str, value: Any, depth: int = 0) -> dict[str, Any]:
-  """Describes the defaults of the fields in a value, by dotted names that begin so.
-
-  A description that was written before a dataclass or named tuple had a field lacks it;
-  what it means then is the default. Fields without a default are left out.
-  """
-  parts, found = (_fields(value) if depth <= _DEPTH else None) or {}, {}
-  defaults: dict[str, Any] = dict(getattr(value, '_field_defaults', {}))
-  if dataclasses.is_dataclass(value):
-    for field in dataclasses.fields(value):
-      if field.default is not dataclasses.MISSING:
-        defaults[field.name] = field.default
-      elif field.default_factory is not dataclasses.MISSING:
-        defaults[field.name] = field.default_factory()
-  for part, inner in parts.items():
-    if part in defaults:
-      found[f'{name}.{part}'] = describe(defaults[part])
-    found |= list_defaults(f'{name}.{part}', inner, depth + 1)
-  return found
-
-
 def model_digest(directory: str | os.PathLike) -> str:
   """Returns the sha256, in hex, of the names and contents of a model's files."""
   total = hashlib.sha256()

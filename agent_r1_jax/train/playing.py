@@ -1,6 +1,6 @@
 """Plays a policy that is in a directory, and holds the workdir of a run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
 import os
@@ -8,11 +8,14 @@ import pathlib
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
+from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.host import preemption, processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train import (
+  decoding,
+  episode_store,
   evaluate,
   identity,
   preflight,
@@ -55,7 +58,7 @@ def play(
   *,
   samples: int = 1,
   workdir: str | os.PathLike | None = None,
-  choose: evaluate.Choose | None = None,
+  choose: Callable[[engine_lib.Engine], decoding.Choice] | None = None,
   guides: Mapping[guide.Guide, guide.State] | None = None,
   watcher: watch.Watcher = watch.PLAIN,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
@@ -99,31 +102,42 @@ def play(
     # This is the watch that began with `play`.
     signals = stack.enter_context(preemption.watch())
     signals.phase, engine.interrupted = 'an evaluation', signals.is_requested
+    options = {'limits': config.limits, 'samples': samples, 'seed': config.seed}
+    added = {'choice': choose and choose(engine), 'guides': guides or {}}
+    played = {}
     try:
-      return evaluate.play(
-        engine,
-        chat,
-        methods,
-        limits=config.limits,
-        sampling=config.evaluation,
-        samples=samples,
-        seed=config.seed,
-        workdir=folder,
-        choose=choose,
-        guides=guides or {},
-        watcher=watcher,
-      )
+      for label, (sets, make_env) in methods.items():
+        total = samples * sum(map(len, sets.values()))
+        with watcher.count_episodes(label, total) as ended:
+          with preflight.open_environment(make_env, config.limits) as env:
+            if line := preflight.describe_tool_prompt(chat, env):
+              watcher.print_line(line)
+            way = evaluate.make_decoding(config.evaluation, engine, chat, env)
+          options |= {'decoding': way._replace(**added), 'on_done': ended}
+          options['store'] = folder and episode_store.EpisodeStore(folder / label)
+          played[label] = evaluate.run(engine, chat, sets, make_env, **options)
+          _report_too_long(played[label], watcher)
+        runtime.release_freed_memory()
+      return played
     except replica.PreemptedError:
       raise signals.end_unsaved() from None
+
+
+def _report_too_long(
+  played: Mapping[str, list[types.Trajectory]], watcher: watch.Watcher
+) -> None:
+  """Prints how many episodes have no turn: their prompt left no room for a reply."""
+  trajectories = [t for ts in played.values() for t in ts]
+  if too_long := [t for t in trajectories if t.metrics.get('prompt_too_long')]:
+    text = f'{len(too_long)} tasks count as unanswered: {too_long[0].error}.'
+    watcher.print_line(text)
 
 
 def _check_same(
   config: config_lib.Config, workdir: pathlib.Path, methods, guides
 ) -> None:
   """Raises ValueError if the workdir has episodes of another configuration or method."""
-  workdir_lib.check_config(
-    workdir, dataclasses.asdict(config), defaults=config.read_missing()
-  )
+  workdir_lib.check_config(workdir, dataclasses.asdict(config))
   model = identity.model_digest(config.model.path)
   for method, (sets, make_env) in methods.items():
     tasks = [task for tasks in sets.values() for task in tasks]

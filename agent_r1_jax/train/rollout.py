@@ -35,11 +35,10 @@ class Rollout:
     engine: engine_lib.Engine,
     future: futures.Future,
     tasks: Sequence[types.Task],
-    store: episode_store.RolloutStore | None,
     send_messages: int | None,
   ):
     """Holds the future of this process's trajectories, and the tasks of all processes."""
-    self._engine, self._future, self._store = engine, future, store
+    self._engine, self._future = engine, future
     self._tasks, self._send_messages = tasks, send_messages
 
   def result(self) -> list[types.Trajectory]:
@@ -58,9 +57,6 @@ class Rollout:
         played = None
     except replica_lib.PreemptedError:
       played = None
-    finally:
-      if self._store:
-        self._store.close()
     if not processes.is_distributed():
       if played is None:
         raise replica_lib.PreemptedError
@@ -75,34 +71,25 @@ def _exchange(
 ) -> list[types.Trajectory]:
   """Returns the trajectories of all processes, in the order of tasks and samples.
 
-  Small records go through the coordinator; tokens and messages go as arrays.
-
   Args:
     played: This process's trajectories, or None if it was interrupted.
     tasks: The rollout's tasks, by group; all processes have the same ones.
     send_messages: As in `start`.
   """
-  heads, columns = records.split(played or [])
-  all_heads = processes.gather(None if played is None else heads)
-  if None in all_heads:
+  if None in processes.gather(None if played is None else len(played)) or played is None:
     raise replica_lib.PreemptedError
-  messages = records.pack([t.messages for t in (played or [])[:send_messages]])
-  shares = zip(
-    all_heads,
-    processes.gather_arrays(columns),
-    processes.gather_arrays(np.frombuffer(messages, np.uint8)),
-    strict=True,
+  mine = [records.fields(trajectory) for trajectory in played]
+  for fields in mine[len(mine) if send_messages is None else send_messages :]:
+    fields['messages'] = []
+  packed = np.frombuffer(records.pack(mine), np.uint8)
+  return sorted(
+    (
+      records.trajectory(fields, tasks[fields['group']])
+      for share in processes.gather_arrays(packed)
+      for fields in records.unpack(share.tobytes())
+    ),
+    key=lambda t: (t.group, t.sample),
   )
-  trajectories = []
-  for heads, columns, packed_messages in shares:
-    share = records.join(heads, columns, tasks)
-    # The first trajectories of a share have messages, the others none.
-    for trajectory, messages in zip(
-      share, records.unpack(packed_messages.tobytes()), strict=False
-    ):
-      trajectory.messages = messages
-    trajectories += share
-  return sorted(trajectories, key=lambda t: (t.group, t.sample))
 
 
 def collect(engine: engine_lib.Engine, *args, **kwargs) -> list[types.Trajectory]:
@@ -194,7 +181,7 @@ def start(
       if group in own_groups:
         episodes.append(play(group, sample, numbers[task.id]))
       numbers[task.id] += 1
-  return Rollout(engine, engine.start(episodes), tasks, finished, send_messages)
+  return Rollout(engine, engine.start(episodes), tasks, send_messages)
 
 
 async def _play(

@@ -84,7 +84,6 @@ def check_config(
     workdir,
     dataclasses.asdict(config),
     may_change=('schedule.steps', 'sinks', 'profile'),
-    defaults=config.read_missing(),
     write=write,
   )
 
@@ -104,7 +103,6 @@ class RunFiles:
     config: config_lib.Config,
     workdir: str | os.PathLike,
     made_of: Mapping[str, Any] | None = None,
-    defaults: Mapping[str, Any] | None = None,
   ):
     """Opens and locks the workdir.
 
@@ -112,8 +110,6 @@ class RunFiles:
       config: The run's configuration, which is written to config.json.
       workdir: The directory; made if missing.
       made_of: What else may not change between two starts (identity.describe_run).
-      defaults: What a name means that an older made_of.json lacks
-        (identity.list_defaults).
 
     Raises:
       ValueError: Another run holds the workdir, or its run has another configuration or
@@ -140,9 +136,7 @@ class RunFiles:
           'Give another workdir. If the change is intended or does not matter, delete '
           f'{path}: this run then goes on with what it is given now'
         )
-        workdir_lib.check_config(
-          workdir, made_of, defaults=defaults, name=path.name, remedy=remedy
-        )
+        workdir_lib.check_config(workdir, made_of, name=path.name, remedy=remedy)
       self._stack = stack.pop_all()
 
   def __enter__(self):
@@ -174,10 +168,8 @@ class RunFiles:
       _, arrays, host_state = restored
       train_state = train_state.restore(arrays, host_state['train_state'])
       self.loop_state = LoopState.from_json(host_state['position'])
-    self._writer = None
     if processes.is_first():
-      writer = metrics_lib.Writer(self.workdir, resume_step=self.next_line)
-      self._writer = self._stack.enter_context(writer)
+      metrics_lib.drop_lines(self.workdir, self.next_line)
     return train_state
 
   def write(self, metrics: Mapping[str, float]):
@@ -186,8 +178,8 @@ class RunFiles:
     Only the first process writes. In all of them the loop state counts the step as
     written, and forgets its pending metrics.
     """
-    if self._writer:
-      self._writer.write(self.loop_state.step, metrics)
+    if processes.is_first():
+      metrics_lib.write(self.workdir, self.loop_state.step, metrics)
     self.loop_state.written_step, self.loop_state.pending_metrics = (
       self.loop_state.step,
       {},

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from agent_r1_jax import config as config_lib
@@ -20,15 +19,14 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.host import preemption, runtime
-from agent_r1_jax.models import decoder, lora, sharding, weights
-from agent_r1_jax.rl import algorithms, packing, updates
-from agent_r1_jax.rl import optimizers as optimizers_lib
+from agent_r1_jax.models import decoder, sharding, weights
+from agent_r1_jax.rl import algorithms, updates
 from agent_r1_jax.rl import train_state as train_state_lib
 from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import (
   evaluate,
-  footprint,
   identity,
+  initial_state,
   preflight,
   rollout,
   run_files,
@@ -105,15 +103,15 @@ def start(
       for sampling in (config.sampling, config.evaluation)
     )
   with sharding.use_mesh(mesh):
-    update_config, train_state = make_update_config(
-      config, model, params, algorithm, mesh
+    reference = initial_state.load_reference(config.model, model, mesh)
+    update_config, train_state = initial_state.make(
+      config, model, params, algorithm, mesh, reference
     )
   _check_options(algorithm, train_state, privileged, guides)
   with contextlib.ExitStack() as stack:
     # Inside train.run this is the watch that began with it.
     signals = stack.enter_context(preemption.watch())
-    defaults = identity.list_defaults('algorithm', algorithm)
-    files = stack.enter_context(run_files.RunFiles(config, workdir, made_of, defaults))
+    files = stack.enter_context(run_files.RunFiles(config, workdir, made_of))
     train_state = _restore(train_state, update_config, engine, files, signals)
     stack.enter_context(watcher.begin(_describe(config, label, files, chat, engine)))
     run = Run(
@@ -134,7 +132,7 @@ def start(
       privileged=privileged,
     )
     # This generator's locals live as long as the run: they would keep old arrays alive.
-    del params, train_state
+    del params, reference, train_state
     for line in lines:
       watcher.print_line(line)
     _compile(run, (training, evaluation))
@@ -194,7 +192,7 @@ def _compile(run: Run, decodings: Sequence[decoding_lib.Decoding]):
 def make_mesh(config: config_lib.Mesh) -> Mesh | None:
   """Returns the mesh of the chips that train; None for one chip."""
   runtime.initialize()
-  mesh, samplers = footprint.make_mesh(config)
+  mesh, samplers = initial_state.make_mesh(config)
   if mesh:
     sharding.make_replica_meshes(mesh, samplers)  # Raises if these chips cannot sample.
   return mesh
@@ -250,89 +248,3 @@ def make_engine(
     chips=sharding.split_devices(config.mesh.samplers)[1],
     **sizes,
   )
-
-
-def make_update_config(
-  config: config_lib.Config,
-  model: decoder.DecoderConfig,
-  params: decoder.Params,
-  algorithm: algorithms.Algorithm,
-  mesh: Mesh | None = None,
-) -> tuple[train_state_lib.UpdateConfig, updates.TrainState]:
-  """Makes the constants of the updates, and the train state before the first rollout.
-
-  Raises:
-    ValueError: A field of the configuration does not fit the algorithm or the model.
-  """
-  # A policy with a value head is its own critic; else the critic is a second model.
-  own_critic = algorithm.needs_critic and 'value_head' not in params
-  if config.schedule.critic_warmup and not own_critic:
-    raise ValueError('critic_warmup: there is no critic of its own; make it 0.')
-  if own_critic and algorithm.value_coef != 1.0:
-    raise ValueError('value_coef: the critic is a model of its own; leave it out.')
-  if config.model.lora_rank:
-    targets = config.model.adapter_targets
-    adapters = (config.model.lora_rank, targets, config.model.lora_alpha)
-    params = lora.add(params, *adapters, jax.random.key(config.seed))
-    params = sharding.shard_params(params, mesh)
-  options = config.optimizer
-  optimizers = {'policy': optimizers_lib.make(options, options.learning_rate)}
-  if own_critic:
-    optimizers['critic'] = optimizers_lib.make(options, options.critic_learning_rate)
-  reference_model, reference = model, None
-  if config.model.reference:
-    reference_model, reference = _load_reference(config.model, model, mesh)
-    if config.schedule.reference_every:
-      _check_replaceable(reference_model, reference, model, params)
-  update_config = train_state_lib.UpdateConfig(
-    model,
-    algorithm,
-    packing.MicrobatchShape(
-      config.batch.microbatch, config.batch.row_tokens or config.engine.slots
-    ),
-    optimizers,
-    config.schedule,
-    reference_model,
-    temperature=config.sampling.temperature,
-    seed=config.seed,
-    offload=config.optimizer.offload,
-  )
-  return update_config, train_state_lib.init(params, update_config, reference)
-
-
-def _load_reference(
-  config: config_lib.Model, policy: decoder.DecoderConfig, mesh: Mesh | None
-) -> tuple[decoder.DecoderConfig, decoder.Params]:
-  """Loads the shape and the parameters of the model in `config.reference`."""
-  place = sharding.make_placer(mesh)
-  model, params = weights.load(config.reference, dtype='float32', place=place)
-  if model.vocab_size != policy.vocab_size:
-    raise ValueError(
-      f'model.reference: {config.reference} has {model.vocab_size} tokens and the policy '
-      f'{policy.vocab_size}; they must share a tokenizer.'
-    )
-  return dataclasses.replace(model, dtype=config.dtype), params
-
-
-def _check_replaceable(
-  reference_model: decoder.DecoderConfig,
-  reference: decoder.Params,
-  model: decoder.DecoderConfig,
-  params: decoder.Params,
-):
-  """Raises ValueError unless the policy's parameters fit the reference's model."""
-  free = {'dtype': 'float32', 'remat': 'none', 'max_positions': 0}
-  theirs, ours = (dataclasses.replace(m, **free) for m in (reference_model, model))
-  differing = [
-    f.name
-    for f in dataclasses.fields(model)
-    if getattr(theirs, f.name) != getattr(ours, f.name)
-  ]
-  if ('value_head' in reference) != ('value_head' in params):
-    differing.append('value_head')
-  if differing:
-    raise ValueError(
-      'schedule.reference_every: the policy becomes the reference, and model.reference '
-      f'is another model ({", ".join(differing)}). Make it 0, or give a reference of '
-      "the policy's shape."
-    )

@@ -1,54 +1,65 @@
 """Chooses sizes that are 0, and what is recomputed, so that a run fits the memory.
 
-`resolve` does so before anything is loaded: it counts what the run holds and asks the
-compiler for the rest (footprint.py), from the fastest sizes on until some fit. A run that
-is resumed takes the sizes that it began with from its config.json.
+`resolve` does so before anything is loaded: it takes the fastest sizes, and halves them
+until what footprint.py counts and compiles fits. A run that is resumed takes the sizes
+that it began with from its config.json.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import json
 import math
 import os
 import pathlib
 import sys
-from typing import Any
 
 import jax
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
 from agent_r1_jax.host import processes, runtime
+from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import hf_config, sharding
 from agent_r1_jax.models.decoder import UNROLLED_LAYERS
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.train import fastest as fastest_lib
 from agent_r1_jax.train import footprint as footprint_lib
+from agent_r1_jax.train import initial_state
 from agent_r1_jax.train.footprint import Machine, Models
 
-FIELDS, REMAT = config_lib.SIZES, 'model.remat'
+REMAT = 'model.remat'
+_NAMES = (*config_lib.SIZES, REMAT)
 GB = 1e9
 # The seconds after which no program is compiled any more to choose sizes.
 SECONDS = 120.0
 # Names an environment variable: GB (10^9 bytes) of each accelerator, or of the process.
 MEMORY_VARIABLE = 'AGENT_R1_MEMORY_GB'
-# (share of the memory, fewest rows, fewest slots): the first round leaves a margin for
-# what nobody counts; the second uses all memory before it shortens episodes.
-_ROUNDS = ((0.85, 8, 2048), (1.0, 1, 1024))
-# If a run takes less than this share of the memory with the bounds of its temporaries,
-# the compiler is not asked.
-_OBVIOUS = 0.5
+# The share of the memory that is filled: nobody counts everything.
+_SHARE = 0.85
 # The assumed bytes of a device that does not report its memory.
 _UNKNOWN = 16e9
-# The fields with which a part takes less, by words in its name; None stands for less than
-# the present value.
+# The assumed tokens of a prompt; the most and the fewest slots that are chosen, and what
+# they are a multiple of: the kernels of accelerators read tiles of 128.
+_PROMPT, _MOST_SLOTS, _FEWEST_SLOTS, _TILE = 1024, 8192, 1024, 128
+# The fewest rows, before slots become fewer.
+_FEWEST_ROWS = 8
+# The most rows of an engine, and tokens of a micro-batch on one chip: more are no faster,
+# and on a CPU their activations no longer fit its caches.
+_MOST_ROWS = {'cpu': 128, 'gpu': 256, 'tpu': 256}
+_MOST_TOKENS = {'cpu': 2048, 'gpu': 16_384, 'tpu': 16_384}
+# Rows and tokens of one prefill. The answer of a tool is short: on a CPU the padding of a
+# longer chunk costs time, on an accelerator reading the weights takes longer anyway.
+_PREFILL_SHAPES = {'cpu': (32, 32), 'gpu': (16, 128), 'tpu': (16, 128)}
+# The least slots that a cache read covers; smaller reads are more programs to compile.
+_LEAST_BUCKET = {'cpu': 128, 'gpu': 256, 'tpu': 256}
+# The fields with which a part takes less, by words in its name; the first one counts.
 _REMEDIES = {
-  'cache': {'engine.rows': None, 'engine.slots': None},
-  'temporaries of sampling': {'engine.rows': None},
-  'temporaries of the gradient': {'batch.microbatch': None, REMAT: 'full'},
-  'state of adamw': {'optimizer.kind': 'adamw8', 'optimizer.offload': True},
-  'gradient': {'model.lora_rank': 16},
-  'checkpoint': {'model.lora_rank': 16},
+  'cache': 'fewer engine.rows or engine.slots',
+  'temporaries of sampling': 'fewer engine.rows',
+  'temporaries of the gradient': "a smaller batch.microbatch, model.remat='full'",
+  'state of adamw8': 'on an accelerator optimizer.offload=True',
+  'state of adamw': 'optimizer.kind=adamw8, or on an accelerator optimizer.offload=True',
+  'gradient': 'model.lora_rank=16',
+  'checkpoint': 'model.lora_rank=16',
 }
 
 
@@ -75,21 +86,15 @@ def resolve(
   """
   runtime.initialize()
   machine, models = find_machine(config.mesh), read_models(config.model, algorithm)
-  unresolved = config
-  if workdir is not None:
-    config = load_recorded(config, workdir)
-  reused = [
-    name
-    for name in (*FIELDS, REMAT)
-    if fields.get(config, name) != fields.get(unresolved, name)
-  ]
-  footprint_lib.make_mesh(config.mesh)  # Raises where the chips make no such mesh.
-  footprint = footprint_lib.Footprint(config, models, machine, seconds)
-  config = choose(config, footprint)
+  recorded = load_recorded(config, workdir) if workdir is not None else config
+  reused = [n for n in _NAMES if fields.get(config, n) != fields.get(recorded, n)]
+  initial_state.make_mesh(config.mesh)  # Raises where the chips make no such mesh.
+  footprint = footprint_lib.Footprint(recorded, models, machine, seconds)
+  config = choose(recorded, footprint)
   _check_split(config, machine)
-  check(config, footprint, reused)
+  line = check(config, footprint, reused)
   if processes.is_first():
-    print(describe(config, footprint), file=sys.stderr)
+    print(line, file=sys.stderr)
   return config
 
 
@@ -120,24 +125,15 @@ def load_recorded(
   config: config_lib.Config, workdir: str | os.PathLike
 ) -> config_lib.Config:
   """Returns `config` with sizes of 0 replaced by those of the run in this workdir."""
-  path = pathlib.Path(workdir) / 'config.json'
   try:
-    recorded = json.loads(path.read_text())
+    text = pathlib.Path(workdir, 'config.json').read_text()
+    recorded = workdir_lib.flatten_fields(json.loads(text))
   except (OSError, ValueError, RecursionError):
     return config  # No run yet; or run_files will raise an error that names the file.
-  if not isinstance(recorded, Mapping):
-    return config
-  names = (*FIELDS, REMAT)
-  known = {n: _look_up(recorded, n) for n in names if not fields.get(config, n)}
-  sound = lambda n, x: isinstance(x, str) if n == REMAT else type(x) is int and x > 0
-  return fields.replace(config, {n: x for n, x in known.items() if sound(n, x)})
-
-
-def _look_up(tree: Any, name: str) -> Any:
-  """Returns the value of a dotted name in nested mappings, or None."""
-  for part in name.split('.'):
-    tree = tree.get(part) if isinstance(tree, Mapping) else None
-  return tree
+  sound = lambda x: isinstance(x, str) or (type(x) is int and x > 0)
+  missing = [name for name in _NAMES if not fields.get(config, name)]
+  known = {name: recorded[name] for name in missing if sound(recorded.get(name))}
+  return fields.replace(config, known)
 
 
 def choose(
@@ -147,43 +143,44 @@ def choose(
 
   Other sizes are not changed. The first of `_candidates` that fits is taken, or the last.
   """
-  candidate = config
-  for share, candidate in _candidates(config, footprint.models, footprint.machine):
-    if _fits(candidate, footprint, share):
+  candidate, memory = config, _SHARE * footprint.machine.memory
+  for candidate in _candidates(config, footprint.models, footprint.machine):
+    if footprint.measure(candidate, memory).bytes <= memory:
       break
   return candidate
 
 
 def _candidates(
   config: config_lib.Config, models: Models, machine: Machine
-) -> Iterator[tuple[float, config_lib.Config]]:
-  """Yields shares of the memory, and sizes that may take so much, the best ones first.
+) -> Iterator[config_lib.Config]:
+  """Yields configurations with all sizes, the fastest first.
 
-  The first are the fastest. For the next ones the micro-batch is halved; then activations
-  are recomputed, which costs a third of a gradient's time, with each micro-batch; then
-  the same with half of the rows, and so on; then with half of the slots.
+  For the next ones the micro-batch is halved; then activations are recomputed, which
+  costs a third of a gradient's time, with each micro-batch; then the same with half of
+  the rows, and so on; then with half of the slots. Sizes that are given stay.
   """
-  fastest = fastest_lib.choose(config, models, machine)
+  engine, batch = config.engine, config.batch
   groups = config.mesh.count_groups(machine.chips)
   remats = [config.model.remat or 'none']
   # With the layers unrolled, on a CPU, it would save nothing.
   unrolled = machine.platform == 'cpu' and models.policy.num_layers <= UNROLLED_LAYERS
   if models.algorithm and not config.model.remat and not unrolled:
     remats.append('full')
-  most_slots = fastest['slots']
-  # Those that are given stay.
-  halve = lambda given, size, least: _halves(size, size if given else least)
-  for share, fewest_rows, fewest_slots in _ROUNDS:
-    for slots in halve(config.engine.slots, fastest['slots'], fewest_slots):
-      if slots < most_slots:
-        slots = fastest_lib.round_up(slots, fastest_lib.slot_multiple(config.mesh))
-      for rows in halve(config.engine.rows, fastest['rows'], fewest_rows):
-        for remat in remats:
-          for size in halve(config.batch.microbatch, fastest['microbatch'], groups):
-            sizes = {'slots': slots, 'rows': rows, 'microbatch': size}
-            filled = fastest_lib.fill(config, machine, **sizes)
-            yield share, fields.replace(filled, {REMAT: remat})
-    fastest['slots'] = slots  # The next round goes on from here.
+  longest = engine.slots or _choose_slots(config, models)
+  tokens = (batch.row_tokens or longest) / config.mesh.context
+  each = _power_of_two(max(1, int(_MOST_TOKENS[machine.platform] / tokens)))
+  most = batch.microbatch or groups * each
+  episodes = -(-config.schedule.tasks * config.schedule.samples // machine.engines)
+  most_rows = min(_MOST_ROWS[machine.platform], 1 << (episodes - 1).bit_length())
+  for slots in _halves(longest, engine.slots or _FEWEST_SLOTS):
+    if slots < longest:
+      slots = _round_up(slots, _slot_multiple(config.mesh))
+    fewest = _FEWEST_ROWS if slots > _FEWEST_SLOTS and not engine.slots else 1
+    for rows in _halves(engine.rows or most_rows, engine.rows or fewest):
+      filled = _fill(config, machine, slots, rows)
+      for remat in remats:
+        for microbatch in _halves(most, batch.microbatch or groups):
+          yield fields.replace(filled, {'batch.microbatch': microbatch, REMAT: remat})
 
 
 def _halves(size: int, least: int) -> list[int]:
@@ -191,53 +188,102 @@ def _halves(size: int, least: int) -> list[int]:
   return [size, *(n for i in range(1, 32) if (n := size >> i) >= least)]
 
 
-def _fits(
-  config: config_lib.Config, footprint: footprint_lib.Footprint, share: float
-) -> bool:
-  """Whether a run of these sizes takes at most this share of the memory.
-
-  The compiler is asked only if the bounds do not say that it fits, and what is known does
-  not say that it does not.
-  """
-  memory = footprint.machine.memory
-  if _is_obvious(config, footprint):
-    return True
-  return all(
-    sum(parts.values()) <= share * memory
-    for ask in (footprint.least, footprint.compile)
-    for _, parts in footprint.phases(config, ask)
+def _fill(
+  config: config_lib.Config, machine: Machine, slots: int, rows: int
+) -> config_lib.Config:
+  """Returns `config` with these sizes, and with those that follow from them."""
+  sizes = config.engine
+  if not sizes.rows:
+    rows = _round_up(rows, sizes.replicas or 1)
+  prefill_rows, prefill_tokens = _PREFILL_SHAPES[machine.platform]
+  bucket = max(_LEAST_BUCKET[machine.platform], _power_of_two(max(1, slots // 8)))
+  replicas = 1
+  # One replica per core of a CPU, if each gets 8 rows; else one per chip.
+  if machine.platform == 'cpu' and config.mesh.tensor == 1:
+    width = min(sizes.width or rows, rows)
+    counts = range(min(machine.cores, rows // 8), 1, -1)
+    replicas = next((n for n in counts if rows % n == 0 and width % n == 0), 1)
+  engine = dataclasses.replace(
+    sizes,
+    slots=slots,
+    rows=rows,
+    prefill_rows=sizes.prefill_rows or min(prefill_rows, rows),
+    prefill_tokens=sizes.prefill_tokens or prefill_tokens,
+    bucket=sizes.bucket or min(slots, bucket),
+    replicas=sizes.replicas or replicas,
   )
+  batch = dataclasses.replace(config.batch, row_tokens=config.batch.row_tokens or slots)
+  return dataclasses.replace(config, engine=engine, batch=batch)
 
 
-def _is_obvious(config: config_lib.Config, footprint: footprint_lib.Footprint) -> bool:
-  """Whether a run of these sizes fits, whatever the compiler does."""
-  most = footprint.largest(config, footprint.bound)[0]
-  return most <= _OBVIOUS * footprint.machine.memory
+def _choose_slots(config: config_lib.Config, models: Models) -> int:
+  """Returns the slots that the longest episode needs, up to _MOST_SLOTS."""
+  step = _slot_multiple(config.mesh)
+  turn = config.limits.max_turn_tokens + config.chat.max_tool_tokens
+  episode = _round_up(_PROMPT + config.limits.max_turns * turn, step)
+  most = min(_MOST_SLOTS, models.policy.max_positions, config.batch.row_tokens or episode)
+  return min(episode, max(1, most // step) * step, most)
+
+
+def _slot_multiple(mesh: config_lib.Mesh) -> int:
+  """Returns the number that slots, and so the tokens of a row, are a multiple of."""
+  return math.lcm(_TILE, mesh.context)
+
+
+def _round_up(n: int, step: int) -> int:
+  """Returns the smallest multiple of `step` that is at least n."""
+  return -(-n // step) * step
+
+
+def _power_of_two(n: int) -> int:
+  """Returns the largest power of two that is at most n."""
+  return 1 << (n.bit_length() - 1)
 
 
 def check(
   config: config_lib.Config,
   footprint: footprint_lib.Footprint,
   reused: Sequence[str] = (),
-) -> None:
-  """Checks that the run, with all sizes chosen, fits the memory.
+) -> str:
+  """Returns a line with the sizes and the memory that a run with them takes.
 
   `reused` names the sizes that a resumed run took from its config.json.
 
   Raises:
-    ValueError: It does not; the message has the parts in GB and the fields to change.
+    ValueError: It does not fit; the message has the parts in GB and the fields to change.
   """
-  if _fits(config, footprint, 1.0):
-    return
-  machine = footprint.machine
-  peak, phase, parts = footprint.largest(config, footprint.least)
-  largest = sorted(parts.items(), key=lambda part: -part[1])
-  table = '\n'.join(f'  {n / GB:8.2f} GB  {name}' for name, n in largest if n >= 5e6)
-  finite = sum(n for _, n in largest if math.isfinite(n))
-  remedy = _find_remedy(
-    config, footprint, [name for name, n in largest if n > finite / 20]
+  memory = footprint.machine.memory
+  peak = footprint.measure(config, memory)
+  if peak.bytes > memory:
+    raise ValueError(_describe_refusal(peak, footprint.machine, reused))
+  names = _NAMES if footprint.models.algorithm else config_lib.SIZES
+  chosen = ' '.join(f'{name}={fields.get(config, name)}' for name in names)
+  taken = f'{"below " if peak.is_bound else ""}{peak.bytes / GB:.1f} GB ({peak.phase})'
+  line = f'sizes: {chosen}; estimated peak {taken} of {memory / GB:.1f} GB'
+  if footprint.missing:
+    line += f'; not compiled for lack of time: {", ".join(sorted(footprint.missing))}'
+  return line
+
+
+def _describe_refusal(
+  peak: footprint_lib.Peak, machine: Machine, reused: Sequence[str]
+) -> str:
+  """Returns the parts of a run that does not fit, and what makes them smaller."""
+  where = 'this process' if machine.platform == 'cpu' else 'each chip'
+  # Of a program that a TPU's compiler refuses, nobody knows what it takes.
+  taken = f'{peak.bytes / GB:.1f} GB' if math.isfinite(peak.bytes) else 'more'
+  lines = [
+    f'memory: this run is estimated to take {taken} ({peak.phase}), and {where} has '
+    f'{machine.memory / GB:.1f} GB:'
+  ]
+  for name, size in sorted(peak.parts.items(), key=lambda part: -part[1]):
+    remedy = next((f': {x}' for words, x in _REMEDIES.items() if words in name), '')
+    if size >= 5e6:
+      lines.append(f'  {size / GB:8.2f} GB  {name}{remedy}')
+  remedy = (
+    'Change what stands beside a part, or take a smaller model, or more chips (mesh.fsdp)'
   )
-  if machine.platform == 'gpu' and peak < 0.95 / 0.75 * machine.memory:
+  if machine.platform == 'gpu' and peak.bytes < 0.95 / 0.75 * machine.memory:
     # By default JAX allocates three quarters of a GPU's memory.
     remedy += ', or let JAX have more of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION=.95)'
   if reused:
@@ -245,59 +291,13 @@ def check(
       f'. {", ".join(reused)} are those that this run began with (config.json); give '
       'others in another workdir'
     )
-  where = 'this process' if machine.platform == 'cpu' else 'each chip'
-  taken = f'{peak / GB:.1f} GB' if math.isfinite(peak) else 'more than is compiled'
-  raise ValueError(
-    f'memory: this run is estimated to take {taken} ({phase}), and {where} '
-    f'has {machine.memory / GB:.1f} GB:\n{table}\n{remedy}. {MEMORY_VARIABLE} says that '
-    'there is more or less.'
-  )
-
-
-def _find_remedy(config, footprint: footprint_lib.Footprint, parts: list[str]) -> str:
-  """Names the fields with which these parts take less; those of the first part first."""
-  models, machine = footprint.models, footprint.machine
-  changes = {
-    field: value
-    for part in parts
-    for words, remedy in _REMEDIES.items()
-    for field, value in remedy.items()
-    if words in part and fields.get(config, field) not in (value, 1)
-  }
-  if machine.platform == 'cpu':  # The host's memory is the device's.
-    changes.pop('optimizer.offload', None)
-  least = {'engine.rows': 1, 'engine.slots': 1}
-  if models.algorithm:
-    least |= {'model.lora_rank': config.model.lora_rank or 16}
-  smallest = fields.replace(config, least)
-  counted = footprint_lib.Footprint(smallest, models, machine, seconds=0.0)
-  if not changes or counted.largest(smallest, counted.least)[0] > machine.memory:
-    return 'No setting makes it fit: take a smaller model, or more chips (mesh.fsdp)'
-  return 'Lower it with ' + ' or '.join(
-    f'{name}={fields.get(config, name) // 2 if value is None else value}'
-    for name, value in changes.items()
-  )
-
-
-def describe(config: config_lib.Config, footprint: footprint_lib.Footprint) -> str:
-  """Returns a line with the sizes and the estimated memory."""
-  names = FIELDS if footprint.models.algorithm is None else (*FIELDS, REMAT)
-  chosen = ' '.join(f'{name}={fields.get(config, name)}' for name in names)
-  below, ask = '', footprint.compile
-  if _is_obvious(config, footprint):
-    below, ask = 'below ', footprint.bound
-  peak, phase, _ = footprint.largest(config, ask)
-  memory = footprint.machine.memory
-  line = f'{peak / GB:.1f} GB ({phase}) of {memory / GB:.1f} GB'
-  if footprint.missing:
-    line += f'; not compiled for lack of time: {", ".join(sorted(footprint.missing))}'
-  return f'sizes: {chosen}; estimated peak {below}{line}'
+  lines.append(f'{remedy}. {MEMORY_VARIABLE} says that there is more or less.')
+  return '\n'.join(lines)
 
 
 def _check_split(config: config_lib.Config, machine: Machine) -> None:
   """Raises ValueError if training rows cannot be split over the mesh."""
-  groups = config.mesh.count_groups(machine.chips)
-  context = config.mesh.context
+  groups, context = config.mesh.count_groups(machine.chips), config.mesh.context
   if config.batch.microbatch % groups:
     raise ValueError(
       f'batch.microbatch is {config.batch.microbatch}, yet its rows lie on {groups} '

@@ -1,12 +1,12 @@
-"""Who watches a run: what the loop tells, and the plain watcher that prints lines.
+"""Who watches a run: what the loop tells it, and what it prints by default.
 
-report/watcher.py has the one with a live view, alarms, logs of episodes and sinks.
+report/watcher.py has the watcher with a live view, alarms, logs of episodes and sinks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import pathlib
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
@@ -40,35 +40,44 @@ class RunInfo(NamedTuple):
   engine: engine_lib.Engine
 
 
-class Watcher(Protocol):
-  """Watches a run; in all processes the loop calls the same methods.
+class Watcher:
+  """Watches a run, and prints a line a step; another one overrides what it shows.
 
-  What a method raises ends the run, so that a watcher bounds and reports its own faults.
+  In all processes the loop calls the same methods. What a method raises ends the run, so
+  that a watcher bounds and reports its own faults.
   """
 
   def check(self, config: config_lib.Config) -> None:
     """Raises ValueError for settings that it does not serve, before anything is made."""
-    ...
+    default = config_lib.Config()
+    for name in ('sinks', 'profile', 'alarms'):
+      value = getattr(config, name)
+      if value and value != getattr(default, name):
+        raise ValueError(
+          f'{name} is {value!r}, and nobody watches this run who does that: give '
+          'train.run(..., watcher=report.Watcher()), or leave it out.'
+        )
 
   def begin(self, run: RunInfo) -> contextlib.AbstractContextManager:
     """Watches a run inside `with`."""
-    ...
+    return contextlib.nullcontext()
 
   def print_line(self, line: str) -> None:
-    """Shows a line of text."""
-    ...
+    """Shows a line of text, in the first process."""
+    if processes.is_first():
+      print(line, flush=True)
 
   def set_phase(self, name: str, done: int | None = None, total: int | None = None):
     """Shows what the run is doing, for example ('rollout', 45, 128)."""
-    ...
 
   def trace_step(self, step: int) -> contextlib.AbstractContextManager:
     """Is entered around the rollout and the update of a step."""
-    ...
+    return contextlib.nullcontext()
 
   def see_episodes(self, step: int, played: Sequence[types.Trajectory]) -> None:
     """Gets all episodes of a rollout or an evaluation, as soon as they have ended."""
-    ...
+    if errors := [t.error for t in played if t.status == 'error']:
+      self.print_line(f'Step {step}: {len(errors)} episodes failed. {errors[0]}')
 
   def log_rollout(
     self,
@@ -85,94 +94,32 @@ class Watcher(Protocol):
       learned_from: The episodes of the table, in its order.
       table: The table that updates.learn returned.
     """
-    ...
 
   def log_evaluation(
     self, name: str, step: int, played: Sequence[types.Trajectory]
   ) -> None:
     """Keeps all episodes of an evaluation set."""
-    ...
 
   def measure(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns numbers to add to those of a step, before they are written."""
-    ...
-
-  def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Gets the line that was written to metrics.jsonl."""
-    ...
-
-  def finish(self, workdir: pathlib.Path, label: str) -> None:
-    """Is called at the end of a run, when its models are written."""
-    ...
-
-  def count_episodes(
-    self, label: str, total: int
-  ) -> contextlib.AbstractContextManager[Ended]:
-    """Shows inside `with` how many episodes ended, of which it is told one by one."""
-    ...
-
-
-class Plain:
-  """Prints a line a step, and watches nothing else."""
-
-  def check(self, config: config_lib.Config) -> None:
-    """Refuses what it does not do; see Watcher."""
-    default = config_lib.Config()
-    for name in ('sinks', 'profile', 'alarms'):
-      value = getattr(config, name)
-      if value and value != getattr(default, name):
-        raise ValueError(
-          f'{name} is {value!r}, and nobody watches this run who does that: give '
-          'train.run(..., watcher=report.Watcher()), or leave it out.'
-        )
-
-  def begin(self, run: RunInfo) -> contextlib.AbstractContextManager:
-    """Begins."""
-    return contextlib.nullcontext()
-
-  def print_line(self, line: str) -> None:
-    """Prints a line, in the first process."""
-    if processes.is_first():
-      print(line, flush=True)
-
-  def set_phase(self, name: str, done: int | None = None, total: int | None = None):
-    """Shows nothing."""
-
-  def trace_step(self, step: int) -> contextlib.AbstractContextManager:
-    """Traces nothing."""
-    return contextlib.nullcontext()
-
-  def see_episodes(self, step: int, played: Sequence[types.Trajectory]) -> None:
-    """Prints the first error."""
-    if errors := [t.error for t in played if t.status == 'error']:
-      self.print_line(f'Step {step}: {len(errors)} episodes failed. {errors[0]}')
-
-  def log_rollout(self, step, played, learned_from, table) -> None:
-    """Keeps nothing."""
-
-  def log_evaluation(self, name, step, played) -> None:
-    """Keeps nothing."""
-
-  def measure(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Adds nothing."""
     return {}
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Prints the rewards of a step."""
+    """Gets the line that was written to metrics.jsonl, and shows it."""
     shown = [
       f'{name} {value:.3f}' for name, value in metrics.items() if name.endswith('/reward')
     ]
     self.print_line(f'Step {step}: {", ".join(shown)}')
 
   def finish(self, workdir: pathlib.Path, label: str) -> None:
-    """Says where the files are."""
+    """Is called at the end of a run, when its models are written."""
     self.print_line(f'{label}: {workdir}')
 
   @contextlib.contextmanager
   def count_episodes(self, label: str, total: int) -> Iterator[Ended]:
-    """Prints a line at the beginning."""
+    """Shows inside `with` how many episodes ended, of which it is told one by one."""
     self.print_line(f'{label}: {total} episodes')
     yield lambda trajectory: None
 
 
-PLAIN = Plain()
+PLAIN = Watcher()

@@ -25,9 +25,10 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request
-from agent_r1_jax.host import http, runtime
+from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.serve import server
+from agent_r1_jax.web import http
 from experiments.bench import common
 
 _SHAPE = flags.DEFINE_string('shape', 's25', 'A key of common.SHAPES.')

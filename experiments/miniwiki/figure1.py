@@ -15,12 +15,11 @@ import time
 from absl import app, flags
 import numpy as np
 
-from agent_r1_jax import fields, report, train
+from agent_r1_jax import fields, report, sft, train
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import weights
 from agent_r1_jax.report import progress, tables
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.train import sft
 from experiments import task_list
 from experiments.miniwiki import demos, shapes
 from experiments.miniwiki import tasks as miniwiki

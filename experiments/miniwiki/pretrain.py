@@ -11,10 +11,9 @@ import pathlib
 
 from absl import app, flags
 
-from agent_r1_jax import fields
+from agent_r1_jax import fields, sft
 from agent_r1_jax.host import runtime
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import sft
 from experiments import small_policy
 from experiments.miniwiki import demos
 from experiments.miniwiki import tasks as miniwiki

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from absl import app, flags
 
-from agent_r1_jax import report, train, types
-from agent_r1_jax.agent import context, env, rewards, tool
+from agent_r1_jax import context, report, train, types
+from agent_r1_jax.agent import env, rewards, tool
 from agent_r1_jax.guided import reward_model
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import summary, tables

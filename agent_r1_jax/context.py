@@ -30,7 +30,14 @@ RECALL = 'What you wrote down of the work so far:\n\n{summary}'
 
 
 class _Strategy:
-  """An environment that wraps another."""
+  """An environment that wraps another.
+
+  Attributes:
+    keeps_opening: Whether an episode begins with the messages of the wrapped environment,
+      so that their lengths are checked before a run.
+  """
+
+  keeps_opening = True
 
   def __init__(self, env: env_lib.Env):
     self.env = env
@@ -141,6 +148,8 @@ class Summary(_Strategy):
 
 class Rebuilt(_Strategy):
   """Rebuilds the prompt of every turn from the environment's state."""
+
+  keeps_opening = False
 
   def __init__(self, env: env_lib.Env, render: Callable[[Any], list[types.Message]]):
     """Wraps an environment.

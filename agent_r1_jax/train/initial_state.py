@@ -1,0 +1,127 @@
+"""The mesh of a run, the constants of its updates, and its train state before any step.
+
+setup.py makes them; footprint.py counts and compiles them from shapes alone.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax.models import decoder, lora, sharding, weights
+from agent_r1_jax.rl import algorithms, optimizers, packing, train_state
+
+# A model's shape and its parameters.
+Model = tuple[decoder.DecoderConfig, decoder.Params]
+
+
+def make_mesh(config: config_lib.Mesh) -> tuple[Mesh | None, list[Any]]:
+  """Returns the mesh that trains, None for one chip; and this process's samplers.
+
+  Raises:
+    ValueError: The axes do not multiply to the number of chips.
+  """
+  devices, samplers = sharding.split_devices(config.samplers)
+  axes = config.axes(len(devices))
+  if len(devices) == math.prod(axes.values()) == 1 and not samplers:
+    return None, []
+  return sharding.make_mesh(**axes, devices=devices), samplers
+
+
+def make(
+  config: config_lib.Config,
+  model: decoder.DecoderConfig,
+  params: decoder.Params,
+  algorithm: algorithms.Algorithm,
+  mesh: Mesh | None = None,
+  reference: Model | None = None,
+) -> tuple[train_state.UpdateConfig, train_state.TrainState]:
+  """Makes the constants of the updates, and the train state before the first rollout.
+
+  Args:
+    config: The run's configuration.
+    model: The shape of the policy.
+    params: Its parameters; adapters are added here.
+    algorithm: The run's algorithm.
+    mesh: Where the parameters are; None is one chip.
+    reference: The model in config.model.reference; without one, the reference policy of
+      an algorithm that needs one is the policy as it begins.
+
+  Raises:
+    ValueError: A field of the configuration does not fit the algorithm or the model.
+  """
+  # A policy with a value head is its own critic; else the critic is a second model.
+  own_critic = algorithm.needs_critic and 'value_head' not in params
+  if config.schedule.critic_warmup and not own_critic:
+    raise ValueError('critic_warmup: there is no critic of its own; make it 0.')
+  if own_critic and algorithm.value_coef != 1.0:
+    raise ValueError('value_coef: the critic is a model of its own; leave it out.')
+  if config.model.lora_rank:
+    targets = config.model.adapter_targets
+    adapters = (config.model.lora_rank, targets, config.model.lora_alpha)
+    params = lora.add(params, *adapters, jax.random.key(config.seed))
+    params = sharding.shard_params(params, mesh)
+  options = config.optimizer
+  made = {'policy': optimizers.make(options, options.learning_rate)}
+  if own_critic:
+    made['critic'] = optimizers.make(options, options.critic_learning_rate)
+  reference_model, reference_params = reference or (model, None)
+  if reference_params and config.schedule.reference_every:
+    _check_replaceable(reference_model, reference_params, model, params)
+  update_config = train_state.UpdateConfig(
+    model,
+    algorithm,
+    packing.MicrobatchShape(
+      config.batch.microbatch, config.batch.row_tokens or config.engine.slots
+    ),
+    made,
+    config.schedule,
+    reference_model,
+    temperature=config.sampling.temperature,
+    seed=config.seed,
+    offload=config.optimizer.offload,
+  )
+  return update_config, train_state.init(params, update_config, reference_params)
+
+
+def load_reference(
+  config: config_lib.Model, policy: decoder.DecoderConfig, mesh: Mesh | None
+) -> Model | None:
+  """Loads the model in `config.reference`; None if that is empty."""
+  if not config.reference:
+    return None
+  place = sharding.make_placer(mesh)
+  model, params = weights.load(config.reference, dtype='float32', place=place)
+  if model.vocab_size != policy.vocab_size:
+    raise ValueError(
+      f'model.reference: {config.reference} has {model.vocab_size} tokens and the policy '
+      f'{policy.vocab_size}; they must share a tokenizer.'
+    )
+  return dataclasses.replace(model, dtype=config.dtype), params
+
+
+def _check_replaceable(
+  reference_model: decoder.DecoderConfig,
+  reference: decoder.Params,
+  model: decoder.DecoderConfig,
+  params: decoder.Params,
+):
+  """Raises ValueError unless the policy's parameters fit the reference's model."""
+  free = {'dtype': 'float32', 'remat': 'none', 'max_positions': 0}
+  theirs, ours = (dataclasses.replace(m, **free) for m in (reference_model, model))
+  differing = [
+    f.name
+    for f in dataclasses.fields(model)
+    if getattr(theirs, f.name) != getattr(ours, f.name)
+  ]
+  if ('value_head' in reference) != ('value_head' in params):
+    differing.append('value_head')
+  if differing:
+    raise ValueError(
+      'schedule.reference_every: the policy becomes the reference, and model.reference '
+      f'is another model ({", ".join(differing)}). Make it 0, or give a reference of '
+      "the policy's shape."
+    )

@@ -1,0 +1,1 @@
+"""Parts of all servers and clients here that speak HTTP."""
