@@ -11,7 +11,6 @@ from typing import Any
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.agent import context
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.host import workers
@@ -333,7 +332,8 @@ def _schemas(env: env_lib.Env) -> list[dict[str, Any]]:
 
 
 def _begins_with_the_task(env: Any) -> bool:
-  while isinstance(env, context.SlidingWindow | context.Summary):
+  # A context strategy (tasks/context.py) whose first prompt is what it wraps begins with.
+  while getattr(env, 'keeps_opening', False):
     env = env.env
   return isinstance(env, env_lib.ToolEnv) and type(env).reset is env_lib.ToolEnv.reset
 

@@ -30,7 +30,14 @@ RECALL = 'What you wrote down of the work so far:\n\n{summary}'
 
 
 class _Strategy:
-  """An environment that wraps another."""
+  """An environment that wraps another.
+
+  Attributes:
+    env: The environment.
+    keeps_opening: Whether its first messages are those of `env`.
+  """
+
+  keeps_opening = True
 
   def __init__(self, env: env_lib.Env):
     self.env = env
@@ -141,6 +148,8 @@ class Summary(_Strategy):
 
 class Rebuilt(_Strategy):
   """Rebuilds the prompt of every turn from the environment's state."""
+
+  keeps_opening = False
 
   def __init__(self, env: env_lib.Env, render: Callable[[Any], list[types.Message]]):
     """Wraps an environment.
