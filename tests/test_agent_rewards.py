@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import call_formats, rewards
+from agent_r1_jax.agent import call_formats, scoring
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.tasks import rewards
 from agent_r1_jax.tools import calculator as calculator_lib
 
 TASK = types.Task('t', [{'role': 'user', 'content': 'What is 2 * 3?'}], answer='6')
@@ -172,8 +173,8 @@ async def test_an_episode_that_was_cut_keeps_the_potential_of_where_it_was():
 async def test_a_weight_may_be_a_schedule_over_the_run():
   reward = rewards.hybrid(outcome=(1.0, right), slow=(lambda step: 1 - step / 4, slow))
   assert (await reward(TASK, said('6')))['slow'] == 0.5
-  token = rewards.policy_step.set(3)
+  token = scoring.policy_step.set(3)
   try:
     assert (await reward(TASK, said('6'))) == {'outcome': 1.0, 'slow': 0.125}
   finally:
-    rewards.policy_step.reset(token)
+    scoring.policy_step.reset(token)

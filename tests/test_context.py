@@ -2,9 +2,10 @@
 
 import pytest
 
-from agent_r1_jax import context, testing, types
+from agent_r1_jax import testing, types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.tasks import context
 
 TASK = types.Task(
   't',

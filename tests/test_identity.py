@@ -8,10 +8,11 @@ import sys
 
 import pytest
 
-from agent_r1_jax import context, types
+from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import workdir
 from agent_r1_jax.rl import aggregation, algorithms, correction, losses
+from agent_r1_jax.tasks import context
 from agent_r1_jax.train import identity
 
 _SCRIPT = '''

@@ -18,7 +18,6 @@ DEVICE = ('models', 'engine', 'rl')
 GROUND = ('types', 'fields', 'config', 'host', *DEVICE, 'agent', 'train')
 UPPER = (
   'checks',
-  'context',
   'guided',
   'report',
   'retrieval',

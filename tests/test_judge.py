@@ -10,8 +10,8 @@ import pytest
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import rewards
 from agent_r1_jax.guided import judge as judge_lib
+from agent_r1_jax.tasks import rewards
 
 TASK = types.Task('t', [{'role': 'user', 'content': 'Who {wrote} it?'}], answer='Ann')
 PROMPT = 'Q: {question} Gold: {answer} Said: {conversation} Write "Score: " and a number.'

@@ -13,6 +13,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.tasks import context
 from agent_r1_jax.train import preflight
 
 

@@ -14,8 +14,7 @@ import pytest
 
 from agent_r1_jax.agent import env
 from agent_r1_jax.retrieval import documents
-from agent_r1_jax.tasks import programming
-from agent_r1_jax.tools import plain_values
+from agent_r1_jax.tasks import plain_values, programming
 
 pytestmark = pytest.mark.usefixtures('needs_sandbox')
 

@@ -12,11 +12,11 @@ import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import rewards as rewards_lib
 from agent_r1_jax.guided import reward_model as trained
 from agent_r1_jax.guided import reward_training as reward_model
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import packing
+from agent_r1_jax.tasks import rewards as rewards_lib
 from experiments import scores as scores_lib
 
 # Two groups; the pairs are (0, 1), (0, 2) and (3, 4).

@@ -13,14 +13,15 @@ import pytest
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import context, types
-from agent_r1_jax.agent import calls, rewards
+from agent_r1_jax import types
+from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import replica
 from agent_r1_jax.host import records
 from agent_r1_jax.rl import table
+from agent_r1_jax.tasks import context, rewards
 from agent_r1_jax.train import episode_store, rollout
 
 _LIMITS = config_lib.Limits(max_turns=3, max_turn_tokens=16)

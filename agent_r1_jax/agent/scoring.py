@@ -1,6 +1,7 @@
 """Calls users' reward functions and metrics, and adds what they say to a step."""
 
 from collections.abc import Awaitable, Callable
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -17,6 +18,10 @@ Score = float | dict[str, float]
 Reward = Callable[..., Score | Awaitable[Score]]
 Numbers = dict[str, float]
 Metrics = Callable[[types.Task, list[types.Message]], Numbers | Awaitable[Numbers]]
+# How many rollouts the policy had learned from that sampled this episode's last reply.
+policy_step: contextvars.ContextVar[int] = contextvars.ContextVar(
+  'policy_step', default=0
+)
 
 
 async def judge(

@@ -26,7 +26,7 @@ from typing import IO
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import rewards
+from agent_r1_jax.agent import scoring
 from agent_r1_jax.host import thread_pool, workers
 from agent_r1_jax.serve import conversation as conversation_lib
 from agent_r1_jax.serve import endpoint
@@ -117,7 +117,7 @@ class Program(player.Player):
       episode.add_reward(step, turn)
     segments, _ = transcript.collect()
     newest = max(int(s.policy_steps[s.action_mask].max()) for s in segments)
-    rewards.policy_step.set(newest)
+    scoring.policy_step.set(newest)
     with faults.of_environment():
       step = await workers.call_on_user_loop(
         self.judge,

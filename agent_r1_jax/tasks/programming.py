@@ -23,7 +23,8 @@ from typing import Any
 from agent_r1_jax.agent import env
 from agent_r1_jax.host import isolated
 from agent_r1_jax.retrieval import documents
-from agent_r1_jax.tools import plain_values, sandbox
+from agent_r1_jax.tasks import plain_values
+from agent_r1_jax.tools import sandbox
 from agent_r1_jax.types import Message, Task
 
 AGENT = (

@@ -15,7 +15,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import call_formats, rewards
+from agent_r1_jax.agent import call_formats, scoring
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import transcript as transcript_lib
@@ -159,7 +159,7 @@ class Episode:
     reply = self.reply = await self.context.reply(ids, max_tokens, choose)
     self.sampled['tokens'] += len(reply.tokens)
     transcript.add_turn(transcript.passage, ids, reply)
-    rewards.policy_step.set(int(reply.policy_steps[-1]))
+    scoring.policy_step.set(int(reply.policy_steps[-1]))
     text = self.chat.decode(reply.tokens.tolist())
     t.messages.append({'role': 'assistant', 'content': str(text)})
     if not reply.stopped:

@@ -332,8 +332,7 @@ def _schemas(env: env_lib.Env) -> list[dict[str, Any]]:
 
 
 def _begins_with_the_task(env: Any) -> bool:
-  """Whether episodes begin with the task's own messages, and nothing before them."""
-  # Of an environment around another one, such as those of context.py.
+  # A context strategy (tasks/context.py) whose first prompt is what it wraps begins with.
   while getattr(env, 'keeps_opening', False):
     env = env.env
   return isinstance(env, env_lib.ToolEnv) and type(env).reset is env_lib.ToolEnv.reset

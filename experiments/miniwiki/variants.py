@@ -27,13 +27,13 @@ from typing import NamedTuple
 
 from absl import app, flags
 
-from agent_r1_jax import context, report, train, types
-from agent_r1_jax.agent import env, rewards, tool
+from agent_r1_jax import report, train, types
+from agent_r1_jax.agent import env, tool
 from agent_r1_jax.guided import reward_model
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import summary, tables
 from agent_r1_jax.rl import algorithms, losses
-from agent_r1_jax.tasks import qa
+from agent_r1_jax.tasks import context, qa, rewards
 from agent_r1_jax.tools import search
 from agent_r1_jax.train import metrics as metrics_lib
 from experiments.miniwiki import search as quickstart

@@ -2,11 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-import contextvars
 import math
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import call_formats
+from agent_r1_jax.agent import call_formats, scoring
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import workers
@@ -16,10 +15,6 @@ Messages = list[types.Message]
 Potential = Callable[[types.Task, Messages], float | Awaitable[float]]
 # A weight, or its schedule: from the number of rollouts learned from to the weight.
 Weight = float | Callable[[int], float]
-# How many rollouts the policy had learned from that sampled this episode's last reply.
-policy_step: contextvars.ContextVar[int] = contextvars.ContextVar(
-  'policy_step', default=0
-)
 
 
 def hybrid(**parts: tuple[Weight, env_lib.Reward]) -> env_lib.Reward:
@@ -43,7 +38,7 @@ def hybrid(**parts: tuple[Weight, env_lib.Reward]) -> env_lib.Reward:
       raise ValueError(f'{name}: the weight {part[0]} must be finite.')
 
   def weigh(weight: Weight) -> float:
-    return float(weight(policy_step.get()) if callable(weight) else weight)
+    return float(weight(scoring.policy_step.get()) if callable(weight) else weight)
 
   async def reward(
     task: types.Task, messages: Messages, status: str = 'done'

@@ -33,8 +33,8 @@ class _Strategy:
   """An environment that wraps another.
 
   Attributes:
-    keeps_opening: Whether an episode begins with the messages of the wrapped environment,
-      so that their lengths are checked before a run.
+    env: The environment.
+    keeps_opening: Whether its first messages are those of `env`.
   """
 
   keeps_opening = True
