@@ -1,5 +1,6 @@
 """Strict settings for every test, and the fixtures that several files share."""
 
+import gc
 import os
 import pathlib
 import shutil
@@ -65,6 +66,24 @@ def gate():
   event = threading.Event()
   yield event
   event.set()
+
+
+@pytest.fixture(scope='module', autouse=True)
+def older_objects_stay():
+  """No collection in a file's tests looks at what earlier files have left behind."""
+  gc.collect()
+  gc.freeze()
+
+
+def pytest_sessionstart():
+  """Lets runs in a worker return no memory to the kernel between their phases.
+
+  The worker is large for what its tests have compiled; their phases are as short as those
+  of a small process, and would take a part of a second each.
+  """
+  from agent_r1_jax.host import runtime
+
+  runtime.KEPT = 1 << 40
 
 
 def pytest_sessionfinish():
