@@ -61,6 +61,15 @@ def no_clock(monkeypatch):
 
 
 @pytest.fixture
+def no_curves(monkeypatch):
+  """Runs draw no curves, a third of a second each; test_metrics.py looks at some."""
+  from agent_r1_jax.report import plots
+
+  touch = lambda runs, path, *_, **__: pathlib.Path(path).touch()
+  monkeypatch.setattr(plots, 'plot_curves', touch)
+
+
+@pytest.fixture
 def gate():
   """What hangs waits for it, and goes on at the test's end."""
   event = threading.Event()
