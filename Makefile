@@ -26,6 +26,8 @@ PYTHON ?= $(firstword $(foreach name,python3.12 python3.11 python3 python,\
 quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m experiments.miniwiki.search --workdir=$(WORKDIR)
 
+# Workers and the programs that tests start read the same sources: compiled once is enough.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
 

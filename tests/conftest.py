@@ -1,5 +1,6 @@
 """Strict settings for every test, and the fixtures that several files share."""
 
+import gc
 import os
 import pathlib
 import shutil
@@ -60,11 +61,38 @@ def no_clock(monkeypatch):
 
 
 @pytest.fixture
+def no_curves(monkeypatch):
+  """Runs draw no curves, a third of a second each; test_metrics.py looks at some."""
+  from agent_r1_jax.report import plots
+
+  touch = lambda runs, path, *_, **__: pathlib.Path(path).touch()
+  monkeypatch.setattr(plots, 'plot_curves', touch)
+
+
+@pytest.fixture
 def gate():
   """What hangs waits for it, and goes on at the test's end."""
   event = threading.Event()
   yield event
   event.set()
+
+
+@pytest.fixture(scope='module', autouse=True)
+def older_objects_stay():
+  """No collection in a file's tests looks at what earlier files have left behind."""
+  gc.collect()
+  gc.freeze()
+
+
+def pytest_sessionstart():
+  """Lets runs in a worker return no memory to the kernel between their phases.
+
+  The worker is large for what its tests have compiled; their phases are as short as those
+  of a small process, and would take a part of a second each.
+  """
+  from agent_r1_jax.host import runtime
+
+  runtime.KEPT = 1 << 40
 
 
 def pytest_sessionfinish():

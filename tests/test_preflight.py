@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import context, types
+from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import template_process
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 
 TEXTS = [
@@ -239,12 +240,13 @@ _TWICE = '{% set ns.x = ns.x ~ ns.x %}'
     ("{{ 'x' | center(2000000) }}", 'wrote more than 1000000 characters'),
     (
       "{% if messages[-1].role == 'user' and tools %}" + _LOOP + '{% endif %}',
-      'did not end within 3 s of a processor',
+      'did not end within 0.5 s of a processor',
     ),
     ('{{ ' + '(' * 100_000 + '1' + ')' * 100_000 + ' }}', None),  # only refused later
   ],
 )
-def test_a_template_that_does_not_end_is_refused(copied, template, message):
+def test_a_template_that_does_not_end_is_refused(copied, template, message, monkeypatch):
+  monkeypatch.setattr(template_process, '_CPU_SECONDS', 0.5)
   path = copied / 'tokenizer_config.json'
   config = json.loads(path.read_text())
   path.write_text(json.dumps(config | {'chat_template': template}))
@@ -255,8 +257,9 @@ def test_a_template_that_does_not_end_is_refused(copied, template, message):
     tokenizer_lib.load(copied)
 
 
-def test_a_template_that_does_not_end_on_longer_messages_is_ended(copied):
+def test_a_template_that_does_not_end_on_longer_messages_is_ended(copied, monkeypatch):
   """It is bounded at each encoding; the process that renders it is started again."""
+  monkeypatch.setattr(template_process, '_CPU_SECONDS', 0.5)
   path = copied / 'tokenizer_config.json'
   config = json.loads(path.read_text())
   loops = '{% if messages[0].content | length > 40 %}' + _LOOP + '{% endif %}'
@@ -268,6 +271,6 @@ def test_a_template_that_does_not_end_on_longer_messages_is_ended(copied):
   say = lambda text: chat.encode_prompt([{'role': 'user', 'content': text}])
   before = say('What is it?')
   for text in ('What is it? ' * 10, 'How big is it?'):
-    with pytest.raises(ValueError, match='did not end within 3 s of a processor'):
+    with pytest.raises(ValueError, match='did not end within 0.5 s of a processor'):
       say(text)
     np.testing.assert_array_equal(say('What is it?'), before)

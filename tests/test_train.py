@@ -39,6 +39,7 @@ from agent_r1_jax.serve import program
 from agent_r1_jax.train import episode_store, initial_state, loop, metrics, rollout
 
 _GRPO = algorithms.grpo(kl_coef=0.01)
+pytestmark = pytest.mark.usefixtures('no_curves')
 _PPO = algorithms.ppo(kl_coef=0.0)
 _WORDS = (' the', ' city', ' capital', ' is')
 

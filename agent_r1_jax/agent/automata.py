@@ -38,7 +38,7 @@ async def compile_grammar(
     ValueError: There is no such automaton, or it takes too much.
   """
   with _name_limits():
-    text = await _compile(make, args, vocabulary)
+    text = await _compile(make, args, vocabulary, grammars.PROCESSOR_SECONDS)
   # Some 100 MB at most.
   return types.Automaton(*await asyncio.to_thread(grammars.decode, text))
 
@@ -46,7 +46,7 @@ async def compile_grammar(
 def compile_and_wait(make: Callable, args: Sequence, *vocabulary: Any) -> types.Automaton:
   """Like `compile_grammar`, in a process that ends with the call."""
   with _name_limits():
-    call = (make, args, vocabulary)
+    call = (make, args, vocabulary, grammars.PROCESSOR_SECONDS)
     text = isolated.call_in_subprocess(grammars.make_encoded, call, {}, **_LIMITS)
   return types.Automaton(*grammars.decode(text))
 

@@ -25,7 +25,10 @@ _CALL_OPENING = '<tool_call>'
 
 
 def make_encoded(
-  make: Callable[..., ByteAutomaton], args: Sequence, vocabulary: Sequence
+  make: Callable[..., ByteAutomaton],
+  args: Sequence,
+  vocabulary: Sequence,
+  processor_seconds: int,
 ) -> str:
   """Makes an automaton over tokens in a process that ends if it takes too long.
 
@@ -33,13 +36,14 @@ def make_encoded(
     make: One of the functions below.
     args: Its arguments.
     vocabulary: The further arguments of byte_automata.lift_to_tokens.
+    processor_seconds: Until its states are known.
 
   Returns:
     The automaton for `decode`.
   """
   soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
   used = resource.getrusage(resource.RUSAGE_SELF)
-  seconds = int(used.ru_utime + used.ru_stime) + 1 + PROCESSOR_SECONDS
+  seconds = int(used.ru_utime + used.ru_stime) + 1 + processor_seconds
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   # The engine and its event loop come first.
   os.setpriority(os.PRIO_PROCESS, 0, 10)

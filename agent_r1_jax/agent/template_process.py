@@ -70,7 +70,7 @@ class Renderer:
         imports = ['jinja2', 'transformers.utils.chat_template_utils']
         self._process = isolated.Process(_render, _MEMORY_MB, imports)
       # As JSON: other types would be imported there.
-      call = (self._template, json.dumps(arguments)), {}
+      call = (self._template, json.dumps(arguments), _CPU_SECONDS), {}
       try:
         ok, answer = self._process.call(call, _WAIT_SECONDS)
       except isolated.LostError as error:
@@ -90,12 +90,13 @@ class Renderer:
 find_renderer = functools.lru_cache(4)(Renderer)
 
 
-def _render(template: str, arguments: str) -> tuple[str, str]:
+def _render(template: str, arguments: str, seconds: float) -> tuple[str, str]:
   """Renders a conversation in the subprocess, or tests the template.
 
   Args:
     template: The template.
     arguments: Those of `_apply` as JSON; null tests the template.
+    seconds: Of a processor, after which the system ends this process.
 
   Returns:
     The text, and what went wrong.
@@ -103,8 +104,7 @@ def _render(template: str, arguments: str) -> tuple[str, str]:
   import jinja2
 
   given = json.loads(arguments)
-  # After so much time of a processor the system ends this process.
-  signal.setitimer(signal.ITIMER_PROF, _CPU_SECONDS)
+  signal.setitimer(signal.ITIMER_PROF, seconds)
   try:
     return ('', _test(template)) if given is None else (_apply(template, *given), '')
   except MemoryError:

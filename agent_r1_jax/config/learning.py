@@ -103,10 +103,13 @@ class Batch:
   Attributes:
     row_tokens: Tokens of a packed training row; at least `engine.slots`.
     microbatch: Packed rows of one micro-batch, over all chips: a multiple of data x fsdp.
+    trees: Whether tokens with which several texts begin are computed once
+      (rl/prefix_trees.py); where attention does not support it, they never are.
   """
 
   row_tokens: int = 0
   microbatch: int = 0
+  trees: bool = True
 
   def check(self) -> None:
     """Raises ValueError for a wrong value; the message names the field."""

@@ -268,7 +268,9 @@ class Footprint:
     update_config = dataclasses.replace(
       self._update_config,
       model=dataclasses.replace(self.models.policy, remat=config.model.remat or 'none'),
-      shape=packing.MicrobatchShape(config.batch.microbatch, config.batch.row_tokens),
+      shape=packing.MicrobatchShape(
+        config.batch.microbatch, config.batch.row_tokens, config.batch.trees
+      ),
     )
     params = _place(self._params, mesh)
     with sharding.use_mesh(mesh):

@@ -75,7 +75,9 @@ def make(
     model,
     algorithm,
     packing.MicrobatchShape(
-      config.batch.microbatch, config.batch.row_tokens or config.engine.slots
+      config.batch.microbatch,
+      config.batch.row_tokens or config.engine.slots,
+      config.batch.trees,
     ),
     made,
     config.schedule,
