@@ -114,6 +114,7 @@ from agent_r1_jax.guided import reward_training as reward_model
 from agent_r1_jax import sft
 from agent_r1_jax.models import attention, attention_kernels, families, lora, sharding
 from agent_r1_jax.rl import algorithms, learner, packing
+from agent_r1_jax.rl import table as table_lib
 
 # Heads, feed-forward and vocabulary can be split in 8, the 2 key-value heads cannot.
 config = tiny.config('qwen2', layers=1)
@@ -134,6 +135,18 @@ batch = types.Batch(
   values=normal(),
   returns=normal(),
 )
+# Prefix trees: texts of few tokens, so that most begin as another.
+texts = [rng.integers(0, 3, n).astype(np.int32) for n in rng.integers(2, 24, 48)]
+tokens = table_lib.from_segments(
+  [types.Segment(t, t > 0, np.zeros(len(t), np.float32)) for t in texts]
+)
+columns = ('old_logprobs', 'advantages', 'values', 'returns')
+columns = {x: normal(len(tokens)) * tokens.action_mask for x in columns}
+columns['weights'] = tokens.action_mask / len(tokens)
+tokens = dataclasses.replace(tokens, **columns)
+made, layout = packing.pack_microbatches(tokens, packing.MicrobatchShape(B, T))
+trees = made[0]
+assert trees.tree is not None and layout.computed < len(tokens)
 params = jax.device_get(tiny.params(config))
 params['value_head'] = {'kernel': normal(config.embed_dim, 1), 'bias': normal(1)}
 # A large eps: else Adam's first step is the gradient's sign, and noise where that is 0.
@@ -177,6 +190,7 @@ for params, sizes in (
   if want is None or params is adapted:
     (want, want_sums), _ = jax.device_get(gradient(params, batch))
     stepped = jax.device_get(update(start(), batch))
+    want_of_trees = jax.device_get(gradient(params, trees)[0])
   mesh = sharding.make_mesh(**dict(zip(sharding.AXES, sizes)))
   where = sharding.make_shardings(start(), mesh)
   with jax.set_mesh(mesh):
@@ -195,6 +209,13 @@ for params, sizes in (
   assert gathered or fsdp * context == 1, sizes
   whole = (f'f32[{B * T},', f'f32[{B},{T},', f'f32[{B // data // fsdp},{T},')
   assert not [x for x in gathered if x.startswith(whole)], sizes
+  if sizes in ((1, 8, 1, 1), (2, 2, 2, 1)):
+    with jax.set_mesh(mesh):
+      rows = jax.device_put(trees, sharding.batch_sharding(mesh))
+      found, text = gradient(jax.device_put(params, where.params), rows)
+    same(found, want_of_trees, sizes)
+    gathered = re.findall(r'= (\\S*) all-gather', text)
+    assert not [x for x in gathered if re.match(rf'\\w+.{B},({T}|{2 * T})\\b', x)], sizes
 # Supervised fine-tuning is on the same learner.
 update_config = sft.Config(steps=3, rows=B, row_tokens=T, learning_rate=1e-2, warmup=1)
 texts = [

@@ -360,6 +360,7 @@ def host_time(bench: Bench) -> dict[str, Any]:
 MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
   sampling,
   update,
+  details.trees,
   group_step,
   multi_turn,
   no_work_twice,

@@ -8,12 +8,44 @@ from typing import Any
 
 from absl import flags
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
+from agent_r1_jax import types
 from agent_r1_jax.agent import automata
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.models import decoder
+from agent_r1_jax.rl import packing, table
 from agent_r1_jax.tools import python, sandbox
+from experiments.bench import common
+
+
+def trees(bench) -> dict[str, Any]:
+  """A step on groups of 8 replies to a prompt, which each reads or all share."""
+  prompt, reply = flags.FLAGS.prompt, flags.FLAGS.reply
+  segments, mask = [], np.arange(prompt + reply) >= prompt
+  for n in range(flags.FLAGS.rows):
+    text = np.append(bench.tokens(prompt, 0, n // 8), bench.tokens(reply, 1, n))
+    segments.append(types.Segment(text, mask, np.zeros(len(text), np.float32)))
+  tokens = table.from_segments(segments)
+  weights = tokens.action_mask / tokens.action_mask.sum()
+  tokens = dataclasses.replace(tokens, weights=weights, advantages=weights)
+  rows = flags.FLAGS.microbatch
+  shapes = {
+    'whole': packing.MicrobatchShape(rows, prompt + reply, trees=False),
+    'trees': packing.MicrobatchShape(max(1, rows // 4), prompt + 8 * reply),
+  }
+  found: dict[str, Any] = {}
+  for name, shape in shapes.items():
+    batches, layout = packing.pack_microbatches(tokens, shape)
+    params, optimizer = jax.tree.map(jnp.copy, bench.params), optax.adamw(1e-6)
+    update = common.make_update(bench.config, params, batches, optimizer)
+    times = common.timed(flags.FLAGS.repeats, update) | {'tokens': layout.computed}
+    found |= {f'{name}/{key}': value for key, value in times.items()}
+  for key in ('tokens', 'cpu_seconds'):
+    found[f'ratio/{key}'] = round(found[f'trees/{key}'] / found[f'whole/{key}'], 3)
+  return found
 
 
 def grammar(bench) -> dict[str, Any]:
