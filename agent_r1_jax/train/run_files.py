@@ -7,6 +7,7 @@ import os
 import pathlib
 from typing import Any
 
+import jax
 import numpy as np
 
 from agent_r1_jax import config as config_lib
@@ -205,15 +206,16 @@ class RunFiles:
   def dump_batches(self, batches: Sequence[types.Batch]) -> str:
     """Writes the micro-batches of a loss that is not finite to not_finite.npz.
 
+    The arrays are named '0/advantages' or '0/tree/tokens', after the micro-batch.
+
     Returns:
       A sentence that says where they are, or why they could not be written.
     """
     path = self.workdir / 'not_finite.npz'
+    leaves = jax.tree_util.tree_leaves_with_path(list(batches))
     arrays: dict[str, Any] = {
-      f'{i}/{name}': np.asarray(value)
-      for i, batch in enumerate(batches)
-      for name, value in batch._asdict().items()
-      if value is not None
+      jax.tree_util.keystr(where, simple=True, separator='/'): np.asarray(value)
+      for where, value in leaves
     }
     try:
       np.savez_compressed(path, **arrays)

@@ -183,7 +183,7 @@ def update(bench: Bench) -> dict[str, Any]:
 
 def group_step(bench: Bench) -> dict[str, Any]:
   """A whole GRPO step: 8 samples of each prompt, then the update on them."""
-  engine, learn = bench.engine(), _make_update(bench, 'reply')
+  engine, (learn, _) = bench.engine(), details.group_update(bench, trees=True)
 
   def step():
     engine.run([talk(bench, engine, n, group=8) for n in range(_ROWS.value)])

@@ -1,6 +1,7 @@
 """Measurements of a part each; see __main__.py."""
 
 import asyncio
+from collections.abc import Callable
 import dataclasses
 import statistics
 import time
@@ -21,27 +22,40 @@ from agent_r1_jax.tools import python, sandbox
 from experiments.bench import common
 
 
-def trees(bench) -> dict[str, Any]:
-  """A step on groups of 8 replies to a prompt, which each reads or all share."""
-  prompt, reply = flags.FLAGS.prompt, flags.FLAGS.reply
-  segments, mask = [], np.arange(prompt + reply) >= prompt
-  for n in range(flags.FLAGS.rows):
+def group_update(bench, trees: bool) -> tuple[Callable[[], None], int]:
+  """Makes a GRPO update on groups of 8 replies to a prompt; returns its tokens too.
+
+  Tokens 40 to 72 of a reply are an observation. Rows hold one text, or a group's tree.
+  """
+  prompt, reply, rows = (getattr(flags.FLAGS, x) for x in ('prompt', 'reply', 'rows'))
+  at = np.arange(prompt + reply) - prompt
+  mask = (at >= 0) & ((at < 40) | (at >= 72))
+  segments = []
+  for n in range(rows):
     text = np.append(bench.tokens(prompt, 0, n // 8), bench.tokens(reply, 1, n))
-    segments.append(types.Segment(text, mask, np.zeros(len(text), np.float32)))
+    segments.append(types.Segment(text, mask, mask * np.log(1 / bench.config.vocab_size)))
   tokens = table.from_segments(segments)
-  weights = tokens.action_mask / tokens.action_mask.sum()
-  tokens = dataclasses.replace(tokens, weights=weights, advantages=weights)
-  rows = flags.FLAGS.microbatch
-  shapes = {
-    'whole': packing.MicrobatchShape(rows, prompt + reply, trees=False),
-    'trees': packing.MicrobatchShape(max(1, rows // 4), prompt + 8 * reply),
-  }
+  advantages = np.random.default_rng(0).normal(size=rows)[tokens.trajectory]
+  columns = {'advantages': advantages * tokens.action_mask}
+  columns['weights'] = tokens.action_mask / tokens.action_mask.sum()
+  shape = packing.MicrobatchShape(flags.FLAGS.microbatch, prompt + reply, trees=False)
+  if trees:
+    shape = packing.MicrobatchShape(max(1, shape.rows // 4), prompt + 8 * reply)
+  batches, layout = packing.pack_microbatches(
+    dataclasses.replace(tokens, **columns), shape
+  )
+  params = jax.tree.map(jnp.copy, bench.params)
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6))
+  update = common.make_update(bench.config, params, batches, optimizer)
+  return update, layout.computed
+
+
+def trees(bench) -> dict[str, Any]:
+  """The update on groups of 8 replies to a prompt that each reads, or that all share."""
   found: dict[str, Any] = {}
-  for name, shape in shapes.items():
-    batches, layout = packing.pack_microbatches(tokens, shape)
-    params, optimizer = jax.tree.map(jnp.copy, bench.params), optax.adamw(1e-6)
-    update = common.make_update(bench.config, params, batches, optimizer)
-    times = common.timed(flags.FLAGS.repeats, update) | {'tokens': layout.computed}
+  for name in ('whole', 'trees'):
+    update, tokens = group_update(bench, name == 'trees')
+    times = common.timed(flags.FLAGS.repeats, update) | {'tokens': tokens}
     found |= {f'{name}/{key}': value for key, value in times.items()}
   for key in ('tokens', 'cpu_seconds'):
     found[f'ratio/{key}'] = round(found[f'trees/{key}'] / found[f'whole/{key}'], 3)
