@@ -82,10 +82,10 @@ def _split_heads(q_BTNH, k_BTKH, v_BTKH, chips: int) -> tuple[Array, Array, Arra
 
 
 def supports_trees() -> bool:
-  """Whether attention along the paths of trees is as fast as inside segments.
+  """Whether rows of trees are computed as fast, for a token, as rows of whole segments.
 
-  The kernel for TPUs knows segments only, and chips that share a row would have to
-  exchange the hidden states of parents.
+  On TPUs they are not, whose kernel knows segments only. With `context` above 1 the chips
+  that share a row would have to exchange the hidden states of parents.
   """
   return sharding.platform() != 'tpu' and not sharding.uses_context_parallelism()
 

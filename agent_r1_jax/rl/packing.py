@@ -30,9 +30,8 @@ class MicrobatchShape(NamedTuple):
 
   rows: int
   row_tokens: int
-  trees: bool = (
-    True  # Whether tokens that segments begin with together are computed once.
-  )
+  # Whether tokens with which several segments begin are computed once.
+  trees: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,8 +91,8 @@ class _Sorted(NamedTuple):
 
   starts: Int[np.ndarray, 'S']  # Where each begins in the table.
   lengths: Int[np.ndarray, 'S']
-  # With how many tokens of the one before it it begins; it has no more in common with any
-  # other before it. The first has 0.
+  # How many tokens it begins with that the one before it begins with too, 0 for the first;
+  # with no other before it has it more in common.
   shared: Int[np.ndarray, 'S']
   entries: Int[np.ndarray, 'S']  # The number of its entries.
 
