@@ -91,8 +91,8 @@ class _Sorted(NamedTuple):
 
   starts: Int[np.ndarray, 'S']  # Where each begins in the table.
   lengths: Int[np.ndarray, 'S']
-  # How many tokens it begins with that the one before it begins with too, 0 for the first;
-  # with no other before it has it more in common.
+  # How many tokens it begins with that the one before it begins with too: 0 for the
+  # first. It has more in common with no other before it.
   shared: Int[np.ndarray, 'S']
   entries: Int[np.ndarray, 'S']  # The number of its entries.
 
