@@ -68,7 +68,8 @@ class Engine:
   Attributes:
     rows: Rows of the KV cache, so episodes at a time, on each chip (or `mesh.tensor`).
     slots: The most tokens of a row: prompt, replies and tool messages together.
-    decode_steps: Tokens sampled by one decode.
+    decode_steps: Calls of the policy in one decode; each samples a token, or with drafts
+      several.
     prefill_rows: Rows of one prefill.
     prefill_tokens: Tokens of each row in one prefill.
     bucket: The least slots that a cache read covers; reads double from there to slots.
@@ -77,6 +78,8 @@ class Engine:
     narrow: Whether there are also programs for a quarter of the rows. As the timing of
       tools varies, a run is repeatable bit for bit only without them and with bucket =
       slots.
+    drafts: How many tokens are drafted for each call of the policy, from what was said
+      before; sampling keeps those that it chooses anyway. 0 drafts none.
     replicas: Replicas that share each chip and its rows; on a CPU, at most one per core.
   """
 
@@ -88,6 +91,7 @@ class Engine:
   bucket: int = 0
   width: int = 0
   narrow: bool = True
+  drafts: int = 0
   replicas: int = 0
 
   def check(self) -> None:

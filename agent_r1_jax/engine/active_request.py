@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from agent_r1_jax.engine import automaton_guide
+from agent_r1_jax.engine import automaton_guide, drafts
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
@@ -69,6 +69,14 @@ class ActiveRequest:
     self.row.extend(chunk.tokens)
     self.generation.add(chunk)
 
+  def add_to(self, index: drafts.Index):
+    """Adds the last chunk to an index, or the whole reply where that was the last."""
+    generation = self.generation
+    new = len(generation.chunks[-1].tokens)
+    if generation.done:  # In one piece, since a draft ends where a piece does.
+      new = generation.request.max_tokens - generation.remaining
+    index.add(generation.text.tokens, new)
+
   def release_row(self):
     """Lets other texts have the row."""
     if self.row is not None and self.row.generation is self.generation:
@@ -91,13 +99,15 @@ def make_decode_batch(
   """
   rows = np.full(size, unused_row, np.int32)
   # An entry without a request has a budget of 0, so that it does not run.
-  length, last, budget = np.zeros((3, size), np.int32)
+  length, budget = np.zeros((2, size), np.int32)
+  ends = np.full((size, drafts.WIDTH), drafts.NONE, np.int32)
   keys, temperature = np.zeros((size, 2), np.uint32), np.ones(size, np.float32)
   top, guide_mask = np.zeros(size, bool), np.zeros((len(guides), size), bool)
   for m, active in requests.items():
     row, request = active.row, active.generation.request
     assert row is not None and row.text is not None
-    rows[m], length[m], last[m] = row.index, row.cached, row.text.tokens[-1]
+    rows[m], length[m], end = row.index, row.cached, row.text.tokens[-drafts.WIDTH :]
+    ends[m, -len(end) :] = end
     budget[m], keys[m] = active.generation.remaining, request.key
     temperature[m], top[m] = request.sampling.temperature, request.top_logprobs > 0
     guide_mask[:, m] = active.guide_mask
@@ -109,5 +119,5 @@ def make_decode_batch(
     for g, guide in enumerate(guides)
   )
   # In the order of DecodeBatch's fields.
-  columns: Any = (rows, length, last, budget, keys, temperature, top, guide_mask, states)
+  columns: Any = (rows, length, ends, budget, keys, temperature, top, guide_mask, states)
   return programs_lib.DecodeBatch(*columns)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request, automaton_guide
+from agent_r1_jax.engine import active_request, automaton_guide, drafts
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import sizes as sizes_lib
@@ -74,9 +74,12 @@ class Device:
       self.copy(np.zeros(most, np.int32), unused(most), bucket)
       on_done()
     acquired = [self.pool.acquire([automaton]) for automaton in automata]
-    for bucket, size in itertools.product(sizes.decode_buckets, sizes.decode_rows):
+    places = [None, drafts.Index().offer()] if sizes.drafts else [None]
+    for bucket, size, place in itertools.product(
+      sizes.decode_buckets, sizes.decode_rows, places
+    ):
       batch = active_request.make_decode_batch({}, size, self.guides, sizes.rows)
-      self.decode(params, batch, bucket)
+      self.decode(params, batch, bucket, place)
       on_done()
     for state in acquired:
       self.pool.release(state)
@@ -98,9 +101,16 @@ class Device:
       )
 
   def decode(
-    self, params, batch: programs_lib.DecodeBatch, bucket: int
+    self,
+    params,
+    batch: programs_lib.DecodeBatch,
+    bucket: int,
+    places: drafts.Places | None = None,
   ) -> tuple[tuple[guide_lib.State, ...], programs_lib.Decoded]:
-    """Samples tokens; returns the states of the guides and the tokens, in numpy."""
+    """Samples tokens; returns the states of the guides and the tokens, in numpy.
+
+    With `places`, sizes.drafts tokens are drafted for each call of the policy.
+    """
     with sharding.use_mesh(self.mesh):
       self._load_automata()
       self.cache, guide_states, decoded = programs_lib.decode(
@@ -108,11 +118,13 @@ class Device:
         self.cache,
         batch,
         tuple(self._guide_params.values()),
+        places,
         config=self.config,
         guides=self.guides,
         steps=self.sizes.decode_steps,
         bucket=bucket,
         in_place=self.sizes.decodes_in_place(len(batch.rows), bucket),
+        k=self.sizes.drafts if places else 0,
       )
     if not np.any(batch.top):  # Unless asked for, these large arrays are not copied.
       none = np.zeros((*decoded.tokens.shape, 0), np.int32)

@@ -6,7 +6,8 @@ behind the text: the last token is known but not yet computed, so that a reply, 
 answer and a prompt all continue a row in the same way, and no prefill computes logits.
 
 Letters: B rows of the cache, M entries of one call (each names its row), T tokens of one
-prefill, S slots, V tokens of the vocabulary, G guides, n likeliest tokens.
+prefill, or those that a decode computes at once: the last one and a draft of k = T - 1, W
+last tokens of a text, S slots, V tokens of the vocabulary, G guides, n likeliest tokens.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, UInt32
 
+from agent_r1_jax.engine import drafts
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.models import decoder
@@ -31,7 +33,7 @@ class DecodeBatch(NamedTuple):
 
   rows: Int[Array, 'M']  # Distinct rows; B or more marks an unused entry.
   length: Int[Array, 'M']  # Tokens in the cache; the text is one token longer.
-  last: Int[Array, 'M']  # The text's last token.
+  ends: Int[Array, 'M W']  # The text's last tokens; drafts.NONE stands before its first.
   budget: Int[Array, 'M']  # The most tokens to sample; an entry with 0 does not run.
   keys: UInt32[Array, 'M 2']  # The randomness of each request.
   temperature: Float[Array, 'M']  # The temperature of sampling; 0 is greedy.
@@ -52,6 +54,7 @@ class Decoded(NamedTuple):
   # The value of the state in which each was chosen; 0 if the policy has no value head.
   values: Float[Array, 'M steps']
   count: Int[Array, 'M']  # The number of tokens that were sampled.
+  calls: Int[Array, 'M']  # The number of calls of the policy that sampled them.
   stopped: Bool[Array, 'M']  # Whether a guide ended the reply.
   top_tokens: Int[Array, 'M steps n']  # The likeliest tokens, where they were asked for.
   top_logprobs: Float[Array, 'M steps n']  # Their log-probs.
@@ -94,7 +97,7 @@ def copy(
 
 @functools.partial(
   jax.jit,
-  static_argnames=('config', 'guides', 'steps', 'bucket', 'in_place'),
+  static_argnames=('config', 'guides', 'steps', 'bucket', 'in_place', 'k'),
   donate_argnames='cache',
 )
 def decode(
@@ -102,66 +105,74 @@ def decode(
   cache: decoder.Cache,
   batch: DecodeBatch,
   guide_params: tuple,
+  places: drafts.Places | None = None,
   *,
   config: decoder.DecoderConfig,
   guides: tuple[guide_lib.Guide, ...],
   steps: int,
   bucket: int,
   in_place: bool = False,
+  k: int = 0,
 ) -> tuple[decoder.Cache, tuple[guide_lib.State, ...], Decoded]:
-  """Samples until every entry has stopped, but at most `steps` tokens of each.
+  """Samples until every entry has stopped, but calls the policy at most `steps` times.
 
   A token's randomness is (key, position): neither the other rows nor the way a reply is
-  cut into decodes can change it.
+  cut into decodes can change it, nor what was drafted. Of a draft, those tokens stay that
+  are sampled where they stand; their keys and values are in the cache already, and those
+  of the others are overwritten before anything reads them.
 
   Args:
     params: The policy's parameters, from sampling_params.unstack.
     cache: The cache of all rows; donated.
     batch: The requests.
     guide_params: The parameters of each guide.
+    places: Where drafts are found; None with k = 0.
     config: The policy's shape.
     guides: All guides of the engine (G).
-    steps: The most tokens of each entry.
-    bucket: How many slots of each row are read and written, at least length + steps.
+    steps: The most calls of the policy.
+    bucket: How many slots of each row are read and written, at least length +
+      drafts.count_most(steps, k).
     in_place: Whether entry m is row m for all rows, with all their slots. The cache is
       then not copied, so that no second one needs memory.
+    k: How many tokens of each entry are drafted for a call.
 
   Returns:
     The cache, the guides' states after the last token of each entry, and the tokens.
   """
   B = cache[0][0].shape[0]
-  next_token = functools.partial(
-    _decode_token,
-    params=params,
-    batch=batch,
-    guide_params=guide_params,
-    config=config,
-    guides=guides,
-    bucket=bucket,
-  )
-  begin = _Loop(
-    i=jnp.zeros((), jnp.int32),
-    # Rows are copied once a decode; attention then reads `bucket` slots at each token.
-    view=cache if in_place else _gather_rows(cache, batch.rows, bucket),
-    last=batch.last,
-    states=batch.guide_states,
-    out=_no_tokens(len(batch.rows), steps, min(TOP, config.vocab_size)),
-    alive=(batch.rows < B) & (batch.budget > 0),
-  )
-  end = jax.lax.while_loop(lambda x: (x.i < steps) & x.alive.any(), next_token, begin)
-  cache = end.view if in_place else _scatter_rows(cache, batch.rows, end.view)
-  return cache, end.states, end.out
+  # Rows are copied once a decode; attention then reads `bucket` slots in each call.
+  view = cache if in_place else _gather_rows(cache, batch.rows, bucket)
+  sizes = len(batch.rows), drafts.count_most(steps, k), min(TOP, config.vocab_size)
+  alive = (batch.rows < B) & (batch.budget > 0)
+  replies = _Replies(batch.ends, batch.guide_states, _no_tokens(*sizes), alive)
+  policy = _Policy(params, config, guides, guide_params)
+
+  def call(loop):
+    view, replies = loop
+    return _extend_replies(policy, batch, view, replies, places, bucket=bucket, k=k)
+
+  goes_on = lambda x: x[1].alive.any() & (x[1].out.calls.max() < steps)
+  view, replies = jax.lax.while_loop(goes_on, call, (view, replies))
+  cache = view if in_place else _scatter_rows(cache, batch.rows, view)
+  return cache, replies.states, replies.out
 
 
-class _Loop(NamedTuple):
-  """The carry of `decode`'s loop over tokens; i counts the tokens."""
+class _Policy(NamedTuple):
+  """What chooses tokens; see `decode`."""
 
-  i: Int[Array, '']
-  view: decoder.Cache
-  last: Int[Array, 'M']
+  params: decoder.Params
+  config: decoder.DecoderConfig
+  guides: tuple[guide_lib.Guide, ...]
+  guide_params: tuple
+
+
+class _Replies(NamedTuple):
+  """The replies of a decode so far."""
+
+  ends: Int[Array, 'M W']  # The last tokens of each text.
   states: tuple[guide_lib.State, ...]
   out: Decoded
-  alive: Bool[Array, 'M']
+  alive: Bool[Array, 'M']  # Whether the reply goes on.
 
 
 def _no_tokens(M: int, steps: int, n: int) -> Decoded:
@@ -172,40 +183,75 @@ def _no_tokens(M: int, steps: int, n: int) -> Decoded:
     behaviour_logprobs=numbers,
     values=numbers,
     count=jnp.zeros(M, jnp.int32),
+    calls=jnp.zeros(M, jnp.int32),
     stopped=jnp.zeros(M, bool),
     top_tokens=jnp.zeros((M, steps, n), jnp.int32),
     top_logprobs=jnp.zeros((M, steps, n), jnp.float32),
   )
 
 
-def _decode_token(
-  loop: _Loop, *, params, batch: DecodeBatch, guide_params, config, guides, bucket
-) -> _Loop:
-  """Computes the last token of each entry that is alive, and chooses the next one."""
-  # An entry that has stopped goes on computing; its writes are past the bucket.
-  length = batch.length + loop.out.count
-  positions = jnp.where(loop.alive, length, bucket)[:, None]
-  x, view = decoder.extend(params, config, loop.last[:, None], positions, loop.view)
-  x_MD = x[:, 0]
+def _extend_replies(
+  policy: _Policy, batch: DecodeBatch, view, replies: _Replies, places, *, bucket, k
+) -> tuple[decoder.Cache, _Replies]:
+  """Computes each text's last token and a draft; samples 1 to k + 1 tokens of each."""
+  out, alive = replies.out, replies.alive
+  tokens_MT = replies.ends[:, -1:]
+  if k:
+    draft_Mk = drafts.propose(places, replies.ends, k)
+    tokens_MT = jnp.concatenate([tokens_MT, draft_Mk], axis=1)
+  # A reply that has stopped goes on computing; what it writes is past the bucket, as is
+  # what a draft has beyond the most tokens that can be sampled.
+  steps_1T = jnp.arange(k + 1)[None]
+  left_M1 = jnp.minimum(batch.budget, out.tokens.shape[1])[:, None] - out.count[:, None]
+  runs_MT = alive[:, None] & (steps_1T < left_M1) & (tokens_MT != drafts.NONE)
+  length_M1 = (batch.length + out.count)[:, None]
+  positions_MT = jnp.where(runs_MT, length_M1 + steps_1T, bucket)
+  known_MT = jnp.maximum(tokens_MT, 0)
+  x_MTD, view = decoder.extend(policy.params, policy.config, known_MT, positions_MT, view)
+  logits_MTV = decoder.logits(policy.params, policy.config, x_MTD)
+  replies = replies._replace(out=out._replace(calls=out.calls + alive))
+
+  def sample(t, running_M, replies):
+    """Samples after token t; returns which entries have drafted what was sampled."""
+    x_MD, logits_MV = x_MTD[:, t], logits_MTV[:, t]
+    replies = _add_token(policy, batch, replies, running_M, x_MD, logits_MV)
+    drafted_M = tokens_MT[:, jnp.minimum(t + 1, k)]
+    return running_M & replies.alive & (replies.ends[:, -1] == drafted_M), replies
+
+  running_M, replies = sample(0, alive, replies)
+  if k:
+    _, _, replies = jax.lax.while_loop(
+      lambda x: (x[0] <= k) & x[1].any(),
+      lambda x: (x[0] + 1, *sample(*x)),
+      (1, running_M, replies),
+    )
+  return view, replies
+
+
+def _add_token(
+  policy: _Policy, batch: DecodeBatch, replies: _Replies, running, x_MD, logits_MV
+) -> _Replies:
+  """Samples a token of the replies that are running from hidden states and logits."""
+  params, config, guides, guide_params = policy
+  out, states = replies.out, replies.states
   apply_guides = functools.partial(
-    guide_lib.apply, guides, guide_params, loop.states, batch.guide_mask, hidden=x_MD
+    guide_lib.apply, guides, guide_params, states, batch.guide_mask, hidden=x_MD
   )
-  logits_MV = decoder.logits(params, config, x_MD)
-  token, behaviour, logprobs_MV = _choose(logits_MV, batch, length + 1, apply_guides)
-  states, ended = guide_lib.advance(guides, guide_params, loop.states, token)
+  position = batch.length + out.count + 1
+  token, behaviour, logprobs_MV = _choose(logits_MV, batch, position, apply_guides)
+  new_states, ended = guide_lib.advance(guides, guide_params, states, token)
   value = jnp.zeros(len(token))
   if 'value_head' in params:
     value = decoder.values(params, x_MD)
-  out = _write(
-    loop.out, loop.i, loop.alive, token, behaviour, logprobs_MV, value, ended, batch.top
-  )
-  return _Loop(
-    i=loop.i + 1,
-    view=view,
-    last=jnp.where(loop.alive, token, loop.last),
-    states=jax.tree.map(functools.partial(_where, loop.alive), states, loop.states),
+  out = _write(out, running, token, behaviour, logprobs_MV, value, ended, batch.top)
+  most = jnp.minimum(batch.budget, out.tokens.shape[1])
+  keep_new = functools.partial(_where, running)
+  ends = jnp.concatenate([replies.ends[:, 1:], token[:, None]], axis=1)
+  return _Replies(
+    ends=keep_new(ends, replies.ends),
+    states=jax.tree.map(keep_new, new_states, states),
     out=out,
-    alive=loop.alive & ~ended & (out.count < batch.budget),
+    alive=keep_new(~ended & (out.count < most), replies.alive),
   )
 
 
@@ -244,25 +290,28 @@ def _take(x_MV: Array, token_M: Array) -> Array:
 
 
 def _write(
-  out: Decoded, i, alive, token, behaviour, logprobs_MV, value, ended, top_wanted
+  out: Decoded, running, token, behaviour, logprobs_MV, value, ended, top_wanted
 ) -> Decoded:
-  """Adds the i-th token of the entries that are alive."""
-  n = out.top_tokens.shape[2]
-  none = jnp.zeros_like(logprobs_MV[:, :n]), jnp.zeros((len(token), n), jnp.int32)
+  """Adds a token to the entries that are running."""
+  M, steps, n = out.top_tokens.shape
+  none = jnp.zeros_like(logprobs_MV[:, :n]), jnp.zeros((M, n), jnp.int32)
   # top_k takes time, and is skipped where no entry asks for it.
   values_Mn, tokens_Mn = jax.lax.cond(
     top_wanted.any(), lambda: tuple(jax.lax.top_k(logprobs_MV, n)), lambda: none
   )
-  put = lambda column, x: column.at[:, i].set(jnp.where(alive, x, 0))
+  # An index past the last token is dropped.
+  where = jnp.arange(M), jnp.where(running, out.count, steps)
+  put = lambda column, x: column.at[where].set(x, mode='drop')
   return Decoded(
     tokens=put(out.tokens, token),
     logprobs=put(out.logprobs, _take(logprobs_MV, token)),
     behaviour_logprobs=put(out.behaviour_logprobs, behaviour),
     values=put(out.values, value),
-    count=out.count + alive,
-    stopped=out.stopped | (alive & ended),
-    top_tokens=out.top_tokens.at[:, i].set(tokens_Mn),
-    top_logprobs=out.top_logprobs.at[:, i].set(values_Mn),
+    count=out.count + running,
+    calls=out.calls,
+    stopped=out.stopped | (running & ended),
+    top_tokens=put(out.top_tokens, tokens_Mn),
+    top_logprobs=put(out.top_logprobs, values_Mn),
   )
 
 

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request
+from agent_r1_jax.engine import active_request, drafts
 from agent_r1_jax.engine import device as device_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import request as request_lib
@@ -47,7 +47,10 @@ class Stats:
   prefilled: int = 0  # Tokens that prefills computed.
   shared: int = 0  # Tokens that were copied from another row instead of being computed.
   sampled: int = 0  # Tokens that decodes sampled.
-  steps: int = 0  # Steps of all rows of all decodes, idle rows included.
+  # Calls of the policy that sampled them, each of one row; a call samples one token, or
+  # with drafts several.
+  calls: int = 0
+  steps: int = 0  # Calls of all rows of all decodes, idle rows included.
   # Host time of prefills; the device's time is part of the decode that follows.
   prefill_seconds: float = 0.0
   decode_seconds: float = 0.0  # Wall time of decodes.
@@ -95,6 +98,7 @@ class Replica:
     self.interrupted: Callable[[], bool] = lambda: False
     self.rows = rows_lib.Rows(sizes.rows, sizes.slots)
     self.device = device_lib.Device(config, sizes, guides, mesh)
+    self.index = drafts.Index() if sizes.drafts else None
     self._request_numbers = itertools.count()
     self.start()
 
@@ -186,6 +190,8 @@ class Replica:
     else:
       prefix = parent.text.tokens[: parent.length] if parent else tokens[:0]
       text = request_lib.Text(self, np.concatenate([prefix, tokens]))
+    if self.index:
+      self.index.add(text.tokens, len(tokens))
     number = next(self._request_numbers)
     generation = request_lib.Generation(request, text, number, self._changed.set)
     self._active.append(
@@ -345,7 +351,7 @@ class Replica:
     }
     size = sizes_lib.round_up(sizes.decode_rows, len(rows))
     longest = max(row.cached for row in rows.values())
-    bucket = sizes_lib.round_up(sizes.decode_buckets, longest + sizes.decode_steps)
+    bucket = sizes_lib.round_up(sizes.decode_buckets, longest + sizes.decode_tokens)
     in_place = sizes.decodes_in_place(size, bucket)
     entries = {
       row.index if in_place else m: active for m, (active, row) in enumerate(rows.items())
@@ -353,17 +359,24 @@ class Replica:
     guides = self.device.guides
     batch = active_request.make_decode_batch(entries, size, guides, sizes.rows)
     # The call is made in the thread too: on a CPU it returns when it has computed.
-    decode = functools.partial(self.device.decode, params, batch, bucket)
+    places = self.index.offer() if self.index else None
+    decode = functools.partial(self.device.decode, params, batch, bucket, places)
     guide_states, decoded = await self._in_thread(decode)
     self._decode_ended_at = time.perf_counter()
     self.stats.decode_seconds += self._decode_ended_at - start_time
-    self.stats.sampled += int(decoded.count.sum())
-    self.stats.steps += int(decoded.count.max()) * size
+    sampled, calls = int(decoded.count.sum()), int(decoded.calls.sum())
+    self.stats.sampled += sampled
+    self.stats.calls += calls
+    if self.index and places:
+      self.index.note(sampled, calls)
+    self.stats.steps += int(decoded.calls.max()) * size
     for m, active in entries.items():
       # A request that was cancelled during the decode gets none of its tokens.
       if not active.generation.done:
         states = [jax.tree.map(lambda x, m=m: x[m], state) for state in guide_states]
         active.add_chunk(decoded, m, policy_step, states)
+        if self.index:
+          active.add_to(self.index)
         self._unanswered_replies += active.generation.done
 
   def _in_thread(self, decode: Callable[[], Any]) -> asyncio.Future:

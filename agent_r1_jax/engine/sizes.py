@@ -1,9 +1,13 @@
 """The shapes of the programs that an engine compiles."""
 
 import bisect
+import logging
 from typing import NamedTuple
 
+from agent_r1_jax.engine import drafts as drafts_lib
 from agent_r1_jax.models import attention_kernels, decoder
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Sizes(NamedTuple):
@@ -14,18 +18,25 @@ class Sizes(NamedTuple):
 
   rows: int  # Texts in the cache (B).
   slots: int  # The most tokens of a text (S).
-  decode_steps: int  # Tokens of one decode.
+  decode_steps: int  # Calls of the policy in one decode.
   prefill_tokens: int  # Tokens of a row in one prefill (T).
   prefill_rows: list[int]  # Rows of one prefill.
   decode_rows: list[int]  # Rows of one decode.
   buckets: list[int]  # Slots that a prefill or a copy reads of each row.
   decode_buckets: list[int]  # Slots that a decode reads of each row.
+  drafts: int  # Tokens that are drafted for a call of the policy (k).
 
   @property
   def programs(self) -> int:
     """The number of programs."""
     decodes = len(self.decode_buckets) * len(self.decode_rows)
+    decodes *= 2 if self.drafts else 1
     return len(self.buckets) * (1 + len(self.prefill_rows)) + decodes
+
+  @property
+  def decode_tokens(self) -> int:
+    """The most tokens of a row that one decode samples."""
+    return drafts_lib.count_most(self.decode_steps, self.drafts)
 
   def decodes_in_place(self, rows: int, bucket: int) -> bool:
     """Whether a decode covers all rows and slots, so that it need not copy any."""
@@ -43,6 +54,7 @@ def make(
   prefill_tokens: int = 64,
   bucket: int = 256,
   narrow: bool = True,
+  drafts: int = 0,
   replicas: int = 1,
 ) -> Sizes:
   """Chooses the sizes of one replica's programs, on the mesh that is set.
@@ -51,7 +63,8 @@ def make(
     config: The policy's shape.
     rows: Texts in the cache (B), on each chip (or the `tensor` chips of a replica).
     slots: The most tokens of a text (S).
-    decode_steps: Tokens of one decode; a new request waits for at most one.
+    decode_steps: Calls of the policy in one decode, each of which samples a token, or
+      with drafts several; a new request waits for at most one decode.
     width: The most rows that are decoded at a time; all by default. With slow tools,
       twice as many rows as this keep the device busy.
     prefill_rows: Rows of one prefill (M).
@@ -59,6 +72,9 @@ def make(
     bucket: Cache reads are rounded up to this, twice this, four times this ...
     narrow: Whether there are also programs for a quarter of the rows, which prefill and
       decode fewer rows faster.
+    drafts: How many tokens are drafted for a call of the policy (k); see drafts.py. There
+      are then two programs for each decode, with drafts and without. None are drafted
+      where the kernel of a decode has one query (TPUs).
     replicas: Replicas on each chip. They share its parameters and divide its rows and
       width. On a CPU, one for each core keeps all cores busy: XLA computes a decode
       mostly on one core.
@@ -72,6 +88,8 @@ def make(
   width = rows if width is None else min(width, rows)
   checked = {'rows': rows, 'slots': slots, 'decode_steps': decode_steps}
   checked |= {'prefill_rows': prefill_rows, 'prefill_tokens': prefill_tokens}
+  if drafts < 0:
+    raise ValueError(f'drafts is {drafts}; it must be at least 0.')
   checked |= {'width': width, 'bucket': bucket, 'replicas': replicas}
   for name, size in checked.items():
     if size < 1:
@@ -89,9 +107,12 @@ def make(
   if width == rows and attention_kernels.reads_used_slots(cache_shape, config.dtype):
     # Smaller programs would read as much, and copy it first.
     decode_rows, decode_buckets = [rows], [slots]
+    if drafts:
+      _LOGGER.warning('Nothing is drafted: the kernel of a decode has one query.')
+      drafts = 0
   prefills = prefill_tokens, with_quarter(min(prefill_rows, rows))
   decodes = decode_rows, buckets, decode_buckets
-  return Sizes(rows, slots, decode_steps, *prefills, *decodes)
+  return Sizes(rows, slots, decode_steps, *prefills, *decodes, drafts)
 
 
 def round_up(sizes: list[int], n: int) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request, automaton_guide
+from agent_r1_jax.engine import active_request, automaton_guide, drafts
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import sizes as sizes_lib
@@ -362,11 +362,13 @@ def _lower_sampling(
     cache,
     active_request.make_decode_batch({}, rows, guides, sizes.rows),
     (automaton_guide.make_tables(pool.entries), None),
+    drafts.Index().offer() if sizes.drafts else None,
     config=model,
     guides=guides,
     steps=sizes.decode_steps,
     bucket=bucket,
     in_place=sizes.decodes_in_place(rows, bucket),
+    k=sizes.drafts,
   )
   zeros = np.zeros(sizes.prefill_rows[-1], np.int32)
   tokens = np.zeros((len(zeros), sizes.prefill_tokens), np.int32)

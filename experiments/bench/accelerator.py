@@ -101,7 +101,7 @@ def decode():
       batch = empty._replace(
         rows=np.arange(rows, dtype=np.int32),
         length=np.full(rows, used, np.int32),
-        last=np.full(rows, used % config.vocab_size, np.int32),
+        ends=np.full_like(empty.ends, used % config.vocab_size),
         budget=np.full(rows, steps, np.int32),
       )
 

@@ -71,7 +71,7 @@ class Chips(device_lib.Device):
   def prefill(self, *args):
     """Nothing."""
 
-  def decode(self, params, batch, bucket):
+  def decode(self, params, batch, bucket, places):
     """Takes its time, and continues each text by what its length leaves."""
     until = time.perf_counter() + _SEGMENT.value
     # All requests may sample _LONGEST tokens: what is missing of that has been sampled.
@@ -80,9 +80,9 @@ class Chips(device_lib.Device):
     count = np.where(running, np.minimum(self.sizes.decode_steps, left), 0)
     said = np.full((len(count), self.sizes.decode_steps), self.stop_id, np.int32)
     nothing = np.zeros((*said.shape, 0), np.float32)
-    ended = running & (left == count)
+    counts = count, count, running & (left == count)
     zeros = np.float32(0 * said)
-    out: Any = (said, zeros, zeros, zeros, count, ended, np.int32(nothing), nothing)
+    out: Any = (said, zeros, zeros, zeros, *counts, np.int32(nothing), nothing)
     time.sleep(max(0.0, until - time.perf_counter()))
     return batch.guide_states, programs_lib.Decoded(*out)
 
