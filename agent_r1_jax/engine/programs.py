@@ -299,9 +299,10 @@ def _write(
   values_Mn, tokens_Mn = jax.lax.cond(
     top_wanted.any(), lambda: tuple(jax.lax.top_k(logprobs_MV, n)), lambda: none
   )
-  # An index past the last token is dropped.
-  where = jnp.arange(M), jnp.where(running, out.count, steps)
-  put = lambda column, x: column.at[where].set(x, mode='drop')
+  # Compared and not scattered: XLA scatters one number after the other on a CPU.
+  here_MS = running[:, None] & (jnp.arange(steps)[None] == out.count[:, None])
+  put = lambda column, x: jnp.where(here_MS, x[:, None], column)
+  put_top = lambda column, x: jnp.where(here_MS[..., None], x[:, None], column)
   return Decoded(
     tokens=put(out.tokens, token),
     logprobs=put(out.logprobs, _take(logprobs_MV, token)),
@@ -310,8 +311,8 @@ def _write(
     count=out.count + running,
     calls=out.calls,
     stopped=out.stopped | (running & ended),
-    top_tokens=put(out.top_tokens, tokens_Mn),
-    top_logprobs=put(out.top_logprobs, values_Mn),
+    top_tokens=put_top(out.top_tokens, tokens_Mn),
+    top_logprobs=put_top(out.top_logprobs, values_Mn),
   )
 
 
