@@ -33,6 +33,7 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from experiments.bench import common, details
+from experiments.bench import drafts as drafts_lib
 
 _SHAPE = flags.DEFINE_enum('shape', 's5', [*common.SHAPES], 'The policy.')
 _WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
@@ -361,6 +362,7 @@ MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
   sampling,
   update,
   details.trees,
+  drafts_lib.drafts,
   group_step,
   multi_turn,
   no_work_twice,
