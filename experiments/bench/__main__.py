@@ -32,7 +32,7 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
-from experiments.bench import common, details
+from experiments.bench import common, details, floor
 from experiments.bench import drafts as drafts_lib
 
 _SHAPE = flags.DEFINE_enum('shape', 's5', [*common.SHAPES], 'The policy.')
@@ -147,6 +147,7 @@ def sampling(bench: Bench) -> dict[str, Any]:
   engine = bench.engine()
   run = lambda: engine.run([talk(bench, engine, n) for n in range(_ROWS.value)])
   times = common.timed(_REPEATS.value, run)
+  times |= floor.measure(run, times['cpu_seconds'])
   tokens = _ROWS.value * _REPLY.value
   return times | {'tokens_per_second': round(tokens / times['seconds'])}
 
@@ -175,7 +176,9 @@ def update(bench: Bench) -> dict[str, Any]:
   """A policy-gradient step: clipped loss, gradient norm clipped, AdamW."""
   found = {}
   for wanted in ('reply', 'all'):
-    times = common.timed(_REPEATS.value, _make_update(bench, wanted))
+    step = _make_update(bench, wanted)
+    times = common.timed(_REPEATS.value, step)
+    times |= floor.measure(step, times['cpu_seconds'])
     tokens = _ROWS.value * (_PROMPT.value + _REPLY.value)
     times['tokens_per_second'] = round(tokens / times['seconds'])
     found |= {f'{wanted}/{name}': value for name, value in times.items()}
@@ -190,7 +193,8 @@ def group_step(bench: Bench) -> dict[str, Any]:
     engine.run([talk(bench, engine, n, group=8) for n in range(_ROWS.value)])
     learn()
 
-  return common.timed(_REPEATS.value, step)
+  times = common.timed(_REPEATS.value, step)
+  return times | floor.measure(step, times['cpu_seconds'])
 
 
 def multi_turn(bench: Bench) -> dict[str, Any]:
