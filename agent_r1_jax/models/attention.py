@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from agent_r1_jax.models import attention_kernels as kernels
-from agent_r1_jax.models import sharding
+from agent_r1_jax.models import block_attention, sharding
 
 # A block of causal attention has at least this many queries.
 _MIN_BLOCK = 64
@@ -98,6 +98,9 @@ def _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, trees: bool) -> Float[Array, 'B T 
   T = q_BTNH.shape[1]
   if sharding.platform() == 'tpu' and T % kernels.LANES == 0 and not trees:
     return kernels.splash(q_BTNH, k_BTKH, v_BTKH, spans_BT)
+  if sharding.platform() == 'cpu':
+    ends_BT = spans_BT if trees else block_attention.find_ends(spans_BT)
+    return block_attention.attend(q_BTNH, k_BTKH, v_BTKH, ends_BT)
   fused = sharding.platform() == 'gpu' and kernels.has_cudnn(q_BTNH)
   blocks = count_blocks(T)
   ends = [T * (i + 1) // blocks for i in range(blocks)]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from agent_r1_jax.engine import programs
-from agent_r1_jax.models import head
+from agent_r1_jax.models import block_attention, head
 from agent_r1_jax.rl import learner
 
 _LEAST_SECONDS = 0.02  # For which a product is repeated.
@@ -61,11 +61,11 @@ def measure(run: Callable[[], Any], cpu_seconds: float) -> dict[str, float]:
 def _record() -> Iterator[collections.Counter[Product]]:
   """Counts the matrix products of the engine and the learner inside `with`."""
   found: collections.Counter[Product] = collections.Counter()
-  # How often the loop of a program runs, from its arguments and its result.
-  passes: dict[tuple[Any, str], Callable[[Any, Any], int]] = {
-    (programs, 'prefill'): lambda args, result: 1,
-    (programs, 'decode'): lambda args, result: int(result[2].calls.max()),
-    (learner, '_gradient'): lambda args, result: _count_head_blocks(*args[:2]),
+  # How often a product in a loop is computed, from the program's arguments and result.
+  passes: dict[tuple[Any, str], Callable[..., Callable[[Product], float]]] = {
+    (programs, 'prefill'): lambda args, result: lambda product: 1,
+    (programs, 'decode'): lambda args, result: lambda product: int(result[2].calls.max()),
+    (learner, '_gradient'): lambda args, result: _gradient_passes(*args[:2]),
   }
 
   def recorded(program, count, *args, **static):
@@ -77,7 +77,7 @@ def _record() -> Iterator[collections.Counter[Product]]:
     # The shapes and settings are the same in most calls.
     products = _list_products(program, structure, shapes, tuple(sorted(static.items())))
     for product, n, looped in products:
-      found[product] += n * (times if looped else 1)
+      found[product] += n * (times(product) if looped else 1)
     return result
 
   with contextlib.ExitStack() as stack:
@@ -112,11 +112,19 @@ def _walk(jaxpr: Any, times: int, looped: bool) -> Iterator[tuple[Product, int, 
       yield from _walk(part, times * repeated, looped or name == 'while')
 
 
-def _count_head_blocks(params, batch) -> int:
-  """How many blocks of tokens the head computes for a micro-batch."""
+def _gradient_passes(params, batch) -> Callable[[Product], float]:
+  """The passes of a gradient's loops: blocks of the head, or of keys that are seen."""
   vocab_size = params['embed']['embedding'].shape[0]
-  wanted = int(np.count_nonzero(batch.weights))
-  return -(-wanted // head.block_tokens(vocab_size))
+  wanted = int((batch.weights != 0).sum())
+  head_blocks = math.ceil(wanted / head.block_tokens(vocab_size))
+  if batch.tree is None:
+    ends_BT = block_attention.find_ends(jnp.asarray(batch.segment_ids))
+  else:
+    ends_BT = jnp.asarray(batch.tree.ends)
+  seen = float(block_attention.count_seen(ends_BT).mean())
+  return lambda product: (
+    head_blocks if vocab_size in product.left + product.right else seen
+  )
 
 
 @functools.cache

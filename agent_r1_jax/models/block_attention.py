@@ -1,0 +1,175 @@
+"""Attention over packed rows in blocks that stay in a CPU's caches.
+
+A block of queries reads, one after the other, the blocks of keys that one of its queries
+sees: not those of other segments, of later tokens, or of other branches of a tree. As in
+FlashAttention (arXiv 2205.14135), the softmax is joined from block to block, and the
+backward pass computes the scores again, so that no array has T x T numbers.
+
+Letters as in attention.py, and: U tokens of a block, A blocks of a row, Z = B A blocks of
+all rows, M = G U queries of a block for each key-value head.
+"""
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+# Tokens of a block. With 128 the gradient of a small model takes as long or longer.
+_BLOCK = 64
+_HIDDEN = float(jnp.finfo(jnp.float32).min)
+
+
+def find_ends(segment_ids: Int[Array, 'B T']) -> Int[Array, 'B T']:
+  """Finds where the segment of each token ends; padding ends with itself."""
+  T = segment_ids.shape[1]
+  after_1T = jnp.arange(1, T + 1)[None]
+  changes_BT = segment_ids[:, 1:] != segment_ids[:, :-1]
+  last_BT = jnp.pad(changes_BT, ((0, 0), (0, 1)), constant_values=True)
+  ends_BT = jax.lax.cummin(jnp.where(last_BT, after_1T, T), axis=1, reverse=True)
+  return jnp.where(segment_ids > 0, ends_BT, after_1T)
+
+
+def attend(
+  q_BTNH: Float[Array, 'B T N H'],
+  k_BTKH: Float[Array, 'B T K H'],
+  v_BTKH: Float[Array, 'B T K H'],
+  ends_BT: Int[Array, 'B T'],
+) -> Float[Array, 'B T N H']:
+  """Attends from position t to each position s with s <= t < ends[s]."""
+  B, T, N, H = q_BTNH.shape
+  K = k_BTKH.shape[2]
+  ends_BAU = _split(ends_BT)
+  Z, U = B * ends_BAU.shape[1], ends_BAU.shape[2]
+  q_ZUKGH = _split(q_BTNH * H**-0.5).reshape(Z, U, K, N // K, H)
+  q_ZKMH = jnp.transpose(q_ZUKGH, (0, 2, 3, 1, 4)).reshape(Z, K, -1, H)
+  k_ZKUH, v_ZKUH = (
+    jnp.swapaxes(_split(x).reshape(Z, U, K, H), 1, 2) for x in (k_BTKH, v_BTKH)
+  )
+  out_ZKGUH = _attend(q_ZKMH, k_ZKUH, v_ZKUH, ends_BAU).reshape(Z, K, N // K, U, H)
+  return jnp.transpose(out_ZKGUH, (0, 3, 1, 2, 4)).reshape(B, -1, N, H)[:, :T]
+
+
+def count_seen(ends: Int[Array, 'B T']) -> Int[Array, 'Z']:
+  """Counts the blocks of keys that each block of queries reads."""
+  return _list_visible(_split(ends))[1]
+
+
+def _split(x: Array) -> Array:
+  """Splits rows into blocks, [B, T, ...] to [B, A, U, ...].
+
+  The row's tokens do not see what fills the last block, which comes after them.
+  """
+  B, T = x.shape[:2]
+  U = min(_BLOCK, T)
+  x = jnp.pad(x, ((0, 0), (0, -T % U)) + ((0, 0),) * (x.ndim - 2))
+  return x.reshape(B, -1, U, *x.shape[2:])
+
+
+@jax.custom_vjp
+def _attend(q_ZKMH, k_ZKUH, v_ZKUH, ends_BAU) -> Float[Array, 'Z K M H']:
+  return _forward(q_ZKMH, k_ZKUH, v_ZKUH, ends_BAU)[0]
+
+
+def _forward(q_ZKMH, k_ZKUH, v_ZKUH, ends_BAU):
+  Z, K, M, H = q_ZKMH.shape
+  keys_ZA, count_Z = _list_visible(ends_BAU)
+
+  def attend_block(z, carry):
+    out_ZKMH, lse_ZKM = carry
+
+    def add_keys(j, carry):
+      most_KM, sum_KM, out_KMH = carry
+      y = keys_ZA[z, j]
+      scores_KMU = _scores(q_ZKMH, k_ZKUH, ends_BAU, z, y)
+      new_KM = jnp.maximum(most_KM, scores_KMU.max(-1))
+      p_KMU, before_KM = (
+        jnp.exp(scores_KMU - new_KM[..., None]),
+        jnp.exp(most_KM - new_KM),
+      )
+      out_KMH = out_KMH * before_KM[..., None] + _dot('kmu,kuh->kmh', p_KMU, v_ZKUH[y])
+      return new_KM, sum_KM * before_KM + p_KMU.sum(-1), out_KMH
+
+    zeros_KM = jnp.zeros((K, M))
+    begin = zeros_KM + _HIDDEN, zeros_KM, jnp.zeros((K, M, H))
+    most_KM, sum_KM, out_KMH = jax.lax.fori_loop(0, count_Z[z], add_keys, begin)
+    out_ZKMH = _put(out_ZKMH, out_KMH / sum_KM[..., None], z)
+    return out_ZKMH, _put(lse_ZKM, most_KM + jnp.log(sum_KM), z)
+
+  begin = jnp.zeros_like(q_ZKMH), jnp.zeros((Z, K, M))
+  out_ZKMH, lse_ZKM = jax.lax.fori_loop(0, Z, attend_block, begin)
+  return out_ZKMH, (q_ZKMH, k_ZKUH, v_ZKUH, ends_BAU, out_ZKMH, lse_ZKM)
+
+
+def _backward(saved, dout_ZKMH):
+  q_ZKMH, k_ZKUH, v_ZKUH, ends_BAU, out_ZKMH, lse_ZKM = saved
+  keys_ZA, count_Z = _list_visible(ends_BAU)
+  # d score = p (d p - Σ p d p), and the sum over all keys is out · d out.
+  sum_ZKM = (dout_ZKMH.astype(jnp.float32) * out_ZKMH).sum(-1)
+
+  def differentiate_block(z, carry):
+    dq_ZKMH, *dkv = carry
+
+    def add_keys(j, carry):
+      dq_KMH, dk_ZKUH, dv_ZKUH = carry
+      y = keys_ZA[z, j]
+      scores_KMU = _scores(q_ZKMH, k_ZKUH, ends_BAU, z, y)
+      p_KMU = jnp.exp(scores_KMU - lse_ZKM[z][..., None])
+      dp_KMU = _dot('kmh,kuh->kmu', dout_ZKMH[z], v_ZKUH[y])
+      dscores_KMU = p_KMU * (dp_KMU - sum_ZKM[z][..., None])
+      dv_KUH = dv_ZKUH[y] + _dot('kmu,kmh->kuh', p_KMU, dout_ZKMH[z])
+      dk_KUH = dk_ZKUH[y] + _dot('kmu,kmh->kuh', dscores_KMU, q_ZKMH[z])
+      dq_KMH += _dot('kmu,kuh->kmh', dscores_KMU, k_ZKUH[y])
+      return dq_KMH, _put(dk_ZKUH, dk_KUH, y), _put(dv_ZKUH, dv_KUH, y)
+
+    begin = jnp.zeros(q_ZKMH.shape[1:]), *dkv
+    dq_KMH, *dkv = jax.lax.fori_loop(0, count_Z[z], add_keys, begin)
+    return _put(dq_ZKMH, dq_KMH, z), *dkv
+
+  # Sums over several blocks are float32, whatever the keys are.
+  begin = jnp.zeros_like(q_ZKMH), *(jnp.zeros(x.shape) for x in (k_ZKUH, v_ZKUH))
+  dq_ZKMH, dk_ZKUH, dv_ZKUH = jax.lax.fori_loop(
+    0, len(q_ZKMH), differentiate_block, begin
+  )
+  return dq_ZKMH, dk_ZKUH.astype(k_ZKUH.dtype), dv_ZKUH.astype(v_ZKUH.dtype), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _list_visible(ends_BAU) -> tuple[Int[Array, 'Z A'], Int[Array, 'Z']]:
+  """Lists the blocks of keys that each block of queries sees, and counts them.
+
+  What stands after the count is not seen. A block always sees itself, so that no sum of
+  the softmax is 0, not even that of padding.
+  """
+  B, A, U = ends_BAU.shape
+  begins_A, last_BA = jnp.arange(0, A * U, U), ends_BAU.max(-1)
+  earlier_AA = begins_A[None] < begins_A[:, None]
+  sees_BAA = earlier_AA[None] & (last_BA[:, None] > begins_A[None, :, None])
+  sees_BAA |= jnp.eye(A, dtype=bool)[None]
+  keys_BAA = jnp.argsort(~sees_BAA, axis=-1, stable=True)
+  keys_BAA += A * jnp.arange(B)[:, None, None]
+  return keys_BAA.reshape(B * A, A), sees_BAA.sum(-1).reshape(-1)
+
+
+def _scores(q_ZKMH, k_ZKUH, ends_BAU, z, y) -> Float[Array, 'K M U']:
+  """Computes the scores of the queries of block z and the keys of block y of its row."""
+  _, A, U = ends_BAU.shape
+  _, K, M, _ = q_ZKMH.shape
+  scores_KMU = _dot('kmh,kuh->kmu', q_ZKMH[z], k_ZKUH[y])
+  queries_U1 = (z % A * U + jnp.arange(U))[:, None]
+  keys_1U = (y % A * U + jnp.arange(U))[None]
+  ends_1U = ends_BAU.reshape(-1, U)[y][None]
+  sees_UU = (keys_1U <= queries_U1) & (queries_U1 < ends_1U)
+  scores_KGUU = scores_KMU.reshape(K, M // U, U, U)
+  return jnp.where(sees_UU[None, None], scores_KGUU, _HIDDEN).reshape(K, M, U)
+
+
+def _dot(form: str, x: Array, y: Array) -> Array:
+  """Multiplies numbers of y's dtype; the sums are float32."""
+  return jnp.einsum(form, x.astype(y.dtype), y, preferred_element_type=jnp.float32)
+
+
+def _put(x: Array, block: Array, z: Array) -> Array:
+  """Replaces block z."""
+  return jax.lax.dynamic_update_index_in_dim(x, block.astype(x.dtype), z, 0)
