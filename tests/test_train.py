@@ -308,6 +308,20 @@ class TestRun:
     assert rewards[0] < 0.5  # Before the first update.
     assert np.mean(rewards[-3:]) > 0.85
 
+  def test_with_drafts_a_run_learns_the_same(self, model, tmp_path):
+    lines = {}
+    for drafts in (0, 3):
+      config = _config(
+        model, steps=6, samples=8, learning_rate=1e-2, eval_every=0, drafts=drafts
+      )
+      _run(config, tmp_path / str(drafts), evals=None)
+      lines[drafts] = metrics.read(tmp_path / str(drafts))
+    for plain, drafted in zip(lines[0], lines[3], strict=True):
+      assert 'accepted/decode' not in plain
+      for name in ('rollout/reward', 'rollout/action_tokens'):
+        assert drafted[name] == pytest.approx(plain[name])
+    assert lines[3][-1]['accepted/decode'] > 1.2
+
 
 class TestTasks:
   def test_where_no_prompt_fits_the_run_ends_at_once(self, model, tmp_path, capfd):

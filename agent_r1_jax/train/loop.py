@@ -196,12 +196,17 @@ def _sample(run: setup.Run) -> _Sample:
     run.files.loop_state.step,
   )
   run.signals.phase = 'a rollout'
+  stats = run.engine.stats
+  sampled, calls = stats.sampled, stats.calls
   run.train_state, step_groups, draws = run.rollouts.next_groups(
     run.train_state, run.update_config
   )
   played = [t for group in step_groups for t in group]
   run.watcher.see_episodes(step + 1, played)
   metrics = {f'rollout/{k}': v for k, v in evaluate.summarize(played).items()}
+  if run.engine.sizes.drafts:
+    accepted = (stats.sampled - sampled) / max(1, stats.calls - calls)
+    metrics['accepted/decode'] = accepted  # Tokens that a call of the policy sampled.
   metrics['rollout/groups'] = len(step_groups)
   metrics['rollout/dead_groups'] = float(
     np.mean([groups.is_tied(g) for g in step_groups])
