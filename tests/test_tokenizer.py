@@ -246,7 +246,8 @@ _TWICE = '{% set ns.x = ns.x ~ ns.x %}'
   ],
 )
 def test_a_template_that_does_not_end_is_refused(copied, template, message, monkeypatch):
-  monkeypatch.setattr(template_process, '_CPU_SECONDS', 0.5)
+  if _LOOP in template:
+    monkeypatch.setattr(template_process, '_CPU_SECONDS', 0.5)
   path = copied / 'tokenizer_config.json'
   config = json.loads(path.read_text())
   path.write_text(json.dumps(config | {'chat_template': template}))

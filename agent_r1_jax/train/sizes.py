@@ -180,7 +180,13 @@ def _candidates(
       filled = _fill(config, machine, slots, rows)
       for remat in remats:
         for microbatch in _halves(most, batch.microbatch or groups):
-          yield fields.replace(filled, {'batch.microbatch': microbatch, REMAT: remat})
+          chosen = {'batch.microbatch': microbatch, REMAT: remat}
+          if machine.platform == 'cpu' and not (batch.row_tokens or batch.microbatch):
+            # Attention reads only what is seen, so that a long row costs no more than
+            # short ones; fewer trees are cut, and less of it is padding.
+            row_tokens = slots * (microbatch // groups)
+            chosen |= {'batch.microbatch': groups, 'batch.row_tokens': row_tokens}
+          yield fields.replace(filled, chosen)
 
 
 def _halves(size: int, least: int) -> list[int]:

@@ -21,9 +21,7 @@ from typing import Any
 
 from absl import app, flags
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import automata
@@ -152,31 +150,11 @@ def sampling(bench: Bench) -> dict[str, Any]:
   return times | {'tokens_per_second': round(tokens / times['seconds'])}
 
 
-def _make_update(bench: Bench, wanted: str) -> Callable[[], None]:
-  """Makes the step on rows of prompt and reply, with an observation in the reply."""
-  rng = np.random.default_rng(0)
-  B, T = _ROWS.value, _PROMPT.value + _REPLY.value
-  mask = np.ones((B, T), bool)
-  mask[:, 0] = False
-  if wanted == 'reply':
-    mask[:, : _PROMPT.value] = False
-    mask[:, _PROMPT.value + 40 : _PROMPT.value + 72] = False
-  tokens, advantages = bench.tokens(B * T, 2).reshape(B, T), rng.normal(size=(B, 1))
-  batch = common.make_batch(tokens, mask, advantages, bench.config.vocab_size)
-  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6))
-  return common.make_update(
-    bench.config,
-    jax.tree.map(jnp.copy, bench.params),
-    common.split_batch(batch, _MICROBATCH.value),
-    optimizer,
-  )
-
-
 def update(bench: Bench) -> dict[str, Any]:
   """A policy-gradient step: clipped loss, gradient norm clipped, AdamW."""
   found = {}
   for wanted in ('reply', 'all'):
-    step = _make_update(bench, wanted)
+    step = details.row_update(bench, wanted)
     times = common.timed(_REPEATS.value, step)
     times |= floor.measure(step, times['cpu_seconds'])
     tokens = _ROWS.value * (_PROMPT.value + _REPLY.value)
@@ -200,7 +178,7 @@ def group_step(bench: Bench) -> dict[str, Any]:
 def multi_turn(bench: Bench) -> dict[str, Any]:
   """4 turns of 8 samples a task; and the same engine if it prefills every turn anew."""
   found = {}
-  learn = _make_update(bench, 'reply')
+  learn = details.row_update(bench, 'reply')
   slots = _PROMPT.value + 4 * 32 + 3 * 64
   for name, again in (('kept', False), ('prefilled', True)):
     engine = bench.engine(slots=slots)

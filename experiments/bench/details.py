@@ -22,6 +22,26 @@ from agent_r1_jax.tools import python, sandbox
 from experiments.bench import common
 
 
+def row_update(bench, wanted: str) -> Callable[[], None]:
+  """Makes the step on rows of prompt and reply, with an observation in the reply."""
+  prompt, reply, B = (getattr(flags.FLAGS, x) for x in ('prompt', 'reply', 'rows'))
+  rng, T = np.random.default_rng(0), prompt + reply
+  mask = np.ones((B, T), bool)
+  mask[:, 0] = False
+  if wanted == 'reply':
+    mask[:, :prompt] = False
+    mask[:, prompt + 40 : prompt + 72] = False
+  tokens, advantages = bench.tokens(B * T, 2).reshape(B, T), rng.normal(size=(B, 1))
+  batch = common.make_batch(tokens, mask, advantages, bench.config.vocab_size)
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6))
+  return common.make_update(
+    bench.config,
+    jax.tree.map(jnp.copy, bench.params),
+    common.split_batch(batch, flags.FLAGS.microbatch),
+    optimizer,
+  )
+
+
 def group_update(bench, trees: bool) -> tuple[Callable[[], None], int]:
   """Makes a GRPO update on groups of 8 replies to a prompt; returns its tokens too.
 
