@@ -16,6 +16,7 @@ import ast
 from collections.abc import Iterable
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import json
@@ -71,9 +72,9 @@ TERMINAL_REQUESTS = (0x5401, 0x5413, 0x5451)  # TCGETS, TIOCGWINSZ, FIOCLEX
 # CAP_DAC_READ_SEARCH: root may need it to read the interpreter's own files.
 _KEPT_CAPABILITIES = 1 << 2
 _CAPABILITY_VERSION = 0x20080522
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _PathRule(ctypes.Structure):
@@ -137,9 +138,9 @@ def confine(limits: dict) -> None:
     limits: 'memory': bytes that it may allocate beyond what the worker has;
       'without': names of layers that the user has waived.
   """
-  _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-  _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-  _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+  libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+  libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+  libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
   seccomp = None if 'seccomp' in limits['without'] else _make_filter()
   for name, value in {
     resource.RLIMIT_AS: _address_space() + limits['memory'],
@@ -166,10 +167,10 @@ def _prepare(limits: dict) -> None:
 def _drop_capabilities() -> None:
   header = struct.pack('Ii', _CAPABILITY_VERSION, 0)
   sets = ctypes.create_string_buffer(24)  # effective, permitted, inheritable; twice
-  if _libc.capget(header, sets) == 0:
+  if libc.capget(header, sets) == 0:
     effective, permitted, *_ = struct.unpack('6I', sets.raw)
     remaining = [held & _KEPT_CAPABILITIES for held in (effective, permitted)]
-    if _libc.capset(header, struct.pack('6I', *remaining, 0, 0, 0, 0)) == 0:
+    if libc.capset(header, struct.pack('6I', *remaining, 0, 0, 0, 0)) == 0:
       return
   code = ctypes.get_errno()
   raise OSError(code, f'capabilities: {os.strerror(code)}')
@@ -182,7 +183,7 @@ def _address_space() -> int:
 
 def landlock_version() -> int:
   """Returns the version of Landlock's interface; below 1 where there is none."""
-  return _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
+  return libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
 
 
 @functools.cache
@@ -234,7 +235,7 @@ def _readable_paths() -> set[str]:
 
 
 def _checked(number: int, *arguments) -> int:
-  result = _libc.syscall(number, *arguments)
+  result = libc.syscall(number, *arguments)
   if result < 0:
     code = ctypes.get_errno()
     raise OSError(code, f'landlock: {os.strerror(code)}')
@@ -251,8 +252,6 @@ def make_filter(
     requests: The requests of `ioctl` that are.
     commands: The commands of `fcntl` that are.
   """
-  import errno
-
   import pyseccomp
 
   rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
@@ -260,7 +259,7 @@ def make_filter(
     with contextlib.suppress(OSError):  # Some do not exist on every architecture.
       rules.add_rule(pyseccomp.ALLOW, name)
   # The C library then falls back to clone, whose flags a filter can see.
-  rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), 'clone3')
+  refuse(rules, ['clone3'], errno.ENOSYS)
   for name, numbers in (('ioctl', requests), ('fcntl', commands)):
     for number in numbers:
       allow(rules, name, 1, number)
@@ -275,6 +274,14 @@ def allow(rules: Any, name: str, argument: int, value: int, mask: int = -1) -> N
   with contextlib.suppress(OSError):  # Some do not exist on every architecture.
     condition = pyseccomp.Arg(argument, pyseccomp.MASKED_EQ, bits, value)
     rules.add_rule(pyseccomp.ALLOW, name, condition)
+
+
+def refuse(rules: Any, names: Iterable[str], code: int) -> None:
+  """Lets system calls fail with a code other than EPERM."""
+  import pyseccomp
+
+  for name in names:
+    rules.add_rule(pyseccomp.ERRNO(code), name)
 
 
 @functools.cache
