@@ -110,16 +110,17 @@ class _Shell:
     if not self.namespaces:
       os.mkdir(self.workspace)
       os.mkdir(self.scratch)
-    system = dict.fromkeys(_SYSTEM, sandbox_worker.READ | _EXECUTE)
+    # Where there are namespaces, nothing is there that it must not read.
+    seen = ('/',) if self.namespaces else _SYSTEM
+    system = dict.fromkeys(seen, sandbox_worker.READ | _EXECUTE)
     system |= dict.fromkeys(_DEVICES, sandbox_worker.READ | _WRITE)
     system |= {self.workspace: _OWN, self.scratch: _OWN}
-    processes = {'/proc': sandbox_worker.READ}
     # These are made before the user changes, who may not be able to reach the paths.
     self.ruleset = outer = None
     if sandbox_worker.landlock_version() >= _SCOPED:
-      inner = system | processes if self.namespaces else system
-      self.ruleset = sandbox_worker.make_ruleset(inner)
-      outer = sandbox_worker.make_ruleset(system | processes | {self.root: _OWN})
+      self.ruleset = sandbox_worker.make_ruleset(system)
+      own = {'/proc': sandbox_worker.READ, self.root: _OWN}
+      outer = sandbox_worker.make_ruleset(system | own)
     # A user of its own, so that the kernel counts its processes, which it does not for
     # root, and no file or process is its own but what the shell made.
     if uid == 0:
