@@ -1,8 +1,10 @@
 """Fixtures for what runs untrusted code; they skip where a machine cannot confine it."""
 
+import shutil
+
 import pytest
 
-from agent_r1_jax.tools import sandbox
+from agent_r1_jax.tools import sandbox, shell
 
 
 @pytest.fixture(scope='module')
@@ -35,3 +37,51 @@ def outside(request, box):
   """What opening a file outside of the sandbox raises; namespaces do not have it."""
   names = {'namespaces': 'FileNotFoundError', 'kernel alone': 'PermissionError'}
   return names[request.node.callspec.params['box']]
+
+
+@pytest.fixture(scope='module')
+def needs_shell():
+  """Skips, with the reason, where no layers can confine a shell."""
+  try:
+    shell.Session().close()
+  except RuntimeError as error:
+    if 'cannot be confined' not in str(error):
+      raise
+    pytest.skip(str(error))
+
+
+@pytest.fixture(params=['namespaces', 'namespaces without Landlock', 'kernel alone'])
+def layers(request, monkeypatch, tmp_path_factory):
+  """Has shells confined by these layers, and seccomp; skips where one is missing."""
+  if request.param == 'kernel alone':
+    monkeypatch.setattr(shell, '_isolate', lambda *_: [])
+    try:
+      shell.Session().close()
+    except RuntimeError as error:
+      pytest.skip(str(error))
+  elif not shell._isolate(shell.LIMITS.disk_mb):
+    pytest.skip('bubblewrap is not installed, or namespaces are not allowed here')
+  elif 'without' in request.param:
+    folder = tmp_path_factory.mktemp('worker')
+    shutil.copy(shell._LAYERS, folder)
+    text = shell._WORKER.read_text()
+    assert '_SCOPED = 6' in text
+    (folder / shell._WORKER.name).write_text(text.replace('_SCOPED = 6', '_SCOPED = 999'))
+    for name in ('_WORKER', '_LAYERS'):
+      monkeypatch.setattr(shell, name, folder / getattr(shell, name).name)
+    monkeypatch.setattr(shell, '_isolate', shell._isolate.__wrapped__)
+  return request.param
+
+
+@pytest.fixture
+def open_session(layers):
+  """Opens shells, with limits by name, and closes them in the end."""
+  opened = []
+
+  def open_one(**limits):
+    opened.append(shell.Session(shell.Limits(**limits)))
+    return opened[-1]
+
+  yield open_one
+  for session in opened:
+    session.close()

@@ -39,6 +39,7 @@ from agent_r1_jax.tools import sandbox
 
 _WORKER = pathlib.Path(__file__).with_name('shell_worker.py')
 _LAYERS = pathlib.Path(__file__).with_name('sandbox_worker.py')
+_LONGEST = 100_000  # Bytes of a command; the kernel takes 128 KiB as one argument.
 _START_SECONDS = 60.0
 _END_SECONDS = 10.0
 # Beyond a command's own time: for its end, and for what it left.
@@ -145,8 +146,11 @@ class Session:
     """Runs a command within so many seconds of the clock; one at a time.
 
     Raises:
-      CommandError: This command or an earlier one has ended the whole session.
+      CommandError: It is no command, or this one or an earlier has ended the session.
     """
+    command = command.encode(errors='replace').decode()
+    if '\0' in command or len(command.encode()) > _LONGEST:
+      raise CommandError(f'a command has at most {_LONGEST} bytes, and no NUL among them')
     return Output(*self._ask(seconds + _GRACE_SECONDS, ['run', command, seconds]))
 
   def read_files(
@@ -236,5 +240,6 @@ def _end(process: subprocess.Popen, there: socket.socket, root: str | None) -> N
   except subprocess.TimeoutExpired:
     process.kill()
     process.wait()
+  there.close()
   if root:
     shutil.rmtree(root, ignore_errors=True)
