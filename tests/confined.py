@@ -1,7 +1,5 @@
 """Fixtures for what runs untrusted code; they skip where a machine cannot confine it."""
 
-import shutil
-
 import pytest
 
 from agent_r1_jax.tools import sandbox, shell
@@ -50,6 +48,15 @@ def needs_shell():
     pytest.skip(str(error))
 
 
+def copy_worker(monkeypatch, folder, old, new):
+  """Has shells use a copy of their worker, in which a text is replaced."""
+  texts = {name: (shell._FOLDER / name).read_text() for name in shell._FILES}
+  assert any(old in text for text in texts.values())
+  for name, text in texts.items():
+    (folder / name).write_text(text.replace(old, new))
+  monkeypatch.setattr(shell, '_FOLDER', folder)
+
+
 @pytest.fixture(params=['namespaces', 'namespaces without Landlock', 'kernel alone'])
 def layers(request, monkeypatch, tmp_path_factory):
   """Has shells confined by these layers, and seccomp; skips where one is missing."""
@@ -62,13 +69,9 @@ def layers(request, monkeypatch, tmp_path_factory):
   elif not shell._isolate(shell.LIMITS.disk_mb):
     pytest.skip('bubblewrap is not installed, or namespaces are not allowed here')
   elif 'without' in request.param:
-    folder = tmp_path_factory.mktemp('worker')
-    shutil.copy(shell._LAYERS, folder)
-    text = shell._WORKER.read_text()
-    assert '_SCOPED = 6' in text
-    (folder / shell._WORKER.name).write_text(text.replace('_SCOPED = 6', '_SCOPED = 999'))
-    for name in ('_WORKER', '_LAYERS'):
-      monkeypatch.setattr(shell, name, folder / getattr(shell, name).name)
+    copy_worker(
+      monkeypatch, tmp_path_factory.mktemp('worker'), '_SCOPED = 6', '_SCOPED = 99'
+    )
     monkeypatch.setattr(shell, '_isolate', shell._isolate.__wrapped__)
   return request.param
 

@@ -37,8 +37,9 @@ from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent import tool_schema
 from agent_r1_jax.tools import sandbox
 
-_WORKER = pathlib.Path(__file__).with_name('shell_worker.py')
-_LAYERS = pathlib.Path(__file__).with_name('sandbox_worker.py')
+# The first is run, and imports the others from its own folder.
+_FILES = ('shell_worker.py', 'shell_layers.py', 'sandbox_worker.py')
+_FOLDER = pathlib.Path(__file__).parent
 _LONGEST = 100_000  # Bytes of a command; the kernel takes 128 KiB as one argument.
 _START_SECONDS = 60.0
 _END_SECONDS = 10.0
@@ -107,7 +108,13 @@ class Session:
     with worker_end:
       process = _STARTER.submit(
         subprocess.Popen,
-        [*isolation, sys.executable, '-I', str(_WORKER), str(worker_end.fileno())],
+        [
+          *isolation,
+          sys.executable,
+          '-I',
+          str(_FOLDER / _FILES[0]),
+          str(worker_end.fileno()),
+        ],
         env={'LANG': 'C.UTF-8'},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -120,10 +127,13 @@ class Session:
     )
     settings = limits._asdict() | {
       'root': root,
-      'pid_namespace': os.readlink('/proc/self/ns/pid') if isolation else '',
+      'namespaces': bool(isolation),
       'user': next(_USERS),
     }
-    missing = self._ask(_START_SECONDS, settings)
+    try:
+      missing = self._ask(_START_SECONDS, settings)
+    except CommandError as error:
+      raise RuntimeError('a shell did not start; the reason is printed above') from error
     if missing:
       self.close()
       raise RuntimeError(
@@ -171,8 +181,8 @@ class Session:
 
   def _ask(self, seconds: float, request: list | dict) -> Any:
     with self._lock:
-      self._socket.settimeout(seconds)
       try:
+        self._socket.settimeout(seconds)
         print(json.dumps(request), file=self._lines, flush=True)
         return json.loads(self._lines.readline())
       except (OSError, ValueError):
@@ -217,13 +227,21 @@ def _isolate(disk_mb: int) -> list[str]:
   options = ['--unshare-ipc', '--unshare-pid', '--unshare-net', '--unshare-uts']
   # In a namespace of users, root could not take a user of its own (_USERS).
   options = ['--unshare-all'] if os.getuid() else [*options, '--unshare-cgroup-try']
-  options += ['--new-session', '--clearenv', '--dev', '/dev', '--proc', '/proc']
+  options += [
+    '--as-pid-1',
+    '--new-session',
+    '--clearenv',
+    '--dev',
+    '/dev',
+    '--proc',
+    '/proc',
+  ]
   # bubblewrap makes directories above what it shows such that only root may enter them.
   for path in ('/etc', *map(str, reversed(pathlib.Path(sys.base_prefix).parents))):
     options += ['--dir', path]
   for path in ('/workspace', '/tmp'):
     options += ['--size', str(disk_mb << 20), '--tmpfs', path]
-  found = sandbox.make_namespaces(options, [str(_WORKER), str(_LAYERS)])
+  found = sandbox.make_namespaces(options, [str(_FOLDER / name) for name in _FILES])
   # What bubblewrap itself made could be written otherwise, and would count nowhere.
   return [*found, '--remount-ro', '/dev', '--remount-ro', '/'] if found else []
 

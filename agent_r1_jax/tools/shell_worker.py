@@ -9,7 +9,6 @@ lines of JSON; bytes that are no UTF-8 travel as surrogates.
 
 from collections.abc import Iterator
 import contextlib
-import errno
 import json
 import os
 import re
@@ -21,49 +20,16 @@ import stat
 import sys
 import time
 import traceback
-from typing import Any
 
 sys.path.append(os.path.dirname(__file__))  # `-I` leaves it out.
 import sandbox_worker
+import shell_layers
 
-# What a shell and common programs need beside an interpreter's calls. Sockets, mounts,
-# namespaces, ptrace, keys, io_uring, shared memory and files in memory are not here.
-_CALLS = """
-  fork vfork execve execveat wait4 waitid kill tkill tgkill getpgrp getpgid setpgid getsid
-  setsid getgroups getresuid getresgid getpriority umask pause alarm setitimer getitimer
-  rt_sigsuspend rt_sigpending rt_sigtimedwait setrlimit getcpu sched_getparam
-  sched_getscheduler open openat openat2 creat mkdir mkdirat rmdir unlink unlinkat rename
-  renameat renameat2 link linkat symlink symlinkat truncate ftruncate fallocate fadvise64
-  readahead fsync fdatasync chdir fchdir sendfile copy_file_range statfs fstatfs
-  close_range
-""".split()
-# They change any file of the user, which Landlock does not hold: only where no others are
-# there, or the user is the shell's own.
-_CALLS_OF_OWNERS = """
-  chmod fchmod fchmodat fchmodat2 chown lchown fchown fchownat utime utimes futimesat
-  utimensat
-""".split()
-# Programs that find no such attributes go on without; they do not where it is forbidden.
-_ATTRIBUTES = [
-  f'{prefix}{verb}xattr'
-  for prefix in ('', 'l', 'f')
-  for verb in ('get', 'set', 'list', 'remove')
-]
-_REQUESTS = (0x540F, 0x541B, 0x40049409)  # TIOCGPGRP, FIONREAD, FICLONE
-_COMMANDS = (5, 6, 7, 36, 37, 38)  # The locks of a range.
-_NEW_NAMESPACES = 0x7E020080  # Flags of clone.
-_EXECUTE, _WRITE = 1 << 0, 1 << 1 | 1 << 14
-_SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib64', '/etc/ld.so.cache')
-_SYSTEM += ('/etc/alternatives', sys.base_prefix)
-_DEVICES = ('/dev/null', '/dev/zero', '/dev/full', '/dev/random', '/dev/urandom')
-# Everything but devices, sockets and the requests of devices.
-_OWN = ((1 << 15) - 1) & ~(1 << 6 | 1 << 9 | 1 << 11)
 # The directory that the command ends in is told at the end, whichever it is.
 _SCRIPT = 'trap "pwd -P >&{} 2>/dev/null" EXIT; eval " $1"'
 _PATH = f'/usr/local/bin:/usr/bin:/bin:{sys.base_prefix}/bin'
 # Below level 1 bash takes the refusal of `getpeername` for a login from afar.
 _VARIABLES = {'PATH': _PATH, 'LANG': 'C.UTF-8', 'TERM': 'dumb', 'SHLVL': '1'}
-_SCOPED = 6  # The version of Landlock since which it confines signals.
 _TICK = 0.05  # Seconds between two looks at what a command uses.
 _FLOOD = 256  # A command ends that prints so many times what is kept.
 
@@ -92,12 +58,12 @@ class _Shell:
 
   def __init__(self, settings: dict, server: socket.socket):
     self.settings, self.server = settings, server
-    self.root, self.namespaces = settings['root'], bool(settings['pid_namespace'])
+    self.root, self.namespaces = settings['root'], settings['namespaces']
     self.workspace = os.path.join(self.root, 'workspace')
     self.scratch = os.path.join(self.root, 'tmp')
     self.memory, self.disk = settings['memory_mb'] << 20, settings['disk_mb'] << 20
     self.place, self.codes = self.workspace, {}
-    self.missing = _find_missing(self.namespaces)
+    self.missing = shell_layers.find_missing(self.namespaces)
     if not self.missing:
       self._enter()
 
@@ -107,41 +73,36 @@ class _Shell:
     libc = sandbox_worker.libc
     libc.prctl(sandbox_worker.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become its children.
+    # As the first of its namespace, it gets no signal but those it waits for.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not self.namespaces:
       os.mkdir(self.workspace)
       os.mkdir(self.scratch)
-    # Where there are namespaces, nothing is there that it must not read.
-    seen = ('/',) if self.namespaces else _SYSTEM
-    system = dict.fromkeys(seen, sandbox_worker.READ | _EXECUTE)
-    system |= dict.fromkeys(_DEVICES, sandbox_worker.READ | _WRITE)
-    system |= {self.workspace: _OWN, self.scratch: _OWN}
     # These are made before the user changes, who may not be able to reach the paths.
-    self.ruleset = outer = None
-    if sandbox_worker.landlock_version() >= _SCOPED:
-      self.ruleset = sandbox_worker.make_ruleset(system)
-      own = {'/proc': sandbox_worker.READ, self.root: _OWN}
-      outer = sandbox_worker.make_ruleset(system | own)
+    paths = [self.workspace, self.scratch]
+    self.rulesets = shell_layers.make_rulesets(paths, self.root, self.namespaces)
     # A user of its own, so that the kernel counts its processes, which it does not for
     # root, and no file or process is its own but what the shell made.
     if uid == 0:
-      for path in (self.workspace, self.scratch, *([self.root] * (not self.namespaces))):
-        os.chown(path, self.settings['user'], self.settings['user'])
+      user = self.settings['user']
+      for path in paths if self.namespaces else [*paths, self.root]:
+        os.chown(path, user, user)
       os.setgroups([])
-      os.setresgid(*[self.settings['user']] * 3)
-      os.setresuid(*[self.settings['user']] * 3)
-    self.filter = _make_filter(of_owners=self.namespaces or uid == 0)
+      os.setresgid(user, user, user)
+      os.setresuid(user, user, user)
+    self.filter = shell_layers.make_filter(of_owners=self.namespaces or uid == 0)
     self.shares_user = uid != 0 and not self.namespaces
     libc.prctl(sandbox_worker.PR_SET_DUMPABLE, 0, 0, 0, 0)
     # `end_all` signals everything that it may: here, before it ever does, is checked that
     # this is nothing of the machine.
-    if self.namespaces:
-      apart = os.readlink('/proc/self/ns/pid') != self.settings['pid_namespace']
-    if outer is not None:
-      sandbox_worker.restrict_self(outer)
+    if self.namespaces and os.getpid() != 1:
+      raise RuntimeError('the shell is not the first of its namespace')
+    if self.rulesets:
+      sandbox_worker.restrict_self(self.rulesets.pop())
     if not self.namespaces:
-      apart = not _may_signal(os.getppid())
-    if not apart:
-      raise RuntimeError('the shell could signal processes of the machine')
+      with contextlib.suppress(PermissionError):
+        os.kill(os.getppid(), 0)
+        raise RuntimeError('the shell could signal processes of the machine')
 
   def write(self, files: dict[str, str]) -> None:
     """Writes files into the workspace; those that begin with #! can be executed."""
@@ -159,7 +120,9 @@ class _Shell:
     deadline, kept = time.monotonic() + seconds, self.settings['max_output']
     output, output_end = os.pipe()
     place, place_end = os.pipe()
-    allowed = self._measure_disk()  # Who has too much can still remove it.
+    size, count = self._measure_disk(mend=True)
+    # Who has too much can still remove it.
+    allowed = size if size < float('inf') else 0.0, count
     pid = self._start(command, output_end, place_end)
     os.close(output_end)
     os.close(place_end)
@@ -172,10 +135,11 @@ class _Shell:
     while not reason:
       ready = {descriptor for descriptor, _ in poll.poll(_TICK * 1000)}
       if output in ready:
-        piece = _read_piece(output)
-        text, size = text + (piece or b'')[: kept - len(text)], size + len(piece or b'')
-        if piece == b'':  # Closed by all.
-          poll.unregister(output)
+        with contextlib.suppress(BlockingIOError):  # The command has taken it back.
+          piece = os.read(output, 1 << 16)
+          text, size = text + piece[: kept - len(text)], size + len(piece)
+          if not piece:  # Closed by all.
+            poll.unregister(output)
       if ended in ready:
         break
       if self.server.fileno() in ready:
@@ -191,7 +155,7 @@ class _Shell:
     os.close(ended)
     self.end_all()
     code = self.codes.pop(pid)
-    while piece := _read_piece(output):
+    while piece := os.read(output, 1 << 16):
       text, size = text + piece[: kept - len(text)], size + len(piece)
     told = os.read(place, 1 << 13)
     if told.startswith(b'/'):
@@ -204,7 +168,7 @@ class _Shell:
 
   def _start(self, command: str, output: int, place: int) -> int:
     """Forks a shell for a command, and confines it; returns its number."""
-    processes = self.settings['processes'] + 3  # This one, bubblewrap's, the shell.
+    processes = self.settings['processes'] + 2  # This one, and the shell.
     if self.shares_user:
       processes += _count_threads()
     if pid := os.fork():
@@ -228,8 +192,8 @@ class _Shell:
         os.chdir(self.place)
       except OSError:  # It is gone.
         os.chdir(self.workspace)
-      if self.ruleset is not None:
-        sandbox_worker.restrict_self(self.ruleset)
+      if self.rulesets:
+        sandbox_worker.restrict_self(*self.rulesets)
       self.filter.load()
       shell = '/bin/bash' if os.path.exists('/bin/bash') else '/bin/sh'
       variables = _VARIABLES | {'HOME': self.workspace, 'TMPDIR': self.scratch}
@@ -271,7 +235,7 @@ class _Shell:
       return f'it used more than {self.memory >> 20} MiB of memory'
     size, count = self._measure_disk()
     if size + deleted > max(allowed[0], self.disk):
-      return f'the workspace holds more than {self.disk >> 20} MiB'
+      return f'the workspace holds more than {self.disk >> 20} MiB, or hides it'
     if count > max(allowed[1], self.settings['files']):
       return f'the workspace holds more than {self.settings["files"]} files'
     return ''
@@ -296,7 +260,7 @@ class _Shell:
             deleted[status.st_dev, status.st_ino] = status.st_blocks * 512
     return memory, sum(deleted.values())
 
-  def _measure_disk(self) -> tuple[float, int]:
+  def _measure_disk(self, mend: bool = False) -> tuple[float, int]:
     """Bytes and number of the files that commands made; no bytes if the kernel counts."""
     size, count = 0.0, 0
     for path in (self.workspace, self.scratch):
@@ -305,11 +269,11 @@ class _Shell:
         count += status.f_files - status.f_ffree
         continue
       try:
-        for entry in _walk(path):
+        for entry in _walk(path, mend):
           with contextlib.suppress(FileNotFoundError):
             size += entry.stat(follow_symlinks=False).st_blocks * 512
           count += 1
-      except OSError:  # Nested too deeply to be counted.
+      except OSError:  # Nested too deeply, or shut.
         return float('inf'), count
     return size, count
 
@@ -323,7 +287,7 @@ class _Shell:
     """
     found: dict[str, str | None] = {}
     try:
-      for entry in _walk(self.workspace):
+      for entry in _walk(self.workspace, mend=True):
         name, text = os.path.relpath(entry.path, self.workspace), None
         if entry.is_dir(follow_symlinks=False):
           name += '/'
@@ -342,43 +306,19 @@ class _Shell:
     return found
 
 
-def _find_missing(namespaces: bool) -> list[str]:
-  """Names what the machine lacks to confine a shell, with the remedy."""
-  layers = sandbox_worker.find_missing_layers()
-  missing = [text for text in layers if text.startswith('seccomp')]
-  if not namespaces and sandbox_worker.landlock_version() < _SCOPED:
-    missing.append(
-      'namespaces: install bubblewrap (bwrap, 0.7 or later) and allow user namespaces, '
-      'or use Linux 6.12 or later with Landlock enabled'
-    )
-  return missing
+def _walk(top: str, mend: bool) -> Iterator[os.DirEntry]:
+  """Yields all entries below a directory.
 
-
-def _make_filter(of_owners: bool) -> Any:
-  names = [*sandbox_worker.ALLOWED, *_CALLS, *(_CALLS_OF_OWNERS if of_owners else ())]
-  requests = (*sandbox_worker.TERMINAL_REQUESTS, *_REQUESTS)
-  commands = (*sandbox_worker.FCNTL_COMMANDS, *_COMMANDS)
-  rules = sandbox_worker.make_filter(names, requests, commands)
-  sandbox_worker.refuse(rules, _ATTRIBUTES, errno.ENOTSUP)
-  allow = sandbox_worker.allow
-  allow(rules, 'clone', 0, 0, _NEW_NAMESPACES)
-  allow(rules, 'prlimit64', 0, 0)  # Its own limits, which can only be lowered.
-  for name in ('mknod', 'mknodat'):  # Pipes with names.
-    allow(rules, name, 1 + (name == 'mknodat'), stat.S_IFIFO, 0o170000)
-  for option in (15, 16):  # PR_SET_NAME, PR_GET_NAME
-    allow(rules, 'prctl', 0, option)
-  if not of_owners:
-    allow(rules, 'utimensat', 1, 0)  # Of a file that it could open.
-  return rules
-
-
-def _walk(top: str) -> Iterator[os.DirEntry]:
-  """Yields all entries below a directory, and enters those that forbid it too."""
+  Args:
+    top: The directory.
+    mend: Opens directories that are shut. Only while no command runs, which could put a
+      link in the place of one.
+  """
   directories = [top]
   while directories:
     path = directories.pop()
     try:
-      if not os.access(path, os.R_OK | os.X_OK):
+      if mend and not os.access(path, os.R_OK | os.X_OK):
         os.chmod(path, 0o700)
       with os.scandir(path) as entries:
         for entry in entries:
@@ -400,25 +340,9 @@ def _count_threads() -> int:
   return total
 
 
-def _may_signal(pid: int) -> bool:
-  try:
-    os.kill(pid, 0)
-  except PermissionError:
-    return False
-  return True
-
-
 def _read_text(path: str) -> str:
   with open(path) as file:
     return file.read()
-
-
-def _read_piece(descriptor: int) -> bytes | None:
-  """Reads without waiting; None if there is nothing yet, b'' if nothing can come."""
-  try:
-    return os.read(descriptor, 1 << 16)
-  except BlockingIOError:
-    return None
 
 
 if __name__ == '__main__':
