@@ -102,7 +102,7 @@ class Session:
     """
     self._lock = threading.Lock()
     isolation = _isolate(limits.disk_mb)
-    root = '/' if isolation else tempfile.mkdtemp(prefix='shell-')
+    root = '/' if isolation else os.path.realpath(tempfile.mkdtemp(prefix='shell-'))
     self._socket, worker_end = socket.socketpair()
     self._lines = self._socket.makefile('rw')
     with worker_end:

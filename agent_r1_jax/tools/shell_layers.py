@@ -36,8 +36,8 @@ _REQUESTS = (0x540F, 0x541B, 0x40049409)  # TIOCGPGRP, FIONREAD, FICLONE
 _COMMANDS = (5, 6, 7, 36, 37, 38)  # The locks of a range.
 _NEW_NAMESPACES = 0x7E020080  # Flags of clone.
 _EXECUTE, _WRITE = 1 << 0, 1 << 1 | 1 << 14
-_SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib64', '/etc/ld.so.cache')
-_SYSTEM += ('/etc/alternatives', sys.base_prefix)
+_SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib64')
+_SYSTEM += ('/etc/ld.so.cache', '/etc/alternatives')
 _DEVICES = ('/dev/null', '/dev/zero', '/dev/full', '/dev/random', '/dev/urandom')
 # Everything but devices, sockets and the requests of devices.
 _OWN = ((1 << 15) - 1) & ~(1 << 6 | 1 << 9 | 1 << 11)
@@ -56,7 +56,9 @@ def find_missing(namespaces: bool) -> list[str]:
   return missing
 
 
-def make_rulesets(workspace: list[str], root: str, namespaces: bool) -> list[int]:
+def make_rulesets(
+  workspace: list[str], root: str, namespaces: bool, shares_user: bool
+) -> list[int]:
   """Returns Landlock's rules for commands, and for the process that starts them.
 
   The second may also see processes, and remove the workspace. There are none where
@@ -66,10 +68,13 @@ def make_rulesets(workspace: list[str], root: str, namespaces: bool) -> list[int
     workspace: The directories that commands may write.
     root: The directory that has them.
     namespaces: Whether nothing is there that they must not read.
+    shares_user: Whether they have the trainer's user, who may own the interpreter; the
+      times of what it can open are then not safe from its owner.
   """
   if sandbox_worker.landlock_version() < _SCOPED:
     return []
-  seen = ('/',) if namespaces else _SYSTEM
+  system = _SYSTEM if shares_user else (*_SYSTEM, sys.base_prefix)
+  seen = ('/',) if namespaces else system
   rights = dict.fromkeys(seen, sandbox_worker.READ | _EXECUTE)
   rights |= dict.fromkeys(_DEVICES, sandbox_worker.READ | _WRITE)
   rights |= dict.fromkeys(workspace, _OWN)

@@ -80,7 +80,10 @@ class _Shell:
       os.mkdir(self.scratch)
     # These are made before the user changes, who may not be able to reach the paths.
     paths = [self.workspace, self.scratch]
-    self.rulesets = shell_layers.make_rulesets(paths, self.root, self.namespaces)
+    self.shares_user = uid != 0 and not self.namespaces
+    self.rulesets = shell_layers.make_rulesets(
+      paths, self.root, self.namespaces, self.shares_user
+    )
     # A user of its own, so that the kernel counts its processes, which it does not for
     # root, and no file or process is its own but what the shell made.
     if uid == 0:
@@ -90,8 +93,7 @@ class _Shell:
       os.setgroups([])
       os.setresgid(user, user, user)
       os.setresuid(user, user, user)
-    self.filter = shell_layers.make_filter(of_owners=self.namespaces or uid == 0)
-    self.shares_user = uid != 0 and not self.namespaces
+    self.filter = shell_layers.make_filter(of_owners=not self.shares_user)
     libc.prctl(sandbox_worker.PR_SET_DUMPABLE, 0, 0, 0, 0)
     # `end_all` signals everything that it may: here, before it ever does, is checked that
     # this is nothing of the machine.
@@ -120,7 +122,7 @@ class _Shell:
     deadline, kept = time.monotonic() + seconds, self.settings['max_output']
     output, output_end = os.pipe()
     place, place_end = os.pipe()
-    size, count = self._measure_disk(mend=True)
+    size, count = self._measure_disk()
     # Who has too much can still remove it.
     allowed = size if size < float('inf') else 0.0, count
     pid = self._start(command, output_end, place_end)
@@ -260,7 +262,7 @@ class _Shell:
             deleted[status.st_dev, status.st_ino] = status.st_blocks * 512
     return memory, sum(deleted.values())
 
-  def _measure_disk(self, mend: bool = False) -> tuple[float, int]:
+  def _measure_disk(self) -> tuple[float, int]:
     """Bytes and number of the files that commands made; no bytes if the kernel counts."""
     size, count = 0.0, 0
     for path in (self.workspace, self.scratch):
@@ -269,7 +271,7 @@ class _Shell:
         count += status.f_files - status.f_ffree
         continue
       try:
-        for entry in _walk(path, mend):
+        for entry in _walk(path):
           with contextlib.suppress(FileNotFoundError):
             size += entry.stat(follow_symlinks=False).st_blocks * 512
           count += 1
@@ -287,7 +289,7 @@ class _Shell:
     """
     found: dict[str, str | None] = {}
     try:
-      for entry in _walk(self.workspace, mend=True):
+      for entry in _walk(self.workspace):
         name, text = os.path.relpath(entry.path, self.workspace), None
         if entry.is_dir(follow_symlinks=False):
           name += '/'
@@ -306,27 +308,32 @@ class _Shell:
     return found
 
 
-def _walk(top: str, mend: bool) -> Iterator[os.DirEntry]:
-  """Yields all entries below a directory.
-
-  Args:
-    top: The directory.
-    mend: Opens directories that are shut. Only while no command runs, which could put a
-      link in the place of one.
-  """
+def _walk(top: str) -> Iterator[os.DirEntry]:
+  """Yields all entries below a directory, and opens directories that are shut."""
   directories = [top]
   while directories:
     path = directories.pop()
-    try:
-      if mend and not os.access(path, os.R_OK | os.X_OK):
-        os.chmod(path, 0o700)
+    with contextlib.suppress(FileNotFoundError):  # A command has removed it.
+      if not os.access(path, os.R_OK | os.X_OK):
+        _open_shut(path, top)
       with os.scandir(path) as entries:
         for entry in entries:
           yield entry
           if entry.is_dir(follow_symlinks=False):
             directories.append(entry.path)
-    except FileNotFoundError:  # A command has removed it.
-      continue
+
+
+def _open_shut(path: str, top: str) -> None:
+  """Gives its owner the rights of a directory, if it is below another.
+
+  A command may put links in the place of what is on the way: so the rights are those of
+  what was opened, after it is known where that is.
+  """
+  descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW)
+  opened = f'/proc/self/fd/{descriptor}'
+  if os.readlink(opened).startswith(f'{top}/'):
+    os.chmod(opened, 0o700)
+  os.close(descriptor)
 
 
 def _count_threads() -> int:
