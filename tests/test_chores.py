@@ -1,6 +1,8 @@
 """Chores in a terminal: every kind's solution, and what is no solution."""
 
 import json
+import pathlib
+import re
 
 import confined
 import pytest
@@ -120,6 +122,15 @@ async def test_calls_of_one_reply_are_not_mixed():
     'Error: 1 more calls were not run; at most 1 a turn.',
   ]
   env.close()
+
+
+async def test_the_examples_of_the_docs():
+  text = (pathlib.Path(__file__).parents[1] / 'docs' / 'environments.md').read_text()
+  section = text.split('\n## Chores in a terminal\n')[1].split('\n## ')[0]
+  names = {}
+  for block in re.findall(r'```python\n(.*?)```', section, re.DOTALL):
+    exec(block, names)
+  assert await _play(names['task'], ['mv old.txt new.txt'], 'Done.') == 1.0
 
 
 class TestWorld:

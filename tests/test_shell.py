@@ -2,6 +2,8 @@
 
 import asyncio
 import functools
+import pathlib
+import re
 import threading
 
 import confined
@@ -133,6 +135,17 @@ class TestTool:
       'Error: shell: CommandError: the command was ended: it took longer than 0.5 '
       'seconds\nb\n'
     )
+
+
+@pytest.mark.usefixtures('needs_shell')
+def test_the_example_of_the_docs(capsys):
+  text = (pathlib.Path(__file__).parents[1] / 'docs' / 'tools.md').read_text()
+  section = text.split('\n## A shell\n')[1].split('\n## ')[0]
+  block, printed = re.findall(r'```(?:python)?\n(.*?)```', section, re.DOTALL)
+  names = {'reward': lambda task, messages: 0.0}
+  exec(block, names)
+  assert capsys.readouterr().out == printed
+  assert [tool.name for tool in names['make_env']().tools] == ['shell']
 
 
 class TestMachine:
