@@ -26,7 +26,9 @@ open_session = confined.open_session
 
 # A command that must end does so in far less; it only guards against hanging.
 SECONDS = 60.0
-REFUSED = 'Operation not permitted|Permission denied|No such file|Read-only|cross-device'
+REFUSED = (
+  'Operation not permitted|Permission denied|No such file|Read-only|cross-device|Invalid'
+)
 # What must be refused: by the kernel, or since it is not there.
 COMMANDS = {
   'a password': 'cat /etc/shadow',
@@ -189,6 +191,44 @@ def test_secrets_of_the_trainer(open_session, monkeypatch, tmp_path):
     f'tar cf - {tmp_path} | head -c 9999; grep -r secret / 2>&1 | head -c 9999',
   ):
     assert 'a-secret' not in session.run(command, 5.0).text
+
+
+def test_files_of_the_trainer_stay_as_they_are(open_session, tmp_path):
+  mine = tmp_path / 'mine'
+  mine.write_text('mine')
+  mine.chmod(0o644)
+  before, session = mine.stat(), open_session()
+  for command in (
+    f'chmod 0 {mine}', f'chmod 0 {tmp_path}', f'touch -d 2000-01-02 {mine}',
+    f'chown 1 {mine}', f'echo x >> {mine}', f'truncate -s 0 {mine}', f'rm -f {mine}',
+    f'mv {mine} .', f'ln -s {mine} link && chmod 0 link', f'ln {mine} hard',
+    f'ln -s {tmp_path} d; echo x > d/new', 'cd d; rm mine',
+  ):  # fmt: skip
+    assert session.run(command, SECONDS).code or command.startswith('rm -f'), command
+  after = mine.stat()
+  assert [*before][:7] == [*after][:7] and before.st_mtime_ns == after.st_mtime_ns
+  assert mine.read_text() == 'mine' and [*tmp_path.iterdir()] == [mine]
+
+
+def test_a_link_in_place_of_a_shut_directory_opens_nothing_else(tmp_path):
+  """A command may put it there while its workspace is looked at."""
+  (tmp_path / 'workspace').mkdir()
+  (tmp_path / 'home' / 'shut').mkdir(mode=0, parents=True)
+  (tmp_path / 'workspace' / 'd').symlink_to(tmp_path / 'home')
+  (tmp_path / 'workspace' / 'e').symlink_to(tmp_path / 'home' / 'shut')
+  script = (
+    f'import sys; sys.path.append({str(shell._FOLDER)!r}); import shell_worker, os\n'
+    'for name in ("d/shut", "e"):\n'
+    '  try: shell_worker._open_shut(f"{sys.argv[1]}/{name}", sys.argv[1])\n'
+    '  except OSError: pass'
+  )
+  workspace = str(tmp_path / 'workspace')
+  subprocess.run([sys.executable, '-c', script, workspace], check=True)
+  assert (tmp_path / 'home' / 'shut').stat().st_mode & 0o777 == 0
+  (tmp_path / 'workspace' / 'shut').mkdir(mode=0)
+  script = script.replace('("d/shut", "e")', '["shut"]')
+  subprocess.run([sys.executable, '-c', script, workspace], check=True)
+  assert (tmp_path / 'workspace' / 'shut').stat().st_mode & 0o777 == 0o700
 
 
 def test_no_network(open_session):
