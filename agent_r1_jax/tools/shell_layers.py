@@ -4,10 +4,12 @@ Imported by shell_worker.py alone, in its own process.
 """
 
 import errno
+import os
 import stat
 import sys
 from typing import Any
 
+sys.path.append(os.path.dirname(__file__))  # `-I` leaves it out.
 import sandbox_worker
 
 # What a shell and common programs need beside an interpreter's calls. Sockets, mounts,
