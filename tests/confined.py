@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent_r1_jax.tools import sandbox
+from agent_r1_jax.tools import sandbox, shell
 
 
 @pytest.fixture(scope='module')
@@ -35,3 +35,56 @@ def outside(request, box):
   """What opening a file outside of the sandbox raises; namespaces do not have it."""
   names = {'namespaces': 'FileNotFoundError', 'kernel alone': 'PermissionError'}
   return names[request.node.callspec.params['box']]
+
+
+@pytest.fixture(scope='module')
+def needs_shell():
+  """Skips, with the reason, where no layers can confine a shell."""
+  try:
+    shell.Session().close()
+  except RuntimeError as error:
+    if 'cannot be confined' not in str(error):
+      raise
+    pytest.skip(str(error))
+
+
+def copy_worker(monkeypatch, folder, old, new):
+  """Has shells use a copy of their worker, in which a text is replaced."""
+  texts = {name: (shell._FOLDER / name).read_text() for name in shell._FILES}
+  assert any(old in text for text in texts.values())
+  for name, text in texts.items():
+    (folder / name).write_text(text.replace(old, new))
+  monkeypatch.setattr(shell, '_FOLDER', folder)
+
+
+@pytest.fixture(params=['namespaces', 'namespaces without Landlock', 'kernel alone'])
+def layers(request, monkeypatch, tmp_path_factory):
+  """Has shells confined by these layers, and seccomp; skips where one is missing."""
+  if request.param == 'kernel alone':
+    monkeypatch.setattr(shell, '_isolate', lambda *_: [])
+    try:
+      shell.Session().close()
+    except RuntimeError as error:
+      pytest.skip(str(error))
+  elif not shell._isolate(shell.LIMITS.disk_mb):
+    pytest.skip('bubblewrap is not installed, or namespaces are not allowed here')
+  elif 'without' in request.param:
+    copy_worker(
+      monkeypatch, tmp_path_factory.mktemp('worker'), '_SCOPED = 6', '_SCOPED = 99'
+    )
+    monkeypatch.setattr(shell, '_isolate', shell._isolate.__wrapped__)
+  return request.param
+
+
+@pytest.fixture
+def open_session(layers):
+  """Opens shells, with limits by name, and closes them in the end."""
+  opened = []
+
+  def open_one(**limits):
+    opened.append(shell.Session(shell.Limits(**limits)))
+    return opened[-1]
+
+  yield open_one
+  for session in opened:
+    session.close()

@@ -442,7 +442,7 @@ _counter = itertools.count()
 
 def test_the_environment_of_the_docs_is_played():
   page = pathlib.Path(__file__).parents[1] / 'docs/environments.md'
-  (block,) = re.findall(r'```python\n(.*?)```', page.read_text(), re.S)
+  block, *_ = re.findall(r'```python\n(.*?)```', page.read_text(), re.S)
   names = {}
   exec(block, names)
   assert [step.reward for step in names['steps']] == [0.0, 0.0, 1.0]

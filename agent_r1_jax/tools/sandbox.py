@@ -269,23 +269,36 @@ class Session:
 
 
 def _isolate(preload: Sequence[str] = ()) -> list[str]:
-  """Returns the command that gives the worker namespaces; empty where there is none.
+  """Returns the command that gives the worker namespaces; empty where there is none."""
+  options = ['--unshare-all', '--dev', '/dev', '--proc', '/proc', '--tmpfs', '/tmp']
+  return make_namespaces(options, [str(_WORKER)], preload)
 
-  It is empty, too, where a module that the worker imports is not among what they show.
+
+def make_namespaces(
+  options: Sequence[str], files: Sequence[str], modules: Sequence[str] = ()
+) -> list[str]:
+  """Returns the command of bubblewrap before which nothing but the system is seen.
+
+  It is empty where bubblewrap is missing or not allowed, or where a module that the
+  worker imports is not among what the namespaces show.
+
+  Args:
+    options: Options of bwrap, before those that show the system.
+    files: Paths that are shown beside the system and the interpreter, to be read.
+    modules: Names of modules that the worker imports.
   """
   program = shutil.which('bwrap')
   if not program:
     return []
-  command = [program, '--unshare-all', '--die-with-parent']
-  command += ['--dev', '/dev', '--proc', '/proc', '--tmpfs', '/tmp']
-  needed = [*preload]
+  command = [program, '--die-with-parent', *options]
+  needed = [*modules]
   if importlib.util.find_spec(
     _SECCOMP
   ):  # Else its layer is missing with or without them.
     needed.append(_SECCOMP)
   prefixes = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)}
   # Parents first: what is mounted later covers what was mounted in its place.
-  for path in (*_SYSTEM, *_LINKER, *sorted(prefixes), str(_WORKER)):
+  for path in (*_SYSTEM, *_LINKER, *sorted(prefixes), *files):
     command += ['--ro-bind-try', path, path]
   try:
     probe = [*command, sys.executable, '-I', '-c', _FIND, *needed]

@@ -13,8 +13,10 @@ and b'1' where it raised. It is confined four times over, see `confine`.
 """
 
 import ast
+from collections.abc import Iterable
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import json
@@ -27,10 +29,12 @@ import sys
 import sysconfig
 import traceback
 import types
+from typing import Any
 
 # Bits of Landlock's access rights (linux/landlock.h), by the first version of the
 # interface that knows them. A right that is handled and not granted is denied.
-_READ = 1 << 2 | 1 << 3  # READ_FILE and READ_DIR: all that is ever granted.
+READ = 1 << 2 | 1 << 3  # READ_FILE and READ_DIR: all that an interpreter is granted.
+_RIGHTS_OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
 _FILE_RIGHTS = {1: (1 << 13) - 1, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
 _NETWORK_RIGHTS = {4: 1 << 0 | 1 << 1}  # TCP: bind and connect.
 _SCOPES = {6: 1 << 0 | 1 << 1}  # Abstract Unix sockets and signals.
@@ -39,7 +43,7 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 
 # Calls that an interpreter needs. Everything else fails with EPERM: sockets, fork, exec,
 # kill, ptrace, mount, io_uring, and whatever changes a file system.
-_ALLOWED = """
+ALLOWED = """
   read readv pread64 write writev pwrite64 close fstat stat lstat newfstatat statx lseek
   access faccessat faccessat2 getdents64 readlink readlinkat getcwd dup dup2
   dup3 pipe pipe2 poll ppoll select pselect6 epoll_create1 epoll_ctl epoll_wait
@@ -56,7 +60,7 @@ _CLONE_THREAD = 0x10000
 _NOT_TO_READ = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | (os.O_TMPFILE & ~os.O_DIRECTORY)
 # Not F_SETOWN, which has any signal sent to any process, and not F_SETPIPE_SZ, whose
 # memory no limit of the process counts.
-_FCNTL_COMMANDS = (
+FCNTL_COMMANDS = (
   fcntl.F_DUPFD,
   fcntl.F_DUPFD_CLOEXEC,
   fcntl.F_GETFD,
@@ -64,13 +68,13 @@ _FCNTL_COMMANDS = (
   fcntl.F_GETFL,
   fcntl.F_SETFL,
 )
-_TERMINAL_REQUESTS = (0x5401, 0x5413, 0x5451)  # TCGETS, TIOCGWINSZ, FIOCLEX
+TERMINAL_REQUESTS = (0x5401, 0x5413, 0x5451)  # TCGETS, TIOCGWINSZ, FIOCLEX
 # CAP_DAC_READ_SEARCH: root may need it to read the interpreter's own files.
 _KEPT_CAPABILITIES = 1 << 2
 _CAPABILITY_VERSION = 0x20080522
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _PathRule(ctypes.Structure):
@@ -112,7 +116,7 @@ def main(descriptor: int) -> None:
 def find_missing_layers() -> list[str]:
   """Names the layers of confinement that this machine cannot give, each with a remedy."""
   missing = []
-  if _landlock_version() < 1:
+  if landlock_version() < 1:
     missing.append('landlock: it needs Linux 5.13 with Landlock enabled')
   try:
     import pyseccomp  # noqa: F401
@@ -134,9 +138,9 @@ def confine(limits: dict) -> None:
     limits: 'memory': bytes that it may allocate beyond what the worker has;
       'without': names of layers that the user has waived.
   """
-  _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-  _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-  _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+  libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+  libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+  libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
   seccomp = None if 'seccomp' in limits['without'] else _make_filter()
   for name, value in {
     resource.RLIMIT_AS: _address_space() + limits['memory'],
@@ -146,9 +150,7 @@ def confine(limits: dict) -> None:
   }.items():
     resource.setrlimit(name, (value, value))
   if 'landlock' not in limits['without']:
-    ruleset = _make_ruleset()
-    _checked(_RESTRICT_SELF, ruleset, 0)
-    os.close(ruleset)
+    restrict_self(_make_ruleset())
   _drop_capabilities()
   if seccomp:
     seccomp.load()
@@ -165,10 +167,10 @@ def _prepare(limits: dict) -> None:
 def _drop_capabilities() -> None:
   header = struct.pack('Ii', _CAPABILITY_VERSION, 0)
   sets = ctypes.create_string_buffer(24)  # effective, permitted, inheritable; twice
-  if _libc.capget(header, sets) == 0:
+  if libc.capget(header, sets) == 0:
     effective, permitted, *_ = struct.unpack('6I', sets.raw)
     remaining = [held & _KEPT_CAPABILITIES for held in (effective, permitted)]
-    if _libc.capset(header, struct.pack('6I', *remaining, 0, 0, 0, 0)) == 0:
+    if libc.capset(header, struct.pack('6I', *remaining, 0, 0, 0, 0)) == 0:
       return
   code = ctypes.get_errno()
   raise OSError(code, f'capabilities: {os.strerror(code)}')
@@ -179,14 +181,24 @@ def _address_space() -> int:
     return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def _landlock_version() -> int:
-  return _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
+def landlock_version() -> int:
+  """Returns the version of Landlock's interface; below 1 where there is none."""
+  return libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
 
 
 @functools.cache
 def _make_ruleset() -> int:
-  """Returns the descriptor of Landlock's rules, which grant what may be read."""
-  version = _landlock_version()
+  return make_ruleset(dict.fromkeys(_readable_paths(), READ))
+
+
+def make_ruleset(grants: dict[str, int]) -> int:
+  """Returns the descriptor of Landlock's rules, which grant rights by path.
+
+  Args:
+    grants: Paths and the rights there, such as READ; a path that is not there grants
+      nothing, and of a file only the rights that files have.
+  """
+  version = landlock_version()
   handled = [
     sum(bits for first, bits in table.items() if first <= version)
     for table in (_FILE_RIGHTS, _NETWORK_RIGHTS, _SCOPES)
@@ -195,14 +207,20 @@ def _make_ruleset() -> int:
   fields = 1 if version < 4 else 2 if version < 6 else 3
   attributes = struct.pack(f'{fields}Q', *handled[:fields])
   ruleset = _checked(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
-  for path in _readable_paths():
+  for path, rights in grants.items():
     with contextlib.suppress(FileNotFoundError):
       parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
-      right = _READ if os.path.isdir(path) else 1 << 2
-      rule = _PathRule(right, parent)
+      known = handled[0] if os.path.isdir(path) else handled[0] & _RIGHTS_OF_FILES
+      rule = _PathRule(rights & known, parent)
       _checked(_ADD_RULE, ruleset, 1, ctypes.byref(rule), 0)
       os.close(parent)
   return ruleset
+
+
+def restrict_self(ruleset: int) -> None:
+  """Restricts this thread, and whatever it starts, by Landlock's rules."""
+  _checked(_RESTRICT_SELF, ruleset, 0)
+  os.close(ruleset)
 
 
 def _readable_paths() -> set[str]:
@@ -217,37 +235,62 @@ def _readable_paths() -> set[str]:
 
 
 def _checked(number: int, *arguments) -> int:
-  result = _libc.syscall(number, *arguments)
+  result = libc.syscall(number, *arguments)
   if result < 0:
     code = ctypes.get_errno()
     raise OSError(code, f'landlock: {os.strerror(code)}')
   return result
 
 
-@functools.cache
-def _make_filter():
-  import errno
+def make_filter(
+  names: Iterable[str], requests: Iterable[int], commands: Iterable[int]
+) -> Any:
+  """Makes a filter of seccomp by which all other system calls fail with EPERM.
 
+  Args:
+    names: Calls that are allowed, whatever their arguments.
+    requests: The requests of `ioctl` that are.
+    commands: The commands of `fcntl` that are.
+  """
   import pyseccomp
 
   rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
-  for name in _ALLOWED:
+  for name in names:
     with contextlib.suppress(OSError):  # Some do not exist on every architecture.
       rules.add_rule(pyseccomp.ALLOW, name)
   # The C library then falls back to clone, whose flags a filter can see.
-  rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), 'clone3')
-  thread = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD)
-  rules.add_rule(pyseccomp.ALLOW, 'clone', thread)
-  for request in _TERMINAL_REQUESTS:
-    rules.add_rule(pyseccomp.ALLOW, 'ioctl', pyseccomp.Arg(1, pyseccomp.EQ, request))
-  for command in _FCNTL_COMMANDS:
-    rules.add_rule(pyseccomp.ALLOW, 'fcntl', pyseccomp.Arg(1, pyseccomp.EQ, command))
+  refuse(rules, ['clone3'], errno.ENOSYS)
+  for name, numbers in (('ioctl', requests), ('fcntl', commands)):
+    for number in numbers:
+      allow(rules, name, 1, number)
+  return rules
+
+
+def allow(rules: Any, name: str, argument: int, value: int, mask: int = -1) -> None:
+  """Allows a system call where its argument of that number, masked, has the value."""
+  import pyseccomp
+
+  bits = mask & (1 << 64) - 1
+  with contextlib.suppress(OSError):  # Some do not exist on every architecture.
+    condition = pyseccomp.Arg(argument, pyseccomp.MASKED_EQ, bits, value)
+    rules.add_rule(pyseccomp.ALLOW, name, condition)
+
+
+def refuse(rules: Any, names: Iterable[str], code: int) -> None:
+  """Lets system calls fail with a code other than EPERM."""
+  import pyseccomp
+
+  for name in names:
+    rules.add_rule(pyseccomp.ERRNO(code), name)
+
+
+@functools.cache
+def _make_filter() -> Any:
+  rules = make_filter(ALLOWED, TERMINAL_REQUESTS, FCNTL_COMMANDS)
+  allow(rules, 'clone', 0, _CLONE_THREAD, _CLONE_THREAD)
   for name, flags in (('open', 1), ('openat', 2)):
-    to_read = pyseccomp.Arg(flags, pyseccomp.MASKED_EQ, _NOT_TO_READ, 0)
-    with contextlib.suppress(OSError):
-      rules.add_rule(pyseccomp.ALLOW, name, to_read)
-  # Limits may be read, not set.
-  rules.add_rule(pyseccomp.ALLOW, 'prlimit64', pyseccomp.Arg(2, pyseccomp.EQ, 0))
+    allow(rules, name, flags, 0, _NOT_TO_READ)
+  allow(rules, 'prlimit64', 2, 0)  # Limits may be read, not set.
   return rules
 
 
