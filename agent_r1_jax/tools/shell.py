@@ -123,7 +123,7 @@ class Session:
         start_new_session=True,
       ).result()
     self.close = weakref.finalize(
-      self, _end, process, self._socket, None if isolation else root
+      self, _end, process, self._socket, self._lines, None if isolation else root
     )
     settings = limits._asdict() | {
       'root': root,
@@ -246,7 +246,7 @@ def _isolate(disk_mb: int) -> list[str]:
   return [*found, '--remount-ro', '/dev', '--remount-ro', '/'] if found else []
 
 
-def _end(process: subprocess.Popen, there: socket.socket, root: str | None) -> None:
+def _end(process: subprocess.Popen, there: socket.socket, lines: Any, root: str | None):
   """Ends a session's process, which ends its commands and removes its files.
 
   The garbage collector may call this in any thread, at any line.
@@ -258,6 +258,8 @@ def _end(process: subprocess.Popen, there: socket.socket, root: str | None) -> N
   except subprocess.TimeoutExpired:
     process.kill()
     process.wait()
+  with contextlib.suppress(OSError):  # What was not sent is lost, as it should be.
+    lines.close()
   there.close()
   if root:
     shutil.rmtree(root, ignore_errors=True)
