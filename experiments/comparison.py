@@ -1,7 +1,7 @@
-"""The methods of a base policy, and GRPO against them on the same tasks.
+"""The methods of a base policy, and a trained one against them on the same tasks.
 
-The scripts problems.py, miniwiki/search.py and wikipedia/search.py differ in tasks, tools
-and rewards.
+The scripts problems.py, miniwiki/search.py, wikipedia/search.py and worlds/learn.py
+differ in tasks, tools and rewards.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -114,6 +114,12 @@ def recall(
   return {'recall@5': float(np.mean(shares)), 'all in 5': float(np.mean(complete))}
 
 
+def make_grpo(config: config_lib.Config, kl_coef: float) -> algorithms.Algorithm:
+  """Makes GRPO, with a correction where an older policy may sample."""
+  corrected = correction.token_truncated() if config.schedule.oldest else None
+  return algorithms.grpo(kl_coef=kl_coef, correction=corrected)
+
+
 def run(
   config: config_lib.Config,
   workdir: pathlib.Path,
@@ -122,10 +128,12 @@ def run(
   *,
   tasks: Sequence[types.Task],
   evals: Sets,
-  kl_coef: float,
+  algorithm: algorithms.Algorithm,
   label: str,
+  name: str = 'GRPO',
+  labels: Mapping[str, str] = LABELS,
 ) -> tuple[dict[str, Any], dict[str, float]]:
-  """Plays the baselines, trains with GRPO, and plays the policy that came of it.
+  """Plays the baselines, trains, and plays the policy that came of it.
 
   Args:
     config: Configuration of the run; `model.path` is the base policy.
@@ -134,16 +142,16 @@ def run(
     methods: The held-out tasks as each method asks them; 'tools' is trained.
     tasks: Tasks to train on.
     evals: Tasks to watch the training with.
-    kl_coef: Coefficient of GRPO's KL penalty.
+    algorithm: How it is trained.
     label: Name of the training in its progress lines.
+    name: Name of the trained policy in the tables.
+    labels: The baselines' names in the tables, by their keys in `methods`.
 
   Returns:
     The numbers of each method, and the seconds of the three parts.
   """
   clock = [time.time()]
-  baselines = {name: methods[key] for key, name in LABELS.items() if key in methods}
-  corrected = correction.token_truncated() if config.schedule.oldest else None
-  algorithm = algorithms.grpo(kl_coef=kl_coef, correction=corrected)
+  baselines = {label: methods[key] for key, label in labels.items() if key in methods}
   # Before anything is played: two starts would write to the same files, and a workdir of
   # another configuration would be refused by the training only.
   with train.reserve(config, workdir, algorithm):
@@ -161,7 +169,7 @@ def run(
   )
   clock.append(time.time())
   with train.reserve(config, workdir, algorithm):
-    numbers |= play(config, workdir / 'model', {'GRPO': methods['tools']})
+    numbers |= play(config, workdir / 'model', {name: methods['tools']})
   clock.append(time.time())
   parts = ('baselines', 'training', 'trained agent')
   seconds = [end - start for start, end in zip(clock, clock[1:], strict=False)]

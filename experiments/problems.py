@@ -63,7 +63,7 @@ def main(_):
     family.methods(held_out),
     tasks=ask(rows),
     evals={'watched': ask(watched)},
-    kl_coef=0.001,
+    algorithm=comparison.make_grpo(config, 0.001),
     label='GRPO',
   )
   rows = rows_of(numbers, family)

@@ -23,7 +23,7 @@ from agent_r1_jax.report import progress as progress_lib
 from experiments.miniwiki import induction
 
 SEED = flags.DEFINE_integer('seed', 0, 'Seed of the initialisation and the examples.')
-_VOCAB = flags.DEFINE_integer('vocab', 1024, 'Size of the vocabulary.')
+VOCAB = flags.DEFINE_integer('vocab', 1024, 'Size of the vocabulary.')
 _LAYERS = flags.DEFINE_integer('layers', 3, 'Number of layers.')
 _DIM = flags.DEFINE_integer('dim', 128, 'Embedding; the feed-forward is 3 times as wide.')
 _COPYING = flags.DEFINE_float('copying', 0.05, 'Share of the steps that only copy.')
@@ -53,6 +53,9 @@ def train(
   examples: Iterable[Any],
   schemas: Sequence[dict[str, Any]],
   config: sft.Config,
+  *,
+  seed: int,
+  vocab: int,
 ) -> None:
   """Writes the tokenizer, the model and log.jsonl, a line for each step.
 
@@ -63,12 +66,14 @@ def train(
       `tools`, whether its prompt offers the tools.
     schemas: The schemas of the tools, for examples that offer them.
     config: The configuration of the training.
+    seed: The seed of the initialisation and of the text that only copies.
+    vocab: The most entries of the vocabulary.
   """
   start = time.time()
-  tokenizer.train(texts, vocab_size=_VOCAB.value, directory=out / 'tokenizer')
+  tokenizer.train(texts, vocab_size=vocab, directory=out / 'tokenizer')
   tok = tokenizer.load(out / 'tokenizer')
   model = make_config(len(tok))
-  params = induction.init(model, SEED.value)
+  params = induction.init(model, seed)
   print(f'{sum(x.size for x in jax.tree.leaves(params)):,} parameters', flush=True)
 
   chat = chat_lib.Chat(tok)
@@ -77,7 +82,7 @@ def train(
     for e in examples
   )
   budget = _COPYING.value * config.steps * config.rows * config.row_tokens
-  text = itertools.chain(sft.repeats(SEED.value, len(tok), budget), conversations)
+  text = itertools.chain(sft.repeats(seed, len(tok), budget), conversations)
   with (
     (out / 'log.jsonl').open('w') as log,
     progress_lib.Progress(config.steps, label='base policy') as progress,

@@ -63,7 +63,8 @@ def test_recall_counts_the_tasks_that_name_their_passages():
 
 def _run(config, workdir, play):
   methods = {'tools': ({'': []}, lambda: None)}
-  given = {'tasks': [], 'evals': {}, 'kl_coef': 0.0, 'label': 'GRPO'}
+  algorithm = comparison.make_grpo(config, 0.0)
+  given = {'tasks': [], 'evals': {}, 'algorithm': algorithm, 'label': 'GRPO'}
   return comparison.run(config, workdir, play, methods, **given)
 
 

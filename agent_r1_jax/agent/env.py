@@ -44,7 +44,12 @@ class Env(Protocol):
   has not seen, or None. The Step's reward is added to the last turn's, and its metrics to
   the episode's. Without the method, such an episode keeps the rewards of its turns.
 
-  A third optional method frees what the environment holds, such as a connection:
+  A third optional method gets, before `reset`, the number that the episode's randomness
+  comes from (run, rollout, task and sample decide it), so that a resumed run repeats it:
+
+    def seed(self, number: int) -> None
+
+  A fourth frees what the environment holds, such as a connection:
 
     async def close(self) -> None
 
@@ -52,7 +57,7 @@ class Env(Protocol):
   also where `reset` was never called or a run is stopped. A call that took too long may
   still be running. What it raises is logged and counted, and changes no result.
 
-  A fourth says that the environment can be copied in the midst of an episode, for search
+  A fifth says that the environment can be copied in the midst of an episode, for search
   over turns (guided/search.py); copies are not closed:
 
     def clone(self) -> Env

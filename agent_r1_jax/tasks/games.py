@@ -62,12 +62,17 @@ class GameEnv:
     """
     self._make_game, self._show = make_game, show
     self._game: Any = None
+    self._seed: int | None = None
     self._admissible: list[str] = []
+
+  def seed(self, number: int) -> None:
+    """Takes the episode's randomness, for games of which the task fixes no seed."""
+    self._seed = number
 
   def reset(self, task: types.Task) -> list[types.Message]:
     """Begins the game; its first text follows the task's messages."""
     self._game = self._make_game(task)
-    text, info = self._game.reset(seed=task.info.get('seed'))
+    text, info = self._game.reset(seed=task.info.get('seed', self._seed))
     return [*env.copy_containers(task.messages), self._observe(text, info)]
 
   def step(self, reply: str) -> types.Step:

@@ -39,7 +39,7 @@ def main(_):
     {'tools': (quickstart.questions(f.questions, f.split), make_env)},
     tasks=miniwiki.train_tasks(f.world, 4096),
     evals=quickstart.questions(f.watched, 'dev'),
-    kl_coef=0.0,
+    algorithm=comparison.make_grpo(f.config, 0.0),
     label=f'GRPO, {_AGENT.value}',
   )
   print('\n' + summary.write_tables(numbers, workdir))

@@ -36,6 +36,8 @@ def main(_):
     demos.examples(seed, 10**9, miniwiki.make_search),
     [search.search_tool(retriever).schema],
     _CFG.value,
+    seed=seed,
+    vocab=small_policy.VOCAB.value,
   )
 
 

@@ -45,7 +45,7 @@ def main(_):
     shapes.methods(sets, _WORLD.value),
     tasks=miniwiki.train_tasks(_WORLD.value, 4096),
     evals=questions(_WATCHED.value, 'dev'),
-    kl_coef=0.0,
+    algorithm=comparison.make_grpo(config, 0.0),
     label='GRPO on miniwiki',
   )
   print('\n' + summary.write_tables(numbers, workdir))

@@ -47,10 +47,17 @@ def main(_):
   (out / 'rows.json').write_text(json.dumps([task.id for task in rows]))
 
   maker = practice.Maker(passages, retriever, rows)
-  examples = practice.examples(maker, small_policy.SEED.value)
+  seed, vocab = small_policy.SEED.value, small_policy.VOCAB.value
+  examples = practice.examples(maker, seed)
   schemas = [search.search_tool(retriever).schema]
   small_policy.train(
-    out, tokenizer_texts(passages, examples), examples, schemas, _CFG.value
+    out,
+    tokenizer_texts(passages, examples),
+    examples,
+    schemas,
+    _CFG.value,
+    seed=seed,
+    vocab=vocab,
   )
 
 

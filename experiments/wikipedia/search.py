@@ -91,7 +91,7 @@ def main(_):
     settings.methods(setting, {'': held_out}, retriever),
     tasks=ask(rows),
     evals={'watched': ask(watched)},
-    kl_coef=setting.kl,
+    algorithm=comparison.make_grpo(config, setting.kl),
     label='GRPO',
   )
   if setting is settings.SMALL:

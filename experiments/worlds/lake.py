@@ -1,0 +1,213 @@
+"""Gymnasium's FrozenLake as a text game on maps that nobody has drawn before.
+
+The map is drawn anew each turn. A reply says what is around the agent, then names its
+move: `left edge, down ice, right hole, up edge. <action>down</action>`. With probability
+`slip` the agent goes to one of the two sides instead. An episode ends on the goal, in a
+hole, or after STEPS moves.
+
+The base policy practises to read maps and to write moves, and each of its moves is drawn
+uniformly: it has never seen one that was better than another. What it then does well, it
+has learned by RL.
+"""
+
+import collections
+from collections.abc import Iterator
+import functools
+import hashlib
+import random
+from typing import Any
+
+from absl import flags
+import gymnasium
+from gymnasium.envs.toy_text import frozen_lake
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import sft, types
+from agent_r1_jax.tasks import games
+from experiments import comparison
+from experiments.worlds import world as world_lib
+
+STEPS = 24  # The most moves of an episode.
+MOVES = ('left', 'down', 'right', 'up')  # In the order of Gymnasium's actions.
+TRAINED, UNSEEN = (4, 5), (6,)  # Sides of the maps, in training and only in tests.
+_CHANGES = ((0, -1), (1, 0), (0, 1), (-1, 0))
+_SIGNS = {'S': '.', 'F': '.', 'H': 'O', 'G': 'G'}
+_NAMES = {'S': 'ice', 'F': 'ice', 'H': 'hole', 'G': 'goal'}
+_FROZEN = 0.8  # Share of the cells that are ice.
+
+_SLIP = flags.DEFINE_float('slip', 1 / 3, 'Lake: chance of a step to the side.', 0.0, 1.0)
+_REWARD = flags.DEFINE_enum(
+  'reward', 'sparse', ['sparse', 'distance', 'discovery', 'hybrid'], 'Lake: the reward.'
+)
+
+
+class Lake(gymnasium.Wrapper):
+  """FrozenLake whose observations and actions are texts, and whose reward is chosen.
+
+  'sparse' is Gymnasium's reward: 1 on the goal. The others add process rewards, at most
+  .5 in an episode: 'distance' for each step by which the agent is closer to the goal than
+  ever before, 'discovery' for each cell that is new to it, 'hybrid' half of both.
+  """
+
+  def __init__(self, rows: list[str], slip: float, reward: str):
+    """Makes the lake; `rows` are Gymnasium's map, of the letters S, F, H and G."""
+    lake = frozen_lake.FrozenLakeEnv(desc=rows, is_slippery=True, success_rate=1 - slip)
+    super().__init__(gymnasium.wrappers.TimeLimit(lake, STEPS))
+    self._rows, self._cell = rows, (0, 0)
+    self._distances = distances(rows)
+    shares = {'distance': (0.5, 0.0), 'discovery': (0.0, 0.5), 'hybrid': (0.25, 0.25)}
+    self._closer, self._new = shares.get(reward, (0.0, 0.0))
+
+  def reset(self, **options: Any) -> tuple[str, dict[str, Any]]:
+    """Begins on the first cell."""
+    self._place(self.env.reset(**options)[0])
+    self._closest, self._seen = self._distances[self._cell], {self._cell}
+    return draw(self._rows, self._cell), {}
+
+  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    """Moves; any text that is not one of MOVES is told and costs a move."""
+    if action not in MOVES:
+      # A move against the border of the first cell would be a move; this is none.
+      return f'Move {", ".join(MOVES)}.', 0.0, False, False, {}
+    state, goal, ended, late, _ = self.env.step(MOVES.index(action))
+    self._place(state)
+    reward = float(goal) + self._progress()
+    info = {'won': float(goal)} if ended or late else {}
+    return draw(self._rows, self._cell), reward, ended, late, info
+
+  def _place(self, state):
+    self._cell = divmod(int(state), len(self._rows))
+
+  def _progress(self) -> float:
+    """Returns the process reward of the last move; a hole has none."""
+    if self._cell not in self._distances:
+      return 0.0
+    start, cells = self._distances[0, 0], len(self._distances) - 1
+    closer = max(0, self._closest - self._distances[self._cell]) / start
+    new = (self._cell not in self._seen) / cells
+    self._closest = min(self._closest, self._distances[self._cell])
+    self._seen.add(self._cell)
+    return self._closer * closer + self._new * new
+
+
+def distances(rows: list[str]) -> dict[tuple[int, int], int]:
+  """Returns the moves from each cell to the goal, around the holes; by breadth first."""
+  last = len(rows) - 1
+  found, queue = {(last, last): 0}, collections.deque([(last, last)])
+  while queue:
+    cell = queue.popleft()
+    for row, column in ((cell[0] + r, cell[1] + c) for r, c in _CHANGES):
+      inside = 0 <= row <= last and 0 <= column <= last
+      if inside and rows[row][column] != 'H' and (row, column) not in found:
+        found[row, column] = found[cell] + 1
+        queue.append((row, column))
+  return found
+
+
+def draw(rows: list[str], cell: tuple[int, int]) -> str:
+  """Draws a map: A is the agent, O a hole, G the goal, and a point ice."""
+  signs = [[_SIGNS[letter] for letter in row] for row in rows]
+  signs[cell[0]][cell[1]] = 'A'
+  return '\n'.join(''.join(f' {sign}' for sign in row) for row in signs)
+
+
+def describe(rows: list[str], cell: tuple[int, int]) -> str:
+  """Says what is around a cell: what a reply begins with."""
+  seen = []
+  for name, (down, right) in zip(MOVES, _CHANGES, strict=True):
+    row, column = cell[0] + down, cell[1] + right
+    inside = 0 <= row < len(rows) and 0 <= column < len(rows)
+    seen.append(f'{name} {_NAMES[rows[row][column]] if inside else "edge"}')
+  return f'{", ".join(seen)}.'
+
+
+def make_map(rng: random.Random, size: int, split: str) -> list[str]:
+  """Draws a map of a split, which no other split has."""
+  while True:
+    rows = frozen_lake.generate_random_map(size, _FROZEN, seed=rng.getrandbits(31))
+    place = hashlib.blake2b(''.join(rows).encode(), digest_size=1).digest()[0]
+    if split == ('test' if place < 32 else 'dev' if place < 64 else 'train'):
+      return rows
+
+
+def _tasks(seed: int, n: int, split: str, sizes: tuple[int, ...]) -> list[types.Task]:
+  rng = random.Random(f'lake {seed} {split} {sizes}')
+  return [
+    games.make_task(
+      f'lake-{split}-{seed}-{sizes[i % len(sizes)]}-{i}',
+      rows=make_map(rng, sizes[i % len(sizes)], split),
+    )
+    for i in range(n)
+  ]
+
+
+def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
+  """Makes maps of the trained sizes, and of a size that was never trained."""
+  return {
+    'new maps': _tasks(seed, n, split, TRAINED),
+    'a new size': _tasks(seed, n, split, UNSEEN),
+  }
+
+
+def make_env(slip: float | None = None, reward: str | None = None) -> games.GameEnv:
+  """Makes the environment of a task of this world; None takes the flag's value."""
+  slip = _SLIP.value if slip is None else slip
+  reward = reward or _REWARD.value
+  return games.GameEnv(lambda task: Lake(task.info['rows'], slip, reward))
+
+
+def examples(seed: int) -> Iterator[world_lib.Example]:
+  """Yields games of uniform moves, and single turns from any cell, by halves."""
+  rng = random.Random(f'lake examples {seed}')
+  while True:
+    rows = make_map(rng, rng.choice(TRAINED + UNSEEN), 'train')
+    if rng.random() < 0.5:
+      yield _game(rng, rows)
+      continue
+    cells = [cell for cell in distances(rows) if rows[cell[0]][cell[1]] != 'G']
+    yield world_lib.Example(_turn(rng, rows, rng.choice(cells)), kind='read')
+
+
+def _turn(rng, rows, cell) -> list[types.Message]:
+  reply = f'{describe(rows, cell)} <action>{rng.choice(MOVES)}</action>'
+  return [
+    *games.make_task('').messages,
+    {'role': 'user', 'content': draw(rows, cell)},
+    {'role': 'assistant', 'content': reply},
+  ]
+
+
+def _game(rng, rows) -> world_lib.Example:
+  lake, messages = Lake(rows, 1 / 3, 'sparse'), list(games.make_task('').messages)
+  text, _ = lake.reset(seed=rng.getrandbits(31))
+  for _ in range(8):
+    move = rng.choice(MOVES)
+    reply = f'{describe(rows, lake._cell)} <action>{move}</action>'
+    messages.append({'role': 'user', 'content': text})
+    messages.append({'role': 'assistant', 'content': reply})
+    text, _, ended, _, _ = lake.step(move)
+    if ended:
+      break
+  return world_lib.Example(messages, kind='game')
+
+
+WORLD = world_lib.World(
+  examples=examples,
+  text=world_lib.texts_of,
+  schemas=list,
+  tasks=functools.partial(_tasks, split='train', sizes=TRAINED),
+  held_out=held_out,
+  methods=lambda sets: {'tools': (sets, make_env)},
+  labels={'tools': 'Base policy'},
+  score='won',
+  kinds={f'{n} x {n}': lambda task, n=n: len(task.info['rows']) == n for n in TRAINED},
+  config=config_lib.Config(
+    schedule=config_lib.Schedule(steps=40, tasks=16, samples=8, eval_every=10),
+    limits=config_lib.Limits(max_turns=STEPS + 2, max_turn_tokens=40),
+    evaluation=config_lib.Sampling(temperature=1.0),
+    optimizer=config_lib.Optimizer(learning_rate=3e-4, critic_learning_rate=1e-3),
+    engine=config_lib.Engine(slots=1536, decode_steps=16, replicas=2),
+  ),
+  base=sft.Config(steps=600, rows=8, row_tokens=512, learning_rate=2e-3),
+  vocab=320,
+)

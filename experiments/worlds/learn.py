@@ -1,0 +1,111 @@
+r"""Makes a small base policy of a world from nothing, trains it by RL, and compares.
+
+  python -m experiments.worlds.learn --world=lake --workdir=runs/lake0 --config.seed=0
+
+Writes the base policy to WORKDIR/base (--base takes another's), trains it in
+WORKDIR/ALGORITHM, and prints a table of the held-out tasks before and after. The worlds
+are in WORLDS; docs/worlds.md has their numbers. Every seed starts from nothing: its base
+policy, its training tasks and its held-out tasks are its own, unless --held_out_seed says
+which held-out tasks are drawn.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+import time
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields
+from agent_r1_jax.host import runtime
+from agent_r1_jax.report import summary
+from agent_r1_jax.rl import algorithms
+from agent_r1_jax.train import evaluate
+from experiments import comparison, small_policy
+from experiments.worlds import lake
+from experiments.worlds import world as world_lib
+
+WORLDS: Mapping[str, world_lib.World] = {'lake': lake.WORLD}
+# How the policy is trained; no KL penalty, as in the other experiments on small policies.
+ALGORITHMS: Mapping[str, algorithms.Algorithm] = {
+  'grpo': algorithms.grpo(kl_coef=0.0),
+  'ppo': algorithms.ppo(kl_coef=0.0),
+  'reinforce++': algorithms.reinforce_plus_plus(kl_coef=0.0),
+  'rloo': algorithms.rloo(kl_coef=0.0),
+}
+_SHOWN = 3000  # Examples that the tokenizer is trained on.
+
+_WORLD = flags.DEFINE_enum('world', None, [*WORLDS], 'The world.', required=True)
+_ALGORITHM = flags.DEFINE_enum('algorithm', 'grpo', [*ALGORITHMS], 'The algorithm.')
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/world', 'Where everything is written.')
+_BASE = flags.DEFINE_string('base', '', 'Directory of a base policy that exists.')
+_TASKS = flags.DEFINE_integer('tasks', 4096, 'Tasks to train on.', 1)
+_HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Held-out tasks of each set.', 1)
+_HELD_OUT_SEED = flags.DEFINE_integer('held_out_seed', 0, 'Seed of the held-out tasks.')
+_SPLIT = flags.DEFINE_enum('split', 'test', ['dev', 'test'], 'Split of the table.')
+_WATCHED = flags.DEFINE_integer('watched', 64, 'Tasks of each set during training.', 1)
+_CFG = fields.define_flags(config_lib.Config())
+_SFT = fields.define_flags(lake.WORLD.base, 'sft')
+
+
+def main(_):
+  runtime.quiet_logging()
+  start, workdir = time.time(), pathlib.Path(_WORKDIR.value)
+  world = WORLDS[_WORLD.value]
+  given = config_flags.get_override_values(flags.FLAGS['config'])
+  config = fields.replace(world.config, given)
+  base = _BASE.value or str(make_base(world, config.seed, workdir / 'base'))
+  config = fields.replace(config, {'model.path': base})
+  print(json.dumps(dataclasses.asdict(config), indent=2))
+  made, seed = time.time() - start, _HELD_OUT_SEED.value
+  folder = workdir / _ALGORITHM.value
+  numbers, seconds = comparison.run(
+    config,
+    folder,
+    functools.partial(
+      comparison.play,
+      workdir=folder,
+      summarize=lambda sets: {
+        name: evaluate.by_kind(episodes, world.kinds, world.score)
+        for name, episodes in sets.items()
+      },
+    ),
+    world.methods(world.held_out(seed, _HELD_OUT.value, _SPLIT.value)),
+    tasks=world.tasks(config.seed, _TASKS.value),
+    evals=world.held_out(seed, _WATCHED.value, 'dev'),
+    algorithm=ALGORITHMS[_ALGORITHM.value],
+    label=f'{_ALGORITHM.value} on {_WORLD.value}',
+    name=_ALGORITHM.value.upper(),
+    labels=world.labels,
+  )
+  print('\n' + summary.write_tables(numbers, folder))
+  print(summary.list_files(folder))
+  seconds = {'base policy': made, **seconds}
+  print(', '.join(f'{name} {value:.0f} s' for name, value in seconds.items()))
+
+
+def make_base(world: world_lib.World, seed: int, out: pathlib.Path) -> pathlib.Path:
+  """Makes a world's base policy, unless it is there; returns its directory."""
+  done = out / 'done'
+  if not done.exists():
+    shown = itertools.islice(world.examples(seed + 1_000_000), _SHOWN)
+    small_policy.train(
+      out,
+      (text for example in shown for text in world.text(example)),
+      world.examples(seed),
+      world.schemas(),
+      fields.replace(world.base, config_flags.get_override_values(flags.FLAGS['sft'])),
+      seed=seed,
+      vocab=world.vocab,
+    )
+    done.touch()
+  return out / 'model'
+
+
+if __name__ == '__main__':
+  app.run(main)
