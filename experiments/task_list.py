@@ -24,6 +24,8 @@ from experiments import comparison, react, retrievers, scores
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
 from experiments.wikipedia import settings
+from experiments.worlds import lake
+from experiments.worlds import world as world_lib
 
 # Replies of the samples of a task -> what each answers; equal where the answers mean the
 # same, None where there is none.
@@ -261,6 +263,19 @@ def load_miniwiki(source: Source) -> Benchmark:
   )
 
 
+def load_world(world: world_lib.World, source: Source) -> Benchmark:
+  """Makes the held-out tasks of experiments.worlds.learn, 300 of each set by default."""
+  if not source.model:
+    raise ValueError(
+      '--config.model.path: name a policy of this world, such as WORKDIR/grpo/model of '
+      'experiments.worlds.learn.'
+    )
+  methods = dict(world.methods(world.held_out(0, source.limit or 300, 'test')))
+  return Benchmark(
+    methods, world.score, (), answers=None, config=world.config, made_of={}
+  )
+
+
 TASKS: dict[str, Callable[[Source], Benchmark]] = {
   'miniwiki': load_miniwiki,
   'hotpotqa': functools.partial(load_questions, 'hotpotqa'),
@@ -270,6 +285,7 @@ TASKS: dict[str, Callable[[Source], Benchmark]] = {
   'textworld': functools.partial(load_games_benchmark, 'textworld'),
   'games': functools.partial(load_games_benchmark, 'files'),
   'reasoning-gym': functools.partial(load_games_benchmark, 'reasoning-gym'),
+  'lake': functools.partial(load_world, lake.WORLD),
   **{name: functools.partial(load_problems, family) for name, family in FAMILIES.items()},
 }
 

@@ -646,3 +646,21 @@ def test_named_parts_of_a_reward_add_up_over_the_episode():
     assert parts.get('outcome', 0) == 16 * (t.status == 'done')
     answered = len(t.turns) - (t.status == 'truncated')
     assert parts.get('turns', 0) == 4 * (t.status == 'done') - 0.5 * answered
+
+
+def test_an_environment_gets_the_number_of_its_episode():
+  """Equal in a repeated rollout, another for each sample and for the next rollout."""
+
+  def numbers(**given):
+    found = set()
+
+    class Seeded(Env):
+      def seed(self, number):
+        found.add(number)
+
+    _collect(Seeded, _tasks(2), samples=3, **given)
+    return found
+
+  first = numbers(seed=1)
+  assert first == numbers(seed=1) and len(first) == 6
+  assert first.isdisjoint(numbers(seed=1, rollout_number=1) | numbers(seed=2))

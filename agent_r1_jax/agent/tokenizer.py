@@ -55,6 +55,8 @@ ADDED_TOKENS = (
   '</tool_response>',
   '<answer>',
   '</answer>',
+  '<action>',
+  '</action>',
   '<think>',
   '</think>',
 )

@@ -1,13 +1,12 @@
 """Gymnasium's FrozenLake as a text game on maps that nobody has drawn before.
 
-The map is drawn anew each turn. A reply says what is around the agent, then names its
-move: `left edge, down ice, right hole, up edge. <action>down</action>`. With probability
-`slip` the agent goes to one of the two sides instead. An episode ends on the goal, in a
-hole, or after STEPS moves.
+The map is drawn anew each turn, and below it stands where one can go without falling; a
+reply names a move. With probability --lake_slip the agent goes to one of the two sides
+instead. An episode ends on the goal, in a hole, or after STEPS moves.
 
-The base policy practises to read maps and to write moves, and each of its moves is drawn
-uniformly: it has never seen one that was better than another. What it then does well, it
-has learned by RL.
+The base policy practises games of two players. The careful one, which plays CAREFUL of
+them, goes right or down unless a hole is there, and elsewhere if it has to. The careless
+one does not look: half of its moves are right or down, the others any.
 """
 
 import collections
@@ -24,21 +23,27 @@ from gymnasium.envs.toy_text import frozen_lake
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import sft, types
 from agent_r1_jax.tasks import games
-from experiments import comparison
 from experiments.worlds import world as world_lib
 
-STEPS = 24  # The most moves of an episode.
-MOVES = ('left', 'down', 'right', 'up')  # In the order of Gymnasium's actions.
+STEPS = 20  # The most moves of an episode.
+MOVES = (
+  'go left',
+  'go down',
+  'go right',
+  'go up',
+)  # In the order of Gymnasium's actions.
+FORWARD = (MOVES[1], MOVES[2])
 TRAINED, UNSEEN = (4, 5), (6,)  # Sides of the maps, in training and only in tests.
+CAREFUL = 0.3  # Share of the practised games.
 _CHANGES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 _SIGNS = {'S': '.', 'F': '.', 'H': 'O', 'G': 'G'}
-_NAMES = {'S': 'ice', 'F': 'ice', 'H': 'hole', 'G': 'goal'}
 _FROZEN = 0.8  # Share of the cells that are ice.
 
-_SLIP = flags.DEFINE_float('slip', 1 / 3, 'Lake: chance of a step to the side.', 0.0, 1.0)
-_REWARD = flags.DEFINE_enum(
-  'reward', 'sparse', ['sparse', 'distance', 'discovery', 'hybrid'], 'Lake: the reward.'
+_REWARDS = ('sparse', 'distance', 'discovery', 'hybrid')
+_SLIP = flags.DEFINE_float(
+  'lake_slip', 1 / 3, 'The chance of a step to the side on the lake.', 0.0, 1.0
 )
+_REWARD = flags.DEFINE_enum('lake_reward', 'sparse', _REWARDS, 'The reward on the lake.')
 
 
 class Lake(gymnasium.Wrapper):
@@ -68,7 +73,7 @@ class Lake(gymnasium.Wrapper):
     """Moves; any text that is not one of MOVES is told and costs a move."""
     if action not in MOVES:
       # A move against the border of the first cell would be a move; this is none.
-      return f'Move {", ".join(MOVES)}.', 0.0, False, False, {}
+      return f'You can {", ".join(MOVES)}.', 0.0, False, False, {}
     state, goal, ended, late, _ = self.env.step(MOVES.index(action))
     self._place(state)
     reward = float(goal) + self._progress()
@@ -104,21 +109,34 @@ def distances(rows: list[str]) -> dict[tuple[int, int], int]:
   return found
 
 
+def optimum(rows: list[str], slip: float) -> float:
+  """Computes the chance of the best player to reach the goal within STEPS moves."""
+  model = frozen_lake.FrozenLakeEnv(desc=rows, is_slippery=True, success_rate=1 - slip).P
+  ends = {len(rows) ** 2 - 1: 1.0}
+  chances = {state: ends.get(state, 0.0) for state in model}
+  for _ in range(STEPS):
+    # Of a hole and of the goal Gymnasium's model says that the agent stays there.
+    chances = {
+      state: max(sum(p * chances[after] for p, after, *_ in moves[a]) for a in moves)
+      for state, moves in model.items()
+    }
+  return chances[0]
+
+
 def draw(rows: list[str], cell: tuple[int, int]) -> str:
-  """Draws a map: A is the agent, O a hole, G the goal, and a point ice."""
+  """Draws a map and says where there is ice, or the goal, around the agent.
+
+  A is the agent, O a hole, G the goal, and a point ice.
+  """
   signs = [[_SIGNS[letter] for letter in row] for row in rows]
   signs[cell[0]][cell[1]] = 'A'
-  return '\n'.join(''.join(f' {sign}' for sign in row) for row in signs)
-
-
-def describe(rows: list[str], cell: tuple[int, int]) -> str:
-  """Says what is around a cell: what a reply begins with."""
-  seen = []
+  ice = []
   for name, (down, right) in zip(MOVES, _CHANGES, strict=True):
     row, column = cell[0] + down, cell[1] + right
-    inside = 0 <= row < len(rows) and 0 <= column < len(rows)
-    seen.append(f'{name} {_NAMES[rows[row][column]] if inside else "edge"}')
-  return f'{", ".join(seen)}.'
+    if 0 <= row < len(rows) and 0 <= column < len(rows) and rows[row][column] != 'H':
+      ice.append(name)
+  lines = [''.join(f' {sign}' for sign in row) for row in signs]
+  return '\n'.join([*lines, f'Ice if you {", ".join(ice)}.'])
 
 
 def make_map(rng: random.Random, size: int, split: str) -> list[str]:
@@ -130,7 +148,8 @@ def make_map(rng: random.Random, size: int, split: str) -> list[str]:
       return rows
 
 
-def _tasks(seed: int, n: int, split: str, sizes: tuple[int, ...]) -> list[types.Task]:
+def make_tasks(seed: int, n: int, split: str, sizes: tuple[int, ...]) -> list[types.Task]:
+  """Makes a task for each of n maps of a split, whose sizes take turns."""
   rng = random.Random(f'lake {seed} {split} {sizes}')
   return [
     games.make_task(
@@ -144,8 +163,8 @@ def _tasks(seed: int, n: int, split: str, sizes: tuple[int, ...]) -> list[types.
 def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
   """Makes maps of the trained sizes, and of a size that was never trained."""
   return {
-    'new maps': _tasks(seed, n, split, TRAINED),
-    'a new size': _tasks(seed, n, split, UNSEEN),
+    'new_maps': make_tasks(seed, n, split, TRAINED),
+    'new_size': make_tasks(seed, n, split, UNSEEN),
   }
 
 
@@ -157,57 +176,49 @@ def make_env(slip: float | None = None, reward: str | None = None) -> games.Game
 
 
 def examples(seed: int) -> Iterator[world_lib.Example]:
-  """Yields games of uniform moves, and single turns from any cell, by halves."""
+  """Yields the first moves of games."""
   rng = random.Random(f'lake examples {seed}')
   while True:
-    rows = make_map(rng, rng.choice(TRAINED + UNSEEN), 'train')
-    if rng.random() < 0.5:
-      yield _game(rng, rows)
-      continue
-    cells = [cell for cell in distances(rows) if rows[cell[0]][cell[1]] != 'G']
-    yield world_lib.Example(_turn(rng, rows, rng.choice(cells)), kind='read')
+    lake = Lake(make_map(rng, rng.choice(TRAINED + UNSEEN), 'train'), 1 / 3, 'sparse')
+    choose = _choose_careful if rng.random() < CAREFUL else _choose_careless
+    messages = list(games.make_task('').messages)
+    text, _ = lake.reset(seed=rng.getrandbits(31))
+    for _ in range(6):
+      move = choose(rng, text)
+      messages.append({'role': 'user', 'content': text})
+      messages.append({'role': 'assistant', 'content': f'<action> {move}</action>'})
+      text, _, ended, _, _ = lake.step(move)
+      if ended:
+        break
+    yield world_lib.Example(messages)
 
 
-def _turn(rng, rows, cell) -> list[types.Message]:
-  reply = f'{describe(rows, cell)} <action>{rng.choice(MOVES)}</action>'
-  return [
-    *games.make_task('').messages,
-    {'role': 'user', 'content': draw(rows, cell)},
-    {'role': 'assistant', 'content': reply},
-  ]
+def _choose_careful(rng, text: str) -> str:
+  ice = [move for move in MOVES if move in text]
+  return rng.choice([move for move in ice if move in FORWARD] or ice or MOVES)
 
 
-def _game(rng, rows) -> world_lib.Example:
-  lake, messages = Lake(rows, 1 / 3, 'sparse'), list(games.make_task('').messages)
-  text, _ = lake.reset(seed=rng.getrandbits(31))
-  for _ in range(8):
-    move = rng.choice(MOVES)
-    reply = f'{describe(rows, lake._cell)} <action>{move}</action>'
-    messages.append({'role': 'user', 'content': text})
-    messages.append({'role': 'assistant', 'content': reply})
-    text, _, ended, _, _ = lake.step(move)
-    if ended:
-      break
-  return world_lib.Example(messages, kind='game')
+def _choose_careless(rng, text: str) -> str:
+  return rng.choice(MOVES if rng.random() < 0.5 else FORWARD)
 
 
 WORLD = world_lib.World(
   examples=examples,
   text=world_lib.texts_of,
   schemas=list,
-  tasks=functools.partial(_tasks, split='train', sizes=TRAINED),
+  tasks=functools.partial(make_tasks, split='train', sizes=TRAINED),
   held_out=held_out,
   methods=lambda sets: {'tools': (sets, make_env)},
   labels={'tools': 'Base policy'},
   score='won',
   kinds={f'{n} x {n}': lambda task, n=n: len(task.info['rows']) == n for n in TRAINED},
   config=config_lib.Config(
-    schedule=config_lib.Schedule(steps=40, tasks=16, samples=8, eval_every=10),
-    limits=config_lib.Limits(max_turns=STEPS + 2, max_turn_tokens=40),
+    schedule=config_lib.Schedule(steps=40, tasks=12, samples=8, eval_every=10),
+    limits=config_lib.Limits(max_turns=STEPS + 2, max_turn_tokens=16),
     evaluation=config_lib.Sampling(temperature=1.0),
     optimizer=config_lib.Optimizer(learning_rate=3e-4, critic_learning_rate=1e-3),
-    engine=config_lib.Engine(slots=1536, decode_steps=16, replicas=2),
+    engine=config_lib.Engine(slots=1152, decode_steps=4, replicas=2),
   ),
-  base=sft.Config(steps=600, rows=8, row_tokens=512, learning_rate=2e-3),
-  vocab=320,
+  base=sft.Config(steps=300, rows=6, row_tokens=384, learning_rate=2e-3),
+  vocab=384,
 )

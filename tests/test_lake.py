@@ -1,0 +1,110 @@
+"""The world of the frozen lake: its maps, its rewards, and what is practised."""
+
+import collections
+import itertools
+
+import pytest
+
+from agent_r1_jax import testing
+from agent_r1_jax.tasks import games
+from experiments.worlds import lake
+
+ROWS = ['SFF', 'FHF', 'FFG']
+LEFT, DOWN, RIGHT, UP = lake.MOVES
+WAY = [RIGHT, RIGHT, DOWN, DOWN]
+
+
+def play(moves, *, slip=0.0, reward='sparse', seed=0):
+  game = lake.Lake(ROWS, slip, reward)
+  texts, rewards = [game.reset(seed=seed)[0]], []
+  for move in moves:
+    text, gain, ended, late, info = game.step(move)
+    texts.append(text)
+    rewards.append(gain)
+    if ended or late:
+      break
+  return texts, rewards, info
+
+
+def test_a_map_is_drawn_and_described():
+  assert lake.draw(ROWS, (1, 0)) == ' . . .\n A O .\n . . G\nIce if you go down, go up.'
+  assert lake.draw(ROWS, (1, 2)) == ' . . .\n . O A\n . . G\nIce if you go down, go up.'
+  assert lake.distances(['SHF', 'FHF', 'FFG'])[0, 0] == 4
+  assert (0, 0) not in lake.distances(['SHF', 'HFF', 'FFG'])
+
+
+@pytest.mark.parametrize(
+  ('reward', 'gains'),
+  [
+    ('sparse', [0, 0, 0, 1]),
+    ('distance', [0.125, 0.125, 0.125, 1.125]),
+    # Eight cells can be reached, the first one among them.
+    ('discovery', [0.5 / 7] * 3 + [1 + 0.5 / 7]),
+    ('hybrid', [0.0625 + 0.25 / 7] * 3 + [1.0625 + 0.25 / 7]),
+  ],
+)
+def test_process_rewards(reward, gains):
+  _, rewards, info = play(WAY, reward=reward)
+  assert rewards == pytest.approx(gains) and info == {'won': 1.0}
+  # Going back and forth earns nothing twice, and a hole earns nothing.
+  _, rewards, _ = play([RIGHT, LEFT, RIGHT, DOWN], reward=reward)
+  assert rewards == pytest.approx([gains[0], 0, 0, 0])
+
+
+def test_an_episode_ends_in_a_hole_and_after_the_last_move():
+  assert play([RIGHT, DOWN])[2] == {'won': 0.0}
+  _, rewards, info = play([LEFT] * 100)
+  assert len(rewards) == lake.STEPS and info == {'won': 0.0}
+
+
+async def test_what_is_no_move_is_told():
+  env = lambda: lake.make_env(0.0, 'sparse')
+  replies = [f'<action>{move}</action>' for move in ['fly', *WAY]]
+  task = games.make_task('three', rows=ROWS)
+  steps = await testing.check_env(env, task, replies)
+  assert steps[0].messages[0]['content'] == 'You can go left, go down, go right, go up.'
+  assert [step.reward for step in steps] == [0, 0, 0, 0, 1]
+
+
+def test_the_best_player():
+  assert lake.optimum(ROWS, 0.0) == 1.0
+  assert 0.5 < lake.optimum(ROWS, 2 / 3) < lake.optimum(ROWS, 1 / 3) < 1
+  assert lake.optimum(['SF', 'FG'], 0.5) > 0.99
+
+
+def test_an_episode_slips_by_its_own_number():
+  first = play([DOWN] * 20, slip=0.5, seed=1)[0]
+  assert first == play([DOWN] * 20, slip=0.5, seed=1)[0]
+  ends = {tuple(play([DOWN] * 20, slip=0.5, seed=seed)[0]) for seed in range(30)}
+  assert len(ends) > 5
+  # From the first cell, `go down` with slip 1/3 goes right in a sixth of the cases.
+  after = collections.Counter(
+    play([DOWN], slip=1 / 3, seed=seed)[0][1] for seed in range(600)
+  )
+  assert 60 < after[lake.draw(ROWS, (0, 1))] < 140
+  assert 360 < after[lake.draw(ROWS, (1, 0))] < 440
+
+
+def test_splits_share_no_map():
+  sets = {
+    split: {tuple(task.info['rows']) for task in lake.make_tasks(0, 200, split, (4, 5))}
+    for split in ('train', 'dev', 'test')
+  }
+  for one, other in itertools.combinations(sets.values(), 2):
+    assert not one & other
+  assert lake.make_tasks(3, 9, 'dev', (4,)) == lake.make_tasks(3, 9, 'dev', (4,))
+  assert lake.make_tasks(3, 9, 'dev', (4,)) != lake.make_tasks(4, 9, 'dev', (4,))
+
+
+def test_practice_is_careful_in_some_games():
+  shown = itertools.islice(lake.examples(0), 300)
+  careful = sum(
+    all(
+      games.find_action(reply['content']) in text['content']
+      for text, reply in itertools.pairwise(example.messages)
+      if reply['role'] == 'assistant' and RIGHT in text['content']
+    )
+    for example in shown
+  )
+  # A careless player stays on the ice by chance for a few moves.
+  assert 90 < careful < 180
