@@ -40,16 +40,34 @@ def plain(q, k, v, visible):
   return jnp.einsum('bnts,bsnh->btnh', weights, v)
 
 
-def assert_plain(attend, *, H=32, T=256, dtype='float32', ends=None, **tolerance: Any):
-  """Forward and backward, grouped queries; what padding computes has no meaning."""
-  q, k, v, slope = (x.astype(dtype) for x in inputs(1, T, 2, 1, H))
+def forest(T, seed):
+  """The ends of random trees that branch some 30 times, and of padding; NumPy [T]."""
+  rng, ends, path, used = np.random.default_rng(seed), np.arange(1, T + 1), [], T - T // 9
+  second = used * (seed + 1) // 3
+  for t in range(used):
+    if t == second or rng.random() < 30 / T:
+      # The next token has a parent earlier on the path, or a tree begins.
+      kept = int(rng.integers(0, len(path) + 1)) if t != second else 0
+      ends[path[kept:]] = t
+      del path[kept:]
+    path.append(t)
+  ends[path] = used
+  return ends
+
+
+def assert_plain(
+  attend, *, H=32, T=256, heads=(2, 1), dtype='float32', ends=None, **tolerance: Any
+):
+  """Forward and backward; what padding of segments computes has no meaning."""
+  rows = 1 if ends is None else len(ends)
+  q, k, v, slope = (x.astype(dtype) for x in inputs(rows, T, *heads, H))
   ids, at = segments(T), jnp.arange(T)
   visible = (at[:, None] >= at[None])[None]
   if ends is None:
     visible &= ids[:, :, None] == ids[:, None]
+    slope *= (ids > 0)[..., None, None]
   else:
     visible &= at[None, :, None] < ends[:, None]
-  slope *= (ids > 0)[..., None, None]
 
   def both(attend, spans):
     def total(q, k, v):
@@ -97,6 +115,55 @@ def test_blocks_that_nothing_sees_are_not_read():
 def test_the_kernel_for_tpus_is_the_plain_attention(H):
   interpreted = functools.partial(attention_kernels.splash, interpret=True)
   assert_plain(interpreted, H=H, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def tpu(monkeypatch):
+  """What is traced is for a TPU, whose kernels are interpreted."""
+  monkeypatch.setattr(sharding, 'platform', lambda: 'tpu')
+  with pltpu.force_tpu_interpret_mode():
+    yield
+
+
+@pytest.mark.parametrize(
+  ('T', 'heads', 'H', 'dtype', 'tolerance'),
+  [
+    (128, (4, 2), 64, 'float32', 1e-4),
+    (384, (2, 1), 128, 'float32', 1e-4),
+    (384, (3, 1), 64, 'bfloat16', 0.1),
+    (1024, (2, 2), 64, 'float32', 1e-4),
+  ],
+)
+def test_the_kernel_for_trees_on_tpus_is_the_plain_attention(
+  tpu, T, heads, H, dtype, tolerance
+):
+  """One block, three, and two of the largest; each row has its own trees and padding."""
+  ends = jnp.asarray(np.stack([forest(T, 1), forest(T, 0)]), jnp.int32)
+  shape: Any = {'T': T, 'heads': heads, 'H': H, 'dtype': dtype, 'ends': ends}
+  assert_plain(attention.packed, **shape, rtol=tolerance, atol=tolerance)
+
+
+def test_the_kernel_for_trees_on_tpus_reads_no_block_that_nothing_sees(tpu):
+  """A block of a beginning, and two branches: what one has is nothing to the other."""
+  q, k, v, slope = inputs(1, 384, 2, 1, 64)
+  ends = jnp.asarray(np.repeat([384, 256, 384], 128), jnp.int32)[None]
+
+  attend = lambda q, k, v: attention.packed(q, k, v, None, ends)
+
+  @jax.jit
+  def both(k, v):
+    out, backward = jax.vjp(attend, q, k, v)
+    return out, *backward(slope)
+
+  out, dq, _, dv = both(k, v)
+  spoilt, spoilt_dq, _, spoilt_dv = both(k.at[:, 128:256].set(jnp.nan), v)
+  for x, y in ((spoilt, out), (spoilt_dq, dq)):
+    assert np.isnan(x[:, 128:256]).all()
+    np.testing.assert_array_equal(x[:, :128], y[:, :128])
+    np.testing.assert_array_equal(x[:, 256:], y[:, 256:])
+  # What the beginning gives to the spoilt branch is spoilt too.
+  assert np.isnan(spoilt_dv[:, :256]).all()
+  np.testing.assert_array_equal(spoilt_dv[:, 256:], dv[:, 256:])
 
 
 @pytest.fixture

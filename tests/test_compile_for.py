@@ -109,9 +109,22 @@ def test_pieces_of_one_collective_count_once():
   assert compile_for.collectives(_PIECES) == (counts, 0)
 
 
-@pytest.mark.skipif(
+needs_libtpu = pytest.mark.skipif(
   not importlib.util.find_spec('libtpu'), reason="no libtpu: pip install 'jax[tpu]'"
 )
+
+
+@needs_libtpu
+def test_the_gradient_along_trees_compiles_for_v5e_16():
+  flags = ['--topology=v5e:4x4', '--config.model.path=tiny', '--tokens=256', '--trees']
+  out = run('-m', 'experiments.bench.compile_for', *flags, '--program=gradient')
+  gradient = json.loads(out)
+  assert gradient['trees'] and gradient['fits']
+  # As below, in each of the two layers.
+  assert gradient['kernels'] == 8
+
+
+@needs_libtpu
 def test_training_and_sampling_compile_for_v5e_16():
   flags = [
     '--topology=v5e:4x4',

@@ -5,12 +5,13 @@ import functools
 import inspect
 
 import jax
+from jax.experimental import pallas as pl
 import numpy as np
 import plain
 import pytest
 
 from agent_r1_jax import types
-from agent_r1_jax.models import attention, lora
+from agent_r1_jax.models import attention, lora, sharding
 from agent_r1_jax.rl import algorithms, credit, learner, packing, prefix_trees
 from agent_r1_jax.rl import correction as correction_lib
 from agent_r1_jax.rl import kl as kl_lib
@@ -254,6 +255,32 @@ def test_adapters_get_the_gradient_of_whole_rows():
   )
   assert any(np.any(x) for x in jax.tree.leaves(theirs))
   plain.close(ours, theirs, 5e-5)
+
+
+def test_the_kernel_for_tpus_gives_the_gradient_of_whole_rows(monkeypatch):
+  """Interpreted, and as it is used there: in shard_map, in a scan, rematerialised."""
+  table = plain.credit(_grown(), plain.GRPO, shape=ROWS).table
+  make = lambda *shape, **options: credit.make_minibatch(
+    table,
+    range(len(table.group)),
+    plain.GRPO,
+    shape=packing.MicrobatchShape(*shape, **options),
+  )[0]
+  learn = lambda batches: plain.gradient(plain.policy(), batches, plain.GRPO_OBJECTIVE)
+  expected, whole = learn(make(2, 32, trees=False))
+  config = dataclasses.replace(plain.CONFIG, remat='full')
+  monkeypatch.setattr(plain, 'CONFIG', config)
+  monkeypatch.setattr(sharding, 'platform', lambda: 'tpu')
+  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+  # The interpreter that acts as a TPU does, memory and all, cannot be rematerialised.
+  interpreted = functools.partial(pl.pallas_call, interpret=True)
+  monkeypatch.setattr(pl, 'pallas_call', interpreted)
+  with jax.set_mesh(mesh):
+    batches = make(1, 128)
+    assert all(batch.tree is not None for batch in batches)
+    ours, sums = learn(batches)
+  plain.close(ours, expected, 5e-5)
+  np.testing.assert_allclose(sums['loss'], whole['loss'], rtol=1e-4, atol=1e-6)
 
 
 def test_what_a_sibling_says_changes_nothing():

@@ -84,10 +84,10 @@ def _split_heads(q_BTNH, k_BTKH, v_BTKH, chips: int) -> tuple[Array, Array, Arra
 def supports_trees() -> bool:
   """Whether rows of trees are computed as fast, for a token, as rows of whole segments.
 
-  On TPUs they are not, whose kernel knows segments only. With `context` above 1 the chips
-  that share a row would have to exchange the hidden states of parents.
+  With `context` above 1 they are not: the chips that share a row would have to exchange
+  the hidden states of parents.
   """
-  return sharding.platform() != 'tpu' and not sharding.uses_context_parallelism()
+  return not sharding.uses_context_parallelism()
 
 
 def _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, trees: bool) -> Float[Array, 'B T N H']:
@@ -96,8 +96,9 @@ def _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, trees: bool) -> Float[Array, 'B T 
   spans_BT holds the ends of trees, or else numbers of segments.
   """
   T = q_BTNH.shape[1]
-  if sharding.platform() == 'tpu' and T % kernels.LANES == 0 and not trees:
-    return kernels.splash(q_BTNH, k_BTKH, v_BTKH, spans_BT)
+  if sharding.platform() == 'tpu' and T % kernels.LANES == 0:
+    attend = kernels.along_trees if trees else kernels.splash
+    return attend(q_BTNH, k_BTKH, v_BTKH, spans_BT)
   if sharding.platform() == 'cpu':
     ends_BT = spans_BT if trees else block_attention.find_ends(spans_BT)
     return block_attention.attend(q_BTNH, k_BTKH, v_BTKH, ends_BT)

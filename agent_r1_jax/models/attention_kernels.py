@@ -1,4 +1,4 @@
-"""Attention by the kernels of one platform: Pallas' for TPUs, and cuDNN's for GPUs.
+"""Attention by the kernels of one platform: in Pallas for TPUs, and cuDNN's for GPUs.
 
 models/attention.py computes by one of them where it supports the shapes, else by XLA; the
 results are the same up to rounding. Letters as there.
@@ -122,6 +122,17 @@ def splash(
   padded = (jnp.pad(x, lanes) for x in (q_BTNH * H**-0.5, k_BTKH, v_BTKH))
   heads_first = (jnp.swapaxes(x, 1, 2) for x in padded)
   return jnp.swapaxes(jax.vmap(kernel)(*heads_first, ids), 1, 2)[..., :H]
+
+
+def along_trees(q_BTNH, k_BTKH, v_BTKH, ends_BT) -> Float[Array, 'B T N H']:
+  """Computes `packed` along the paths of trees by a kernel of our own for TPUs.
+
+  Splash attention, which knows segments, would need a mask of T x T numbers for each row.
+  """
+  # The import is slow, and useless on other platforms.
+  from agent_r1_jax.models import tree_attention
+
+  return tree_attention.attend(q_BTNH, k_BTKH, v_BTKH, ends_BT)
 
 
 def has_cudnn(q_BTNH) -> bool:

@@ -12,7 +12,7 @@ all rows, M = G U queries of a block for each key-value head.
 import jax
 from jax import Array
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 # Tokens of a block. With 128 the gradient of a small model takes as long or longer.
 _BLOCK = 64
@@ -136,17 +136,25 @@ def _backward(saved, dout_ZKMH):
 _attend.defvjp(_forward, _backward)
 
 
-def _list_visible(ends_BAU) -> tuple[Int[Array, 'Z A'], Int[Array, 'Z']]:
-  """Lists the blocks of keys that each block of queries sees, and counts them.
+def find_seen(ends_BAU: Int[Array, 'B A U']) -> Bool[Array, 'B A A']:
+  """Finds which blocks of keys (the last axis) each block of queries sees.
 
-  What stands after the count is not seen. A block always sees itself, so that no sum of
-  the softmax is 0, not even that of padding.
+  A block always sees itself, so that no sum of a softmax is 0, not even of padding.
   """
-  B, A, U = ends_BAU.shape
+  _, A, U = ends_BAU.shape
   begins_A, last_BA = jnp.arange(0, A * U, U), ends_BAU.max(-1)
   earlier_AA = begins_A[None] < begins_A[:, None]
   sees_BAA = earlier_AA[None] & (last_BA[:, None] > begins_A[None, :, None])
-  sees_BAA |= jnp.eye(A, dtype=bool)[None]
+  return sees_BAA | jnp.eye(A, dtype=bool)[None]
+
+
+def _list_visible(ends_BAU) -> tuple[Int[Array, 'Z A'], Int[Array, 'Z']]:
+  """Lists the blocks of keys that each block of queries sees, and counts them.
+
+  What stands after the count is not seen.
+  """
+  B, A, _ = ends_BAU.shape
+  sees_BAA = find_seen(ends_BAU)
   keys_BAA = jnp.argsort(~sees_BAA, axis=-1, stable=True)
   keys_BAA += A * jnp.arange(B)[:, None, None]
   return keys_BAA.reshape(B * A, A), sees_BAA.sum(-1).reshape(-1)

@@ -170,5 +170,5 @@ def _warn_of_whole_rows() -> None:
   """Says once in a process that shared tokens are computed again."""
   _LOGGER.warning(
     'batch.trees: tokens that texts share are computed in each of them, since attention '
-    'along trees is not supported on TPUs and with mesh.context above 1.'
+    'along trees is not supported with mesh.context above 1.'
   )

@@ -52,7 +52,7 @@ from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.models import decoder, sampling_params, sharding
-from agent_r1_jax.rl import algorithms, learner
+from agent_r1_jax.rl import algorithms, learner, prefix_trees
 from experiments import published
 
 _TRAINING, _SAMPLING = ('gradient', 'apply'), ('prefill', 'decode')
@@ -81,6 +81,9 @@ _PROGRAMS = flags.DEFINE_multi_enum(
 )
 _TOKENS = flags.DEFINE_integer('tokens', 4096, 'Tokens of a row of a micro-batch.')
 _ROWS = flags.DEFINE_integer('rows', 1, 'Rows of a micro-batch, on one chip.')
+_TREES = flags.DEFINE_bool(
+  'trees', False, 'Whether rows of a micro-batch hold prefix trees, not whole texts.'
+)
 _DATA = flags.DEFINE_integer('copies', None, 'Copies of the parameters.')
 _FSDP = flags.DEFINE_integer('fsdp', None, 'Chips that split the parameters.')
 _TENSOR = flags.DEFINE_integer('tensor', None, 'Chips that share a layer.')
@@ -162,16 +165,21 @@ def training_state(config, optimizer, mesh) -> learner.ModelState:
   return abstract(shapes, sharding.make_shardings(shapes, mesh))
 
 
-def batch(mesh, rows: int, tokens: int) -> types.Batch:
+def batch(mesh, rows: int, tokens: int, *, trees: bool = False) -> types.Batch:
   """Returns the shapes of a micro-batch of GRPO with `rows` rows for each data shard."""
   rows *= mesh.shape['data'] * mesh.shape['fsdp']
+  columns = prefix_trees.ENTRIES * tokens if trees else tokens
   kinds = {'tokens': jnp.int32, 'positions': jnp.int32, 'segment_ids': jnp.int32}
   kinds |= {'action_mask': jnp.bool}
   fields = types.Batch._fields[:7]
   shapes: dict[str, Any] = {
-    name: jax.ShapeDtypeStruct((rows, tokens), kinds.get(name, jnp.float32))
+    name: jax.ShapeDtypeStruct((rows, columns), kinds.get(name, jnp.float32))
     for name in fields
   }
+  if trees:
+    text: Any = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
+    nodes: Any = jax.ShapeDtypeStruct((rows, columns), jnp.int32)
+    shapes['tree'] = types.Tree(text, text, text, text, nodes)
   return abstract(types.Batch(**shapes), sharding.batch_sharding(mesh))
 
 
@@ -190,7 +198,7 @@ def lowered(program: str, config, mesh, optimizer) -> tuple[Any, int]:
     return learner._apply.lower(state, state.params, optimizer=optimizer), 0
   return learner._gradient.lower(
     state.params,
-    batch(mesh, _ROWS.value, _TOKENS.value),
+    batch(mesh, _ROWS.value, _TOKENS.value, trees=_TREES.value),
     config=config,
     loss=learner.objective(algorithms.grpo(kl_coef=0.0)),
     temperature=1.0,
@@ -348,6 +356,8 @@ def main(_):
   flags_of = {'data': _DATA, 'fsdp': _FSDP, 'tensor': _TENSOR, 'context': _CONTEXT}
   given = {axis: flag.value for axis, flag in flags_of.items() if flag.value}
   sizes = mesh_for(config, len(devices), _TOKENS.value, given)
+  if _TREES.value and sizes['context'] > 1:
+    raise app.UsageError('--trees: a row of trees lies on one chip; give --context=1')
   everyone = sharding.make_mesh(**sizes, devices=devices)
   one_replica = replica_mesh(kind, config)
   optimizer = optax.chain(
@@ -363,6 +373,7 @@ def main(_):
       with jax.set_mesh(mesh):
         program = lowered_sampling(name, config, mesh)
     asked = {'topology': _TOPOLOGY.value, 'model': _MODEL.value, 'mesh': dict(mesh.shape)}
+    asked['trees'] = _TREES.value and name == 'gradient'
     line = asked | report(name, program, elsewhere, _CHIP[kind])
     line['estimated'] = estimated(name, config, mesh)
     print(json.dumps(line), flush=True)
