@@ -4,15 +4,17 @@ The map is drawn anew each turn, and below it stands where one can go without fa
 reply names a move. With probability --lake_slip the agent goes to one of the two sides
 instead. An episode ends on the goal, in a hole, or after STEPS moves.
 
-The base policy practises games of two players. The careful one, which plays CAREFUL of
-them, goes right or down unless a hole is there, and elsewhere if it has to. The careless
-one does not look: half of its moves are right or down, the others any.
+The base policy practises games of two players. The careful one makes the first move of
+CHOICES that ends on ice if it does not slip. The careless one does not look: half of its
+moves are right or down, the others any. The first ALONE games are all careful (with both
+players from the start, a policy did not learn to look), and CAREFUL of the later ones.
 """
 
 import collections
 from collections.abc import Iterator
 import functools
 import hashlib
+import itertools
 import random
 from typing import Any
 
@@ -33,8 +35,9 @@ MOVES = (
   'go up',
 )  # In the order of Gymnasium's actions.
 FORWARD = (MOVES[1], MOVES[2])
+CHOICES = ('go right', 'go down', 'go up', 'go left')
 TRAINED, UNSEEN = (4, 5), (6,)  # Sides of the maps, in training and only in tests.
-CAREFUL = 0.3  # Share of the practised games.
+ALONE, CAREFUL = 2200, 0.4
 _CHANGES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 _SIGNS = {'S': '.', 'F': '.', 'H': 'O', 'G': 'G'}
 _FROZEN = 0.8  # Share of the cells that are ice.
@@ -178,13 +181,13 @@ def make_env(slip: float | None = None, reward: str | None = None) -> games.Game
 def examples(seed: int) -> Iterator[world_lib.Example]:
   """Yields the first moves of games."""
   rng = random.Random(f'lake examples {seed}')
-  while True:
+  for number in itertools.count():
     lake = Lake(make_map(rng, rng.choice(TRAINED + UNSEEN), 'train'), 1 / 3, 'sparse')
-    choose = _choose_careful if rng.random() < CAREFUL else _choose_careless
+    careful = number < ALONE or rng.random() < CAREFUL
     messages = list(games.make_task('').messages)
     text, _ = lake.reset(seed=rng.getrandbits(31))
     for _ in range(6):
-      move = choose(rng, text)
+      move = choose_careful(text) if careful else _choose_careless(rng)
       messages.append({'role': 'user', 'content': text})
       messages.append({'role': 'assistant', 'content': f'<action> {move}</action>'})
       text, _, ended, _, _ = lake.step(move)
@@ -193,12 +196,12 @@ def examples(seed: int) -> Iterator[world_lib.Example]:
     yield world_lib.Example(messages)
 
 
-def _choose_careful(rng, text: str) -> str:
-  ice = [move for move in MOVES if move in text]
-  return rng.choice([move for move in ice if move in FORWARD] or ice or MOVES)
+def choose_careful(text: str) -> str:
+  """Returns the careful player's move."""
+  return next((move for move in CHOICES if move in text), CHOICES[0])
 
 
-def _choose_careless(rng, text: str) -> str:
+def _choose_careless(rng) -> str:
   return rng.choice(MOVES if rng.random() < 0.5 else FORWARD)
 
 
@@ -219,6 +222,8 @@ WORLD = world_lib.World(
     optimizer=config_lib.Optimizer(learning_rate=3e-4, critic_learning_rate=1e-3),
     engine=config_lib.Engine(slots=1152, decode_steps=4, replicas=2),
   ),
-  base=sft.Config(steps=300, rows=6, row_tokens=384, learning_rate=2e-3),
+  base=sft.Config(
+    steps=400, rows=8, row_tokens=384, learning_rate=2e-3, other_weight=0.0
+  ),
   vocab=384,
 )
