@@ -85,6 +85,7 @@ def main(_):
     label=f'{_ALGORITHM.value} on {_WORLD.value}',
     name=_ALGORITHM.value.upper(),
     labels=world.labels,
+    also=world.also,
   )
   print('\n' + summary.write_tables(numbers, folder))
   print(summary.list_files(folder))
