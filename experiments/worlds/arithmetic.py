@@ -108,7 +108,7 @@ WORLD = world_lib.World(
   ),
   held_out=held_out,
   methods=methods,
-  labels={'direct': 'Direct answer', 'tools': 'Base Tool Call'},
+  labels={'direct': 'Without the tool', 'tools': 'Base policy'},
   score='accuracy',
   kinds={
     f'{n} steps': lambda task, n=n: task.info['steps'] == n for n in (2, 3, 4, 5, 6)
@@ -119,6 +119,7 @@ WORLD = world_lib.World(
     optimizer=config_lib.Optimizer(learning_rate=2e-4),
     engine=config_lib.Engine(slots=640, decode_steps=16, replicas=2),
   ),
-  base=sft.Config(steps=700, rows=8, row_tokens=384, learning_rate=2e-3),
+  base=sft.Config(steps=1300, rows=4, row_tokens=384, learning_rate=2.5e-3),
   vocab=1400,
+  also=('direct',),
 )

@@ -1,8 +1,9 @@
 """What the base policy of arithmetic in words practises: demonstrations and their parts.
 
-A reply names the next day or month and what its sentence does to the total, then calls
-the calculator: 'Tuesday: - 8.' and the expression ' 50 - 8'. All numbers are written with
-a space before them, so that each is one token and the same everywhere.
+A reply names the next day or month, the word of its sentence that says what it does to
+the total, and what that is; then it calls the calculator: 'Tuesday loses: - 8.' and the
+expression ' 50 - 8'. All numbers are written with a space before them, so that each is
+one token and the same everywhere.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,18 +22,18 @@ PRACTISED = stories.Size((2, 3, 4), (5, 60), (2, 30))
 MIXTURE = {'right': 0.33, 'stop': 0.6, 'skip': 0.04, 'guess': 0.03}
 # Shares of what is practised: demonstrations, and turns without a tool except 'compute'.
 PRACTICE = {
-  'demonstration': 0.35,
-  'plan': 0.3,
-  'alone': 0.05,
-  'meaning': 0.2,
-  'compute': 0.05,
-  'copy': 0.05,
+  'demonstration': 0.27,
+  'plan': 0.45,
+  'alone': 0.03,
+  'meaning': 0.18,
+  'compute': 0.03,
+  'copy': 0.04,
 }
 
 
-def say(step: stories.Step) -> str:
-  """What a reply says of a step before it calls: 'Tuesday: - 8.'."""
-  return f' {step.when}: {step.change}.'
+def say(when: str, word: str, change: str) -> str:
+  """What a reply says of a step before it calls: 'Tuesday loses: - 8.'."""
+  return f' {when} {word}: {change}.'
 
 
 def start(total: int) -> str:
@@ -83,7 +84,9 @@ def demonstrate(
     del steps[rng.randrange(len(steps))]
   said = start(total)
   for step in steps[: {'stop': 1, 'guess': 0}.get(fate)]:
-    messages.append(_assistant(f'{said}{say(step)}\n{call(total, step.change)}'))
+    messages.append(
+      _assistant(f'{said}{say(*step[:2], step.change)}\n{call(total, step.change)}')
+    )
     said = ''
     total = stories.compute(total, step.change)
     messages.append({'role': 'tool', 'name': 'calculator', 'content': f' {total}'})
@@ -103,7 +106,7 @@ def _alone(rng):
   story = stories.make_story(rng, PRACTISED)
   total, lines = story.first, [start(story.first)]
   for step in story.steps:
-    lines.append(f'{say(step)} {total} {step.change} = {step.total}.')
+    lines.append(f'{say(*step[:2], step.change)} {total} {step.change} = {step.total}.')
     total = step.total
   return story.text, f'{"".join(lines)} {answer(total)}'
 
@@ -111,7 +114,7 @@ def _alone(rng):
 def _plan(rng):
   """A story of which all numbers and steps are to be found."""
   story = stories.make_story(rng, PRACTISED)
-  steps = ''.join(say(step) for step in story.steps)
+  steps = ''.join(say(*step[:2], step.change) for step in story.steps)
   return f'{story.text}\nPlan?', f'{start(story.first)}{steps} Done.'
 
 
@@ -127,7 +130,8 @@ def _meaning(rng):
   when = stories.draw_dates(rng, 1)[0]
   cast = stories.Cast(rng, subject)
   sentence = cast.fill(template, when=stories.preposition(when), **numbers)
-  return sentence, f' {when}: {stories.OPERATIONS[kind].format(**numbers)}.'
+  change = stories.OPERATIONS[kind].format(**numbers)
+  return sentence, say(when, stories.find_word(template, kind), change)
 
 
 def _copy(rng):

@@ -47,9 +47,18 @@ class Size(NamedTuple):
 
 
 class Step(NamedTuple):
-  """A step: its day or month, its sentence, what it does ('- 8') and the total then."""
+  """A step.
+
+  Attributes:
+    when: Its day or month.
+    word: The word of the sentence that says what the step does: 'loses'.
+    sentence: The sentence.
+    change: What it does to the total: '- 8'.
+    total: The total after it.
+  """
 
   when: str
+  word: str
   sentence: str
   change: str
   total: int
@@ -89,6 +98,12 @@ def templates(part: str) -> Iterator[str]:
     for sentences in subject[part].values():
       yield from sentences
   yield from distractors(part)
+
+
+def find_word(sentence: str, kind: str) -> str:
+  """Returns the word of a step's sentence that says its kind."""
+  words = _DATA['words'][kind.removesuffix('_groups')]
+  return next(w for w in sentence.rstrip('.').split() if w in words)
 
 
 def openings(subject: str, part: str) -> list[str]:
@@ -147,10 +162,10 @@ def make_story(
     subject: One of SUBJECTS; None draws it.
     use: The kind and the template of the first step; None draws them.
   """
-  subject = subject or rng.choice(SUBJECTS)
-  sentences, cast = _DATA['subjects'][subject][part], Cast(rng, subject)
+  about = subject or rng.choice(SUBJECTS)
+  sentences, cast = _DATA['subjects'][about][part], Cast(rng, about)
   total = first = rng.randint(*size.first)
-  opening = rng.choice(openings(subject, part))
+  opening = rng.choice(openings(about, part))
   lines, used, steps = [cast.fill(opening, n=first)], [opening], []
   for when in draw_dates(rng, rng.choice(size.steps)):
     kind, template = use if use and not steps else (None, '')
@@ -158,9 +173,8 @@ def make_story(
     template = template or rng.choice(sentences[kind])
     change = OPERATIONS[kind].format(**numbers)
     total = compute(total, change)
-    step = Step(
-      when, cast.fill(template, when=preposition(when), **numbers), change, total
-    )
+    sentence = cast.fill(template, when=preposition(when), **numbers)
+    step = Step(when, find_word(template, kind), sentence, change, total)
     steps.append(step)
     lines.append(step.sentence)
     used.append(template)
