@@ -103,7 +103,7 @@ def test_distractors_change_no_answer():
 
 def test_every_story_names_its_dates_once_and_in_order():
   for task in arithmetic.WORLD.tasks(0, 50):
-    words = task.info['question'].split()
+    words = task.info['question'].replace('.', '').split()
     dates = [w for w in words if w in (*stories.DAYS, *stories.MONTHS)]
     assert len(dates) == len({*dates}) == task.info['steps']
     calendar = stories.DAYS if dates[0] in stories.DAYS else stories.MONTHS
@@ -124,8 +124,6 @@ def test_lessons_have_no_held_out_template_and_their_answers_are_boxed():
     assert example.tools == (example.kind in (*lessons.MIXTURE, 'compute'))
     if example.tools or example.kind == 'alone':
       assert mathematics.find_boxed(reply) is not None
-    dates = [w for w in prompt.split() if w in (*stories.DAYS, *stories.MONTHS)]
-    assert len(dates) <= (6 if example.kind == 'plan' else 4)
     for sentence in re.split(r'(?<=\.) ', prompt):
       assert not any(pattern.fullmatch(sentence) for pattern in held_out), sentence
 

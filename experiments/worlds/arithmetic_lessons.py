@@ -15,8 +15,6 @@ from experiments.worlds import arithmetic_stories as stories
 from experiments.worlds import world as world_lib
 
 PRACTISED = stories.Size((2, 3, 4), (5, 60), (2, 30))
-# Longer stories are planned, but never played with the calculator.
-PLANNED = stories.Size((2, 3, 4, 5, 6), (5, 60), (2, 30), (0, 1, 2, 3))
 # What becomes of a demonstration. 'stop': answers after the first step; 'skip': leaves a
 # step out; 'guess': answers without a call. Most stop too early, so that a greedy policy
 # does too, while a third of the samples show how it is done: what RL has to find. None
@@ -115,7 +113,7 @@ def _alone(rng):
 
 def _plan(rng):
   """A story of which all numbers and steps are to be found."""
-  story = stories.make_story(rng, PLANNED)
+  story = stories.make_story(rng, PRACTISED)
   steps = ''.join(say(*step[:2], step.change) for step in story.steps)
   return f'{story.text}\nPlan?', f'{start(story.first)}{steps} Done.'
 

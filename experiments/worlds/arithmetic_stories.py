@@ -18,7 +18,6 @@ MONTHS = (
   *('January', 'February', 'March', 'April', 'May', 'June', 'July'),
   *('August', 'September', 'October', 'November', 'December'),
 )
-_ASIDES = 0.35  # The share of steps with an aside, such as 'after lunch'.
 LARGEST = 499  # No number of a story is larger, its totals included.
 # What a kind of step does to the running total.
 OPERATIONS = {
@@ -40,13 +39,11 @@ class Size(NamedTuple):
     steps: The numbers of steps that are drawn uniformly.
     first: The least and the largest number of the opening.
     change: The least and the largest number that is added or taken.
-    distractors: The numbers of distractors that are drawn uniformly.
   """
 
   steps: tuple[int, ...]
   first: tuple[int, int]
   change: tuple[int, int]
-  distractors: tuple[int, ...] = (0, 1, 1, 2)
 
 
 class Step(NamedTuple):
@@ -141,9 +138,10 @@ class Cast:
     }
 
   def fill(self, template: str, **words: Any) -> str:
-    """Returns the sentence; 'of his friends', but 'brings him'."""
+    """Returns the sentence; 'his aunt', but 'gives him'."""
     if self._words['she'] == 'he':
-      template = template.replace('{her} friends', 'his friends')
+      for thing in ('aunt', 'uncle', 'friends'):
+        template = template.replace(f'{{her}} {thing}', f'his {thing}')
     return template.format(**self._words, **words)
 
 
@@ -175,15 +173,12 @@ def make_story(
     template = template or rng.choice(sentences[kind])
     change = OPERATIONS[kind].format(**numbers)
     total = compute(total, change)
-    said = preposition(when)
-    if part == 'train' and rng.random() < _ASIDES:
-      said += f' {rng.choice(_DATA["asides"][part])}'
-    sentence = cast.fill(template, when=said, **numbers)
+    sentence = cast.fill(template, when=preposition(when), **numbers)
     step = Step(when, find_word(template, kind), sentence, change, total)
     steps.append(step)
     lines.append(step.sentence)
     used.append(template)
-  for template in rng.sample(distractors(part), rng.choice(size.distractors)):
+  for template in rng.sample(distractors(part), rng.choice((0, 1, 1, 2))):
     sentence = cast.fill(template, n=rng.randint(*size.change))
     lines.insert(rng.randint(1, len(lines)), sentence)
     used.append(template)
