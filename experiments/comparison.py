@@ -132,6 +132,7 @@ def run(
   label: str,
   name: str = 'GRPO',
   labels: Mapping[str, str] = LABELS,
+  also: Sequence[str] = (),
 ) -> tuple[dict[str, Any], dict[str, float]]:
   """Plays the baselines, trains, and plays the policy that came of it.
 
@@ -146,6 +147,7 @@ def run(
     label: Name of the training in its progress lines.
     name: Name of the trained policy in the tables.
     labels: The baselines' names in the tables, by their keys in `methods`.
+    also: Keys of further methods that the trained policy plays, besides 'tools'.
 
   Returns:
     The numbers of each method, and the seconds of the three parts.
@@ -169,7 +171,9 @@ def run(
   )
   clock.append(time.time())
   with train.reserve(config, workdir, algorithm):
-    numbers |= play(config, workdir / 'model', {name: methods['tools']})
+    trained = {f'{name}, {labels[key].lower()}': methods[key] for key in also}
+    trained[name] = methods['tools']
+    numbers |= play(config, workdir / 'model', trained)
   clock.append(time.time())
   parts = ('baselines', 'training', 'trained agent')
   seconds = [end - start for start, end in zip(clock, clock[1:], strict=False)]

@@ -27,10 +27,13 @@ from agent_r1_jax.report import summary
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train import evaluate
 from experiments import comparison, small_policy
-from experiments.worlds import lake
+from experiments.worlds import arithmetic, lake
 from experiments.worlds import world as world_lib
 
-WORLDS: Mapping[str, world_lib.World] = {'lake': lake.WORLD}
+WORLDS: Mapping[str, world_lib.World] = {
+  'arithmetic': arithmetic.WORLD,
+  'lake': lake.WORLD,
+}
 # How the policy is trained; no KL penalty, as in the other experiments on small policies.
 ALGORITHMS: Mapping[str, algorithms.Algorithm] = {
   'grpo': algorithms.grpo(kl_coef=0.0),
@@ -82,6 +85,7 @@ def main(_):
     label=f'{_ALGORITHM.value} on {_WORLD.value}',
     name=_ALGORITHM.value.upper(),
     labels=world.labels,
+    also=world.also,
   )
   print('\n' + summary.write_tables(numbers, folder))
   print(summary.list_files(folder))

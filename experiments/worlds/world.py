@@ -46,6 +46,7 @@ class World(NamedTuple):
     config: The configuration of the training.
     base: The configuration of the base policy's training.
     vocab: The most entries of the vocabulary.
+    also: Keys of methods that the trained policy plays too, besides 'tools'.
   """
 
   examples: Callable[[int], Iterator[Example]]
@@ -60,6 +61,7 @@ class World(NamedTuple):
   config: config_lib.Config
   base: sft.Config
   vocab: int = 512
+  also: Sequence[str] = ()
 
 
 def texts_of(example: Example) -> list[str]:

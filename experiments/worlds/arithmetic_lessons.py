@@ -1,0 +1,154 @@
+"""What the base policy of arithmetic in words practises: demonstrations and their parts.
+
+A reply names the next day or month, the word of its sentence that says what it does to
+the total, and what that is; then it calls the calculator: 'Tuesday loses: - 8.' and the
+expression ' 50 - 8'. All numbers are written with a space before them, so that each is
+one token and the same everywhere.
+"""
+
+from collections.abc import Iterator, Mapping
+import random
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import call_formats, calls
+from experiments.worlds import arithmetic_stories as stories
+from experiments.worlds import world as world_lib
+
+PRACTISED = stories.Size((2, 3, 4), (5, 60), (2, 30))
+# What becomes of a demonstration. 'stop': answers after the first step; 'skip': leaves a
+# step out; 'guess': answers without a call. Most stop too early, so that a greedy policy
+# does too, while a third of the samples show how it is done: what RL has to find. None
+# has a wrong call, because a wrong call is learned as well as a right one.
+MIXTURE = {'right': 0.33, 'stop': 0.6, 'skip': 0.04, 'guess': 0.03}
+# Shares of what is practised: demonstrations, and turns without a tool except 'compute'.
+PRACTICE = {
+  'demonstration': 0.27,
+  'plan': 0.45,
+  'alone': 0.03,
+  'meaning': 0.18,
+  'compute': 0.03,
+  'copy': 0.04,
+}
+
+
+def say(when: str, word: str, change: str) -> str:
+  """What a reply says of a step before it calls: 'Tuesday loses: - 8.'."""
+  return f' {when} {word}: {change}.'
+
+
+def start(total: int) -> str:
+  """What the first reply says of the opening."""
+  return f' Start: {total}.'
+
+
+def call(total: int, change: str) -> str:
+  """The call that changes a total."""
+  arguments = {'expression': f' {total} {change}'}
+  return call_formats.HERMES.render(calls.ToolCall('calculator', arguments))
+
+
+def answer(total: int) -> str:
+  """The last reply."""
+  return f'Done. \\boxed{{ {total}}}'
+
+
+def examples(seed: int, mixture: Mapping[str, float] = MIXTURE) -> Iterator:
+  """Yields what is practised, without end; no template that is held out."""
+  rng = random.Random(f'arithmetic examples {seed}')
+  make = {
+    'alone': _alone,
+    'plan': _plan,
+    'meaning': _meaning,
+    'copy': _copy,
+  }
+  while True:
+    kind = rng.choices([*PRACTICE], [*PRACTICE.values()])[0]
+    if kind == 'demonstration':
+      fate = rng.choices([*mixture], [*mixture.values()])[0]
+      story = stories.make_story(rng, PRACTISED)
+      yield world_lib.Example(demonstrate(story, rng, fate), kind=fate)
+    elif kind == 'compute':
+      yield world_lib.Example(_compute(rng), kind=kind)
+    else:
+      prompt, reply = make[kind](rng)
+      messages = [_user(prompt), _assistant(reply)]
+      yield world_lib.Example(messages, tools=False, kind=kind)
+
+
+def demonstrate(
+  story: stories.Story, rng: random.Random, fate: str = 'right'
+) -> list[types.Message]:
+  """Writes an episode with the calculator, right or as `fate` says."""
+  messages, total, steps = [_user(story.text)], story.first, list(story.steps)
+  if fate == 'skip':
+    del steps[rng.randrange(len(steps))]
+  said = start(total)
+  for step in steps[: {'stop': 1, 'guess': 0}.get(fate)]:
+    messages.append(
+      _assistant(f'{said}{say(*step[:2], step.change)}\n{call(total, step.change)}')
+    )
+    said = ''
+    total = stories.compute(total, step.change)
+    messages.append({'role': 'tool', 'name': 'calculator', 'content': f' {total}'})
+  return [*messages, _assistant(answer(total))]
+
+
+def _user(content) -> types.Message:
+  return {'role': 'user', 'content': content}
+
+
+def _assistant(content) -> types.Message:
+  return {'role': 'assistant', 'content': content}
+
+
+def _alone(rng):
+  """A story without the calculator: all steps in one reply, worked out in the head."""
+  story = stories.make_story(rng, PRACTISED)
+  total, lines = story.first, [start(story.first)]
+  for step in story.steps:
+    lines.append(f'{say(*step[:2], step.change)} {total} {step.change} = {step.total}.')
+    total = step.total
+  return story.text, f'{"".join(lines)} {answer(total)}'
+
+
+def _plan(rng):
+  """A story of which all numbers and steps are to be found."""
+  story = stories.make_story(rng, PRACTISED)
+  steps = ''.join(say(*step[:2], step.change) for step in story.steps)
+  return f'{story.text}\nPlan?', f'{start(story.first)}{steps} Done.'
+
+
+def _meaning(rng):
+  """What one sentence does or begins with, with numbers of any size."""
+  number = lambda: rng.randint(2, stories.LARGEST)
+  if rng.random() < 0.15:
+    first, subject = number(), rng.choice(stories.SUBJECTS)
+    opening = rng.choice(stories.openings(subject, 'train'))
+    return stories.Cast(rng, subject).fill(opening, n=first), start(first)
+  subject, kind, template = rng.choice([*stories.sentence_kinds('train')])
+  numbers = {'n': number(), 'a': number(), 'b': number()}
+  when = stories.draw_dates(rng, 1)[0]
+  cast = stories.Cast(rng, subject)
+  sentence = cast.fill(template, when=stories.preposition(when), **numbers)
+  change = stories.OPERATIONS[kind].format(**numbers)
+  return sentence, say(when, stories.find_word(template, kind), change)
+
+
+def _copy(rng):
+  """Numbers of any size to repeat."""
+  numbers = [rng.randint(0, stories.LARGEST) for _ in range(rng.randint(4, 10))]
+  text = ','.join(f' {n}' for n in numbers)
+  return f'Repeat:{text}', text
+
+
+def _compute(rng):
+  """A calculation with the calculator."""
+  total, number = (rng.randint(2, stories.LARGEST) for _ in range(2))
+  change = f'{rng.choice("+-*")} {number}'
+  value = stories.compute(total, change)
+  return [
+    _user(f'Compute: {total} {change}.'),
+    _assistant(call(total, change)),
+    {'role': 'tool', 'name': 'calculator', 'content': f' {value}'},
+    _assistant(answer(value)),
+  ]
