@@ -49,13 +49,13 @@ def test_the_held_out_sets_are_held_out():
   sets = arithmetic.held_out(0, 60, 'test')
   train, held_out = ({*stories.templates(part)} for part in PARTS)
   for name, tasks in sets.items():
-    allowed = held_out if name == 'new templates' else train
+    allowed = held_out if name == 'new_templates' else train
     assert all({*t.info['templates']} <= allowed for t in tasks), name
-  assert {t.info['steps'] for t in sets['more steps']} == {5, 6}
+  assert {t.info['steps'] for t in sets['more_steps']} == {5, 6}
   practised = arithmetic.WORLD.tasks(0, 60)
   assert max(t.info['steps'] for t in practised) == 4
   questions = {t.info['question'] for t in practised}
-  assert questions.isdisjoint(t.info['question'] for t in sets['new stories'])
+  assert questions.isdisjoint(t.info['question'] for t in sets['new_stories'])
 
 
 @pytest.mark.parametrize('part', PARTS)

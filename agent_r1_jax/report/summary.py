@@ -54,12 +54,15 @@ def _summarize_metrics(lines: Sequence[Mapping[str, float]]) -> str:
   return tables.format_table(rows, columns, corner='number')
 
 
-def write_tables(scores: Scores, workdir: str | os.PathLike) -> str:
-  """Writes table.md and table.json: exact match by method, set and kind of task.
+def write_tables(
+  scores: Scores, workdir: str | os.PathLike, measure: str = 'Exact match'
+) -> str:
+  """Writes table.md and table.json: a measure by method, set and kind of task.
 
   Args:
     scores: Method -> set -> the result of `evaluate.by_kind`.
     workdir: The run's directory.
+    measure: What the scores are, for the titles.
 
   Returns:
     The text of table.md.
@@ -76,7 +79,7 @@ def write_tables(scores: Scores, workdir: str | os.PathLike) -> str:
       }
       for method, by_set in scores.items()
     }
-    title = 'Exact match' if kind == 'all' else f'Exact match, {kind}'
+    title = measure if kind == 'all' else f'{measure}, {kind}'
     parts.append(f'## {title}\n\n{tables.format_table(rows, sets)}')
   text, folder = '\n\n'.join(parts) + '\n', pathlib.Path(workdir)
   (folder / 'table.md').write_text(text)

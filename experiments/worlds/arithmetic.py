@@ -26,10 +26,10 @@ from experiments.worlds import world as world_lib
 
 # Name of a held-out set -> the size of its stories and the part of their templates.
 SETS = {
-  'new stories': (lessons.PRACTISED, 'train'),
-  'new templates': (lessons.PRACTISED, 'held_out'),
-  'larger numbers': (stories.Size((2, 3, 4), (61, 200), (31, 99)), 'train'),
-  'more steps': (stories.Size((5, 6), (5, 60), (2, 30)), 'train'),
+  'new_stories': (lessons.PRACTISED, 'train'),
+  'new_templates': (lessons.PRACTISED, 'held_out'),
+  'larger_numbers': (stories.Size((2, 3, 4), (61, 200), (31, 99)), 'train'),
+  'more_steps': (stories.Size((5, 6), (5, 60), (2, 30)), 'train'),
 }
 
 

@@ -138,10 +138,9 @@ class Cast:
     }
 
   def fill(self, template: str, **words: Any) -> str:
-    """Returns the sentence; 'his aunt', but 'gives him'."""
+    """Returns the sentence; 'his friends', but 'costs him'."""
     if self._words['she'] == 'he':
-      for thing in ('aunt', 'uncle', 'friends'):
-        template = template.replace(f'{{her}} {thing}', f'his {thing}')
+      template = template.replace('{her} friends', 'his friends')
     return template.format(**self._words, **words)
 
 

@@ -4,9 +4,8 @@ r"""Makes a small base policy of a world from nothing, trains it by RL, and comp
 
 Writes the base policy to WORKDIR/base (--base takes another's), trains it in
 WORKDIR/ALGORITHM, and prints a table of the held-out tasks before and after. The worlds
-are in WORLDS; docs/worlds.md has their numbers. Every seed starts from nothing: its base
-policy, its training tasks and its held-out tasks are its own, unless --held_out_seed says
-which held-out tasks are drawn.
+are in WORLDS; docs/worlds.md has their numbers. Every seed starts from nothing, with
+training tasks of its own; the held-out tasks are those of --held_out_seed.
 """
 
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields
+from agent_r1_jax import fields, sft
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import summary
 from agent_r1_jax.rl import algorithms
@@ -53,7 +52,7 @@ _HELD_OUT_SEED = flags.DEFINE_integer('held_out_seed', 0, 'Seed of the held-out 
 _SPLIT = flags.DEFINE_enum('split', 'test', ['dev', 'test'], 'Split of the table.')
 _WATCHED = flags.DEFINE_integer('watched', 64, 'Tasks of each set during training.', 1)
 _CFG = fields.define_flags(config_lib.Config())
-_SFT = fields.define_flags(lake.WORLD.base, 'sft')
+_SFT = fields.define_flags(sft.Config(), 'sft')
 
 
 def main(_):
@@ -87,7 +86,7 @@ def main(_):
     labels=world.labels,
     also=world.also,
   )
-  print('\n' + summary.write_tables(numbers, folder))
+  print('\n' + summary.write_tables(numbers, folder, 'Solved'))
   print(summary.list_files(folder))
   seconds = {'base policy': made, **seconds}
   print(', '.join(f'{name} {value:.0f} s' for name, value in seconds.items()))
