@@ -19,8 +19,6 @@ import random
 from typing import Any
 
 from absl import flags
-import gymnasium
-from gymnasium.envs.toy_text import frozen_lake
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import sft, types
@@ -49,8 +47,8 @@ _SLIP = flags.DEFINE_float(
 _REWARD = flags.DEFINE_enum('lake_reward', 'sparse', _REWARDS, 'The reward on the lake.')
 
 
-class Lake(gymnasium.Wrapper):
-  """FrozenLake whose observations and actions are texts, and whose reward is chosen.
+class Lake:
+  """Gymnasium's FrozenLake, seen and played as text, with one of four rewards.
 
   'sparse' is Gymnasium's reward: 1 on the goal. The others add process rewards, at most
   .5 in an episode: 'distance' for each step by which the agent is closer to the goal than
@@ -59,25 +57,26 @@ class Lake(gymnasium.Wrapper):
 
   def __init__(self, rows: list[str], slip: float, reward: str):
     """Makes the lake; `rows` are Gymnasium's map, of the letters S, F, H and G."""
-    lake = frozen_lake.FrozenLakeEnv(desc=rows, is_slippery=True, success_rate=1 - slip)
-    super().__init__(gymnasium.wrappers.TimeLimit(lake, STEPS))
+    self._lake = _make_lake(rows, slip)
     self._rows, self._cell = rows, (0, 0)
     self._distances = distances(rows)
     shares = {'distance': (0.5, 0.0), 'discovery': (0.0, 0.5), 'hybrid': (0.25, 0.25)}
     self._closer, self._new = shares.get(reward, (0.0, 0.0))
 
-  def reset(self, **options: Any) -> tuple[str, dict[str, Any]]:
-    """Begins on the first cell."""
-    self._place(self.env.reset(**options)[0])
+  def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+    """Begins on the first cell; the seed is that of the slips."""
+    self._moves = 0
+    self._place(self._lake.reset(seed=seed)[0])
     self._closest, self._seen = self._distances[self._cell], {self._cell}
     return draw(self._rows, self._cell), {}
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    """Moves; any text that is not one of MOVES is told and costs a move."""
+    """Moves; what is none of MOVES is told so, and changes nothing."""
     if action not in MOVES:
-      # A move against the border of the first cell would be a move; this is none.
       return f'You can {", ".join(MOVES)}.', 0.0, False, False, {}
-    state, goal, ended, late, _ = self.env.step(MOVES.index(action))
+    state, goal, ended, _, _ = self._lake.step(MOVES.index(action))
+    self._moves += 1
+    late = self._moves == STEPS
     self._place(state)
     reward = float(goal) + self._progress()
     info = {'won': float(goal)} if ended or late else {}
@@ -98,6 +97,12 @@ class Lake(gymnasium.Wrapper):
     return self._closer * closer + self._new * new
 
 
+def _make_lake(rows, slip):
+  from gymnasium.envs.toy_text import frozen_lake
+
+  return frozen_lake.FrozenLakeEnv(desc=rows, is_slippery=True, success_rate=1 - slip)
+
+
 def distances(rows: list[str]) -> dict[tuple[int, int], int]:
   """Returns the moves from each cell to the goal, around the holes; by breadth first."""
   last = len(rows) - 1
@@ -114,7 +119,7 @@ def distances(rows: list[str]) -> dict[tuple[int, int], int]:
 
 def optimum(rows: list[str], slip: float) -> float:
   """Computes the chance of the best player to reach the goal within STEPS moves."""
-  model = frozen_lake.FrozenLakeEnv(desc=rows, is_slippery=True, success_rate=1 - slip).P
+  model = _make_lake(rows, slip).P
   ends = {len(rows) ** 2 - 1: 1.0}
   chances = {state: ends.get(state, 0.0) for state in model}
   for _ in range(STEPS):
@@ -144,6 +149,8 @@ def draw(rows: list[str], cell: tuple[int, int]) -> str:
 
 def make_map(rng: random.Random, size: int, split: str) -> list[str]:
   """Draws a map of a split, which no other split has."""
+  from gymnasium.envs.toy_text import frozen_lake
+
   while True:
     rows = frozen_lake.generate_random_map(size, _FROZEN, seed=rng.getrandbits(31))
     place = hashlib.blake2b(''.join(rows).encode(), digest_size=1).digest()[0]
