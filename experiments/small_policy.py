@@ -56,6 +56,7 @@ def train(
   *,
   seed: int,
   vocab: int,
+  more_tokens: Sequence[str] = (),
 ) -> None:
   """Writes the tokenizer, the model and log.jsonl, a line for each step.
 
@@ -68,9 +69,12 @@ def train(
     config: The configuration of the training.
     seed: The seed of the initialisation and of the text that only copies.
     vocab: The most entries of the vocabulary.
+    more_tokens: Texts that are one token each, besides those of all such tokenizers.
   """
   start = time.time()
-  tokenizer.train(texts, vocab_size=vocab, directory=out / 'tokenizer')
+  tokenizer.train(
+    texts, vocab_size=vocab, directory=out / 'tokenizer', more_tokens=more_tokens
+  )
   tok = tokenizer.load(out / 'tokenizer')
   model = make_config(len(tok))
   params = induction.init(model, seed)

@@ -655,7 +655,7 @@ def test_an_environment_gets_the_number_of_its_episode():
     found = set()
 
     class Seeded(Env):
-      def seed(self, number):
+      def set_seed(self, number):
         found.add(number)
 
     _collect(Seeded, _tasks(2), samples=3, **given)

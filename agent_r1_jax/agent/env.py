@@ -47,7 +47,7 @@ class Env(Protocol):
   A third optional method gets, before `reset`, the number that the episode's randomness
   comes from (run, rollout, task and sample decide it), so that a resumed run repeats it:
 
-    def seed(self, number: int) -> None
+    def set_seed(self, number: int) -> None
 
   A fourth frees what the environment holds, such as a connection:
 

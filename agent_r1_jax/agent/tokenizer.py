@@ -55,8 +55,6 @@ ADDED_TOKENS = (
   '</tool_response>',
   '<answer>',
   '</answer>',
-  '<action>',
-  '</action>',
   '<think>',
   '</think>',
 )
@@ -127,10 +125,12 @@ def train(
   vocab_size: int,
   directory: str | os.PathLike[str],
   chat_template: str = CHATML,
+  more_tokens: Sequence[str] = (),
 ) -> None:
   """Trains a lossless byte-level BPE tokenizer and writes it in Hugging Face layout.
 
-  The ids are SPECIAL_TOKENS, ADDED_TOKENS, the 256 bytes and the merges, in this order.
+  The ids are SPECIAL_TOKENS, ADDED_TOKENS, `more_tokens`, the 256 bytes and the merges,
+  in this order.
   The result depends on the texts, and not on their order or the machine.
 
   Args:
@@ -138,11 +138,12 @@ def train(
     vocab_size: The most ids; there are fewer if the texts have too few pairs.
     directory: The folder for tokenizer.json and tokenizer_config.json.
     chat_template: The chat template, in Jinja.
+    more_tokens: Further texts that are one token each.
 
   Raises:
     ValueError: vocab_size is too small for bytes.
   """
-  control = [*SPECIAL_TOKENS, *ADDED_TOKENS]
+  control = [*SPECIAL_TOKENS, *ADDED_TOKENS, *more_tokens]
   if vocab_size < len(control) + 256:
     raise ValueError(
       f'vocab_size={vocab_size} is too small: {len(control)} control tokens and 256 '

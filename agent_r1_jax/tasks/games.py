@@ -65,7 +65,7 @@ class GameEnv:
     self._seed: int | None = None
     self._admissible: list[str] = []
 
-  def seed(self, number: int) -> None:
+  def set_seed(self, number: int) -> None:
     """Takes the episode's randomness, for games of which the task fixes no seed."""
     self._seed = number
 

@@ -253,9 +253,9 @@ class Episode:
     """Resets the environment and encodes the prompt."""
     t = self.trajectory
     self.transcript.begin()
-    if getattr(self.env, 'seed', None) is not None:
+    if getattr(self.env, 'set_seed', None) is not None:
       first, second = self.context.make_key('environment').tolist()
-      await self._call_env('seed', first << 32 | second)
+      await self._call_env('set_seed', first << 32 | second)
     messages = await self._call_env('reset', task)
     with faults.of_environment():
       t.messages = faults.copy_messages(messages)
@@ -274,7 +274,7 @@ class Episode:
 
   async def _call_env(self, kind: str, *args) -> Any:
     """Calls a method of the environment, within its time limit."""
-    field = 'reset_seconds' if kind in ('seed', 'reset') else 'step_seconds'
+    field = 'reset_seconds' if kind in ('set_seed', 'reset') else 'step_seconds'
     t = self.trajectory
     where = f'task {t.task.id}, sample {t.sample}, turn {len(self.transcript.turns)}'
     thread_pool.current_turn.set(where)

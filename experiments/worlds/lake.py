@@ -233,4 +233,5 @@ WORLD = world_lib.World(
     steps=400, rows=8, row_tokens=384, learning_rate=2e-3, other_weight=0.0
   ),
   vocab=384,
+  more_tokens=('<action>', '</action>'),
 )

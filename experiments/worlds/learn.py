@@ -2,7 +2,7 @@ r"""Makes a small base policy of a world from nothing, trains it by RL, and comp
 
   python -m experiments.worlds.learn --world=lake --workdir=runs/lake0 --config.seed=0
 
-Writes the base policy to WORKDIR/base (--base takes another's), trains it in
+Writes the base policy to WORKDIR/base (--config.model.path takes another), trains it in
 WORKDIR/ALGORITHM, and prints a table of the held-out tasks before and after. The worlds
 are in WORLDS; docs/worlds.md has their numbers. Every seed starts from nothing, with
 training tasks of its own; the held-out tasks are those of --held_out_seed.
@@ -45,7 +45,6 @@ _SHOWN = 3000  # Examples that the tokenizer is trained on.
 _WORLD = flags.DEFINE_enum('world', None, [*WORLDS], 'The world.', required=True)
 _ALGORITHM = flags.DEFINE_enum('algorithm', 'grpo', [*ALGORITHMS], 'The algorithm.')
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/world', 'Where everything is written.')
-_BASE = flags.DEFINE_string('base', '', 'Directory of a base policy that exists.')
 _TASKS = flags.DEFINE_integer('tasks', 4096, 'Tasks to train on.', 1)
 _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Held-out tasks of each set.', 1)
 _HELD_OUT_SEED = flags.DEFINE_integer('held_out_seed', 0, 'Seed of the held-out tasks.')
@@ -61,8 +60,8 @@ def main(_):
   world = WORLDS[_WORLD.value]
   given = config_flags.get_override_values(flags.FLAGS['config'])
   config = fields.replace(world.config, given)
-  base = _BASE.value or str(make_base(world, config.seed, workdir / 'base'))
-  config = fields.replace(config, {'model.path': base})
+  if not config.model.path:
+    config.model.path = str(make_base(world, config.seed, workdir / 'base'))
   print(json.dumps(dataclasses.asdict(config), indent=2))
   made, seed = time.time() - start, _HELD_OUT_SEED.value
   folder = workdir / _ALGORITHM.value
@@ -105,6 +104,7 @@ def make_base(world: world_lib.World, seed: int, out: pathlib.Path) -> pathlib.P
       fields.replace(world.base, config_flags.get_override_values(flags.FLAGS['sft'])),
       seed=seed,
       vocab=world.vocab,
+      more_tokens=world.more_tokens,
     )
     done.touch()
   return out / 'model'

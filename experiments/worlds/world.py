@@ -46,6 +46,7 @@ class World(NamedTuple):
     config: The configuration of the training.
     base: The configuration of the base policy's training.
     vocab: The most entries of the vocabulary.
+    more_tokens: Texts that are one token each, such as the marks of an action.
     also: Keys of methods that the trained policy plays too, besides 'tools'.
   """
 
@@ -61,6 +62,7 @@ class World(NamedTuple):
   config: config_lib.Config
   base: sft.Config
   vocab: int = 512
+  more_tokens: Sequence[str] = ()
   also: Sequence[str] = ()
 
 
