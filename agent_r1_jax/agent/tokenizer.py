@@ -130,8 +130,7 @@ def train(
   """Trains a lossless byte-level BPE tokenizer and writes it in Hugging Face layout.
 
   The ids are SPECIAL_TOKENS, ADDED_TOKENS, `more_tokens`, the 256 bytes and the merges,
-  in this order.
-  The result depends on the texts, and not on their order or the machine.
+  in this order. The result depends on the texts, and not on their order or the machine.
 
   Args:
     texts: Training texts; control tokens in them are skipped.

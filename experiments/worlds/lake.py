@@ -26,15 +26,12 @@ from agent_r1_jax.tasks import games
 from experiments.worlds import world as world_lib
 
 STEPS = 20  # The most moves of an episode.
-MOVES = (
-  'go left',
-  'go down',
-  'go right',
-  'go up',
-)  # In the order of Gymnasium's actions.
+# In the order of Gymnasium's actions.
+MOVES = ('go left', 'go down', 'go right', 'go up')
 FORWARD = (MOVES[1], MOVES[2])
 CHOICES = ('go right', 'go down', 'go up', 'go left')
-TRAINED, UNSEEN = (4, 5), (6,)  # Sides of the maps, in training and only in tests.
+# Sides of the maps: those of RL, and those that only the base policy practises.
+TRAINED, PRACTISED = (4, 5), (6,)
 ALONE, CAREFUL = 2200, 0.4
 _CHANGES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 _SIGNS = {'S': '.', 'F': '.', 'H': 'O', 'G': 'G'}
@@ -171,10 +168,10 @@ def make_tasks(seed: int, n: int, split: str, sizes: tuple[int, ...]) -> list[ty
 
 
 def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
-  """Makes maps of the trained sizes, and of a size that was never trained."""
+  """Makes maps of the trained sizes, and of a size on which RL does not train."""
   return {
     'new_maps': make_tasks(seed, n, split, TRAINED),
-    'new_size': make_tasks(seed, n, split, UNSEEN),
+    'new_size': make_tasks(seed, n, split, PRACTISED),
   }
 
 
@@ -189,7 +186,7 @@ def examples(seed: int) -> Iterator[world_lib.Example]:
   """Yields the first moves of games."""
   rng = random.Random(f'lake examples {seed}')
   for number in itertools.count():
-    lake = Lake(make_map(rng, rng.choice(TRAINED + UNSEEN), 'train'), 1 / 3, 'sparse')
+    lake = Lake(make_map(rng, rng.choice(TRAINED + PRACTISED), 'train'), 1 / 3, 'sparse')
     careful = number < ALONE or rng.random() < CAREFUL
     messages = list(games.make_task('').messages)
     text, _ = lake.reset(seed=rng.getrandbits(31))
