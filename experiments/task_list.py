@@ -272,7 +272,12 @@ def load_world(world: world_lib.World, source: Source) -> Benchmark:
     )
   methods = dict(world.methods(world.held_out(0, source.limit or 300, 'test')))
   return Benchmark(
-    methods, world.score, (), answers=None, config=world.config, made_of={}
+    methods,
+    world.score,
+    rest=(),
+    answers=None,
+    config=world.config,
+    made_of=world.options(),
   )
 
 

@@ -651,16 +651,18 @@ def test_named_parts_of_a_reward_add_up_over_the_episode():
 def test_an_environment_gets_the_number_of_its_episode():
   """Equal in a repeated rollout, another for each sample and for the next rollout."""
 
-  def numbers(**given):
+  def numbers(wrap=lambda env: env, **given):
     found = set()
 
     class Seeded(Env):
       def set_seed(self, number):
         found.add(number)
 
-    _collect(Seeded, _tasks(2), samples=3, **given)
+    make_env = lambda: wrap(Seeded())
+    _collect(make_env, _tasks(2), samples=3, **given)
     return found
 
   first = numbers(seed=1)
+  assert first == numbers(lambda env: context.SlidingWindow(env, turns=1), seed=1)
   assert first == numbers(seed=1) and len(first) == 6
   assert first.isdisjoint(numbers(seed=1, rollout_number=1) | numbers(seed=2))

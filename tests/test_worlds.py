@@ -49,6 +49,8 @@ def test_a_policy_is_made_trained_compared_and_measured(tmp_path):
   assert (tmp_path / 'base' / 'log.jsonl').stat().st_mtime_ns == begun
   again = json.loads((tmp_path / 'rloo' / 'table.json').read_text())
   assert again['Base policy'] == table['Base policy'] and 'RLOO' in again
+  done = learn(f'--workdir={tmp_path}', '--sft.learning_rate=0.1')
+  assert done.returncode and 'sft.learning_rate: 0.002 there, 0.1 now' in done.stderr
   done = script_lib.run(
     '-m',
     'experiments.evaluate',

@@ -259,7 +259,7 @@ class CloneableToolEnv(ToolEnv):
 
 
 async def call_optional(env: Env, name: str, *args) -> Any:
-  """Calls `finish` or `close` of an environment; returns None if it has none."""
+  """Calls an optional method of an environment; returns None if it has none."""
   method = getattr(env, name, None)
   return None if method is None else await workers.call(method, *args, name=name)
 

@@ -46,6 +46,10 @@ class _Strategy:
   def tools(self) -> Sequence[tool_lib.Tool]:
     return getattr(self.env, 'tools', ())
 
+  async def set_seed(self, number: int):
+    """Passes the episode's randomness on to the environment."""
+    await env_lib.call_optional(self.env, 'set_seed', number)
+
   async def finish(self, status: str, reply: str | None = None) -> types.Step:
     """Passes the end by a budget on to the environment."""
     step = await env_lib.call_optional(self.env, 'finish', status, reply)

@@ -231,4 +231,5 @@ WORLD = world_lib.World(
   ),
   vocab=384,
   more_tokens=('<action>', '</action>'),
+  options=lambda: {'slip': _SLIP.value, 'reward': _REWARD.value},
 )

@@ -22,6 +22,7 @@ from ml_collections import config_flags
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, sft
 from agent_r1_jax.host import runtime
+from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import summary
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train import evaluate
@@ -71,6 +72,7 @@ def main(_):
     functools.partial(
       comparison.play,
       workdir=folder,
+      made_of=world.options(),
       summarize=lambda sets: {
         name: evaluate.by_kind(episodes, world.kinds, world.score)
         for name, episodes in sets.items()
@@ -92,7 +94,17 @@ def main(_):
 
 
 def make_base(world: world_lib.World, seed: int, out: pathlib.Path) -> pathlib.Path:
-  """Makes a world's base policy, unless it is there; returns its directory."""
+  """Makes a world's base policy, unless it is there; returns its directory.
+
+  Raises:
+    ValueError: What is there was made with other settings.
+  """
+  config = fields.replace(
+    world.base, config_flags.get_override_values(flags.FLAGS['sft'])
+  )
+  shape = dataclasses.asdict(small_policy.make_config(world.vocab))
+  made_of = {'seed': seed, 'model': shape, 'sft': dataclasses.asdict(config)}
+  workdir_lib.check_config(out, made_of, name='made_of.json')
   done = out / 'done'
   if not done.exists():
     shown = itertools.islice(world.examples(seed + 1_000_000), _SHOWN)
@@ -101,7 +113,7 @@ def make_base(world: world_lib.World, seed: int, out: pathlib.Path) -> pathlib.P
       (text for example in shown for text in world.text(example)),
       world.examples(seed),
       world.schemas(),
-      fields.replace(world.base, config_flags.get_override_values(flags.FLAGS['sft'])),
+      config,
       seed=seed,
       vocab=world.vocab,
       more_tokens=world.more_tokens,

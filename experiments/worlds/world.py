@@ -47,6 +47,7 @@ class World(NamedTuple):
     base: The configuration of the base policy's training.
     vocab: The most entries of the vocabulary.
     more_tokens: Texts that are one token each, such as the marks of an action.
+    options: Makes what else the episodes depend on, such as the values of flags.
     also: Keys of methods that the trained policy plays too, besides 'tools'.
   """
 
@@ -63,6 +64,7 @@ class World(NamedTuple):
   base: sft.Config
   vocab: int = 512
   more_tokens: Sequence[str] = ()
+  options: Callable[[], dict[str, Any]] = dict
   also: Sequence[str] = ()
 
 
