@@ -40,6 +40,8 @@ def agent_task(task: Task) -> Task:
 class TerminalEnv(env.ToolEnv):
   """A shell in a workspace of the episode; the reward is 1.0 where the chore is done.
 
+  That is the metric 'reward/done', too.
+
   make_env = chores.TerminalEnv
 
   A workspace that holds more than can be read, or a shell that a command has ended, has
@@ -70,14 +72,15 @@ class TerminalEnv(env.ToolEnv):
     """Ends the shell and all that it started, and removes the workspace."""
     self._session.close()
 
-  def _score(self, task: Task, messages: Sequence[Message]) -> float:
+  def _score(self, task: Task, messages: Sequence[Message]) -> dict[str, float]:
     try:
       files = self._session.read_files()
     except shell.CommandError:
-      return 0.0
+      return {'done': 0.0}
     replies = [m['content'] for m in messages if m['role'] == 'assistant']
     reply = qa.extract_answer(replies[-1]) if replies else None
-    return float(is_done(task, reply, files) and passes_test(task, files, self._limits))
+    done = is_done(task, reply, files) and passes_test(task, files, self._limits)
+    return {'done': float(done)}
 
 
 def is_done(task: Task, reply: str | None, files: dict[str, str | None]) -> bool:

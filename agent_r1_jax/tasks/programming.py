@@ -91,13 +91,27 @@ def load_mbpp(path: str | os.PathLike) -> list[Task]:
       raise documents.field_error(where, row, 'test_list', 'a list of tests')
     if 'task_id' not in row:
       raise documents.field_error(where, row, 'task_id', 'the number of the problem')
-    question = f'{text}\nYour code must pass this test:\n\n```python\n{tests[0]}\n```'
-    setup = row.get('test_setup_code') or ''
     if not (entry := _find_tested_name(tests[0])):
       raise documents.field_error(where, row, 'test_list', 'tests that call a function')
-    answer = {'prompt': '', 'tests': [setup, *tests], 'entry_point': entry}
-    tasks.append(_make_task(f'mbpp/{row["task_id"]}', question, answer))
+    setup = row.get('test_setup_code') or ''
+    tests = [setup, *tests]
+    tasks.append(make_mbpp_task(f'mbpp/{row["task_id"]}', text, tests, entry))
   return tasks
+
+
+def make_mbpp_task(task_id: str, text: str, tests: list[str], entry: str) -> Task:
+  """Makes a task of MBPP's form.
+
+  Args:
+    task_id: The task's id.
+    text: What the function does, in words.
+    tests: What is run before all tests, which may be empty; the test that the prompt
+      shows; the hidden ones.
+    entry: The name of the function.
+  """
+  question = f'{text}\nYour code must pass this test:\n\n```python\n{tests[1]}\n```'
+  answer = {'prompt': '', 'tests': tests, 'entry_point': entry}
+  return _make_task(task_id, question, answer)
 
 
 def agent_task(task: Task) -> Task:

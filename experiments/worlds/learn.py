@@ -27,12 +27,14 @@ from agent_r1_jax.report import summary
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train import evaluate
 from experiments import comparison, small_policy
-from experiments.worlds import arithmetic, lake
+from experiments.worlds import arithmetic, lake, programs, terminal
 from experiments.worlds import world as world_lib
 
 WORLDS: Mapping[str, world_lib.World] = {
   'arithmetic': arithmetic.WORLD,
   'lake': lake.WORLD,
+  'programs': programs.WORLD,
+  'terminal': terminal.WORLD,
 }
 # How the policy is trained; no KL penalty, as in the other experiments on small policies.
 ALGORITHMS: Mapping[str, algorithms.Algorithm] = {

@@ -1,266 +1,36 @@
-"""Chores in a terminal that the project makes: files, a question or a chore, a solution.
+"""Chores in a terminal: files in a workspace, a real shell, an end state that is checked.
 
-Nothing of them can be memorised: a word of a name or a content belongs to one split
-(experiments/miniwiki/world.py), and the kinds of HELD_OUT are in no training set. Equal
-arguments give equal tasks in every process; another seed gives tasks nobody has seen.
+The environment is agent_r1_jax.tasks.chores, as a user of a large model has it; the
+chores (terminal_chores.py) replace the data. The chore stands alone in the prompt: the
+instructions of chores.agent_task are longer than the chores.
+
+What is held out: words of names and contents, each of which belongs to one split
+(experiments/miniwiki/world.py), and the kinds of HELD_OUT, whose first commands are
+practised outside of episodes only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+import dataclasses
 import random
-from typing import Any, NamedTuple
 
-from agent_r1_jax import types
-from agent_r1_jax.tasks import chores
-from experiments.miniwiki import world
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import sft, types
+from agent_r1_jax.agent import call_formats, calls, env
+from agent_r1_jax.tasks import chores, qa
+from agent_r1_jax.tools import shell
+from experiments import comparison
+from experiments.miniwiki import world as words_lib
+from experiments.worlds import terminal_chores as kinds_lib
+from experiments.worlds import world as world_lib
 
-
-class Chore(NamedTuple):
-  """What a kind draws.
-
-  Attributes:
-    question: The chore in words.
-    files: The texts of the first files, by path.
-    answer: How it has to end; tasks/chores.py describes it.
-    commands: A solution. The last reply then gives answer['reply'], if there is one.
-  """
-
-  question: str
-  files: dict[str, str]
-  answer: dict[str, Any]
-  commands: tuple[str, ...]
-
-
-class _Scene:
-  """Words and files that are drawn for one task; no word comes twice."""
-
-  def __init__(self, rng: random.Random, words: Sequence[str]):
-    self.rng = rng
-    self._words = iter([word.lower() for word in rng.sample(words, 100)])
-
-  def word(self) -> str:
-    return next(self._words)
-
-  def name(self, ending: str = 'txt') -> str:
-    return f'{self.word()}.{ending}'
-
-  def lines(self, least: int = 3, most: int = 6) -> list[str]:
-    count = self.rng.randint(least, most)
-    return [f'{self.word()} {self.rng.randint(1, 99)}' for _ in range(count)]
-
-  def files(self, count: int) -> dict[str, str]:
-    return {self.name(): _join(self.lines()) for _ in range(count)}
-
-  def ask(self, *wordings: str, **words: str) -> str:
-    return self.rng.choice(wordings).format(**words)
-
-
-def _join(lines: Sequence[str]) -> str:
-  return ''.join(f'{line}\n' for line in lines)
-
-
-def _count_lines(scene: _Scene) -> Chore:
-  files = scene.files(3)
-  name = scene.rng.choice([*files])
-  question = scene.ask('How many lines has {f}?', 'Count the lines of {f}.', f=name)
-  reply = str(files[name].count('\n'))
-  return Chore(question, files, {'reply': reply}, (f'wc -l {name}',))
-
-
-def _count_files(scene: _Scene) -> Chore:
-  kind, other, folder = scene.word()[:3], scene.word()[:4], scene.word()
-  count = scene.rng.randint(2, 5)
-  names = [scene.name(kind) for _ in range(count)]
-  files = {f'{folder}/' * scene.rng.randint(0, 1) + name: '' for name in names}
-  files[scene.name(other)] = ''
-  question = scene.ask(
-    'How many .{k} files are there, also in folders?',
-    'Count the files whose name ends with .{k}, in all folders.',
-    k=kind,
-  )
-  command = f"find . -name '*.{kind}' | wc -l"
-  return Chore(question, files, {'reply': str(count)}, (command,))
-
-
-def _count_word(scene: _Scene) -> Chore:
-  name, word, count = scene.name(), scene.word(), scene.rng.randint(1, 4)
-  lines = [f'{scene.word()} {word}' for _ in range(count)] + scene.lines(2, 4)
-  scene.rng.shuffle(lines)
-  question = scene.ask(
-    'How many lines of {f} have the word {w}?', 'Count the lines of {f} with {w}.',
-    f=name, w=word,
-  )  # fmt: skip
-  command = f'grep -cw {word} {name}'
-  return Chore(question, {name: _join(lines)}, {'reply': str(count)}, (command,))
-
-
-def _find_file(scene: _Scene) -> Chore:
-  files, folder = scene.files(3), scene.word()
-  files = {f'{folder}/{name}': text for name, text in files.items()}
-  path = scene.rng.choice([*files])
-  word = files[path].split()[0]
-  question = scene.ask(
-    'Which file in {d} has the word {w}?',
-    'In which file of {d} is {w}?',
-    d=folder,
-    w=word,
-  )
-  answer = {'reply': path.partition('/')[2]}
-  return Chore(question, files, answer, (f'cd {folder}', f'grep -lw {word} *'))
-
-
-def _find_line(scene: _Scene) -> Chore:
-  name, lines = scene.name(), [scene.word() for _ in range(scene.rng.randint(4, 7))]
-  number = scene.rng.randint(2, len(lines))
-  question = scene.ask('What is line {n} of {f}?', n=str(number), f=name)
-  answer = {'reply': lines[number - 1]}
-  return Chore(question, {name: _join(lines)}, answer, (f'sed -n {number}p {name}',))
-
-
-def _add_numbers(scene: _Scene) -> Chore:
-  name, lines = scene.name(), scene.lines()
-  question = scene.ask('What is the sum of the numbers in {f}?', f=name)
-  total = sum(int(line.split()[1]) for line in lines)
-  command = f"awk '{{s += $2}} END {{print s}}' {name}"
-  return Chore(question, {name: _join(lines)}, {'reply': str(total)}, (command,))
-
-
-def _find_longest(scene: _Scene) -> Chore:
-  names, counts = [scene.name() for _ in range(3)], scene.rng.sample(range(2, 8), 3)
-  files = {n: _join(scene.lines(c, c)) for n, c in zip(names, counts, strict=True)}
-  question = scene.ask('Which file has the most lines?', 'Name the longest file.')
-  answer = {'reply': names[counts.index(max(counts))]}
-  return Chore(question, files, answer, ('wc -l * | sort -n | tail -2 | head -1',))
-
-
-def _rename(scene: _Scene) -> Chore:
-  files, new = scene.files(3), scene.name()
-  old = scene.rng.choice([*files])
-  question = scene.ask('Rename {o} to {n}.', 'Give {o} the name {n}.', o=old, n=new)
-  answer = {'files': {old: None, new: files[old]}}
-  return Chore(question, files, answer, (f'mv {old} {new}',))
-
-
-def _delete(scene: _Scene) -> Chore:
-  files, kind = scene.files(2), scene.word()[:3]
-  gone = [f'{scene.word()}/{scene.name(kind)}', scene.name(kind)]
-  files |= {path: _join(scene.lines()) for path in gone}
-  question = scene.ask('Delete all .{k} files, also in folders.', k=kind)
-  answer = {'files': dict.fromkeys(gone)}
-  return Chore(question, files, answer, (f"find . -name '*.{kind}' -delete",))
-
-
-def _copy(scene: _Scene) -> Chore:
-  files, folder = scene.files(3), scene.word()
-  name = scene.rng.choice([*files])
-  question = scene.ask('Copy {f} into a new folder {d}.', f=name, d=folder)
-  answer = {'files': {f'{folder}/{name}': files[name]}}
-  return Chore(question, files, answer, (f'mkdir {folder}', f'cp {name} {folder}'))
-
-
-def _replace(scene: _Scene) -> Chore:
-  files, new = scene.files(2), scene.word()
-  name = scene.rng.choice([*files])
-  old = scene.rng.choice(files[name].split()[::2])
-  question = scene.ask(
-    'Write {n} for {o} in {f}.', 'Replace {o} by {n} in {f}.', o=old, n=new, f=name
-  )
-  lines = [' '.join(new if w == old else w for w in line.split(' ')) for line in
-           files[name].splitlines()]  # fmt: skip
-  answer = {'files': {name: _join(lines)}}
-  return Chore(question, files, answer, (rf"sed -i 's/\b{old}\b/{new}/' {name}",))
-
-
-def _append(scene: _Scene) -> Chore:
-  files, word = scene.files(2), scene.word()
-  name = scene.rng.choice([*files])
-  question = scene.ask('Add a line {w} at the end of {f}.', w=word, f=name)
-  answer = {'files': {name: f'{files[name]}{word}\n'}}
-  return Chore(question, files, answer, (f'echo {word} >> {name}',))
-
-
-def _sort(scene: _Scene) -> Chore:
-  files, new = scene.files(2), scene.name()
-  name = scene.rng.choice([*files])
-  question = scene.ask('Write the sorted lines of {f} to {n}.', f=name, n=new)
-  answer = {'files': {new: _join(sorted(files[name].splitlines()))}}
-  return Chore(question, files, answer, (f'sort {name} > {new}',))
-
-
-def _delete_found(scene: _Scene) -> Chore:
-  files = scene.files(4)
-  name = scene.rng.choice([*files])
-  word = files[name].split()[0]
-  question = scene.ask('Delete the file that has the word {w}.', w=word)
-  return Chore(question, files, {'files': {name: None}}, (f'rm $(grep -lw {word} *)',))
-
-
-# What a program does; its lines; what it computes; the wrong lines, by their numbers.
-_PROGRAMS: tuple[tuple[str, str, Callable[[list[int]], int], dict[int, str]], ...] = (
-  ('adds its numbers',
-   'total=0\nfor n in "$@"; do\n  total=$((total + n))\ndone\necho $total\n',
-   sum, {1: 'total=1', 3: '  total=$((total - n))'}),
-  ('prints its largest number',
-   'most=$1\nfor n in "$@"; do\n  [ $n -gt $most ] && most=$n\ndone\necho $most\n',
-   max, {3: '  [ $n -lt $most ] && most=$n', 5: 'echo $n$most'}),
-  ('counts its numbers above 9',
-   'count=0\nfor n in "$@"; do\n  [ $n -gt 9 ] && count=$((count + 1))\ndone\n'
-   'echo $count\n',
-   lambda numbers: sum(n > 9 for n in numbers),
-   {1: 'count=6', 3: '  [ $n -lt 9 ] && count=$((count + 1))'}),
-)  # fmt: skip
-
-
-def _fix(scene: _Scene) -> Chore:
-  name = scene.name('sh')
-  purpose, program, compute, mistakes = scene.rng.choice(_PROGRAMS)
-  right = program.splitlines()
-  lines = [mistakes.get(number, line) for number, line in enumerate(right, 1)]
-
-  def make_test(cases: int) -> str:
-    checks = []
-    for _ in range(cases):
-      numbers = scene.rng.sample(range(1, 30), 5)
-      shown = ' '.join(map(str, numbers))
-      checks.append(f'[ "$(sh {name} {shown})" = {compute(numbers)} ] || exit 1')
-    return _join([*checks, 'echo passed'])
-
-  question = scene.ask(
-    '{f} {p}. Two of its lines are wrong. Mend them, so that sh test.sh prints passed.',
-    f=name,
-    p=purpose,
-  )
-  # The hidden test has other numbers, so that none can be written into the program.
-  test = {'command': 'sh test.sh', 'files': {'test.sh': make_test(4)}}
-  commands = [f"sed -i '{n}s/.*/{_quote(right[n - 1])}/' {name}" for n in mistakes]
-  files = {name: _join(lines), 'test.sh': make_test(1)}
-  answer = {'test': test, 'edited': [name]}
-  return Chore(question, files, answer, (f'cat {name}', *commands, 'sh test.sh'))
-
-
-def _quote(line: str) -> str:
-  return line.replace('\\', r'\\').replace('/', r'\/').replace('&', r'\&')
-
-
-TRAINED: dict[str, Callable[[_Scene], Chore]] = {
-  'count lines': _count_lines,
-  'count files': _count_files,
-  'count a word': _count_word,
-  'find a file': _find_file,
-  'find a line': _find_line,
-  'add numbers': _add_numbers,
-  'rename': _rename,
-  'delete': _delete,
-  'copy': _copy,
-  'replace': _replace,
-  'append': _append,
-  'fix': _fix,
-}
-HELD_OUT: dict[str, Callable[[_Scene], Chore]] = {
-  'find the longest': _find_longest,
-  'sort': _sort,
-  'delete what is found': _delete_found,
-}
-KINDS = TRAINED | HELD_OUT
+TRAINED, HELD_OUT, KINDS = kinds_lib.TRAINED, kinds_lib.HELD_OUT, kinds_lib.KINDS
+# What becomes of a demonstration. 'look': lists the files and then gives up, with a guess
+# where there is a question; 'guess': does so at once. Most only look, so that a greedy
+# policy does too.
+MIXTURE = {'right': 0.33, 'look': 0.62, 'guess': 0.05}
+# Shares of what is practised: demonstrations, and first commands of all kinds.
+PRACTICE = {'demonstration': 0.6, 'command': 0.4}
+_NOTHING = '(The command printed nothing.)'  # As the shell tool says it.
 
 
 def tasks(
@@ -269,7 +39,7 @@ def tasks(
   """Makes chores, each kind as often as the others.
 
   Args:
-    seed: The seed of everything random.
+    seed: The seed of everything random; equal arguments make equal tasks.
     n: How many.
     split: The split of miniwiki's words that names and contents are made of: 'base' and
       'train', 'dev' for choosing settings, 'test' for numbers to report.
@@ -277,23 +47,154 @@ def tasks(
 
   Returns:
     Tasks for chores.TerminalEnv. `info` has, beside what that reads, the kind and the
-    solution: `commands`, and `reply` that ends the episode.
+    solution: `commands`, what they print, and `reply` that ends the episode.
   """
   if unknown := {*kinds} - {*KINDS}:
     raise ValueError(f'kinds: {sorted(unknown)} are none of {", ".join(KINDS)}')
   rng = random.Random(f'terminal {seed} {split} {" ".join(kinds)}')
-  words, made = world.words(split), []
-  for number in range(n):
-    kind = kinds[number % len(kinds)]
-    chore = KINDS[kind](_Scene(rng, words))
-    known = chore.answer.get('reply')
-    info = {
-      'kind': kind,
-      'question': chore.question,
-      'files': chore.files,
-      'commands': list(chore.commands),
-      'reply': 'Done.' if known is None else f'<answer>{known}</answer>',
-    }
-    task = types.Task(f'{split}-{seed}-{number}', [], chore.answer, info)
-    made.append(chores.agent_task(task))
-  return made
+  return [
+    _make_task(rng, f'{split}-{seed}-{number}', split, kinds[number % len(kinds)])
+    for number in range(n)
+  ]
+
+
+def _make_task(rng, task_id, split, kind) -> types.Task:
+  chore = KINDS[kind](kinds_lib.Scene(rng, words_lib.words(split)))
+  known = chore.answer.get('reply')
+  info = {
+    'kind': kind,
+    'question': chore.question,
+    'files': chore.files,
+    'commands': list(chore.commands),
+    'prints': chore.printed,
+    'reply': 'Done.' if known is None else f'<answer>{known}</answer>',
+  }
+  return chores.agent_task(types.Task(task_id, [], chore.answer, info))
+
+
+def ask(task: types.Task) -> types.Task:
+  """Returns the task with the chore alone in its prompt."""
+  messages = [{'role': 'user', 'content': task.info['question']}]
+  return dataclasses.replace(task, messages=messages)
+
+
+def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
+  """Makes the held-out sets: of the trained kinds, and of others."""
+  sets = {'new_names': TRAINED, 'new_kinds': HELD_OUT}
+  return {
+    name: [ask(task) for task in tasks(seed, n, split, tuple(kinds))]
+    for name, kinds in sets.items()
+  }
+
+
+def make_env_alone() -> env.ToolEnv:
+  """Makes an environment without the shell: what can be guessed is rewarded."""
+  return env.ToolEnv([], _score_guess)
+
+
+def _score_guess(task, messages) -> dict[str, float]:
+  reply = qa.extract_answer(messages[-1]['content'])
+  done = chores.is_done(task, reply, task.info['files']) and 'test' not in task.answer
+  return {'done': float(done)}
+
+
+def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:
+  """How the tasks are asked: with the shell, or alone."""
+  return {'direct': (sets, make_env_alone), 'tools': (sets, chores.TerminalEnv)}
+
+
+def examples(seed: int) -> Iterator[world_lib.Example]:
+  """Yields what is practised, without end; no episode of a kind that is held out."""
+  rng = random.Random(f'terminal examples {seed}')
+  while True:
+    practice = rng.choices([*PRACTICE], [*PRACTICE.values()])[0]
+    kinds = [*(TRAINED if practice == 'demonstration' else KINDS)]
+    task = _make_task(rng, '', 'base', rng.choice(kinds))
+    if practice == 'demonstration':
+      fate = rng.choices([*MIXTURE], [*MIXTURE.values()])[0]
+      yield world_lib.Example(demonstrate(task, rng, fate), kind=fate)
+    else:
+      messages = [
+        {'role': 'user', 'content': f'{task.info["question"]} First?'},
+        _say(call(task.info['commands'][0])),
+      ]
+      yield world_lib.Example(messages, tools=False, kind='command')
+
+
+def demonstrate(
+  task: types.Task, rng: random.Random, fate: str = 'right'
+) -> list[types.Message]:
+  """Writes an episode with the shell, right or as `fate` says."""
+  messages, info = [*ask(task).messages], task.info
+  listing = ''.join(
+    f'{n}\n' for n in sorted({path.split('/')[0] for path in info['files']})
+  )
+  steps = {
+    'right': zip(info['commands'], info['prints'], strict=True),
+    'look': [('ls', listing)],
+    'guess': [],
+  }[fate]
+  for command, printed in steps:
+    messages.append(_say(call(command)))
+    messages.append({'role': 'tool', 'name': 'shell', 'content': printed or _NOTHING})
+  reply = info['reply']
+  if fate != 'right' and 'reply' in task.answer:
+    number = str(rng.randint(1, 9))
+    guess = number if task.answer['reply'].isdigit() else listing.split('\n')[0]
+    reply = f'<answer>{guess}</answer>'
+  return [*messages, _say(reply)]
+
+
+def call(command: str) -> str:
+  """The call that runs a command."""
+  return call_formats.HERMES.render(calls.ToolCall('shell', {'command': command}))
+
+
+def _say(content: str) -> types.Message:
+  return {'role': 'assistant', 'content': content}
+
+
+def text_of(example: world_lib.Example) -> Iterator[str]:
+  """Yields an example's texts, and with some the numbers that are counted."""
+  yield from world_lib.texts_of(example)
+  if example.kind == 'guess':
+    yield '\n'.join(map(str, range(500)))
+
+
+def _schemas():
+  """Returns the shell tool's schema; where no shell can be confined, this fails first."""
+  session = shell.Session()
+  try:
+    return [shell.shell_tool(session).schema]
+  finally:
+    session.close()
+
+
+def _is(kind: str, task: types.Task) -> bool:
+  return kind == next(k for k in ('test', 'files', 'reply') if k in task.answer)
+
+
+WORLD = world_lib.World(
+  examples=examples,
+  text=lambda example: [*text_of(example)],
+  schemas=_schemas,
+  tasks=lambda seed, n: [ask(task) for task in tasks(seed, n)],
+  held_out=held_out,
+  methods=methods,
+  labels={'direct': 'Without the tool', 'tools': 'Base policy'},
+  score='reward/done',
+  kinds={
+    'questions': lambda task: _is('reply', task),
+    'changes': lambda task: _is('files', task),
+    'repairs': lambda task: _is('test', task),
+  },
+  config=config_lib.Config(
+    schedule=config_lib.Schedule(steps=30, tasks=12, samples=8, eval_every=10),
+    limits=config_lib.Limits(max_turns=8, max_turn_tokens=80),
+    optimizer=config_lib.Optimizer(learning_rate=2e-4),
+    engine=config_lib.Engine(slots=640, decode_steps=16, replicas=2),
+  ),
+  base=sft.Config(steps=900, rows=4, row_tokens=512, learning_rate=2.5e-3),
+  vocab=1400,
+  also=('direct',),
+)

@@ -1,0 +1,324 @@
+"""Programs from sentences of MBPP's form, which leave open what exactly is meant.
+
+'Write a function gulkin that sorts it and then keeps the start.' Each of the two steps
+can be read in two ways, as sentences of MBPP often can; the visible test decides. Who has
+the Python tool can try one reading after the other. agent_r1_jax.tasks.programming asks
+agent_r1_jax.tools.python in its sandbox, and runs the visible test after the code.
+
+What is held out: names and tests, pairs of steps that are in no program practised or
+trained, and programs of three steps.
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import functools
+import itertools
+import random
+from typing import Any, NamedTuple
+import zlib
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import sft, types
+from agent_r1_jax.agent import call_formats, calls, env
+from agent_r1_jax.tasks import programming
+from agent_r1_jax.tools import python, sandbox
+from experiments import comparison
+from experiments.miniwiki import world as words_lib
+from experiments.worlds import world as world_lib
+
+
+class Step(NamedTuple):
+  """A step of a program.
+
+  Attributes:
+    says: The words.
+    takes: The type of its input: 'list', 'text' or 'number'.
+    gives: The type of its output.
+    readings: What it may mean: statements that change x.
+  """
+
+  says: str
+  takes: str
+  gives: str
+  readings: tuple[str, str]
+
+
+def _steps(takes: str, *rows: tuple[str, str, str, str]) -> list[Step]:
+  return [Step(says, takes, gives, (one, two)) for says, gives, one, two in rows]
+
+
+STEPS = (
+  *_steps(
+    'list',
+    ('sorts it', 'list', 'x = sorted(x)', 'x = sorted(x)[::-1]'),
+    ('keeps the large ones', 'list', 'x = [n for n in x if n > 9]',
+     'x = [n for n in x if n > 20]'),
+    ('keeps the round ones', 'list', 'x = [n for n in x if n % 10 == 0]',
+     'x = [n for n in x if n % 5 == 0]'),
+    ('keeps the start', 'list', 'x = x[:2]', 'x = x[:3]'),
+    ('keeps the end', 'list', 'x = x[-2:]', 'x = x[-3:]'),
+    ('skips every other', 'list', 'x = x[::2]', 'x = x[1::2]'),
+    ('scales all', 'list', 'x = [n * 2 for n in x]', 'x = [n * 10 for n in x]'),
+    ('moves all by one', 'list', 'x = [n + 1 for n in x]', 'x = [n - 1 for n in x]'),
+    ('drops the repeated', 'list', 'x = list(dict.fromkeys(x))',
+     'x = [n for n in x if x.count(n) == 1]'),
+    ('adds all', 'number', 'x = sum(x)', 'x = sum(n * n for n in x)'),
+    ('counts them', 'number', 'x = len(x)', 'x = len(set(x))'),
+    ('finds the extreme', 'number', 'x = max(x, default=0)', 'x = min(x, default=0)'),
+  ),
+  *_steps(
+    'text',
+    ('reverses it', 'text', 'x = x[::-1]', "x = ' '.join(x.split()[::-1])"),
+    ('changes the case', 'text', 'x = x.upper()', 'x = x.title()'),
+    ('shortens it', 'text', 'x = x[:5]', "x = x.partition(' ')[0]"),
+    ('joins the words', 'text', "x = x.replace(' ', '')", "x = x.replace(' ', '-')"),
+    ('doubles it', 'text', 'x = x + x', "x = x + ' ' + x"),
+    ('measures it', 'number', 'x = len(x)', 'x = len(x.split())'),
+    ('numbers the letters', 'list', 'x = [ord(c) for c in x]',
+     'x = [ord(c) - 96 for c in x]'),
+    ('measures the words', 'list', 'x = [len(w) for w in x.split()]',
+     'x = sorted(len(w) for w in x.split())'),
+  ),
+  *_steps(
+    'number',
+    ('divides while it can', 'number', 'while x and x % 2 == 0: x = x // 2',
+     'while x and x % 3 == 0: x = x // 3'),
+    ('rounds it', 'number', 'x = x // 10 * 10', 'x = -(-x // 10) * 10'),
+    ('multiplies it', 'number', 'x = x * 2', 'x = x * 3'),
+    ('adds the numbers below', 'number', 'x = sum(range(x))', 'x = sum(range(x + 1))'),
+    ('takes the digits apart', 'list', 'x = [int(d) for d in str(x)]',
+     'x = [int(d) for d in str(x)[::-1]]'),
+    ('lists its multiples', 'list', 'x = [x, x * 2]', 'x = [x, x * 2, x * 3]'),
+  ),
+)  # fmt: skip
+PRACTISED, LONGER = 2, 3  # Steps of a program.
+# What becomes of a demonstration. 'stop': answers after the first try, whatever it gave;
+# 'guess': answers without a try. Most stop, so that a greedy policy does too.
+MIXTURE = {'right': 0.33, 'stop': 0.62, 'guess': 0.05}
+# Shares of what is practised: demonstrations, single steps, and programs without a tool.
+PRACTICE = {'demonstration': 0.6, 'step': 0.25, 'alone': 0.15}
+_HIDDEN_TESTS = 3
+_LONGEST = 50  # Characters of what the visible test expects.
+_TEXT = 'Write a function {name} that {steps}.'
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """A problem.
+
+  Attributes:
+    name: The name of the function.
+    steps: The steps in words.
+    readings: Programs by all readings, in the order in which they are tried.
+    right: The number of the one that is meant.
+    inputs: Arguments of the tests; the first is the visible test's.
+  """
+
+  name: str
+  steps: tuple[Step, ...]
+  readings: tuple[str, ...]
+  right: int
+  inputs: tuple[Any, ...]
+
+  @property
+  def text(self) -> str:
+    """The problem in words."""
+    says = ' and then '.join(step.says for step in self.steps)
+    return _TEXT.format(name=self.name, steps=says)
+
+
+def is_held_out(steps: Sequence[Step]) -> bool:
+  """Whether two neighbours are a pair that is never practised: a quarter of them."""
+  return any(
+    zlib.crc32(f'{a.says} {b.says}'.encode()) % 4 == 0
+    for a, b in itertools.pairwise(steps)
+  )
+
+
+def make_problem(rng: random.Random, split: str, length: int, held_out: bool) -> Problem:
+  """Draws a problem whose visible test passes by one reading only.
+
+  Args:
+    rng: Draws everything.
+    split: The split of miniwiki's words that the function's name is of.
+    length: The number of steps.
+    held_out: Whether it has a pair of steps that is never practised.
+  """
+  name = rng.choice(words_lib.words(split)).lower()
+  while True:
+    steps = [rng.choice(STEPS)]
+    while len(steps) < length:
+      steps.append(rng.choice([s for s in STEPS if s.takes == steps[-1].gives]))
+    if len({*steps}) < length or is_held_out(steps) != held_out:
+      continue
+    readings = tuple(
+      write_program(name, lines)
+      for lines in itertools.product(*(s.readings for s in steps))
+    )
+    right = rng.randrange(len(readings))
+    for _ in range(20):
+      first = _draw_input(rng, steps[0].takes)
+      values = [_run(program, name, first) for program in readings]
+      if values.count(values[right]) == 1 and len(repr(values[right])) <= _LONGEST:
+        rest = (_draw_input(rng, steps[0].takes) for _ in range(_HIDDEN_TESTS))
+        return Problem(name, tuple(steps), readings, right, (first, *rest))
+
+
+def write_program(name: str, lines: Sequence[str]) -> str:
+  """Writes a function of one argument."""
+  return '\n '.join([f'def {name}(x):', *lines, 'return x'])
+
+
+def _draw_input(rng, takes):
+  if takes == 'number':
+    return rng.randint(11, 99)
+  if takes == 'text':
+    return ' '.join(rng.choice(words_lib.words('base')).lower() for _ in range(3))
+  return [rng.choice((rng.randint(1, 30), 10, 20, 25)) for _ in range(rng.randint(5, 6))]
+
+
+def _run(program, name, value):
+  """Runs a program of this file."""
+  scope: dict[str, Any] = {}
+  exec(program, scope)
+  return scope[name](value)
+
+
+def make_task(task_id: str, problem: Problem) -> types.Task:
+  """Makes the task of a problem, in MBPP's form."""
+  name, program = problem.name, problem.readings[problem.right]
+  checks = [f'{name}({v!r}) == {_run(program, name, v)!r}' for v in problem.inputs]
+  tests = ['', *(f'assert {check}' for check in checks)]
+  task = programming.make_mbpp_task(task_id, problem.text, tests, name)
+  info = task.info | {'check': checks[0], 'right': problem.right}
+  return dataclasses.replace(task, info=info)
+
+
+def make_tasks(
+  seed: int, n: int, split: str, length: int = PRACTISED, held_out: bool = False
+) -> list[types.Task]:
+  """Makes tasks; equal arguments make equal tasks."""
+  rng = random.Random(f'programs {seed} {split} {length} {held_out}')
+  return [
+    make_task(f'programs-{split}-{seed}-{i}', make_problem(rng, split, length, held_out))
+    for i in range(n)
+  ]
+
+
+def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
+  """Makes the held-out sets, by their names."""
+  return {
+    'new_programs': make_tasks(seed, n, split),
+    'new_pairs': make_tasks(seed, n, split, held_out=True),
+    'longer': make_tasks(seed, n, split, LONGER),
+  }
+
+
+class TriedEnv(env.ToolEnv):
+  """The Python tool, which runs the visible test after the code and prints its value."""
+
+  def __init__(self, box: sandbox.Sandbox, judge: programming.Judge):
+    tool = python.python_tool(box)
+
+    def run(code: str) -> str:
+      return tool.fn(f'{code}\nprint({self.task.info["check"]})')
+
+    tools = [dataclasses.replace(tool, fn=run)]
+    super().__init__(tools, judge.reward, metrics=judge.metrics)
+
+
+@functools.cache
+def _judge() -> programming.Judge:
+  return programming.Judge()
+
+
+@functools.cache
+def _box() -> sandbox.Sandbox:
+  return sandbox.Sandbox()
+
+
+def make_env() -> TriedEnv:
+  """Makes an environment with the Python tool."""
+  return TriedEnv(_box(), _judge())
+
+
+def make_env_alone() -> env.ToolEnv:
+  """Makes an environment without tools."""
+  return env.ToolEnv([], _judge().reward, metrics=_judge().metrics)
+
+
+def examples(seed: int) -> Iterator[world_lib.Example]:
+  """Yields what is practised, without end; no pair of steps that is held out."""
+  rng = random.Random(f'programs examples {seed}')
+  while True:
+    kind = rng.choices([*PRACTICE], [*PRACTICE.values()])[0]
+    if kind == 'step':
+      step = rng.choice(STEPS)
+      number = rng.randrange(2)
+      asked = f'{step.says}, reading {number + 1}?'
+      yield _talk(asked, step.readings[number], kind)
+      continue
+    problem = make_problem(rng, 'base', PRACTISED, held_out=False)
+    task = make_task('', problem)
+    if kind == 'alone':
+      program = problem.readings[rng.randrange(len(problem.readings))]
+      yield _talk(task.messages[0]['content'], _block(program), kind)
+    else:
+      fate = rng.choices([*MIXTURE], [*MIXTURE.values()])[0]
+      yield world_lib.Example(demonstrate(problem, fate), kind=fate)
+
+
+def demonstrate(problem: Problem, fate: str = 'right') -> list[types.Message]:
+  """Writes an episode with the Python tool, right or as `fate` says."""
+  messages = [*make_task('', problem).messages]
+  last = {'right': problem.right, 'stop': 0, 'guess': -1}[fate]
+  for number in range(last + 1):
+    messages.append(_say(call(problem.readings[number])))
+    found = str(number == problem.right)
+    messages.append({'role': 'tool', 'name': 'python', 'content': f'{found}\n'})
+  return [*messages, _say(_block(problem.readings[max(last, 0)]))]
+
+
+def call(program: str) -> str:
+  """The call that tries a program."""
+  return call_formats.HERMES.render(calls.ToolCall('python', {'code': program}))
+
+
+def _block(program: str) -> str:
+  return f'```python\n{program}\n```'
+
+
+def _say(content: str) -> types.Message:
+  return {'role': 'assistant', 'content': content}
+
+
+def _talk(asked: str, reply: str, kind: str) -> world_lib.Example:
+  messages = [{'role': 'user', 'content': asked}, _say(reply)]
+  return world_lib.Example(messages, tools=False, kind=kind)
+
+
+def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:
+  """How the tasks are asked: with the Python tool, or alone."""
+  return {'direct': (sets, make_env_alone), 'tools': (sets, make_env)}
+
+
+WORLD = world_lib.World(
+  examples=examples,
+  text=world_lib.texts_of,
+  schemas=lambda: [python.python_tool(_box()).schema],
+  tasks=functools.partial(make_tasks, split='train'),
+  held_out=held_out,
+  methods=methods,
+  labels={'direct': 'Without the tool', 'tools': 'Base policy'},
+  score='passed',
+  kinds={f'reading {n + 1}': lambda task, n=n: task.info['right'] == n for n in range(4)},
+  config=config_lib.Config(
+    schedule=config_lib.Schedule(steps=30, tasks=12, samples=8, eval_every=10),
+    limits=config_lib.Limits(max_turns=10, max_turn_tokens=100),
+    optimizer=config_lib.Optimizer(learning_rate=2e-4),
+    engine=config_lib.Engine(slots=1024, decode_steps=16, replicas=2),
+  ),
+  base=sft.Config(steps=800, rows=4, row_tokens=512, learning_rate=2.5e-3),
+  vocab=1400,
+  also=('direct',),
+)
