@@ -96,14 +96,12 @@ def test_splits_share_no_map():
   assert lake.make_tasks(3, 9, 'dev', (4,)) != lake.make_tasks(4, 9, 'dev', (4,))
 
 
-def test_practice_is_careful_and_later_in_some_games(monkeypatch):
-  monkeypatch.setattr(lake, 'ALONE', 100)
-  careful = [
-    all(
-      games.find_action(reply['content']) == lake.choose_careful(text['content'])
-      for text, reply in itertools.pairwise(example.messages)
-      if reply['role'] == 'assistant'
-    )
-    for example in itertools.islice(lake.examples(0), 400)
-  ]
-  assert all(careful[:100]) and 0.35 < sum(careful[100:]) / 300 < 0.55
+def test_practice_wanders_on_ice():
+  moves = collections.Counter()
+  for example in itertools.islice(lake.examples(0), 400):
+    for text, reply in itertools.pairwise(example.messages):
+      if reply['role'] == 'assistant':
+        move = games.find_action(reply['content'])
+        moves[move] += 1
+        assert move in text['content'] or 'go' not in text['content']
+  assert moves['go right'] > 1.3 * moves['go left'] > 0

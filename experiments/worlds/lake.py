@@ -4,17 +4,15 @@ The map is drawn anew each turn, and below it stands where one can go without fa
 reply names a move. With probability --lake_slip the agent goes to one of the two sides
 instead. An episode ends on the goal, in a hole, or after STEPS moves.
 
-The base policy practises games of two players. The careful one makes the first move of
-CHOICES that ends on ice if it does not slip. The careless one does not look: half of its
-moves are right or down, the others any. The first ALONE games are all careful (with both
-players from the start, a policy did not learn to look), and CAREFUL of the later ones.
+The base policy practises games of a player who wanders: its moves end on ice if it does
+not slip, and are otherwise chosen at random, right and down FORWARD times as often as
+left and up. So the policy looks where it goes, and RL has something to choose from.
 """
 
 import collections
 from collections.abc import Iterator
 import functools
 import hashlib
-import itertools
 import random
 from typing import Any
 
@@ -28,11 +26,9 @@ from experiments.worlds import world as world_lib
 STEPS = 20  # The most moves of an episode.
 # In the order of Gymnasium's actions.
 MOVES = ('go left', 'go down', 'go right', 'go up')
-FORWARD = (MOVES[1], MOVES[2])
-CHOICES = ('go right', 'go down', 'go up', 'go left')
+FORWARD = {'go down': 2, 'go right': 2}
 # Sides of the maps: those of RL, and those that only the base policy practises.
 TRAINED, PRACTISED = (4, 5), (6,)
-ALONE, CAREFUL = 2200, 0.4
 _CHANGES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 _SIGNS = {'S': '.', 'F': '.', 'H': 'O', 'G': 'G'}
 _FROZEN = 0.8  # Share of the cells that are ice.
@@ -185,13 +181,12 @@ def make_env(slip: float | None = None, reward: str | None = None) -> games.Game
 def examples(seed: int) -> Iterator[world_lib.Example]:
   """Yields the first moves of games."""
   rng = random.Random(f'lake examples {seed}')
-  for number in itertools.count():
+  while True:
     lake = Lake(make_map(rng, rng.choice(TRAINED + PRACTISED), 'train'), 1 / 3, 'sparse')
-    careful = number < ALONE or rng.random() < CAREFUL
     messages = list(games.make_task('').messages)
     text, _ = lake.reset(seed=rng.getrandbits(31))
     for _ in range(6):
-      move = choose_careful(text) if careful else _choose_careless(rng)
+      move = wander(text, rng)
       messages.append({'role': 'user', 'content': text})
       messages.append({'role': 'assistant', 'content': f'<action> {move}</action>'})
       text, _, ended, _, _ = lake.step(move)
@@ -200,13 +195,10 @@ def examples(seed: int) -> Iterator[world_lib.Example]:
     yield world_lib.Example(messages)
 
 
-def choose_careful(text: str) -> str:
-  """Returns the careful player's move."""
-  return next((move for move in CHOICES if move in text), CHOICES[0])
-
-
-def _choose_careless(rng) -> str:
-  return rng.choice(MOVES if rng.random() < 0.5 else FORWARD)
+def wander(text: str, rng: random.Random) -> str:
+  """Returns a move of the player who wanders; any, where no move ends on ice."""
+  moves = [move for move in MOVES if move in text] or MOVES
+  return rng.choices(moves, [FORWARD.get(move, 1) for move in moves])[0]
 
 
 WORLD = world_lib.World(
