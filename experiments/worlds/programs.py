@@ -3,6 +3,7 @@
 'Write a function gulkin that sorts it and then keeps the start.' Each of the two steps
 can be read in two ways, as sentences of MBPP often can; the visible test decides. Who has
 the Python tool can try one reading after the other. agent_r1_jax.tasks.programming asks
+and judges, with hidden tests, as it does for a user of a large model; the tool is
 agent_r1_jax.tools.python in its sandbox, and runs the visible test after the code.
 
 What is held out: names and tests, pairs of steps that are in no program practised or
