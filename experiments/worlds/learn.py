@@ -42,11 +42,20 @@ ALGORITHMS: Mapping[str, algorithms.Algorithm] = {
   'ppo': algorithms.ppo(kl_coef=0.0),
   'reinforce++': algorithms.reinforce_plus_plus(kl_coef=0.0),
   'rloo': algorithms.rloo(kl_coef=0.0),
+  'gigpo': algorithms.gigpo(kl_coef=0.0),
+}
+# The cells of the paper's Table 4.
+MASKS: Mapping[str, Mapping[str, bool]] = {
+  'both': {},
+  'no_loss_mask': {'loss_mask': False},
+  'no_advantage_mask': {'advantage_mask': False},
+  'none': {'loss_mask': False, 'advantage_mask': False},
 }
 _SHOWN = 3000  # Examples that the tokenizer is trained on.
 
 _WORLD = flags.DEFINE_enum('world', None, [*WORLDS], 'The world.', required=True)
 _ALGORITHM = flags.DEFINE_enum('algorithm', 'grpo', [*ALGORITHMS], 'The algorithm.')
+_MASKS = flags.DEFINE_enum('masks', 'both', [*MASKS], 'Masks of loss and advantages.')
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/world', 'Where everything is written.')
 _TASKS = flags.DEFINE_integer('tasks', 4096, 'Tasks to train on.', 1)
 _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Held-out tasks of each set.', 1)
@@ -67,7 +76,8 @@ def main(_):
     config.model.path = str(make_base(world, config.seed, workdir / 'base'))
   print(json.dumps(dataclasses.asdict(config), indent=2))
   made, seed = time.time() - start, _HELD_OUT_SEED.value
-  folder = workdir / _ALGORITHM.value
+  trained = _ALGORITHM.value + ('' if _MASKS.value == 'both' else f'_{_MASKS.value}')
+  folder = workdir / trained
   numbers, seconds = comparison.run(
     config,
     folder,
@@ -83,9 +93,9 @@ def main(_):
     world.methods(world.held_out(seed, _HELD_OUT.value, _SPLIT.value)),
     tasks=world.tasks(config.seed, _TASKS.value),
     evals=world.held_out(seed, _WATCHED.value, 'dev'),
-    algorithm=ALGORITHMS[_ALGORITHM.value],
-    label=f'{_ALGORITHM.value} on {_WORLD.value}',
-    name=_ALGORITHM.value.upper(),
+    algorithm=ALGORITHMS[_ALGORITHM.value]._replace(**MASKS[_MASKS.value]),
+    label=f'{trained} on {_WORLD.value}',
+    name=trained.upper(),
     labels=world.labels,
     also=world.also,
   )
