@@ -99,6 +99,8 @@ MIXTURE = {'right': 0.33, 'stop': 0.62, 'guess': 0.05}
 # Shares of what is practised: demonstrations, single steps, and programs without a tool.
 PRACTICE = {'demonstration': 0.6, 'step': 0.25, 'alone': 0.15}
 _HIDDEN_TESTS = 3
+# Hundreds of episodes may end at a time, and the wait for a process counts.
+_JUDGE_SECONDS = 600.0
 _LONGEST = 50  # Characters of what the visible test expects.
 _TEXT = 'Write a function {name} that {steps}.'
 
@@ -218,19 +220,25 @@ def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
 class TriedEnv(env.ToolEnv):
   """The Python tool, which runs the visible test after the code and prints its value."""
 
-  def __init__(self, box: sandbox.Sandbox, judge: programming.Judge):
+  def __init__(self, box: sandbox.Sandbox):
+    """Makes the tool, which runs code in the sandbox."""
     tool = python.python_tool(box)
 
     def run(code: str) -> str:
       return tool.fn(f'{code}\nprint({self.task.info["check"]})')
 
     tools = [dataclasses.replace(tool, fn=run)]
-    super().__init__(tools, judge.reward, metrics=judge.metrics)
+    super().__init__(tools, _score, reward_seconds=_JUDGE_SECONDS)
 
 
 @functools.cache
 def _judge() -> programming.Judge:
   return programming.Judge()
+
+
+async def _score(task, messages) -> dict[str, float]:
+  """Judges once; Judge.reward and Judge.metrics would each run the tests."""
+  return {'passed': await _judge().reward(task, messages)}
 
 
 @functools.cache
@@ -240,12 +248,12 @@ def _box() -> sandbox.Sandbox:
 
 def make_env() -> TriedEnv:
   """Makes an environment with the Python tool."""
-  return TriedEnv(_box(), _judge())
+  return TriedEnv(_box())
 
 
 def make_env_alone() -> env.ToolEnv:
   """Makes an environment without tools."""
-  return env.ToolEnv([], _judge().reward, metrics=_judge().metrics)
+  return env.ToolEnv([], _score, reward_seconds=_JUDGE_SECONDS)
 
 
 def examples(seed: int) -> Iterator[world_lib.Example]:
@@ -311,7 +319,7 @@ WORLD = world_lib.World(
   held_out=held_out,
   methods=methods,
   labels={'direct': 'Without the tool', 'tools': 'Base policy'},
-  score='passed',
+  score='reward/passed',
   kinds={f'reading {n + 1}': lambda task, n=n: task.info['right'] == n for n in range(4)},
   config=config_lib.Config(
     schedule=config_lib.Schedule(steps=30, tasks=12, samples=8, eval_every=10),
