@@ -51,7 +51,8 @@ OWNERS = {
   'tenacity': f'{PACKAGE}/retrieval/client.py',
   'mcp': f'{PACKAGE}/tools/mcp_server.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
-  'gymnasium': f'{PACKAGE}/tasks/games.py experiments/worlds/lake.py',
+  'gymnasium': f'{PACKAGE}/tasks/games.py experiments/worlds/blackjack.py '
+  'experiments/worlds/lake.py',
   'textworld': f'{PACKAGE}/tasks/games.py {PACKAGE}/tasks/game_process.py',
   'alfworld': f'{PACKAGE}/tasks/game_process.py',
   'reasoning_gym': f'{PACKAGE}/tasks/reasoning.py',

@@ -27,11 +27,12 @@ from agent_r1_jax.report import summary
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train import evaluate
 from experiments import comparison, small_policy
-from experiments.worlds import arithmetic, lake, programs, terminal
+from experiments.worlds import arithmetic, blackjack, lake, programs, terminal
 from experiments.worlds import world as world_lib
 
 WORLDS: Mapping[str, world_lib.World] = {
   'arithmetic': arithmetic.WORLD,
+  'blackjack': blackjack.WORLD,
   'lake': lake.WORLD,
   'programs': programs.WORLD,
   'terminal': terminal.WORLD,
