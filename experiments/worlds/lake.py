@@ -37,7 +37,7 @@ _REWARDS = ('sparse', 'distance', 'discovery', 'hybrid')
 _SLIP = flags.DEFINE_float(
   'lake_slip', 1 / 3, 'The chance of a step to the side on the lake.', 0.0, 1.0
 )
-_REWARD = flags.DEFINE_enum('lake_reward', 'sparse', _REWARDS, 'The reward on the lake.')
+_REWARD = flags.DEFINE_enum('lake_reward', 'hybrid', _REWARDS, 'The reward on the lake.')
 
 
 class Lake:
