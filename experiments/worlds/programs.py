@@ -1,13 +1,13 @@
 """Programs from sentences of MBPP's form, which leave open what exactly is meant.
 
-'Write a function gulkin that sorts it and then keeps the start.' Each of the two steps
-can be read in two ways, as sentences of MBPP often can; the visible test decides. Who has
-the Python tool can try one reading after the other. agent_r1_jax.tasks.programming asks
+'Write a function f that sorts it and then keeps the start.' Each of the two steps can be
+read in two ways, as sentences of MBPP often can; the visible test decides. Who has the
+Python tool can try one reading after the other. agent_r1_jax.tasks.programming asks
 and judges, with hidden tests, as it does for a user of a large model; the tool is
 agent_r1_jax.tools.python in its sandbox, and runs the visible test after the code.
 
-What is held out: names and tests, pairs of steps that are in no program practised or
-trained, and programs of three steps.
+What is held out: the tests, and pairs of steps that are in no program practised or
+trained. No policy can know without a try which reading is meant.
 """
 
 from collections.abc import Iterator, Sequence
@@ -92,17 +92,17 @@ STEPS = (
     ('lists its multiples', 'list', 'x = [x, x * 2]', 'x = [x, x * 2, x * 3]'),
   ),
 )  # fmt: skip
-PRACTISED, LONGER = 2, 3  # Steps of a program.
+NAME = 'f'  # Of each function.
 # What becomes of a demonstration. 'stop': answers after the first try, whatever it gave;
 # 'guess': answers without a try. Most stop, so that a greedy policy does too.
 MIXTURE = {'right': 0.33, 'stop': 0.62, 'guess': 0.05}
 # Shares of what is practised: demonstrations, single steps, and programs without a tool.
 PRACTICE = {'demonstration': 0.6, 'step': 0.25, 'alone': 0.15}
 _HIDDEN_TESTS = 3
+_SPLITS = {0: 'test', 1: 'dev'}
 # Hundreds of episodes may end at a time, and the wait for a process counts.
 _JUDGE_SECONDS = 600.0
 _LONGEST = 50  # Characters of what the visible test expects.
-_TEXT = 'Write a function {name} that {steps}.'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,15 +110,13 @@ class Problem:
   """A problem.
 
   Attributes:
-    name: The name of the function.
-    steps: The steps in words.
+    steps: The steps.
     readings: Programs by all readings, in the order in which they are tried.
     right: The number of the one that is meant.
     inputs: Arguments of the tests; the first is the visible test's.
   """
 
-  name: str
-  steps: tuple[Step, ...]
+  steps: tuple[Step, Step]
   readings: tuple[str, ...]
   right: int
   inputs: tuple[Any, ...]
@@ -127,83 +125,78 @@ class Problem:
   def text(self) -> str:
     """The problem in words."""
     says = ' and then '.join(step.says for step in self.steps)
-    return _TEXT.format(name=self.name, steps=says)
+    return f'Write a function {NAME} that {says}.'
 
 
-def is_held_out(steps: Sequence[Step]) -> bool:
-  """Whether two neighbours are a pair that is never practised: a quarter of them."""
-  return any(
-    zlib.crc32(f'{a.says} {b.says}'.encode()) % 4 == 0
-    for a, b in itertools.pairwise(steps)
-  )
+def is_held_out(first: Step, second: Step) -> bool:
+  """Whether a pair of steps is never practised nor trained: a quarter of them."""
+  return zlib.crc32(f'{first.says} {second.says}'.encode()) % 4 == 0
 
 
-def make_problem(rng: random.Random, split: str, length: int, held_out: bool) -> Problem:
+def make_problem(rng: random.Random, split: str, held_out: bool = False) -> Problem:
   """Draws a problem whose visible test passes by one reading only.
 
   Args:
     rng: Draws everything.
-    split: The split of miniwiki's words that the function's name is of.
-    length: The number of steps.
-    held_out: Whether it has a pair of steps that is never practised.
+    split: 'train', 'dev' or 'test'; an argument of a visible test belongs to one.
+    held_out: Whether its pair of steps is never practised.
   """
-  name = rng.choice(words_lib.words(split)).lower()
   while True:
-    steps = [rng.choice(STEPS)]
-    while len(steps) < length:
-      steps.append(rng.choice([s for s in STEPS if s.takes == steps[-1].gives]))
-    if len({*steps}) < length or is_held_out(steps) != held_out:
+    first = rng.choice(STEPS)
+    second = rng.choice([s for s in STEPS if s.takes == first.gives])
+    if first is second or is_held_out(first, second) != held_out:
       continue
-    readings = tuple(
-      write_program(name, lines)
-      for lines in itertools.product(*(s.readings for s in steps))
-    )
+    pairs = itertools.product(first.readings, second.readings)
+    readings = tuple(write_program(lines) for lines in pairs)
     right = rng.randrange(len(readings))
-    for _ in range(20):
-      first = _draw_input(rng, steps[0].takes)
-      values = [_run(program, name, first) for program in readings]
-      if values.count(values[right]) == 1 and len(repr(values[right])) <= _LONGEST:
-        rest = (_draw_input(rng, steps[0].takes) for _ in range(_HIDDEN_TESTS))
-        return Problem(name, tuple(steps), readings, right, (first, *rest))
+    for _ in range(30):
+      shown = _draw_input(rng, first.takes)
+      values = [_run(program, shown) for program in readings]
+      decides = values.count(values[right]) == 1 and len(repr(values[right])) <= _LONGEST
+      if decides and _find_split(shown) == split:
+        hidden = (_draw_input(rng, first.takes) for _ in range(_HIDDEN_TESTS))
+        return Problem((first, second), readings, right, (shown, *hidden))
 
 
-def write_program(name: str, lines: Sequence[str]) -> str:
+def _find_split(value):
+  return _SPLITS.get(zlib.crc32(repr(value).encode()) % 4, 'train')
+
+
+def write_program(lines: Sequence[str]) -> str:
   """Writes a function of one argument."""
-  return '\n '.join([f'def {name}(x):', *lines, 'return x'])
+  return '\n '.join([f'def {NAME}(x):', *lines, 'return x'])
 
 
 def _draw_input(rng, takes):
   if takes == 'number':
-    return rng.randint(11, 99)
+    return rng.randint(11, 999)
   if takes == 'text':
     return ' '.join(rng.choice(words_lib.words('base')).lower() for _ in range(3))
   return [rng.choice((rng.randint(1, 30), 10, 20, 25)) for _ in range(rng.randint(5, 6))]
 
 
-def _run(program, name, value):
+def _run(program, value):
   """Runs a program of this file."""
   scope: dict[str, Any] = {}
   exec(program, scope)
-  return scope[name](value)
+  return scope[NAME](value)
 
 
 def make_task(task_id: str, problem: Problem) -> types.Task:
   """Makes the task of a problem, in MBPP's form."""
-  name, program = problem.name, problem.readings[problem.right]
-  checks = [f'{name}({v!r}) == {_run(program, name, v)!r}' for v in problem.inputs]
+  program = problem.readings[problem.right]
+  checks = [f'{NAME}({v!r}) == {_run(program, v)!r}' for v in problem.inputs]
   tests = ['', *(f'assert {check}' for check in checks)]
-  task = programming.make_mbpp_task(task_id, problem.text, tests, name)
+  task = programming.make_mbpp_task(task_id, problem.text, tests, NAME)
   info = task.info | {'check': checks[0], 'right': problem.right}
   return dataclasses.replace(task, info=info)
 
 
-def make_tasks(
-  seed: int, n: int, split: str, length: int = PRACTISED, held_out: bool = False
-) -> list[types.Task]:
+def make_tasks(seed: int, n: int, split: str, held_out: bool = False) -> list[types.Task]:
   """Makes tasks; equal arguments make equal tasks."""
-  rng = random.Random(f'programs {seed} {split} {length} {held_out}')
+  rng = random.Random(f'programs {seed} {split} {held_out}')
   return [
-    make_task(f'programs-{split}-{seed}-{i}', make_problem(rng, split, length, held_out))
+    make_task(f'programs-{split}-{seed}-{i}', make_problem(rng, split, held_out))
     for i in range(n)
   ]
 
@@ -213,7 +206,6 @@ def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
   return {
     'new_programs': make_tasks(seed, n, split),
     'new_pairs': make_tasks(seed, n, split, held_out=True),
-    'longer': make_tasks(seed, n, split, LONGER),
   }
 
 
@@ -267,7 +259,7 @@ def examples(seed: int) -> Iterator[world_lib.Example]:
       asked = f'{step.says}, reading {number + 1}?'
       yield _talk(asked, step.readings[number], kind)
       continue
-    problem = make_problem(rng, 'base', PRACTISED, held_out=False)
+    problem = make_problem(rng, 'train')
     task = make_task('', problem)
     if kind == 'alone':
       program = problem.readings[rng.randrange(len(problem.readings))]
@@ -323,9 +315,9 @@ WORLD = world_lib.World(
   kinds={f'reading {n + 1}': lambda task, n=n: task.info['right'] == n for n in range(4)},
   config=config_lib.Config(
     schedule=config_lib.Schedule(steps=30, tasks=12, samples=8, eval_every=10),
-    limits=config_lib.Limits(max_turns=10, max_turn_tokens=100),
-    optimizer=config_lib.Optimizer(learning_rate=2e-4),
-    engine=config_lib.Engine(slots=1024, decode_steps=16, replicas=2),
+    limits=config_lib.Limits(max_turns=8, max_turn_tokens=100),
+    optimizer=config_lib.Optimizer(learning_rate=1e-4),
+    engine=config_lib.Engine(slots=768, decode_steps=16, replicas=2),
   ),
   base=sft.Config(steps=800, rows=4, row_tokens=512, learning_rate=2.5e-3),
   vocab=1400,
