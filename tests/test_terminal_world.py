@@ -1,7 +1,6 @@
 """The world 'terminal': what is practised is what a real shell does."""
 
 import itertools
-import random
 
 import confined
 import pytest
@@ -28,7 +27,7 @@ async def _play(task, messages, make_env):
 async def test_a_demonstration_has_what_the_shell_prints(kind):
   for task in terminal.tasks(5, 3, 'dev', (kind,)):
     for fate in ('right', 'look'):
-      messages = terminal.demonstrate(task, random.Random(1), fate)
+      messages = terminal.demonstrate(task, fate)
       steps = await _play(terminal.ask(task), messages, chores.TerminalEnv)
       assert [s.messages[0]['content'] for s in steps[:-1]] == [
         m['content'] for m in messages if m['role'] == 'tool'
@@ -54,7 +53,7 @@ def test_no_episode_of_a_held_out_kind_is_practised():
     seen.add(example.kind)
     if example.tools:
       assert not any(w in example.messages[0]['content'] for w in wordings)
-  assert seen == {*terminal.MIXTURE, 'command'}
+  assert seen == {*terminal.MIXTURE, 'command', 'read'}
   assert isinstance(terminal.WORLD, world.World)
   schemas = terminal.WORLD.schemas()
   assert [schema['function']['name'] for schema in schemas] == ['shell']

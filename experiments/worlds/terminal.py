@@ -24,12 +24,13 @@ from experiments.worlds import terminal_chores as kinds_lib
 from experiments.worlds import world as world_lib
 
 TRAINED, HELD_OUT, KINDS = kinds_lib.TRAINED, kinds_lib.HELD_OUT, kinds_lib.KINDS
-# What becomes of a demonstration. 'look': lists the files and then gives up, with a guess
-# where there is a question; 'guess': does so at once. Most only look, so that a greedy
-# policy does too.
-MIXTURE = {'right': 0.33, 'look': 0.62, 'guess': 0.05}
-# Shares of what is practised: demonstrations, and first commands of all kinds.
-PRACTICE = {'demonstration': 0.6, 'command': 0.4}
+# What becomes of a demonstration. 'look': lists the files and then gives up; 'stop': gives
+# up at once. Most only look, so that a greedy policy does too. None guesses an answer: a
+# policy that had seen guesses did not learn to copy what the shell prints.
+MIXTURE = {'right': 0.33, 'look': 0.62, 'stop': 0.05}
+# Shares of what is practised: demonstrations, first commands of all kinds, and answers that
+# stand in what was printed.
+PRACTICE = {'demonstration': 0.6, 'command': 0.3, 'read': 0.1}
 _NOTHING = '(The command printed nothing.)'  # As the shell tool says it.
 
 
@@ -110,39 +111,35 @@ def examples(seed: int) -> Iterator[world_lib.Example]:
     practice = rng.choices([*PRACTICE], [*PRACTICE.values()])[0]
     kinds = [*(TRAINED if practice == 'demonstration' else KINDS)]
     task = _make_task(rng, '', 'base', rng.choice(kinds))
+    info = task.info
     if practice == 'demonstration':
       fate = rng.choices([*MIXTURE], [*MIXTURE.values()])[0]
-      yield world_lib.Example(demonstrate(task, rng, fate), kind=fate)
-    else:
-      messages = [
-        {'role': 'user', 'content': f'{task.info["question"]} First?'},
-        _say(call(task.info['commands'][0])),
-      ]
-      yield world_lib.Example(messages, tools=False, kind='command')
+      yield world_lib.Example(demonstrate(task, fate), kind=fate)
+    elif practice == 'command':
+      asked, reply = f'{info["question"]} First?', call(info['commands'][0])
+      yield _talk(asked, reply, practice)
+    elif 'reply' in task.answer:
+      yield _talk(f'Printed:\n{info["prints"][-1]}', info['reply'], practice)
 
 
-def demonstrate(
-  task: types.Task, rng: random.Random, fate: str = 'right'
-) -> list[types.Message]:
+def _talk(asked, reply, kind) -> world_lib.Example:
+  messages = [{'role': 'user', 'content': asked}, _say(reply)]
+  return world_lib.Example(messages, tools=False, kind=kind)
+
+
+def demonstrate(task: types.Task, fate: str = 'right') -> list[types.Message]:
   """Writes an episode with the shell, right or as `fate` says."""
   messages, info = [*ask(task).messages], task.info
-  listing = ''.join(
-    f'{n}\n' for n in sorted({path.split('/')[0] for path in info['files']})
-  )
+  names = {path.split('/')[0] for path in info['files']}
   steps = {
     'right': zip(info['commands'], info['prints'], strict=True),
-    'look': [('ls', listing)],
-    'guess': [],
+    'look': [('ls', ''.join(f'{name}\n' for name in sorted(names)))],
+    'stop': [],
   }[fate]
   for command, printed in steps:
     messages.append(_say(call(command)))
     messages.append({'role': 'tool', 'name': 'shell', 'content': printed or _NOTHING})
-  reply = info['reply']
-  if fate != 'right' and 'reply' in task.answer:
-    number = str(rng.randint(1, 9))
-    guess = number if task.answer['reply'].isdigit() else listing.split('\n')[0]
-    reply = f'<answer>{guess}</answer>'
-  return [*messages, _say(reply)]
+  return [*messages, _say(info['reply'] if fate == 'right' else 'Done.')]
 
 
 def call(command: str) -> str:
@@ -157,7 +154,7 @@ def _say(content: str) -> types.Message:
 def text_of(example: world_lib.Example) -> Iterator[str]:
   """Yields an example's texts, and with some the numbers that are counted."""
   yield from world_lib.texts_of(example)
-  if example.kind == 'guess':
+  if example.kind == 'stop':
     yield '\n'.join(map(str, range(500)))
 
 
