@@ -24,9 +24,9 @@ from experiments.worlds import terminal_chores as kinds_lib
 from experiments.worlds import world as world_lib
 
 TRAINED, HELD_OUT, KINDS = kinds_lib.TRAINED, kinds_lib.HELD_OUT, kinds_lib.KINDS
-# What becomes of a demonstration. 'look': lists the files and then gives up; 'stop': gives
-# up at once. Most only look, so that a greedy policy does too. None guesses an answer: a
-# policy that had seen guesses did not learn to copy what the shell prints.
+# What becomes of a demonstration. 'look': lists the files and then gives up; 'stop':
+# gives up at once. Most only look, so that a greedy policy does too. None guesses an
+# answer: a policy that had seen guesses did not learn to copy what the shell prints.
 MIXTURE = {'right': 0.33, 'look': 0.62, 'stop': 0.05}
 # Shares of what is practised: demonstrations, first commands of all kinds, and answers that
 # stand in what was printed.
