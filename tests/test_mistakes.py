@@ -123,7 +123,7 @@ _COMMANDS = {
   'experiments.serve_retriever --index=none': 'there is no such file; give another',
   'experiments.games --kind=files --name=none': 'none is no game: .*No such file',
   'experiments.miniwiki.variants --only=x': r"there is no \['x'\]; there are ppo_clip",
-  'experiments.miniwiki.seeds none': 'none has no table.json: it is no workdir',
+  'experiments.seeds none': 'none has no table.json: it is no workdir',
   'third_party.fetch x': "no entry 'x'; there are hotpotqa",
 }
 _ROWS = {**_FLAGS, **_CHANGES, **_ENVIRONMENTS, **_COMMANDS}

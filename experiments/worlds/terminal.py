@@ -28,8 +28,8 @@ TRAINED, HELD_OUT, KINDS = kinds_lib.TRAINED, kinds_lib.HELD_OUT, kinds_lib.KIND
 # gives up at once. Most only look, so that a greedy policy does too. None guesses an
 # answer: a policy that had seen guesses did not learn to copy what the shell prints.
 MIXTURE = {'right': 0.33, 'look': 0.62, 'stop': 0.05}
-# Shares of what is practised: demonstrations, first commands of all kinds, and answers that
-# stand in what was printed.
+# Shares of what is practised: demonstrations, first commands of all kinds, and answers
+# that stand in what was printed.
 PRACTICE = {'demonstration': 0.6, 'command': 0.3, 'read': 0.1}
 _NOTHING = '(The command printed nothing.)'  # As the shell tool says it.
 

@@ -1,0 +1,34 @@
+"""Tables of several seeds side by side."""
+
+import pathlib
+
+from experiments import seeds
+
+
+def cell(mean, count=100):
+  return {'mean': mean, 'count': count}
+
+
+def table(before, after):
+  none = cell(0.0, 0)
+  return {
+    'Base': {'easy': {'all': cell(before), 'long': none}},
+    'GRPO': {'easy': {'all': cell(after), 'long': none}},
+  }
+
+
+def test_runs_are_named_by_what_differs():
+  paths = [pathlib.Path(p) for p in ('runs/lake0/grpo', 'runs/lake1/grpo')]
+  assert seeds.name_runs(paths) == ['lake0', 'lake1']
+  assert seeds.name_runs([pathlib.Path('runs/seed0')]) == ['seed0']
+
+
+def test_a_row_for_each_run_and_their_mean_or_one_if_they_are_equal():
+  runs = {'a': table(0.1, 0.5), 'b': table(0.1, 0.7)}
+  text = seeds.format_kind(runs, 'all')
+  names = [line.split('|')[1].strip() for line in text.splitlines()[2:]]
+  assert names == ['Base', 'GRPO, a', 'GRPO, b', 'GRPO, mean']
+  assert '.100 [' in text and '70/100' in text and '| .600' in text
+  assert seeds.list_kinds(runs) == ['all', 'long']
+  # What no task has is no number.
+  assert '/0' not in seeds.format_kind(runs, 'long')
