@@ -230,7 +230,7 @@ def _judge() -> programming.Judge:
 
 async def _score(task, messages) -> dict[str, float]:
   """Judges once; Judge.reward and Judge.metrics would each run the tests."""
-  return {'passed': await _judge().reward(task, messages)}
+  return {'passed': (await _judge().metrics(task, messages))['passed']}
 
 
 @functools.cache
