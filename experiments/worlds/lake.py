@@ -212,7 +212,7 @@ WORLD = world_lib.World(
   score='won',
   kinds={f'{n} x {n}': lambda task, n=n: len(task.info['rows']) == n for n in TRAINED},
   config=config_lib.Config(
-    schedule=config_lib.Schedule(steps=80, tasks=12, samples=8, eval_every=10),
+    schedule=config_lib.Schedule(steps=40, tasks=12, samples=8, eval_every=10),
     limits=config_lib.Limits(max_turns=STEPS + 2, max_turn_tokens=16),
     evaluation=config_lib.Sampling(temperature=1.0),
     optimizer=config_lib.Optimizer(learning_rate=3e-4, critic_learning_rate=1e-3),

@@ -57,6 +57,7 @@ _SHOWN = 3000  # Examples that the tokenizer is trained on.
 _WORLD = flags.DEFINE_enum('world', None, [*WORLDS], 'The world.', required=True)
 _ALGORITHM = flags.DEFINE_enum('algorithm', 'grpo', [*ALGORITHMS], 'The algorithm.')
 _MASKS = flags.DEFINE_enum('masks', 'both', [*MASKS], 'Masks of loss and advantages.')
+_ENTROPY = flags.DEFINE_float('entropy_coef', 0.0, 'Weight of an entropy bonus.', 0.0)
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/world', 'Where everything is written.')
 _TASKS = flags.DEFINE_integer('tasks', 4096, 'Tasks to train on.', 1)
 _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Held-out tasks of each set.', 1)
@@ -94,7 +95,9 @@ def main(_):
     world.methods(world.held_out(seed, _HELD_OUT.value, _SPLIT.value)),
     tasks=world.tasks(config.seed, _TASKS.value),
     evals=world.held_out(seed, _WATCHED.value, 'dev'),
-    algorithm=ALGORITHMS[_ALGORITHM.value]._replace(**MASKS[_MASKS.value]),
+    algorithm=ALGORITHMS[_ALGORITHM.value]._replace(
+      entropy_coef=_ENTROPY.value, **MASKS[_MASKS.value]
+    ),
     label=f'{trained} on {_WORLD.value}',
     name=trained.upper(),
     labels=world.labels,
