@@ -71,8 +71,7 @@ def examples(seed: int, mixture: Mapping[str, float] = MIXTURE) -> Iterator:
       yield world_lib.Example(_compute(rng), kind=kind)
     else:
       prompt, reply = make[kind](rng)
-      messages = [_user(prompt), _assistant(reply)]
-      yield world_lib.Example(messages, tools=False, kind=kind)
+      yield world_lib.talk(prompt, reply, kind)
 
 
 def demonstrate(
@@ -85,20 +84,16 @@ def demonstrate(
   said = start(total)
   for step in steps[: {'stop': 1, 'guess': 0}.get(fate)]:
     messages.append(
-      _assistant(f'{said}{say(*step[:2], step.change)}\n{call(total, step.change)}')
+      world_lib.say(f'{said}{say(*step[:2], step.change)}\n{call(total, step.change)}')
     )
     said = ''
     total = stories.compute(total, step.change)
     messages.append({'role': 'tool', 'name': 'calculator', 'content': f' {total}'})
-  return [*messages, _assistant(answer(total))]
+  return [*messages, world_lib.say(answer(total))]
 
 
 def _user(content) -> types.Message:
   return {'role': 'user', 'content': content}
-
-
-def _assistant(content) -> types.Message:
-  return {'role': 'assistant', 'content': content}
 
 
 def _alone(rng):
@@ -148,7 +143,7 @@ def _compute(rng):
   value = stories.compute(total, change)
   return [
     _user(f'Compute: {total} {change}.'),
-    _assistant(call(total, change)),
+    world_lib.say(call(total, change)),
     {'role': 'tool', 'name': 'calculator', 'content': f' {value}'},
-    _assistant(answer(value)),
+    world_lib.say(answer(value)),
   ]

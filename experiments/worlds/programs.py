@@ -257,13 +257,13 @@ def examples(seed: int) -> Iterator[world_lib.Example]:
       step = rng.choice(STEPS)
       number = rng.randrange(2)
       asked = f'{step.says}, reading {number + 1}?'
-      yield _talk(asked, step.readings[number], kind)
+      yield world_lib.talk(asked, step.readings[number], kind)
       continue
     problem = make_problem(rng, 'train')
     task = make_task('', problem)
     if kind == 'alone':
       program = problem.readings[rng.randrange(len(problem.readings))]
-      yield _talk(task.messages[0]['content'], _block(program), kind)
+      yield world_lib.talk(task.messages[0]['content'], _block(program), kind)
     else:
       fate = rng.choices([*MIXTURE], [*MIXTURE.values()])[0]
       yield world_lib.Example(demonstrate(problem, fate), kind=fate)
@@ -274,10 +274,10 @@ def demonstrate(problem: Problem, fate: str = 'right') -> list[types.Message]:
   messages = [*make_task('', problem).messages]
   last = {'right': problem.right, 'stop': 0, 'guess': -1}[fate]
   for number in range(last + 1):
-    messages.append(_say(call(problem.readings[number])))
+    messages.append(world_lib.say(call(problem.readings[number])))
     found = str(number == problem.right)
     messages.append({'role': 'tool', 'name': 'python', 'content': f'{found}\n'})
-  return [*messages, _say(_block(problem.readings[max(last, 0)]))]
+  return [*messages, world_lib.say(_block(problem.readings[max(last, 0)]))]
 
 
 def call(program: str) -> str:
@@ -287,15 +287,6 @@ def call(program: str) -> str:
 
 def _block(program: str) -> str:
   return f'```python\n{program}\n```'
-
-
-def _say(content: str) -> types.Message:
-  return {'role': 'assistant', 'content': content}
-
-
-def _talk(asked: str, reply: str, kind: str) -> world_lib.Example:
-  messages = [{'role': 'user', 'content': asked}, _say(reply)]
-  return world_lib.Example(messages, tools=False, kind=kind)
 
 
 def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:

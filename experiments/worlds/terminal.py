@@ -117,14 +117,9 @@ def examples(seed: int) -> Iterator[world_lib.Example]:
       yield world_lib.Example(demonstrate(task, fate), kind=fate)
     elif practice == 'command':
       asked, reply = f'{info["question"]} First?', call(info['commands'][0])
-      yield _talk(asked, reply, practice)
+      yield world_lib.talk(asked, reply, practice)
     elif 'reply' in task.answer:
-      yield _talk(f'Printed:\n{info["prints"][-1]}', info['reply'], practice)
-
-
-def _talk(asked, reply, kind) -> world_lib.Example:
-  messages = [{'role': 'user', 'content': asked}, _say(reply)]
-  return world_lib.Example(messages, tools=False, kind=kind)
+      yield world_lib.talk(f'Printed:\n{info["prints"][-1]}', info['reply'], practice)
 
 
 def demonstrate(task: types.Task, fate: str = 'right') -> list[types.Message]:
@@ -137,18 +132,14 @@ def demonstrate(task: types.Task, fate: str = 'right') -> list[types.Message]:
     'stop': [],
   }[fate]
   for command, printed in steps:
-    messages.append(_say(call(command)))
+    messages.append(world_lib.say(call(command)))
     messages.append({'role': 'tool', 'name': 'shell', 'content': printed or _NOTHING})
-  return [*messages, _say(info['reply'] if fate == 'right' else 'Done.')]
+  return [*messages, world_lib.say(info['reply'] if fate == 'right' else 'Done.')]
 
 
 def call(command: str) -> str:
   """The call that runs a command."""
   return call_formats.HERMES.render(calls.ToolCall('shell', {'command': command}))
-
-
-def _say(content: str) -> types.Message:
-  return {'role': 'assistant', 'content': content}
 
 
 def text_of(example: world_lib.Example) -> Iterator[str]:

@@ -68,6 +68,16 @@ class World(NamedTuple):
   also: Sequence[str] = ()
 
 
+def say(content: str) -> types.Message:
+  """Returns a reply of the assistant."""
+  return {'role': 'assistant', 'content': content}
+
+
+def talk(asked: str, reply: str, kind: str) -> Example:
+  """Returns an example of one question and its reply, without tools."""
+  return Example([{'role': 'user', 'content': asked}, say(reply)], tools=False, kind=kind)
+
+
 def texts_of(example: Example) -> list[str]:
   """Returns each message with its role before it, as the chat template writes it."""
   role = {'tool': 'user'}
