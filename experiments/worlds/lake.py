@@ -10,7 +10,7 @@ left and up. So the policy looks where it goes, and RL has something to choose f
 """
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 import functools
 import hashlib
 import random
@@ -32,6 +32,9 @@ TRAINED, PRACTISED = (4, 5), (6,)
 _CHANGES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 _SIGNS = {'S': '.', 'F': '.', 'H': 'O', 'G': 'G'}
 _FROZEN = 0.8  # Share of the cells that are ice.
+
+# What is drawn -> the chance of each move.
+Choose = Callable[[str], Mapping[str, float]]
 
 _REWARDS = ('sparse', 'distance', 'discovery', 'hybrid')
 _SLIP = flags.DEFINE_float(
@@ -110,16 +113,33 @@ def distances(rows: list[str]) -> dict[tuple[int, int], int]:
   return found
 
 
-def optimum(rows: list[str], slip: float) -> float:
-  """Computes the chance of the best player to reach the goal within STEPS moves."""
-  model = _make_lake(rows, slip).P
-  ends = {len(rows) ** 2 - 1: 1.0}
-  chances = {state: ends.get(state, 0.0) for state in model}
+def chance(rows: list[str], slip: float, choose: Choose | None = None) -> float:
+  """Computes a player's chance to reach the goal within STEPS moves.
+
+  Args:
+    rows: The map.
+    slip: The chance of a step to the side.
+    choose: Gives the chance of each move for what is drawn; None is the best player.
+  """
+  model, size = _make_lake(rows, slip).P, len(rows)
+  goal = size**2 - 1
+  chances = dict.fromkeys(model, 0.0) | {goal: 1.0}
   for _ in range(STEPS):
     # Of a hole and of the goal Gymnasium's model says that the agent stays there.
-    chances = {
-      state: max(sum(p * chances[after] for p, after, *_ in moves[a]) for a in moves)
+    after = {
+      state: [
+        sum(p * chances[to] for p, to, *_ in outcomes) for outcomes in moves.values()
+      ]
       for state, moves in model.items()
+    }
+    chances = {
+      state: max(values)
+      if choose is None
+      else sum(
+        p * values[MOVES.index(move)]
+        for move, p in choose(draw(rows, divmod(state, size))).items()
+      )
+      for state, values in after.items()
     }
   return chances[0]
 
@@ -186,7 +206,8 @@ def examples(seed: int) -> Iterator[world_lib.Example]:
     messages = list(games.make_task('').messages)
     text, _ = lake.reset(seed=rng.getrandbits(31))
     for _ in range(6):
-      move = wander(text, rng)
+      chances = wander(text)
+      move = rng.choices([*chances], [*chances.values()])[0]
       messages.append({'role': 'user', 'content': text})
       messages.append({'role': 'assistant', 'content': f'<action> {move}</action>'})
       text, _, ended, _, _ = lake.step(move)
@@ -195,10 +216,16 @@ def examples(seed: int) -> Iterator[world_lib.Example]:
     yield world_lib.Example(messages)
 
 
-def wander(text: str, rng: random.Random) -> str:
-  """Returns a move of the player who wanders; any, where no move ends on ice."""
-  moves = [move for move in MOVES if move in text] or MOVES
-  return rng.choices(moves, [FORWARD.get(move, 1) for move in moves])[0]
+def wander(text: str) -> dict[str, float]:
+  """Returns the chance of each move of the player who wanders; any, if none is safe."""
+  weights = {m: FORWARD.get(m, 1) for m in MOVES if m in text} or dict.fromkeys(MOVES, 1)
+  return {move: weight / sum(weights.values()) for move, weight in weights.items()}
+
+
+def be_careful(text: str) -> dict[str, float]:
+  """Returns the move of a player who goes to ice, first right, then down, up and left."""
+  order = ('go right', 'go down', 'go up', 'go left')
+  return {next((move for move in order if move in text), order[0]): 1.0}
 
 
 WORLD = world_lib.World(
