@@ -3,9 +3,10 @@ r"""Makes a small base policy of a world from nothing, trains it by RL, and comp
   python -m experiments.worlds.learn --world=lake --workdir=runs/lake0 --config.seed=0
 
 Writes the base policy to WORKDIR/base (--config.model.path takes another), trains it in
-WORKDIR/ALGORITHM, and prints a table of the held-out tasks before and after. The worlds
-are in WORLDS; docs/worlds.md has their numbers. Every seed starts from nothing, with
-training tasks of its own; the held-out tasks are those of --held_out_seed.
+WORKDIR/ALGORITHM, whose name has --masks too if one is left out, and prints a table of
+the held-out tasks before and after. The worlds are in WORLDS; docs/worlds.md has their
+numbers. Every seed starts from nothing, with training tasks of its own; the held-out
+tasks are those of --held_out_seed.
 """
 
 from collections.abc import Mapping
