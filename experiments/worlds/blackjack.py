@@ -108,6 +108,7 @@ WORLD = world_lib.World(
   config=config_lib.Config(
     schedule=config_lib.Schedule(steps=40, tasks=32, samples=8, eval_every=10),
     limits=config_lib.Limits(max_turns=_TURNS, max_turn_tokens=16),
+    evaluation=config_lib.Sampling(temperature=1.0),
     optimizer=config_lib.Optimizer(learning_rate=3e-4, critic_learning_rate=1e-3),
     engine=config_lib.Engine(slots=512, decode_steps=4, replicas=2),
   ),
