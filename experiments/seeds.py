@@ -38,6 +38,10 @@ def main(argv):
     )
   found = [json.loads((w / 'table.json').read_text()) for w in workdirs]
   runs = dict(zip(name_runs(workdirs), found, strict=True))
+  if len(runs) < len(workdirs) or any(table.keys() != found[0].keys() for table in found):
+    raise ValueError(
+      'a run is named twice, or the runs have other methods; name seeds of one command.'
+    )
   text = '\n'.join(
     f'### {kind}\n\n{format_kind(runs, kind)}\n' for kind in list_kinds(runs)
   )
@@ -48,10 +52,12 @@ def main(argv):
 
 
 def name_runs(workdirs: Sequence[pathlib.Path]) -> list[str]:
-  """Returns the first part of each path that is not the same in all of them."""
-  parts = [*zip(*(workdir.parts for workdir in workdirs), strict=False)]
-  different = next((part for part in parts if len({*part}) > 1), parts[-1])
-  return [*different]
+  """Returns the first part of the paths that tells all of them apart, or the paths."""
+  if len(workdirs) == 1:
+    return [workdirs[0].name]
+  parts = zip(*(workdir.parts for workdir in workdirs), strict=False)
+  whole = [str(workdir) for workdir in workdirs]
+  return next(([*part] for part in parts if len({*part}) == len(part)), whole)
 
 
 def list_kinds(runs: Mapping[str, Any]) -> list[str]:

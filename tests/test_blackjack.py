@@ -27,7 +27,7 @@ def basic(text, rng):
 
 def test_the_basic_strategy_wins_more_than_the_player_of_the_practice():
   # From 20,000 games: .431 and .31; three standard errors of 3,000 are .027.
-  best, practised = win_rate(basic), win_rate(blackjack.wander)
+  best, practised = win_rate(basic), win_rate(blackjack.play_practised)
   assert abs(best - 0.431) < 0.03 and 0.27 < practised < 0.35
 
 

@@ -21,6 +21,9 @@ def test_runs_are_named_by_what_differs():
   paths = [pathlib.Path(p) for p in ('runs/lake0/grpo', 'runs/lake1/grpo')]
   assert seeds.name_runs(paths) == ['lake0', 'lake1']
   assert seeds.name_runs([pathlib.Path('runs/seed0')]) == ['seed0']
+  # No single part tells these apart.
+  paths = [pathlib.Path(f'a/{p}') for p in ('lake0/grpo', 'lake0/ppo', 'lake1/grpo')]
+  assert seeds.name_runs(paths) == ['a/lake0/grpo', 'a/lake0/ppo', 'a/lake1/grpo']
 
 
 def test_a_row_for_each_run_and_their_mean_or_one_if_they_are_equal():

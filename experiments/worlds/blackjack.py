@@ -81,14 +81,14 @@ def examples(seed: int) -> Iterator[world_lib.Example]:
     text, _ = game.reset(seed=rng.getrandbits(31))
     ended = False
     while not ended:
-      move = wander(text, rng)
+      move = play_practised(text, rng)
       messages.append({'role': 'user', 'content': text})
       messages.append({'role': 'assistant', 'content': f'<action> {move}</action>'})
       text, _, ended, _, _ = game.step(move)
     yield world_lib.Example(messages)
 
 
-def wander(text: str, rng: random.Random) -> str:
+def play_practised(text: str, rng: random.Random) -> str:
   """Returns the move of the player whose games are practised."""
   total = int(text.split()[2])
   chance = 0.5 if rng.random() < COIN else (_MOST - total) / (_MOST - _LEAST)

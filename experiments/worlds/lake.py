@@ -5,8 +5,9 @@ reply names a move. With probability --lake_slip the agent goes to one of the tw
 instead. An episode ends on the goal, in a hole, or after STEPS moves.
 
 The base policy practises games of a player who wanders: its moves end on ice if it does
-not slip, and are otherwise chosen at random, right and down FORWARD times as often as
-left and up. So the policy looks where it goes, and RL has something to choose from.
+not slip, and are otherwise chosen at random, by the weights FORWARD: right and down twice
+as often as left and up. So the policy looks where it goes, and RL has something to choose
+from.
 """
 
 import collections
