@@ -38,13 +38,13 @@ WORLDS: Mapping[str, world_lib.World] = {
   'programs': programs.WORLD,
   'terminal': terminal.WORLD,
 }
-# How the policy is trained; no KL penalty, as in the other experiments on small policies.
-ALGORITHMS: Mapping[str, algorithms.Algorithm] = {
-  'grpo': algorithms.grpo(kl_coef=0.0),
-  'ppo': algorithms.ppo(kl_coef=0.0),
-  'reinforce++': algorithms.reinforce_plus_plus(kl_coef=0.0),
-  'rloo': algorithms.rloo(kl_coef=0.0),
-  'gigpo': algorithms.gigpo(kl_coef=0.0),
+ALGORITHMS = {
+  'grpo': algorithms.grpo,
+  'dapo': algorithms.dapo,
+  'ppo': algorithms.ppo,
+  'reinforce++': algorithms.reinforce_plus_plus,
+  'rloo': algorithms.rloo,
+  'gigpo': algorithms.gigpo,
 }
 # The cells of the paper's Table 4.
 MASKS: Mapping[str, Mapping[str, bool]] = {
@@ -59,6 +59,8 @@ _WORLD = flags.DEFINE_enum('world', None, [*WORLDS], 'The world.', required=True
 _ALGORITHM = flags.DEFINE_enum('algorithm', 'grpo', [*ALGORITHMS], 'The algorithm.')
 _MASKS = flags.DEFINE_enum('masks', 'both', [*MASKS], 'Masks of loss and advantages.')
 _ENTROPY = flags.DEFINE_float('entropy_coef', 0.0, 'Weight of an entropy bonus.', 0.0)
+# As in the other experiments on small policies, there is no penalty.
+_KL = flags.DEFINE_float('kl_coef', 0.0, 'Weight of the KL to the base policy.', 0.0)
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/world', 'Where everything is written.')
 _TASKS = flags.DEFINE_integer('tasks', 4096, 'Tasks to train on.', 1)
 _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Held-out tasks of each set.', 1)
@@ -96,8 +98,8 @@ def main(_):
     world.methods(world.held_out(seed, _HELD_OUT.value, _SPLIT.value)),
     tasks=world.tasks(config.seed, _TASKS.value),
     evals=world.held_out(seed, _WATCHED.value, 'dev'),
-    algorithm=ALGORITHMS[_ALGORITHM.value]._replace(
-      entropy_coef=_ENTROPY.value, **MASKS[_MASKS.value]
+    algorithm=ALGORITHMS[_ALGORITHM.value](
+      kl_coef=_KL.value, entropy_coef=_ENTROPY.value, **MASKS[_MASKS.value]
     ),
     label=f'{trained} on {_WORLD.value}',
     name=trained.upper(),
