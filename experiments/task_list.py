@@ -24,7 +24,7 @@ from experiments import comparison, react, retrievers, scores
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
 from experiments.wikipedia import settings
-from experiments.worlds import arithmetic, blackjack, lake, programs, terminal
+from experiments.worlds import all_worlds
 from experiments.worlds import world as world_lib
 
 # Replies of the samples of a task -> what each answers; equal where the answers mean the
@@ -290,11 +290,10 @@ TASKS: dict[str, Callable[[Source], Benchmark]] = {
   'textworld': functools.partial(load_games_benchmark, 'textworld'),
   'games': functools.partial(load_games_benchmark, 'files'),
   'reasoning-gym': functools.partial(load_games_benchmark, 'reasoning-gym'),
-  'arithmetic': functools.partial(load_world, arithmetic.WORLD),
-  'blackjack': functools.partial(load_world, blackjack.WORLD),
-  'lake': functools.partial(load_world, lake.WORLD),
-  'programs': functools.partial(load_world, programs.WORLD),
-  'terminal': functools.partial(load_world, terminal.WORLD),
+  **{
+    name: functools.partial(load_world, world)
+    for name, world in all_worlds.WORLDS.items()
+  },
   **{name: functools.partial(load_problems, family) for name, family in FAMILIES.items()},
 }
 

@@ -73,14 +73,14 @@ def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
 
 
 @functools.cache
-def _grader() -> mathematics.Grader:
+def grader() -> mathematics.Grader:
   return mathematics.Grader()
 
 
 def make_env(tools: Sequence[tool.Tool]) -> env.ToolEnv:
   """Makes an environment with the tools given; the reward is 1 for a right answer."""
-  grader = _grader()
-  return env.CloneableToolEnv(tools, grader.reward, metrics=grader.metrics)
+  judge = grader()
+  return env.CloneableToolEnv(tools, judge.reward, metrics=judge.metrics)
 
 
 def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:

@@ -4,9 +4,9 @@ r"""Makes a small base policy of a world from nothing, trains it by RL, and comp
 
 Writes the base policy to WORKDIR/base (--config.model.path takes another), trains it in
 WORKDIR/ALGORITHM, whose name has --masks too if one is left out, and prints a table of
-the held-out tasks before and after. The worlds are in WORLDS; docs/worlds.md has their
-numbers. Every seed starts from nothing, with training tasks of its own; the held-out
-tasks are those of --held_out_seed.
+the held-out tasks before and after. The worlds are in all_worlds.py; docs/worlds.md has
+their numbers. Every seed starts from nothing, with training tasks of its own; the
+held-out tasks are those of --held_out_seed.
 """
 
 from collections.abc import Mapping
@@ -28,16 +28,9 @@ from agent_r1_jax.report import summary
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train import evaluate
 from experiments import comparison, small_policy
-from experiments.worlds import arithmetic, blackjack, lake, programs, terminal
+from experiments.worlds import all_worlds
 from experiments.worlds import world as world_lib
 
-WORLDS: Mapping[str, world_lib.World] = {
-  'arithmetic': arithmetic.WORLD,
-  'blackjack': blackjack.WORLD,
-  'lake': lake.WORLD,
-  'programs': programs.WORLD,
-  'terminal': terminal.WORLD,
-}
 ALGORITHMS = {
   'grpo': algorithms.grpo,
   'dapo': algorithms.dapo,
@@ -55,7 +48,9 @@ MASKS: Mapping[str, Mapping[str, bool]] = {
 }
 _SHOWN = 3000  # Examples that the tokenizer is trained on.
 
-_WORLD = flags.DEFINE_enum('world', None, [*WORLDS], 'The world.', required=True)
+_WORLD = flags.DEFINE_enum(
+  'world', None, [*all_worlds.WORLDS], 'The world.', required=True
+)
 _ALGORITHM = flags.DEFINE_enum('algorithm', 'grpo', [*ALGORITHMS], 'The algorithm.')
 _MASKS = flags.DEFINE_enum('masks', 'both', [*MASKS], 'Masks of loss and advantages.')
 _ENTROPY = flags.DEFINE_float('entropy_coef', 0.0, 'Weight of an entropy bonus.', 0.0)
@@ -74,7 +69,7 @@ _SFT = fields.define_flags(sft.Config(), 'sft')
 def main(_):
   runtime.quiet_logging()
   start, workdir = time.time(), pathlib.Path(_WORKDIR.value)
-  world = WORLDS[_WORLD.value]
+  world = all_worlds.WORLDS[_WORLD.value]
   given = config_flags.get_override_values(flags.FLAGS['config'])
   config = fields.replace(world.config, given)
   if not config.model.path:

@@ -21,6 +21,7 @@ import zlib
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import sft, types
 from agent_r1_jax.agent import call_formats, calls, env
+from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.tasks import programming
 from agent_r1_jax.tools import python, sandbox
 from experiments import comparison
@@ -101,7 +102,7 @@ PRACTICE = {'demonstration': 0.6, 'step': 0.25, 'alone': 0.15}
 _HIDDEN_TESTS = 3
 _SPLITS = {0: 'test', 1: 'dev'}
 # Hundreds of episodes may end at a time, and the wait for a process counts.
-_JUDGE_SECONDS = 600.0
+JUDGE_SECONDS = 600.0
 _LONGEST = 50  # Characters of what the visible test expects.
 
 
@@ -212,15 +213,16 @@ def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
 class TriedEnv(env.ToolEnv):
   """The Python tool, which runs the visible test after the code and prints its value."""
 
-  def __init__(self, box: sandbox.Sandbox):
-    """Makes the tool, which runs code in the sandbox."""
-    tool = python.python_tool(box)
+  def __init__(self, reward: env.Reward, others: Sequence[tool_lib.Tool] = ()):
+    """Makes the tool, which runs code in the sandbox; `others` are offered before it."""
+    tool = python.python_tool(box())
 
     def run(code: str) -> str:
-      return tool.fn(f'{code}\nprint({self.task.info["check"]})')
+      check = self.task.info.get('check')
+      return tool.fn(f'{code}\nprint({check})' if check else code)
 
-    tools = [dataclasses.replace(tool, fn=run)]
-    super().__init__(tools, _score, reward_seconds=_JUDGE_SECONDS)
+    tools = [*others, dataclasses.replace(tool, fn=run)]
+    super().__init__(tools, reward, reward_seconds=JUDGE_SECONDS)
 
 
 @functools.cache
@@ -228,24 +230,24 @@ def _judge() -> programming.Judge:
   return programming.Judge()
 
 
-async def _score(task, messages) -> dict[str, float]:
+async def score(task, messages) -> dict[str, float]:
   """Judges once; Judge.reward and Judge.metrics would each run the tests."""
   return {'passed': (await _judge().metrics(task, messages))['passed']}
 
 
 @functools.cache
-def _box() -> sandbox.Sandbox:
+def box() -> sandbox.Sandbox:
   return sandbox.Sandbox()
 
 
 def make_env() -> TriedEnv:
   """Makes an environment with the Python tool."""
-  return TriedEnv(_box())
+  return TriedEnv(score)
 
 
 def make_env_alone() -> env.ToolEnv:
   """Makes an environment without tools."""
-  return env.ToolEnv([], _score, reward_seconds=_JUDGE_SECONDS)
+  return env.ToolEnv([], score, reward_seconds=JUDGE_SECONDS)
 
 
 def examples(seed: int) -> Iterator[world_lib.Example]:
@@ -297,7 +299,7 @@ def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:
 WORLD = world_lib.World(
   examples=examples,
   text=world_lib.texts_of,
-  schemas=lambda: [python.python_tool(_box()).schema],
+  schemas=lambda: [python.python_tool(box()).schema],
   tasks=functools.partial(make_tasks, split='train'),
   held_out=held_out,
   methods=methods,

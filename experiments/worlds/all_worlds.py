@@ -1,0 +1,15 @@
+"""The worlds by their names, for the commands that take one."""
+
+from collections.abc import Mapping
+
+from experiments.worlds import arithmetic, blackjack, both, lake, programs, terminal
+from experiments.worlds import world as world_lib
+
+WORLDS: Mapping[str, world_lib.World] = {
+  'arithmetic': arithmetic.WORLD,
+  'blackjack': blackjack.WORLD,
+  'both': both.WORLD,
+  'lake': lake.WORLD,
+  'programs': programs.WORLD,
+  'terminal': terminal.WORLD,
+}
