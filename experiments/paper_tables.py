@@ -54,7 +54,7 @@ _OUT = flags.DEFINE_string(
   'out', 'runs/paper_tables', 'Directory of the runs and results.'
 )
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'Seeds of the trained methods.')
-_METHODS = flags.DEFINE_list('methods', [], 'Keys of METHODS; all by default.')
+_METHODS = flags.DEFINE_list('methods', [], 'Keys of METHODS, the default, and STEADY.')
 _QUESTIONS = flags.DEFINE_integer('questions', 300, 'Questions of each set.')
 _RENDER = flags.DEFINE_string('render', '', 'Prefix of the .md, .png, .jsonl to write.')
 _DATA = flags.DEFINE_string('data', '', 'Real data; empty is miniwiki.')
@@ -124,10 +124,17 @@ def prompted(which: str, bench: Bench, seed: int, workdir: pathlib.Path) -> Outc
 
 
 def trained(
-  algorithm: algorithms.Algorithm, bench: Bench, seed: int, workdir: pathlib.Path
+  algorithm: algorithms.Algorithm,
+  bench: Bench,
+  seed: int,
+  workdir: pathlib.Path,
+  options: Mapping[str, Any] | None = None,
 ) -> Outcome:
-  """Reinforcement learning, or whatever an algorithm learns from its own episodes."""
-  config = dataclasses.replace(bench.config, seed=seed)
+  """Reinforcement learning, or whatever an algorithm learns from its own episodes.
+
+  `options` are fields of the configuration that differ from the bench's.
+  """
+  config = fields.replace(bench.config, {'seed': seed, **(options or {})})
   train.run(
     config,
     str(workdir),
@@ -196,6 +203,16 @@ METHODS |= {
   f'{name} ({what})': functools.partial(trained, algorithm._replace(**off))
   for name, algorithm in (('PPO', PPO), ('GRPO', GRPO))
   for what, off in _MASKS.items()
+}
+# What may keep GRPO from ceasing to explore; run where --methods names them only.
+STEADY = {
+  f'GRPO with {what}': functools.partial(trained, algorithm, options=options)
+  for what, algorithm, options in (
+    ('an entropy bonus', GRPO._replace(entropy_coef=0.01), {}),
+    ('a KL penalty', algorithms.grpo(kl_coef=0.01), {}),
+    ('dynamic sampling', GRPO, {'schedule.max_refills': 2}),
+    ('groups of 16', GRPO, {'schedule.tasks': 8, 'schedule.samples': 16}),
+  )
 }
 _UNTRAINED = ('Direct answer', 'Naive RAG', 'ReAct prompting', 'Base Tool Call')
 
@@ -271,8 +288,9 @@ def main(_):
     found = results_lib.read(out / 'results.jsonl')
     return render(found, pathlib.Path(_RENDER.value))
   out.mkdir(parents=True, exist_ok=True)
-  if unknown := set(_METHODS.value) - set(METHODS):
-    raise app.UsageError(f'--methods: {sorted(unknown)}; there are {list(METHODS)}')
+  methods = METHODS | STEADY
+  if unknown := set(_METHODS.value) - set(methods):
+    raise app.UsageError(f'--methods: {sorted(unknown)}; there are {list(methods)}')
   given = config_flags.get_override_values(flags.FLAGS['config'])
   if _DATA.value and not given.get('model.path'):
     raise app.UsageError(
@@ -289,7 +307,7 @@ def main(_):
         continue
       workdir = out / re.sub(r'\W+', '-', f'{method} seed {seed_of}')
       before, start = _seconds(workdir), time.time()
-      outcome = METHODS[method](bench, seed_of, workdir)
+      outcome = methods[method](bench, seed_of, workdir)
       result = key | {
         'sets': {
           name: evaluate.by_kind(played, bench.kinds)
@@ -332,16 +350,19 @@ def _seconds(workdir: pathlib.Path) -> float:
 
 def render(lines: list[dict[str, Any]], target: pathlib.Path) -> None:
   """Writes the tables (.md), the curves (.png) and the numbers they are of (.jsonl)."""
-  order = {method: i for i, method in enumerate(METHODS)}
+  order = {method: i for i, method in enumerate(METHODS | STEADY)}
   lines = sorted(lines, key=lambda r: (order[r['method']], r['seed']))
   of = {m: [r for r in lines if r['method'] == m] for m in order}
   of = {method: rows for method, rows in of.items() if rows}
   sets = list(lines[0]['sets'])
+  chosen_for = {
+    'Table 3: methods': [m for m in of if '(' not in m and m not in STEADY],
+    'Table 4: masks': [m for m in of if m in ('PPO', 'GRPO') or '(' in m],
+  }
+  if STEADY.keys() & of.keys():
+    chosen_for['Against collapse'] = [m for m in of if m == 'GRPO' or m in STEADY]
   parts = []
-  for title, chosen in (
-    ('Table 3: methods', [m for m in of if '(' not in m]),
-    ('Table 4: masks', [m for m in of if m.startswith(('PPO', 'GRPO'))]),
-  ):
+  for title, chosen in chosen_for.items():
     kinds = list(lines[0]['sets'][sets[0]])
     for kind in kinds:
       rows = {m: _row(of[m], sets, kind) for m in chosen}
@@ -385,6 +406,7 @@ def _curves(learned, path) -> None:
       for step, reward in enumerate(r['rewards'], 1):
         line = seeds.setdefault(r['seed'], {}).setdefault(step, {'step': step})
         line[method] = reward
+  learned = {m: rows for m, rows in learned.items() if m not in STEADY}
   plain = [m for m in learned if '(' not in m]
   panels = {'Methods': plain}
   for name in ('PPO', 'GRPO'):
