@@ -4,13 +4,13 @@ r"""Decoding guided by a value, beside controls that sample as many tokens.
   python -m experiments.guided --policy=runs/quickstart/model --workdir=runs/guided
 
 First an implicit value (guided/implicit_value.py) is fitted to the policy's own episodes
-on practice questions, of worlds that it was not trained on or of training rows. Then the
+on practice questions, which it was not trained on, or of training rows. Then the
 test questions are answered with K candidates of each turn, and with K complete episodes,
 of which one is taken. Each finished line is in WORKDIR/results-*.jsonl and is not
 measured again. --config.seed is also the number of miniwiki's world.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import json
 import math
 import pathlib
@@ -24,7 +24,6 @@ import optax
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
-from agent_r1_jax.agent import env
 from agent_r1_jax.engine import guide
 from agent_r1_jax.guided import choice, implicit_value, search
 from agent_r1_jax.host import runtime
@@ -32,18 +31,13 @@ from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import packing
 from agent_r1_jax.rl import table as table_lib
-from agent_r1_jax.tasks import qa
-from agent_r1_jax.tools import search as search_tool
 from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import episode_store, evaluate, identity, rollout, sizes
-from experiments import comparison, selection
+from experiments import guided_data, selection
 from experiments import results as results_lib
 from experiments import scores as scores_lib
-from experiments.miniwiki import tasks as miniwiki
-from experiments.wikipedia import rows as rows_lib
-from experiments.wikipedia import settings
 
-_TASK = flags.DEFINE_enum('task', 'miniwiki', ['miniwiki', 'wikipedia'], 'The task.')
+_TASK = flags.DEFINE_enum('task', 'miniwiki', [*guided_data.CONFIGS], 'The task.')
 _POLICY = flags.DEFINE_string('policy', 'runs/quickstart/model', 'The policy.')
 _BETA = flags.DEFINE_float('beta', 0.3, 'How far log-odds follow log-probs, β.')
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/guided', 'Directory of the run.')
@@ -53,73 +47,10 @@ _MOST = flags.DEFINE_integer('most', 16, 'The most complete episodes, a power of
 _TURNS = flags.DEFINE_integer('turns', 8, 'The most candidates of a turn, a power of 2.')
 _SEARCH = flags.DEFINE_bool('search', False, 'Also play beams and trees.')
 _CFG = fields.define_flags(config_lib.Config())
-MINIWIKI = config_lib.Config(
-  limits=config_lib.Limits(max_turn_tokens=80),
-  schedule=config_lib.Schedule(steps=600, tasks=10000, samples=3),
-  engine=config_lib.Engine(rows=144, slots=448, decode_steps=16, replicas=2),
-)
-WIKIPEDIA = fields.replace(
-  settings.SMALL.config,
-  {'schedule.steps': 40, 'schedule.tasks': 855, 'schedule.samples': 6},
-)
-TASKS = {'miniwiki': MINIWIKI, 'wikipedia': WIKIPEDIA}
-SETS = ('miniwiki-hotpot', 'miniwiki-2wiki', 'miniwiki-musique')
-WORLDS, EPISODES = 10, 48
+EPISODES = 48
 SCALES = 'scales.json'
 # Episodes by the name of their set; of one task side by side.
 Played = Mapping[str, Sequence[types.Trajectory]]
-
-
-class Data(NamedTuple):
-  """The questions of a task.
-
-  Attributes:
-    sets: Questions to answer, by the name of their set.
-    make_env: Their environment.
-    practice: Yields about n questions to fit a value to, each part with its environment.
-    kinds: Kinds of question, for tables.
-  """
-
-  sets: comparison.Sets
-  make_env: rollout.MakeEnv
-  practice: Callable[[int], Iterator[tuple[Sequence[types.Task], rollout.MakeEnv]]]
-  kinds: Mapping[str, Callable[[types.Task], bool]]
-
-
-def read_miniwiki(seed: int) -> Data:
-  """Makes the world of a seed; the practice is on other worlds."""
-
-  def make_env(index):
-    tool = search_tool.search_tool(index, k=1)
-    return lambda: env.CloneableToolEnv([tool], qa.em_reward, metrics=qa.metrics)
-
-  def practice(n):
-    for world in range(100 * seed + 1, 100 * seed + 1 + WORLDS):
-      index = miniwiki.make_index(miniwiki.corpus(world, 'train'))
-      yield miniwiki.train_tasks(world, n // WORLDS), make_env(index)
-
-  questions = (_QUESTIONS.value, seed, _PART.value)
-  sets = {name: miniwiki.test_set(name, *questions) for name in SETS}
-  return Data(sets, make_env(miniwiki.index(seed)), practice, miniwiki.KINDS)
-
-
-def read_wikipedia(seed: int) -> Data:
-  """Reads --data as wikipedia/search.py does; the practice is on training rows."""
-  small = settings.SMALL
-  _, retriever = settings.open_folder(small, rows_lib.DATA.value)
-  tool = search_tool.search_tool(retriever, k=small.k, template=small.template)
-  make_env = lambda: env.CloneableToolEnv([tool], small.reward, metrics=qa.metrics)
-  held_out, watched, rows = rows_lib.read()
-  asked = held_out if _PART.value == 'test' else watched
-  asked = [small.agent_task(task) for task in asked[: _QUESTIONS.value]]
-  rows = [small.agent_task(task) for task in settings.shuffle(rows, seed)]
-  kinds = sorted({task.info['type'] for task in asked})
-  return Data(
-    {'held-out rows': asked},
-    make_env,
-    lambda n: iter([(rows[:n], make_env)]),
-    {kind: lambda task, kind=kind: task.info['type'] == kind for kind in kinds},
-  )
 
 
 class Player:
@@ -179,7 +110,7 @@ class Player:
     return found
 
 
-def fit_value(player: Player, data: Data, workdir: pathlib.Path):
+def fit_value(player: Player, data: guided_data.Data, workdir: pathlib.Path):
   """Fits an implicit value to episodes of practice questions; writes WORKDIR/critic."""
   config, schedule, played = player.config, player.config.schedule, []
   for part, (tasks, make_env) in enumerate(data.practice(schedule.tasks)):
@@ -223,12 +154,12 @@ class Results(NamedTuple):
   Attributes:
     path: Their file.
     seed: The seed of new lines.
-    kinds: Kinds of question, for tables.
+    data: Says which kinds of question there are, and which metric counts.
   """
 
   path: pathlib.Path
   seed: int
-  kinds: Mapping[str, Callable[[types.Task], bool]]
+  data: guided_data.Data
 
   def has(self, method: str, k: int = 0) -> bool:
     """Returns whether a line is there."""
@@ -238,7 +169,10 @@ class Results(NamedTuple):
   def add(self, method: str, k: int, chosen: Played, tokens: float, seconds: float):
     """Keeps what a method came to, and prints it in short."""
     n = sum(map(len, chosen.values()))
-    sets = {name: evaluate.by_kind(ts, self.kinds) for name, ts in chosen.items()}
+    sets = {
+      name: evaluate.by_kind(ts, self.data.kinds, self.data.score)
+      for name, ts in chosen.items()
+    }
     self.add_line(method, k, sets=sets, tokens=tokens / n, seconds=seconds / n)
     ems = [f'{s["all"]["mean"]:.3f}' for s in sets.values()]
     print(f'{method}, K = {k}: {" ".join(ems)}, {tokens / n:.0f} tokens', flush=True)
@@ -272,7 +206,7 @@ def list_ways(own: Any) -> dict[tuple[str, int], decoding_lib.Decoding]:
   return ways
 
 
-def play_turns(player: Player, data: Data, params, results: Results):
+def play_turns(player: Player, data: guided_data.Data, params, results: Results):
   """Plays with candidates of each turn, and by the value's own language model."""
   for (name, k), decoding in list_ways(player.engine.make_policy(params, 0)).items():
     if results.has(name, k):
@@ -288,7 +222,9 @@ def play_turns(player: Player, data: Data, params, results: Results):
     )
 
 
-def play_episodes(player: Player, data: Data, critic_dir, params, odds, results: Results):
+def play_episodes(
+  player: Player, data: guided_data.Data, critic_dir, params, odds, results: Results
+):
   """Plays K episodes of each question, and takes one; then looks at the values."""
   most = _MOST.value
   if results.has('calibration'):
@@ -315,7 +251,9 @@ def play_episodes(player: Player, data: Data, critic_dir, params, odds, results:
     for name, ts in played.items():
       groups = [ts[i : i + k] for i in range(0, len(ts), most)]
       tokens += sum(map(selection.sampled_tokens, groups))
-      for method, chosen in selection.select_episodes(groups, weights).items():
+      for method, chosen in selection.select_episodes(
+        groups, weights, data.is_solved, data.answer
+      ).items():
         taken.setdefault(method, {})[name] = chosen
     for method, chosen in taken.items():
       spent = (seconds + reading * method.endswith('value')) * k / most
@@ -324,10 +262,11 @@ def play_episodes(player: Player, data: Data, critic_dir, params, odds, results:
     implicit_value.Odds(*x) for x in json.loads((critic_dir / SCALES).read_text())
   ]
   compare(every, judged, results)
-  results.add_line('calibration', **selection.calibrate(every, sums, scales, odds))
+  found = selection.calibrate(every, sums, scales, odds, data.is_solved)
+  results.add_line('calibration', **found)
 
 
-def play_own_episodes(player: Player, data: Data, params, results: Results):
+def play_own_episodes(player: Player, data: guided_data.Data, params, results: Results):
   """Plays K episodes of each question by π_φ, and takes that of the highest value."""
   most, method = _MOST.value, 'episodes by π_φ, highest value'
   if results.has(method, most):
@@ -353,7 +292,7 @@ def play_own_episodes(player: Player, data: Data, params, results: Results):
 
 def compare(episodes, judged: Mapping[str, np.ndarray], results: Results):
   """Measures how well weights tell right episodes from wrong ones."""
-  right = np.array([t.metrics.get('em', 0.0) for t in episodes])
+  right = np.array([*map(results.data.is_solved, episodes)])
   tasks = np.unique([t.task.id for t in episodes], return_inverse=True)[1]
   for name, weights in judged.items():
     margins = scores_lib.pair_margins(weights, right, tasks)
@@ -365,17 +304,19 @@ def compare(episodes, judged: Mapping[str, np.ndarray], results: Results):
 def main(_):
   runtime.quiet_logging()
   given = config_flags.get_override_values(flags.FLAGS['config'])
-  config = fields.replace(TASKS[_TASK.value], given | {'model.path': _POLICY.value})
+  config = fields.replace(
+    guided_data.CONFIGS[_TASK.value], given | {'model.path': _POLICY.value}
+  )
   workdir, seed = pathlib.Path(_WORKDIR.value), config.seed
   made_of = {'task': _TASK.value, 'policy': identity.model_digest(_POLICY.value)}
   workdir_lib.check_config(workdir, made_of | {'seed': seed}, name='made_of.json')
-  data = (read_miniwiki if _TASK.value == 'miniwiki' else read_wikipedia)(seed)
+  data = guided_data.read(_TASK.value, seed, _QUESTIONS.value, _PART.value)
   player, critic_dir = Player(config), workdir / 'critic'
   if not (critic_dir / SCALES).exists():
     fit_value(player, data, workdir)
   params, odds = implicit_value.load(critic_dir, _POLICY.value)
   path = workdir / f'results-{_PART.value}-{_QUESTIONS.value}.jsonl'
-  results = Results(path, seed, data.kinds)
+  results = Results(path, seed, data)
   play_episodes(player, data, critic_dir, params, odds, results)
   play_own_episodes(player, data, params, results)
   play_turns(player, data, params, results)

@@ -1,6 +1,6 @@
 """Takes one of several episodes of a question; how well values tell them apart."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import math
 from typing import Any
 
@@ -31,7 +31,10 @@ def mean_logprob(episode: types.Trajectory) -> float:
 
 
 def select_episodes(
-  groups: Sequence[Sequence[types.Trajectory]], weights: Mapping[str, Mapping[int, float]]
+  groups: Sequence[Sequence[types.Trajectory]],
+  weights: Mapping[str, Mapping[int, float]],
+  is_solved: Callable[[types.Trajectory], float],
+  answer: Callable[[types.Trajectory], str | None] = answer,
 ) -> dict[str, list[types.Trajectory]]:
   """Takes one of the K episodes of each question, in several ways.
 
@@ -40,6 +43,8 @@ def select_episodes(
     weights: By the name of a way to judge episodes, the weight of each, by its id(). The
       episode of the highest weight is taken, or one with the answer whose episodes have
       the highest sum of weights.
+    is_solved: Returns 1 where the question is answered.
+    answer: Finds what an episode answers, or None.
   """
 
   def vote(group, weigh):
@@ -50,11 +55,10 @@ def select_episodes(
     winner = max(sums, key=lambda said: sums[said], default=None)
     return next((t for t in group if answer(t) == winner), group[0])
 
-  em = lambda t: t.metrics.get('em', 0.0)
   taken = {
     'episodes, random': [group[0] for group in groups],
     'episodes, majority': [vote(group, lambda t: 1.0) for group in groups],
-    'episodes, best (oracle)': [max(group, key=em) for group in groups],
+    'episodes, best (oracle)': [max(group, key=is_solved) for group in groups],
   }
   for name, of in weights.items():
     weigh = lambda t, of=of: of.get(id(t), 0.0)
@@ -74,7 +78,7 @@ def fit_odds(sums: np.ndarray, success: np.ndarray) -> implicit_value.Odds:
   return implicit_value.Odds(*map(float, optimize.minimize(loss, np.zeros(2)).x))
 
 
-def calibrate(episodes, sums, scales, odds) -> dict[str, Any]:
+def calibrate(episodes, sums, scales, odds, is_solved) -> dict[str, Any]:
   """Compares probabilities at the ends of turns with what the episodes came to."""
   found: dict[str, tuple[list, list]] = {}
   for t, of in zip(episodes, sums, strict=True):
@@ -84,7 +88,7 @@ def calibrate(episodes, sums, scales, odds) -> dict[str, Any]:
       for name in (f'turn {k + 1}', 'last turn' if last else 'turns before'):
         said, seen = found.setdefault(name, ([], []))
         said.append(1 / (1 + np.exp(-b - beta * x)))
-        seen.append(t.metrics.get('em', 0.0))
+        seen.append(is_solved(t))
   result = {}
   for name, columns in found.items():
     said, seen = map(np.array, columns)

@@ -24,6 +24,10 @@ def _episode(said: str, em: float, logprob: float):
   )
 
 
+def _is_solved(episode):
+  return episode.metrics['em']
+
+
 def test_one_of_several_episodes_is_taken_in_each_way():
   group = [
     _episode('Left', 0.0, -0.1),
@@ -32,7 +36,7 @@ def test_one_of_several_episodes_is_taken_in_each_way():
     _episode('wrong', 0.0, -0.7),
   ]
   judged = {id(t): weight for t, weight in zip(group, (0.3, 0.2, 0.25, 0.4), strict=True)}
-  taken = selection.select_episodes([group], {'value': judged})
+  taken = selection.select_episodes([group], {'value': judged}, _is_solved)
   numbers = {id(t): number for number, t in enumerate(group)}
   assert {how: numbers[id(chosen)] for how, (chosen,) in taken.items()} == {
     'episodes, random': 0,
@@ -55,7 +59,7 @@ def test_calibration_of_values():
   episodes = [_episode('a', 1.0, 0.0), _episode('b', 0.0, 0.0)]
   sums = [np.array([-1.0, -1.0]), np.array([-0.5, -7.0])]
   scales, odds = [implicit_value.Odds(0.0, 1.0)], implicit_value.Odds(4.0, 1.0)
-  found = selection.calibrate(episodes, sums, scales, odds)
+  found = selection.calibrate(episodes, sums, scales, odds, _is_solved)
   said = 1 / (1 + np.exp(3.0))
   np.testing.assert_allclose(found['last turn']['bins'], [[said, 0, 1], [1 - said, 1, 1]])
   assert found['last turn']['ece'] == pytest.approx(said)
