@@ -103,12 +103,10 @@ def _read_wikipedia(seed: int, count: int, part: str) -> Data:
 
 def _read_world(world: world_lib.World, seed: int, count: int, part: str) -> Data:
   """Makes held-out tasks of a world; the practice is on tasks of another seed."""
-  sets = world.held_out(0, count, part)
-  make_env = world.methods(sets)['tools'][1]
   return Data(
-    sets,
-    make_env,
-    lambda n: iter([(world.tasks(seed + 1_000_000, n), make_env)]),
+    world.held_out(0, count, part),
+    world.methods({})['tools'][1],
+    lambda n: iter([world_lib.practise(world, seed, n)]),
     world.kinds,
     world.score,
     lambda t: t.messages[-1]['content'].strip() if t.turns else None,

@@ -1,21 +1,23 @@
-r"""Trains a reward model on a policy's trajectories on miniwiki, and says what it knows.
+r"""Trains a reward model on a policy's trajectories, and says what it knows.
 
   python -m experiments.train_reward_model --workdir=runs/reward_model \
     --tasks=192 --loss=cross_entropy --config.schedule.steps=150
 
-Each task is played `config.schedule.samples` times by the policy in `config.model.path`,
-from whose parameters the reward model starts. A quarter of the tasks is held out. An
-optimizer step takes all trajectories of `config.schedule.tasks` tasks. The model goes to
-WORKDIR/model, for guided.reward_model.load; docs/reward_models.md has the numbers.
+The tasks are miniwiki's, or with --task those of a world (docs/worlds.md). Each is played
+`config.schedule.samples` times by the policy in `config.model.path`, from whose
+parameters the reward model starts. A quarter of the tasks is held out. An optimizer step
+takes all trajectories of `config.schedule.tasks` tasks. The model goes to WORKDIR/model,
+for guided.reward_model.load; docs/reward_models.md has the numbers.
 """
 
 import pathlib
 
 from absl import app, flags
+from ml_collections import config_flags
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import train, types
+from agent_r1_jax import fields, train, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.guided import reward_model, reward_training
 from agent_r1_jax.host import runtime
@@ -28,12 +30,15 @@ from agent_r1_jax.train import rollout, sizes
 from experiments import scores as scores_lib
 from experiments.miniwiki import search as quickstart  # noqa: F401, defines the flags
 from experiments.miniwiki import tasks as miniwiki
+from experiments.worlds import all_worlds
+from experiments.worlds import world as world_lib
 
 _LIMIT = 0.5  # A trajectory succeeds if its reward is above.
 _LOSSES = {
   'bradley_terry': reward_training.bradley_terry,
   'cross_entropy': reward_training.cross_entropy(_LIMIT),
 }
+_TASK = flags.DEFINE_enum('task', 'miniwiki', ['miniwiki', *all_worlds.WORLDS], 'Task.')
 _TASKS = flags.DEFINE_integer('tasks', 192, 'Tasks to play.')
 _LOSS = flags.DEFINE_enum('loss', 'cross_entropy', list(_LOSSES), 'The loss.')
 
@@ -41,13 +46,14 @@ _LOSS = flags.DEFINE_enum('loss', 'cross_entropy', list(_LOSSES), 'The loss.')
 def main(_):
   runtime.quiet_logging()
   f = flags.FLAGS
-  config = sizes.resolve(f.config)
-  tool = search.search_tool(miniwiki.index(f.world), k=1)
+  config, tasks, make_env = read_miniwiki() if _TASK.value == 'miniwiki' else read_world()
+  config = sizes.resolve(config)
   mesh = train.make_mesh(config.mesh)
   policy = train.load(config.model, config.chat, mesh)
-  played = collect(config, mesh, policy, tool, f.world)
+  played = collect(config, mesh, policy, tasks, make_env)
   shape, params, chat = policy
-  texts = [reward_model.encode(chat, t.messages, [tool.schema]) for t in played]
+  schemas = [tool.schema for tool in getattr(make_env(), 'tools', ())]
+  texts = [reward_model.encode(chat, t.messages, schemas) for t in played]
   rewards = np.array([t.reward for t in played])
   groups = np.array([t.group for t in played])
   held_out = groups % 4 == 3
@@ -82,6 +88,24 @@ def main(_):
   print(f'Wrote {model}.')
 
 
+def read_miniwiki():
+  """Returns the configuration, the tasks to play and their environment."""
+  world, config = flags.FLAGS.world, flags.FLAGS.config
+  tool = search.search_tool(miniwiki.index(world), k=1)
+  make_env = lambda: env.ToolEnv([tool], qa.paper_reward)
+  return config, miniwiki.train_tasks(world, _TASKS.value), make_env
+
+
+def read_world():
+  """Returns the same for a world; its policy was trained on tasks of other seeds."""
+  world = all_worlds.WORLDS[_TASK.value]
+  given = config_flags.get_override_values(flags.FLAGS['config'])
+  if 'model.path' not in given:
+    raise app.UsageError('--task: name its policy with --config.model.path.')
+  config = fields.replace(world.config, given)
+  return config, *world_lib.practise(world, config.seed, _TASKS.value)
+
+
 def fit(options: config_lib.Config, *examples, **shapes):
   """Fits the reward model by the run's options, under a progress bar."""
   schedule, optimizer = options.schedule, options.optimizer
@@ -98,15 +122,15 @@ def fit(options: config_lib.Config, *examples, **shapes):
     )
 
 
-def collect(config, mesh, policy, tool, world) -> list[types.Trajectory]:
+def collect(config, mesh, policy, tasks, make_env) -> list[types.Trajectory]:
   """Plays the tasks, and keeps the trajectories that have a reward."""
   shape, params, chat = policy
   engine = train.make_engine(config, shape, params, mesh)
   played = rollout.collect(
     engine,
     chat,
-    miniwiki.train_tasks(world, _TASKS.value),
-    lambda: env.ToolEnv([tool], qa.paper_reward),
+    tasks,
+    make_env,
     limits=config.limits,
     samples=config.schedule.samples,
     seed=config.seed,

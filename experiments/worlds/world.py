@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import sft, types
+from agent_r1_jax.train import rollout
 from experiments import comparison
 
 
@@ -66,6 +67,11 @@ class World(NamedTuple):
   more_tokens: Sequence[str] = ()
   options: Callable[[], dict[str, Any]] = dict
   also: Sequence[str] = ()
+
+
+def practise(world: World, seed: int, n: int) -> tuple[list[types.Task], rollout.MakeEnv]:
+  """Makes n tasks of a world that no policy is trained on, and their environment."""
+  return world.tasks(seed + 1_000_000, n), world.methods({})['tools'][1]
 
 
 def say(content: str) -> types.Message:
