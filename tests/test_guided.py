@@ -5,7 +5,8 @@ import pytest
 
 from agent_r1_jax import types
 from agent_r1_jax.guided import implicit_value
-from experiments import selection
+from experiments import guided_data, selection
+from experiments.worlds import arithmetic
 
 
 def _episode(said: str, em: float, logprob: float):
@@ -65,3 +66,14 @@ def test_calibration_of_values():
   assert found['last turn']['ece'] == pytest.approx(said)
   for name, known in (('last turn', 1.0), ('turns before', 0.0), ('turn 1', 0.0)):
     assert found[name]['auc'] == known
+
+
+def test_the_tasks_of_a_world_are_not_those_that_its_policy_was_trained_on():
+  data = guided_data.read('arithmetic', 0, 3, 'test')
+  assert data.sets == arithmetic.held_out(0, 3, 'test') and data.score == 'accuracy'
+  ((tasks, make_env),) = data.practice(50)
+  assert [tool.name for tool in make_env().tools] == ['calculator']
+  trained = {task.messages[0]['content'] for task in arithmetic.WORLD.tasks(0, 4096)}
+  asked = {task.messages[0]['content'] for task in tasks}
+  assert len(tasks) == 50 and not asked & trained
+  assert data.answer(_episode('x', 1.0, -0.1)) == '<answer> x</answer>'

@@ -17,7 +17,10 @@ from agent_r1_jax.models import weights
 from experiments import results
 from experiments.miniwiki import tasks as miniwiki
 
-METHODS = 'ReAct prompting,Supervised fine-tuning,REINFORCE++,PPO (both masks off)'
+METHODS = (
+  'ReAct prompting,Supervised fine-tuning,REINFORCE++,PPO (both masks off),'
+  'GRPO with dynamic sampling'
+)
 # Prints what of the bench of real data can be compared, and a right demonstration as the
 # bench's own environment plays it.
 BENCH = """
@@ -112,7 +115,7 @@ def test_every_kind_of_method_gives_a_line_and_lines_give_tables(tmp_path):
     assert len(line['sets']) == 3
     assert all(kinds['all']['count'] == 2 for kinds in line['sets'].values())
     assert line['seconds'] >= 0
-    assert len(line['rewards']) == (line['method'][:3] in ('REI', 'PPO'))
+    assert len(line['rewards']) == (line['method'][:3] in ('REI', 'PPO', 'GRP'))
   another = copy.deepcopy([line for line in lines if line['rewards']])
   for line in another:
     line['seed'] = 1
@@ -126,12 +129,14 @@ def test_every_kind_of_method_gives_a_line_and_lines_give_tables(tmp_path):
   third, fourth = text.split('### Table 4: masks, all')
   assert '| REINFORCE++ ' in third and '| REINFORCE++ ' not in fourth
   assert '| PPO (both masks off) ' in fourth
+  masks, steady = fourth.split('### Against collapse, all')
+  assert '| GRPO with ' not in third + masks and '| GRPO with ' in steady
   # Half of the way between two seeds, and Student's interval of two.
   first = lines[2]['sets']['miniwiki-2wiki']['all']['mean']
   half = 12.7062 * abs(1 - first) / 2
   assert f'{(1 + first) / 2:.3f} ± {half:.3f}'.replace('0.', '.') in third
   assert target.with_suffix('.png').stat().st_size > 10_000
-  assert len(target.with_suffix('.jsonl').read_text().splitlines()) == 6
+  assert len(target.with_suffix('.jsonl').read_text().splitlines()) == 8
 
 
 @pytest.fixture(scope='module')

@@ -44,7 +44,8 @@ def test_a_policy_is_made_trained_compared_and_measured(tmp_path):
   assert (tmp_path / 'base' / 'model' / 'model.safetensors').exists()
   # The base policy is not made again, and another algorithm writes beside the first.
   begun = (tmp_path / 'base' / 'log.jsonl').stat().st_mtime_ns
-  done = learn(f'--workdir={tmp_path}', '--algorithm=rloo', '--lake_reward=sparse')
+  others = ('--algorithm=rloo', '--kl_coef=0.01', '--lake_reward=sparse')
+  done = learn(f'--workdir={tmp_path}', *others)
   assert done.returncode == 0, done.stderr[-3000:]
   assert (tmp_path / 'base' / 'log.jsonl').stat().st_mtime_ns == begun
   again = json.loads((tmp_path / 'rloo' / 'table.json').read_text())
