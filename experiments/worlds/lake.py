@@ -5,9 +5,9 @@ reply names a move. With probability --lake_slip the agent goes to one of the tw
 instead. An episode ends on the goal, in a hole, or after STEPS moves.
 
 The base policy practises games of a player who wanders: its moves end on ice if it does
-not slip, and are otherwise chosen at random, by the weights FORWARD: right and down twice
-as often as left and up. So the policy looks where it goes, and RL has something to choose
-from.
+not slip, and are otherwise chosen at random, by the weights FORWARD. Four of five
+examples are one such move, for the line below the map alone: so it learns to look where
+it goes, and RL has something to choose from.
 """
 
 import collections
@@ -27,11 +27,12 @@ from experiments.worlds import world as world_lib
 STEPS = 20  # The most moves of an episode.
 # In the order of Gymnasium's actions.
 MOVES = ('go left', 'go down', 'go right', 'go up')
-FORWARD = {'go down': 2, 'go right': 2}
+FORWARD = {'go down': 1.5, 'go right': 1.5}  # Left and up have the weight 1.
 # Sides of the maps: those of RL, and those that only the base policy practises.
 TRAINED, PRACTISED = (4, 5), (6,)
 _CHANGES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 _SIGNS = {'S': '.', 'F': '.', 'H': 'O', 'G': 'G'}
+_ALONE = 0.8  # Share of the examples that are a move without a map.
 _FROZEN = 0.8  # Share of the cells that are ice.
 
 # What is drawn -> the chance of each move.
@@ -158,7 +159,12 @@ def draw(rows: list[str], cell: tuple[int, int]) -> str:
     if 0 <= row < len(rows) and 0 <= column < len(rows) and rows[row][column] != 'H':
       ice.append(name)
   lines = [''.join(f' {sign}' for sign in row) for row in signs]
-  return '\n'.join([*lines, f'Ice if you {", ".join(ice)}.'])
+  return '\n'.join([*lines, describe_ice(ice)])
+
+
+def describe_ice(moves: list[str]) -> str:
+  """Says which moves end on ice, or on the goal."""
+  return f'Ice if you {", ".join(moves)}.'
 
 
 def make_map(rng: random.Random, size: int, split: str) -> list[str]:
@@ -200,21 +206,33 @@ def make_env(slip: float | None = None, reward: str | None = None) -> games.Game
 
 
 def examples(seed: int) -> Iterator[world_lib.Example]:
-  """Yields the first moves of games."""
+  """Yields the first moves of games, and single moves without a map."""
   rng = random.Random(f'lake examples {seed}')
   while True:
     lake = Lake(make_map(rng, rng.choice(TRAINED + PRACTISED), 'train'), 1 / 3, 'sparse')
-    messages = list(games.make_task('').messages)
     text, _ = lake.reset(seed=rng.getrandbits(31))
+    if rng.random() < _ALONE:
+      some = rng.sample(MOVES, rng.choice((1, 2, 2, 3, 3, 4)))
+      text = describe_ice([move for move in MOVES if move in some])
+      yield world_lib.talk(text, _write(_draw(rng, text)), 'move')
+      continue
+    messages = list(games.make_task('').messages)
     for _ in range(6):
-      chances = wander(text)
-      move = rng.choices([*chances], [*chances.values()])[0]
-      messages.append({'role': 'user', 'content': text})
-      messages.append({'role': 'assistant', 'content': f'<action> {move}</action>'})
+      move = _draw(rng, text)
+      messages += [{'role': 'user', 'content': text}, world_lib.say(_write(move))]
       text, _, ended, _, _ = lake.step(move)
       if ended:
         break
-    yield world_lib.Example(messages)
+    yield world_lib.Example(messages, kind='game')
+
+
+def _draw(rng: random.Random, text: str) -> str:
+  chances = wander(text)
+  return rng.choices([*chances], [*chances.values()])[0]
+
+
+def _write(move: str) -> str:
+  return f'<action> {move}</action>'
 
 
 def wander(text: str) -> dict[str, float]:
