@@ -68,7 +68,7 @@ def examples(seed: int, mixture: Mapping[str, float] = MIXTURE) -> Iterator:
       story = stories.make_story(rng, PRACTISED)
       yield world_lib.Example(demonstrate(story, rng, fate), kind=fate)
     elif kind == 'compute':
-      yield world_lib.Example(_compute(rng), kind=kind)
+      yield world_lib.Example(compute(rng), kind=kind)
     else:
       prompt, reply = make[kind](rng)
       yield world_lib.talk(prompt, reply, kind)
@@ -136,8 +136,8 @@ def _copy(rng):
   return f'Repeat:{text}', text
 
 
-def _compute(rng):
-  """A calculation with the calculator."""
+def compute(rng):
+  """Writes an episode of a calculation with the calculator."""
   total, number = (rng.randint(2, stories.LARGEST) for _ in range(2))
   change = f'{rng.choice("+-*")} {number}'
   value = stories.compute(total, change)

@@ -13,6 +13,7 @@ from agent_r1_jax import sft, types
 from agent_r1_jax.agent import env
 from experiments import comparison
 from experiments.worlds import arithmetic, programs
+from experiments.worlds import arithmetic_lessons as lessons
 from experiments.worlds import world as world_lib
 
 WORLDS = (arithmetic.WORLD, programs.WORLD)
@@ -39,11 +40,19 @@ def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
 
 
 def examples(seed: int) -> Iterator[world_lib.Example]:
-  """Yields what is practised in both worlds, each about half of the time."""
+  """Yields what is practised in both worlds, and calculations whose result is answered.
+
+  Without these the policy had learned all of arithmetic but to copy the last result, of
+  which it had seen half as many as in a world of its own.
+  """
   rng = random.Random(f'both examples {seed}')
-  streams = [world.examples(seed) for world in WORLDS]
+  arithmetic_examples, program_examples = (world.examples(seed) for world in WORLDS)
   while True:
-    yield next(rng.choice(streams))
+    kind = rng.choices(('arithmetic', 'programs', 'compute'), (5, 4, 1))[0]
+    if kind == 'compute':
+      yield world_lib.Example(lessons.compute(rng), kind=kind)
+    else:
+      yield next(arithmetic_examples if kind == 'arithmetic' else program_examples)
 
 
 def make_env() -> env.ToolEnv:
@@ -73,7 +82,7 @@ WORLD = world_lib.World(
     optimizer=config_lib.Optimizer(learning_rate=1.5e-4),
     engine=config_lib.Engine(slots=768, decode_steps=16, replicas=2),
   ),
-  base=sft.Config(steps=1800, rows=4, row_tokens=512, learning_rate=2.5e-3),
+  base=sft.Config(steps=2000, rows=4, row_tokens=512, learning_rate=2.5e-3),
   vocab=2000,
   also=('direct',),
 )
