@@ -21,7 +21,6 @@ takes 6 to 10 minutes a seed.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
-import json
 import pathlib
 import platform
 import random
@@ -32,20 +31,18 @@ from typing import Any, NamedTuple
 
 from absl import app, flags
 from ml_collections import config_flags
-import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, report, sft, train, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import weights
-from agent_r1_jax.report import plots, tables
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
 from agent_r1_jax.train import evaluate, metrics, rollout
-from experiments import comparison
+from experiments import comparison, paper_report
 from experiments import results as results_lib
 from experiments.miniwiki import tasks as miniwiki
 from experiments.wikipedia import demos, settings
@@ -286,7 +283,8 @@ def main(_):
   out = pathlib.Path(_OUT.value)
   if _RENDER.value:
     found = results_lib.read(out / 'results.jsonl')
-    return render(found, pathlib.Path(_RENDER.value))
+    target = pathlib.Path(_RENDER.value)
+    return paper_report.render(found, target, [*METHODS], [*STEADY])
   out.mkdir(parents=True, exist_ok=True)
   methods = METHODS | STEADY
   if unknown := set(_METHODS.value) - set(methods):
@@ -346,73 +344,6 @@ def _seconds(workdir: pathlib.Path) -> float:
   """What a training that was cut short had taken."""
   lines = metrics.read(workdir) if (workdir / 'metrics.jsonl').exists() else []
   return sum(v for line in lines for k, v in line.items() if k.startswith('time/'))
-
-
-def render(lines: list[dict[str, Any]], target: pathlib.Path) -> None:
-  """Writes the tables (.md), the curves (.png) and the numbers they are of (.jsonl)."""
-  order = {method: i for i, method in enumerate(METHODS | STEADY)}
-  lines = sorted(lines, key=lambda r: (order[r['method']], r['seed']))
-  of = {m: [r for r in lines if r['method'] == m] for m in order}
-  of = {method: rows for method, rows in of.items() if rows}
-  sets = list(lines[0]['sets'])
-  chosen_for = {
-    'Table 3: methods': [m for m in of if '(' not in m and m not in STEADY],
-    'Table 4: masks': [m for m in of if m in ('PPO', 'GRPO') or '(' in m],
-  }
-  if STEADY.keys() & of.keys():
-    chosen_for['Against collapse'] = [m for m in of if m == 'GRPO' or m in STEADY]
-  parts = []
-  for title, chosen in chosen_for.items():
-    kinds = list(lines[0]['sets'][sets[0]])
-    for kind in kinds:
-      rows = {m: _row(of[m], sets, kind) for m in chosen}
-      columns = [*sets, 'average', 'seeds', 'minutes a seed']
-      parts.append(f'### {title}, {kind}\n\n{tables.format_table(rows, columns)}\n')
-  target.parent.mkdir(parents=True, exist_ok=True)
-  target.with_suffix('.md').write_text('\n'.join(parts))
-  target.with_suffix('.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in lines))
-  print('\n'.join(parts))
-  learned = {m: rows for m, rows in of.items() if rows[0]['rewards']}
-  if learned:
-    _curves(learned, target.with_suffix('.png'))
-
-
-def _row(rows, sets, kind) -> dict[str, Any]:
-  """A method's cells: the mean over seeds, and its 95 % interval (Student's t)."""
-  cells: dict[str, Any] = {}
-  means = [[r['sets'][s][kind]['mean'] for s in sets] for r in rows]
-  counts = [rows[0]['sets'][s][kind]['count'] for s in sets]
-  for name, values, n in zip(sets, zip(*means, strict=True), counts, strict=True):
-    if n:
-      alone = tables.Count(round(values[0] * n), n)
-      cells[name] = (
-        tables.Interval(*tables.mean_interval(values)) if len(rows) > 1 else alone
-      )
-  if all(counts):
-    average = [float(np.mean(m)) for m in means]
-    cells['average'] = (
-      tables.Interval(*tables.mean_interval(average)) if len(rows) > 1 else average[0]
-    )
-  cells['seeds'] = str(len(rows))
-  cells['minutes a seed'] = f'{np.mean([r["seconds"] for r in rows]) / 60:.1f}'
-  return cells
-
-
-def _curves(learned, path) -> None:
-  """The reward in training of every method, with the seeds' spread."""
-  seeds: dict[int, dict[int, dict[str, float]]] = {}
-  for method, rows in learned.items():
-    for r in rows:
-      for step, reward in enumerate(r['rewards'], 1):
-        line = seeds.setdefault(r['seed'], {}).setdefault(step, {'step': step})
-        line[method] = reward
-  learned = {m: rows for m, rows in learned.items() if m not in STEADY}
-  plain = [m for m in learned if '(' not in m]
-  panels = {'Methods': plain}
-  for name in ('PPO', 'GRPO'):
-    panels[f'{name} and its masks'] = [m for m in learned if m.split(' (')[0] == name]
-  runs = [list(lines.values()) for lines in seeds.values()]
-  plots.plot_curves(runs, path, panels=panels, title='Reward in training')
 
 
 if __name__ == '__main__':
