@@ -4,8 +4,8 @@ r"""Decoding guided by a value, beside controls that sample as many tokens.
   python -m experiments.guided --policy=runs/quickstart/model --workdir=runs/guided
 
 First an implicit value (guided/implicit_value.py) is fitted to the policy's own episodes
-on practice questions, which it was not trained on, or of training rows. Then the
-test questions are answered with K candidates of each turn, and with K complete episodes,
+on practice questions: training rows, or tasks that it was not trained on. Then the test
+questions are answered with K candidates of each turn, and with K complete episodes,
 of which one is taken. Each finished line is in WORKDIR/results-*.jsonl and is not
 measured again. --config.seed is also the number of miniwiki's world.
 """

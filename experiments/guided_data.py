@@ -39,7 +39,6 @@ CONFIGS: Mapping[str, config_lib.Config] = {
   'wikipedia': WIKIPEDIA,
   **{n: fields.replace(w.config, _WORLD) for n, w in all_worlds.WORLDS.items()},
 }
-SETS = ('miniwiki-hotpot', 'miniwiki-2wiki', 'miniwiki-musique')
 
 
 class Data(NamedTuple):
