@@ -57,5 +57,5 @@ def test_worlds_take_turns():
   sets = both.held_out(0, 2, 'test')
   assert sets['new_stories'] == arithmetic.held_out(0, 2, 'test')['new_stories']
   assert sets['new_pairs'] == programs.held_out(0, 2, 'test')['new_pairs']
-  tools = [ex.kind for ex in itertools.islice(both.examples(0), 200)]
-  assert {'plan', 'step', 'right', 'stop'} <= {*tools}
+  kinds = {example.kind for example in itertools.islice(both.examples(0), 200)}
+  assert {'plan', 'step', 'right', 'stop', 'compute'} <= kinds
