@@ -51,6 +51,25 @@ def allocate(mib: int) -> int:
   return len(bytes(mib << 20))
 
 
+def allocate_beside_threads(mib: int) -> int:
+  """The same, after two threads have allocated a little each, and while they live."""
+  allocated, ended = threading.Barrier(3), threading.Event()
+
+  def work():
+    _some = bytes(100_000)
+    allocated.wait()
+    ended.wait()
+
+  threads = [threading.Thread(target=work) for _ in range(2)]
+  for thread in threads:
+    thread.start()
+  allocated.wait()
+  try:
+    return allocate(mib)
+  finally:
+    ended.set()
+
+
 def allocate_much(*_: object):
   """A grader that takes more memory than the judges of tasks may have."""
   return allocate(2048)

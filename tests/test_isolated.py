@@ -95,6 +95,14 @@ async def test_a_function_beyond_its_memory_is_lost_and_replaced():
   assert await free(2048) == 2 << 30
 
 
+async def test_threads_take_no_memory_of_a_function():
+  """Each would reserve 64 MiB for itself, and the call fail now and then."""
+  allocate = isolated.in_subprocess(
+    graders.allocate_beside_threads, seconds=60, processes=1, memory_mb=256
+  )
+  assert await allocate(200) == 200 << 20
+
+
 def test_a_lower_limit_of_memory_is_kept():
   code = (
     'import asyncio, resource, sys\nsys.path.insert(0, "tests")\nimport graders\n'

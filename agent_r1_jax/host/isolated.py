@@ -16,6 +16,7 @@ interpreter: every thread stops, the engine's too. A subprocess can be killed:
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 import contextlib
+import ctypes
 import errno
 import faulthandler
 import functools
@@ -38,6 +39,7 @@ _START_SECONDS = 60.0
 # A subprocess ends itself so long after its call timed out, if nobody is left to kill it.
 _ALONE_SECONDS = 5.0
 _MAX_BYTES = 64 << 20
+_ARENA_MAX = -8  # M_ARENA_MAX of glibc's malloc.h.
 
 
 class LostError(RuntimeError):
@@ -285,6 +287,10 @@ def _serve(pipe, module: str, name: str, memory_mb: str, *imports: str):
 
 def _limit_memory(size: int):
   """Lets this process allocate `size` bytes beyond what it has."""
+  # glibc's allocator may reserve 64 MiB of addresses for each thread, also for the one
+  # that times a call. With one arena all threads allocate from the same addresses.
+  with contextlib.suppress(AttributeError):
+    ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
   _, hard = resource.getrlimit(resource.RLIMIT_AS)
   with contextlib.suppress(FileNotFoundError), open('/proc/self/statm') as file:
     size += int(file.read().split()[0]) * resource.getpagesize()
