@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from agent_r1_jax.models import attention, families, lora, sharding
+from agent_r1_jax.models import attention, families, lora, sharded_params, sharding
 
 Params = dict[str, Any]
 # The scan over at most this many layers is unrolled: a scan copies its residuals into one
@@ -144,10 +144,13 @@ class Projection(nn.Module):
 
     x = x.astype(self.dtype)
     kernel = self.param('kernel', init, inputs + self.outputs)
+    name = '/'.join((*self.path, 'kernel'))
     if self.has_variable('params', 'lora_a'):
-      y = lora.project(x, kernel, *(self.get_variable('params', n) for n in lora.LEAVES))
+      adapter = (self.get_variable('params', leaf) for leaf in lora.LEAVES)
+      y = lora.project(x, kernel, name, *adapter)
     else:
-      y = jnp.tensordot(x, kernel.astype(self.dtype), self.input_axes)
+      kernel = sharded_params.gather_kernel(kernel.astype(self.dtype), name)
+      y = jnp.tensordot(x, kernel, self.input_axes)
     if self.use_bias:
       bias = self.param('bias', nn.initializers.zeros, self.outputs).astype(self.dtype)
       y += jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
@@ -274,7 +277,7 @@ class Decoder(nn.Module):
     if self.is_initializing() or sharding.active_mesh() is None:
       x_BTD = embed(tokens_BT)
     else:
-      x_BTD = sharding.look_up(embed.embedding.astype(c.dtype), tokens_BT)
+      x_BTD = sharded_params.look_up(embed.embedding.astype(c.dtype), tokens_BT)
     x_BTD = _scale_embeddings(x_BTD, c)
     segments = (segment_ids_BT, ends_BT)
     x_BTD, _ = layers(c, name='layers')(x_BTD, positions_BT, angles, segments)
@@ -309,7 +312,7 @@ def hidden(
 
   In rows of trees, which have `ends` in place of segment_ids, it sees those of its path.
   """
-  params = sharding.constrain_params(params)
+  params = sharded_params.constrain_params(params)
   x: Any = Decoder(config).apply({'params': params}, tokens, positions, segment_ids, ends)
   return x
 

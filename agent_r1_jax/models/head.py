@@ -4,6 +4,7 @@ Letters: M tokens, D embed, V vocabulary, C tokens of one block.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -14,15 +15,19 @@ from jaxtyping import Bool, Float, Int
 
 from agent_r1_jax.models import sharding
 
-# Logits of one block: 512 MiB on an accelerator, so that reading the kernel costs little.
+# Logits of one block: about 512 MiB on an accelerator, so that reading the kernel costs
+# little.
 BLOCK_LOGITS = 2**27
 
 
 def block_tokens(vocab_size: int) -> int:
-  """Returns the number of tokens of a block on the present platform."""
+  """Returns the number of tokens of a block on the present platform, a power of 2.
+
+  A kernel's tiles and the tokens of a row are then whole blocks.
+  """
   if sharding.platform() == 'cpu':
     return 256
-  return max(256, BLOCK_LOGITS // vocab_size)
+  return max(256, 1 << round(math.log2(BLOCK_LOGITS / vocab_size)))
 
 
 @jax.named_scope('head')

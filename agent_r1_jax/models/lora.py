@@ -21,6 +21,7 @@ Letters: L layers, R rank, D inputs, F outputs of a projection, N, H as in the d
 """
 
 from collections.abc import Sequence
+import functools
 import math
 from typing import Any
 
@@ -28,7 +29,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from agent_r1_jax.models import families
+from agent_r1_jax.models import families, sharded_params
 
 LEAVES = ('lora_a', 'lora_b', 'lora_scale')
 
@@ -107,30 +108,35 @@ def join(learned: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
   return learned | frozen | both
 
 
-def project(x: Array, kernel: Array, a: Array, b: Array, scale: Array) -> Array:
+def project(
+  x: Array, kernel: Array, name: str, a: Array, b: Array, scale: Array
+) -> Array:
   """x · (W + s · A · B) in x's type, [*M, *inputs] to [*M, *outputs].
 
   x, A and B have gradients; W and s are frozen. W must be the caller's very array: a scan
-  over layers that saves any other one for the backward pass stacks all kernels anew.
+  over layers that saves any other one for the backward pass stacks all kernels anew. Its
+  name is that of sharded_params.gather_kernel.
   """
-  return _project(x, kernel, a, b, scale)
+  return _project(x, kernel, name, a, b, scale)
 
 
-@jax.custom_vjp
-def _project(x, kernel, a, b, scale):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _project(x, kernel, name, a, b, scale):
   merged = _merge_kernel(kernel, a, b, scale).astype(x.dtype)
+  merged = sharded_params.gather_kernel(merged, name)
   return jnp.tensordot(x, merged, a.ndim - 1)
 
 
-def _forward(x, kernel, a, b, scale):
-  return _project(x, kernel, a, b, scale), (x, kernel, a, b, scale)
+def _forward(x, kernel, name, a, b, scale):
+  return _project(x, kernel, name, a, b, scale), (x, kernel, a, b, scale)
 
 
-def _backward(saved, dy):
+def _backward(name, saved, dy):
   x, kernel, a, b, scale = saved
   inputs, outputs = a.ndim - 1, b.ndim - 1
   tokens = tuple(range(x.ndim - inputs))
   merged = _merge_kernel(kernel, a, b, scale).astype(x.dtype)
+  merged = sharded_params.gather_kernel(merged, name)
   last = lambda y, n: tuple(range(y.ndim - n, y.ndim))
   dx = jnp.tensordot(dy, merged, (last(dy, outputs), last(merged, outputs)))
 

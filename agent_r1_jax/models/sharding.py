@@ -15,7 +15,7 @@ layer where it is used), and their heads, feed-forward and vocabulary over `tens
 attention, for which the chips of a row exchange tokens for heads, and the learner's shift
 by one. It is the last axis, so that these chips are neighbours. XLA derives most of the
 computation from the shardings of its arguments. What it does not derive is written in the
-models, where a mesh is set: `constrain_params` and `look_up` for the decoder, and what a
+models, where a mesh is set: what becomes of parameters in sharded_params.py, and what a
 chip computes in attention and the vocabulary head.
 """
 
@@ -26,7 +26,6 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
@@ -131,7 +130,7 @@ def make_placer(mesh: Mesh | None) -> Callable[[str, np.ndarray], jax.Array]:
     return lambda path, x: jax.device_put(x)
 
   def place(path: str, x: np.ndarray) -> jax.Array:
-    named = NamedSharding(mesh, _make_spec(path, x.shape, mesh))
+    named = NamedSharding(mesh, make_spec(path, x.shape, mesh))
     return jax.make_array_from_callback(x.shape, named, lambda index: x[index])
 
   return place
@@ -295,41 +294,6 @@ def _move(x, kind):
   return jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 
-def constrain_params(params: Any) -> Any:
-  """Constrains parameters, and so their gradients, to their shardings if a mesh is set.
-
-  Without it, XLA replicates some gradients on every chip.
-  """
-  mesh = active_mesh()
-  if mesh is None:
-    return params
-  return jax.lax.with_sharding_constraint(params, make_shardings(params, mesh))
-
-
-def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-  """Looks up the embeddings [B, T, D] of tokens in a sharded table.
-
-  Each chip looks up the tokens of all chips that share D in its part of the table; then
-  an all-to-all gives each chip its own tokens with all of D. By itself, XLA would gather
-  all embeddings on each chip.
-  """
-
-  def shard(table_VD, tokens_BT):
-    every_SBT = jax.lax.all_gather(tokens_BT, PARAM_AXES)
-    every_SBT -= jax.lax.axis_index('tensor') * table_VD.shape[0]
-    here_SBT1 = ((every_SBT >= 0) & (every_SBT < table_VD.shape[0]))[..., None]
-    x_SBTD = jnp.where(here_SBT1, table_VD.at[every_SBT].get(mode='clip'), 0)
-    x_SBTD = jax.lax.psum(x_SBTD, 'tensor')
-    return jax.lax.all_to_all(x_SBTD, PARAM_AXES, 0, 3, tiled=True)[0]
-
-  return jax.shard_map(
-    shard,
-    in_specs=(PartitionSpec('tensor', PARAM_AXES), TOKEN_SPEC),
-    out_specs=TOKEN_SPEC,
-    check_vma=False,
-  )(table_VD, tokens_BT)
-
-
 def active_mesh() -> AbstractMesh | None:
   """Returns the mesh that jax.set_mesh has set, or None if it lacks our axes."""
   mesh = jax.sharding.get_abstract_mesh()
@@ -351,10 +315,10 @@ def platform() -> str:
 
 def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
   name = jax.tree_util.keystr(path, simple=True, separator='/')
-  return _make_spec(name, shape, mesh)
+  return make_spec(name, shape, mesh)
 
 
-def _make_spec(
+def make_spec(
   name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
   """Returns the mesh axes of a leaf whose name ends with the path of a parameter."""

@@ -1,48 +1,57 @@
-r"""Compiles training and sampling for TPUs that are not here: what fits, what it costs.
+r"""Compiles training and sampling for chips that are not here: what fits, what it costs.
 
-  pip install -e '.[tpu]'
-  TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m experiments.bench.compile_for \
-    --topology=v5e:4x4 --config.model.path=qwen2.5-7b
+  pip install -e '.[tpu]'    # or '.[cuda]', or both; no TPU or GPU is needed
+  python -m experiments.bench.compile_for --topology=v5e:4x4 \
+    --config.model.path=qwen2.5-7b
+  python -m experiments.bench.compile_for --topology=h100:1 --program=gradient --top=20
 
-`--config.model.path` is a Hugging Face directory, a config.json, or a name of
-experiments/published.py.
+`--topology` is one of experiments/bench/chips.py; `--config.model.path` is a Hugging Face
+directory, a config.json, or a name of experiments/published.py.
 
-Hardware: one CPU core, 3 GB; 3 minutes for a gradient, 1 for another program. The
-learner's gradient and update are compiled for all chips of the topology (float32 master
-parameters and AdamW, bfloat16 activations, layers rematerialised), the engine's prefill
-and decode for the chips of a bfloat16 replica: tensor of them, by default as many of a
-host's four as divide the number of key-value heads; a run's `tensor` must be that. The
-mesh of training, where no flag names an axis (`mesh_for`): tensor is 1, context is the
-least power of 2 that leaves a chip 8,192 tokens of a row or fewer, fsdp is as many of the
-other chips as can split the parameters, data is the rest.
+Hardware: one CPU core, 3 GB; a TPU's gradient takes 1 to 3 minutes, its other programs
+less than one, a GPU's 5 to 30 seconds each. The learner's gradient and update are
+compiled for all chips of the topology (float32 master parameters and AdamW, bfloat16
+activations), the engine's prefill and decode for the chips of a bfloat16 replica:
+`tensor` of them, by default one GPU, or as many of a TPU host's four as divide the number
+of key-value heads; a run's `tensor` must be that. The mesh of training, where no flag
+names an axis (`mesh_for`): tensor is 1, context is the least power of 2 that leaves a
+chip 8,192 tokens of a row or fewer, fsdp is as many of the other chips as can split the
+parameters, data is the rest.
 
-Prints one JSON line a program. GiB a chip: arguments, temporaries, outputs that are not
-an argument's memory, what else lies there meanwhile (the optimizer's state while a
-gradient is made, the training state while a host samples), their total and the chip's
-memory. XLA counts the body of a loop once: its operations and bytes are those of one
-layer and one block of logits for the gradient, of one token for decode, and whole for
-prefill and apply; what kernels do is not in them. `estimated` are the operations of all
-layers: 2 a parameter and token, four times that for a gradient that recomputes.
-`collectives` are bytes of the results of what the chips exchange, on one chip and in one
-call, times the passes of the loops that they are in; `loops_counted_once` are loops with
-such results whose passes the compiler does not know.
+Prints one JSON line a program, of one chip:
 
-Expected: docs/scaling.md. A second micro-batch adds the sum of the gradients, as large as
-`outputs`.
+- GiB: arguments, temporaries, outputs that are not an argument's memory, what else lies
+  there meanwhile (the optimizer's state while a gradient is made, the training state
+  while a host samples), their total and the chip's memory. A second micro-batch adds the
+  sum of the gradients, as large as `outputs`.
+- `operations`, `bytes` of main memory and `exchanged` bytes (results of the collectives),
+  read off the compiled program with all loops (experiments/bench/kernels.py); for a
+  decode, those of one token of each text and what is done once around it.
+- `seconds`: each kernel takes what the compiler estimates (a TPU's fusions), otherwise at
+  least its operations at the chip's most or its bytes at its bandwidth, whichever is
+  longer; copies between memories and exchanges run beside the rest. For a GPU this is a
+  bound, not an estimate. `in_turn`: if nothing ran beside anything.
+- `kernels`: the same by what they do: attention, products, exchange, moves (copies,
+  casts, other layouts), sorts and scatters, other.
+- `useful`: operations that the model needs, without recomputation; `mfu` is their share
+  of the chip's most in `seconds`. `needed`: bytes of parameters and cache that a decode
+  step must read; `hbm` is their share of the bandwidth.
+- `missing`: kernels that are expected there and were not chosen.
+
+`--top=N` lists the N parts that take longest. Expected: docs/scaling.md for training,
+docs/performance.md for sampling.
 """
 
 import collections
 import dataclasses
 import json
 import math
-import re
 import sys
 import time
 from typing import Any
 
 from absl import app, flags
 import jax
-from jax.experimental import topologies
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import optax
@@ -51,27 +60,21 @@ from agent_r1_jax import types
 from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.models import decoder, sampling_params, sharding
+from agent_r1_jax.models import decoder, head, sampling_params, sharding
 from agent_r1_jax.rl import algorithms, learner, prefix_trees
 from experiments import published
+from experiments.bench import chips as chips_lib
+from experiments.bench import hlo, roofline
+from experiments.bench import kernels as kernels_lib
 
 _TRAINING, _SAMPLING = ('gradient', 'apply'), ('prefill', 'decode')
 _LONGEST = 8192  # Tokens of a row on one chip.
 _GIB = 2**30
-# HBM of a chip, as its maker says.
-_CHIP = {'v5e': 16 * _GIB, 'v5p': 95 * _GIB, 'v6e': 32 * _GIB, 'v4': 32 * _GIB}
-# Chips of one host, and how those of a replica lie.
-_HOST = 4
+# How the chips of a TPU's replica lie.
 _BLOCKS = {1: '1x1', 2: '1x2', 4: '2x2'}
 
-_COLLECTIVE = re.compile(
-  r' = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)'
-  r'(?:-done)?\('
-)
-_ARRAY = re.compile(r'\b(pred|[a-z]+\d+)\w*\[([\d,]*)\]')
-
 _TOPOLOGY = flags.DEFINE_string(
-  'topology', 'v5e:4x4', 'Chips, for example v5p:4x4x4, v6e:8x8.'
+  'topology', 'v5e:4x4', 'Chips, for example v5p:4x4x4, h100:1, h100:2x8.'
 )
 _MODEL = flags.DEFINE_string(
   'config.model.path', 'qwen2.5-3b', 'Directory, config.json or name.'
@@ -92,30 +95,23 @@ _TEXTS = flags.DEFINE_integer('texts', 32, "Rows of one host's replicas together
 _SLOTS = flags.DEFINE_integer('slots', 4096, 'Tokens of such a row.')
 _STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode.')
 _PREFILL = flags.DEFINE_integer('prefill_tokens', 256, 'Tokens of a row in one prefill.')
+_REMAT = flags.DEFINE_enum('remat', 'full', ['none', 'dots', 'full'], 'As model.remat.')
+_TOP = flags.DEFINE_integer('top', 0, 'How many of the longest parts are listed.')
 _PREFILL_ROWS = flags.DEFINE_integer('prefill_rows', 8, 'Rows of one prefill.')
 
 
-def chips(topology: str) -> list[Any]:
-  """Those of a topology, such as v5e:4x4."""
-  sizes = [int(n) for n in topology.partition(':')[2].split('x')]
-  few: dict[str, Any] = {}
-  if math.prod(sizes) < _HOST:
-    few['chips_per_host_bounds'] = (*sizes, 1, 1)[:3]
-  try:
-    found = topologies.get_topology_desc(platform='tpu', topology_name=topology, **few)
-  except RuntimeError as error:
-    sys.exit(f"{error}\nNeeded are pip install -e '.[tpu]' and TPU_SKIP_MDS_QUERY=1")
-  return list(found.devices)
-
-
-def replica_mesh(kind: str, config: decoder.DecoderConfig) -> Any:
+def replica_mesh(topology: str, config: decoder.DecoderConfig) -> Any:
   """The chips that hold one copy of the policy: they split the heads."""
-  tensor = _TENSOR.value or math.gcd(_HOST, config.num_kv_heads)
+  kind = topology.partition(':')[0]
+  if chips_lib.CHIPS[kind].platform == 'gpu':
+    tensor = _TENSOR.value or 1
+    return sharding.make_mesh(tensor=tensor, devices=chips_lib.find(f'{kind}:{tensor}'))
+  tensor = _TENSOR.value or math.gcd(4, config.num_kv_heads)
   if tensor not in _BLOCKS:
     raise app.UsageError(f'--tensor={tensor}: replicas have {list(_BLOCKS)} chips')
   # A program for some of a topology's chips does not compile: they are one by themselves.
   name = _BLOCKS[tensor] + ('x1' if kind in ('v4', 'v5p') else '')
-  return sharding.make_mesh(tensor=tensor, devices=chips(f'{kind}:{name}'))
+  return sharding.make_mesh(tensor=tensor, devices=chips_lib.find(f'{kind}:{name}'))
 
 
 def abstract(tree: Any, where: Any) -> Any:
@@ -134,10 +130,9 @@ def on_chip(tree: Any) -> int:
   )
 
 
-def model(name: str) -> decoder.DecoderConfig:
-  """As it is trained on TPUs: bfloat16, layers rematerialised."""
-  config = published.read_shape(name)
-  return dataclasses.replace(config, dtype='bfloat16', remat='full')
+def model(name: str, remat: str = 'full') -> decoder.DecoderConfig:
+  """Returns a shape as it is trained: bfloat16, by default with layers recomputed."""
+  return dataclasses.replace(published.read_shape(name), dtype='bfloat16', remat=remat)
 
 
 def mesh_for(
@@ -207,7 +202,7 @@ def lowered(program: str, config, mesh, optimizer) -> tuple[Any, int]:
 
 def replica_texts(mesh) -> int:
   """A replica's share of the host's texts."""
-  return max(1, _TEXTS.value * mesh.size // _HOST)
+  return max(1, _TEXTS.value * mesh.size // chips_lib.count_host(_TOPOLOGY.value))
 
 
 def lowered_sampling(program: str, config, mesh) -> Any:
@@ -243,87 +238,42 @@ def lowered_sampling(program: str, config, mesh) -> Any:
   )
 
 
-def estimated(program: str, config: decoder.DecoderConfig, mesh) -> float:
-  """Operations of all matrix products with parameters, on one chip."""
+def count_needed(
+  program: str, config: decoder.DecoderConfig, mesh
+) -> tuple[float, float]:
+  """Counts what a program must do on one chip, if nothing is computed twice.
+
+  Returns:
+    The operations of the products with parameters, a token's once (three times for a
+    gradient), and of causal attention; and for a decode, the bytes of the parameters and
+    of the cache at all its slots, else 0.
+  """
   shapes = parameters(config)
   if not config.tie_embeddings:
     shapes.pop('embed')  # Looked up only.
   size = sum(x.size for x in jax.tree.leaves(shapes))
-  tokens = {
-    'gradient': 4 * math.prod(batch(mesh, _ROWS.value, _TOKENS.value).tokens.shape),
-    'prefill': _PREFILL_ROWS.value * _PREFILL.value,
-    'decode': replica_texts(mesh),
-  }
-  return 2 * size * tokens.get(program, 0) / mesh.size
+  heads = config.num_layers * config.num_heads * config.head_dim
+  if program == 'gradient':
+    rows, tokens = batch(mesh, _ROWS.value, _TOKENS.value).tokens.shape
+    return 3 * rows * tokens * (2 * size + 2 * tokens * heads) / mesh.size, 0.0
+  if program == 'prefill':
+    rows, tokens = _PREFILL_ROWS.value, _PREFILL.value
+    operations = rows * tokens * (2 * (size - config.vocab_size * config.embed_dim))
+    return operations / mesh.size, 0.0
+  if program == 'decode':
+    texts = replica_texts(mesh)
+    cache = jax.eval_shape(lambda: decoder.empty_cache(config, texts, _SLOTS.value))
+    needed = 2 * size + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    return texts * (2 * size + 4 * _SLOTS.value * heads) / mesh.size, needed / mesh.size
+  return 0.0, 0.0
 
 
-def collectives(text: str) -> tuple[dict[str, int], int]:
-  """Bytes that a program's collectives give, by kind, and how many loops counted once.
-
-  A result counts as often as the loops around it run, where the program says how often.
-  One that runs beside other work counts once: its end (-done), or, where a TPU's compiler
-  made several fusions of it, any of the pieces that share a chain.
-  """
-  inside, name, entry = collections.defaultdict(list), '', ''
-  for line in text.splitlines():
-    if head := re.match(r'(ENTRY )?%?([\w.-]+) .*{$', line):
-      name = head[2]
-      entry = name if head[1] else entry
-    inside[name].append(line)
-  chains, once = set(), set()
-
-  def of(name: str) -> collections.Counter:
-    total = collections.Counter()
-    for line in inside[name]:
-      chain = re.search(r'channel_id=(\d+),.*chain_id="(\d+)"', line)
-      piece = chain and chain.groups()
-      if (found := _COLLECTIVE.search(line)) and piece not in chains:
-        total[found[2]] += sum(map(_bytes, _ARRAY.finditer(found[1])))
-        chains.update([piece] if piece else [])
-      within = sum(map(of, _called(line)), collections.Counter())
-      passes = _passes(line, inside) if ' while(' in line else 1
-      if within and passes is None:
-        once.add(line)
-      for kind, size in within.items():
-        total[kind] += size * (passes or 1)
-    return total
-
-  return dict(of(entry)), len(once)
-
-
-def _passes(line: str, inside: dict[str, list[str]]) -> int | None:
-  """Returns how often a loop runs.
-
-  XLA notes it, or it is the only constant of a condition that counts up.
-  """
-  if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
-    return int(noted[1])
-  condition = re.search(r'condition=%([\w.-]+)', line)
-  body = '\n'.join(inside[condition[1]]) if condition else ''
-  constants = re.findall(r' s32\[\]\S* constant\((\d+)\)', body)
-  counts_up = 'direction=LT' in body and len(constants) == 1
-  return int(constants[0]) if counts_up else None
-
-
-def _called(line: str) -> list[str]:
-  """Computations that an instruction runs."""
-  if re.search(r' async-(done|update)\(', line):
-    return []
-  lists = re.findall(r'(?:calls|body|to_apply|branch_computations)=([^=]*)', line)
-  return [name for found in lists for name in re.findall(r'%([\w.-]+)', found)]
-
-
-def _bytes(array: re.Match) -> int:
-  bits = int(''.join(c for c in array[1] if c.isdigit()) or 8)
-  return math.prod(int(n) for n in array[2].split(',') if n) * bits // 8
-
-
-def report(name: str, program: Any, elsewhere: int, chip: int) -> dict[str, Any]:
+def report(name: str, program: Any, elsewhere: int, chip: chips_lib.Chip, unknown: int):
   """Compiles; `elsewhere` are bytes on the chip that the program does not get."""
   start = time.time()
   compiled = program.compile()
   seconds = time.time() - start
-  memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+  memory = compiled.memory_analysis()
   parts = {
     'arguments': memory.argument_size_in_bytes,
     'temporaries': memory.temp_size_in_bytes,
@@ -331,51 +281,71 @@ def report(name: str, program: Any, elsewhere: int, chip: int) -> dict[str, Any]
     'elsewhere': elsewhere,
   }
   total = sum(parts.values())
-  text = compiled.as_text()
-  exchanged, unknown = collectives(text)
+  kernels = kernels_lib.list_kernels(hlo.Program(compiled.as_text()), unknown)
+  if _TOP.value:
+    roofline.show_longest(kernels, chip, _TOP.value)
+  exchanged = collections.Counter()
+  for kernel in kernels:
+    for kind, size in kernel.exchanged.items():
+      exchanged[kind] += kernel.calls * size
+  best, in_turn = roofline.sum_seconds(kernels, chip)
+  missing = roofline.find_missing(kernels, name, chip.platform, trees=_TREES.value)
+  if missing:
+    print(f'{name}: expected kernels that are not there: {missing}', file=sys.stderr)
   return {
     'program': name,
     **{f'{key}_gib': round(size / _GIB, 2) for key, size in parts.items()},
     'total_gib': round(total / _GIB, 2),
-    'chip_gib': round(chip / _GIB, 2),
-    'fits': total < chip,
-    'operations': cost.get('flops'),
-    'bytes': cost.get('bytes accessed'),
-    'collectives_gib': round(sum(exchanged.values()) / _GIB, 2),
-    'collectives': exchanged,
-    'loops_counted_once': unknown,
-    'kernels': text.count('tpu_custom_call'),
+    'chip_gib': round(chip.memory / _GIB, 2),
+    'fits': total < chip.memory,
+    'operations': sum(k.calls * k.operations for k in kernels),
+    'bytes': sum(k.calls * k.bytes for k in kernels),
+    'exchanged_gib': round(exchanged.total() / _GIB, 2),
+    'exchanged': dict(exchanged),
+    'seconds': float(f'{best:.4g}'),
+    'in_turn': float(f'{in_turn:.4g}'),
+    'kernels': roofline.sum_by_kind(kernels, chip),
+    'missing': missing,
     'compile_seconds': round(seconds, 1),
   }
 
 
 def main(_):
-  config = model(_MODEL.value)
-  kind = _TOPOLOGY.value.split(':')[0]
-  devices = chips(_TOPOLOGY.value)
+  config = model(_MODEL.value, _REMAT.value)
+  devices = chips_lib.find(_TOPOLOGY.value)
+  chip = chips_lib.CHIPS[_TOPOLOGY.value.partition(':')[0]]
   flags_of = {'data': _DATA, 'fsdp': _FSDP, 'tensor': _TENSOR, 'context': _CONTEXT}
   given = {axis: flag.value for axis, flag in flags_of.items() if flag.value}
   sizes = mesh_for(config, len(devices), _TOKENS.value, given)
   if _TREES.value and sizes['context'] > 1:
     raise app.UsageError('--trees: a row of trees lies on one chip; give --context=1')
   everyone = sharding.make_mesh(**sizes, devices=devices)
-  one_replica = replica_mesh(kind, config)
+  one_replica = replica_mesh(_TOPOLOGY.value, config)
   optimizer = optax.chain(
     optax.clip_by_global_norm(1.0), optax.adamw(1e-6, b2=0.95, weight_decay=0.0)
   )
   for name in _PROGRAMS.value:
+    unknown = 1
     if name in _TRAINING:
       mesh = everyone
       with jax.set_mesh(mesh):
         program, elsewhere = lowered(name, config, mesh, optimizer)
+        # Of the loops that the data stop, those of the head: here every token counts.
+        tokens = _ROWS.value * _TOKENS.value / sizes['context']
+        unknown = math.ceil(tokens / head.block_tokens(config.vocab_size))
     else:
       mesh, elsewhere = one_replica, on_chip(training_state(config, optimizer, everyone))
       with jax.set_mesh(mesh):
         program = lowered_sampling(name, config, mesh)
     asked = {'topology': _TOPOLOGY.value, 'model': _MODEL.value, 'mesh': dict(mesh.shape)}
     asked['trees'] = _TREES.value and name == 'gradient'
-    line = asked | report(name, program, elsewhere, _CHIP[kind])
-    line['estimated'] = estimated(name, config, mesh)
+    line = asked | report(name, program, elsewhere, chip, unknown)
+    useful, needed = count_needed(name, config, mesh)
+    line |= {'useful': useful, 'needed': needed}
+    if useful and name != 'decode':
+      line['mfu'] = round(useful / chip.operations / line['seconds'], 3)
+    if needed:
+      line['hbm'] = round(needed / chip.bandwidth / line['seconds'], 3)
     print(json.dumps(line), flush=True)
 
 

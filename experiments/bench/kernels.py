@@ -1,0 +1,325 @@
+"""The kernels of a compiled program: operations, bytes and collectives, with all loops.
+
+A compiled program says which kernels run in which loops, with all shapes. What XLA counts
+itself (`cost_analysis`) is that of one pass of each loop, without what kernels of Pallas
+and cuDNN do, and nothing for a GPU that is not there.
+
+What is counted is what the program asks for, and not what a chip's caches make of it.
+Bytes are those of the main memory: of a stacked parameter that a fusion slices only the
+slice counts, of an array that it updates in place only the update, and arrays in a TPU's
+vector memory (`S(1)` in the text) do not count.
+"""
+
+from collections.abc import Iterator, Sequence
+import functools
+import math
+import re
+from typing import NamedTuple
+
+from experiments.bench import hlo
+
+# What takes no time: names of arrays, and the other half of what runs beside other work.
+_FREE = frozenset(
+  'parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id '
+  'iota opt-barrier copy-done slice-done async-done async-update add-dependency'.split()
+)
+# Custom calls that are notes to the compiler.
+_NOTES = ('AllocateBuffer', 'AssumeGatherIndicesInBound', 'Sharding')
+# What only moves numbers, or changes their type.
+_MOVES = frozenset(
+  'copy copy-start slice-start transpose reshape bitcast slice dynamic-slice pad '
+  'dynamic-update-slice concatenate convert broadcast reverse'.split()
+)
+_COLLECTIVES = frozenset(
+  'all-gather all-reduce reduce-scatter all-to-all collective-permute'.split()
+)
+_SLICES = frozenset(('dynamic-slice', 'slice', 'gather'))
+# What changes its first operand in place, and the number of the operand that is written.
+_UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
+# Products of T x T numbers and heads that kernels of attention on a TPU compute.
+_PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4, 'forward': 2, 'queries': 3, 'keys': 4}
+KINDS = ('attention', 'product', 'exchange', 'move', 'sort', 'other')
+
+
+class Kernel(NamedTuple):
+  """What a chip runs at a time.
+
+  Attributes:
+    name: The instruction's name.
+    kind: One of KINDS.
+    part: What it computes, as JAX named it.
+    target: Of a custom call, what is called.
+    calls: How often it runs.
+    operations: Multiplications and additions of matrix products, in one call.
+    bytes: Bytes of main memory that one call reads and writes.
+    exchanged: Bytes of the results of its collectives, in one call.
+    cycles: What a TPU's compiler estimates for one call; 0 if it says nothing.
+    inside: Loops around it of which only the data say how often they run.
+    beside: Whether it runs beside other work, as a copy between memories does.
+  """
+
+  name: str
+  kind: str
+  part: str
+  target: str
+  calls: int
+  operations: float
+  bytes: int
+  exchanged: dict[str, int]
+  cycles: int
+  inside: tuple[str, ...]
+  beside: bool
+
+
+def list_kernels(program: hlo.Program, unknown: int = 1) -> list[Kernel]:
+  """Returns the kernels of all computations, those of loops with their passes.
+
+  Loops of which only the data say how often they run count as `unknown` passes.
+  """
+  return list(_Walk(program, unknown).visit(program.entry, 1, ()))
+
+
+class _Walk:
+  """Goes through a program as a chip does."""
+
+  def __init__(self, program: hlo.Program, unknown: int):
+    self._program, self._unknown = program, unknown
+    # Of a collective in several pieces, the one that counts.
+    self._chains: dict[tuple[str, ...], str] = {}
+
+  def visit(self, name: str, calls: int, inside: tuple[str, ...]) -> Iterator[Kernel]:
+    """Yields the kernels of computation `name`, which runs `calls` times."""
+    for i in self._program.computations[name].values():
+      if i.opcode in _FREE or i.target in _NOTES:
+        continue
+      if i.opcode == 'while':
+        passes = self._program.count_passes(name, i)
+        around = inside if passes else (*inside, i.name)
+        body = re.findall(r'body=%([\w.-]+)', i.text)[0]
+        yield from self.visit(body, calls * (passes or self._unknown), around)
+      elif i.opcode == 'conditional':
+        # What is asked for seldom (a guide, the likeliest tokens) does not count.
+        branches = [list(self.visit(x, calls, inside)) for x in i.called]
+        yield from min(branches, key=lambda b: sum(k.calls * k.bytes for k in b))
+      elif i.opcode in ('call', 'async-start'):
+        for called in i.called:
+          yield from self.visit(called, calls, inside)
+      else:
+        yield self._describe(name, i, calls, inside)
+
+  def _describe(self, name: str, i: hlo.Instruction, calls: int, inside) -> Kernel:
+    within = list(_list_within(self._program, name, i))
+    opcodes = {x.opcode for _, x in within}
+    operations = sum(_count_operations(self._program, *x) for x in within)
+    exchanged = self._count_exchanged([x for _, x in within])
+    attends = re.search(r'fmha|tpu_custom_call|mosaic_gpu', i.target)
+    exchanges = {re.sub(r'-(start|done)$', '', x) for x in opcodes} & _COLLECTIVES
+    if (exchanges or 'AsyncCollective' in i.text) and not operations:
+      kind = 'exchange'
+    elif attends:
+      kind = 'attention'
+    elif operations:
+      kind = 'product'
+    elif opcodes & {'sort', 'scatter'}:
+      kind = 'sort'
+    else:
+      kind = 'move' if opcodes <= _MOVES | _FREE | {'fusion'} else 'other'
+    cycles = re.search(r'"estimated_cycles":"(\d+)"', i.text)
+    moved = _count_bytes(self._program, name, i)
+    if kind == 'exchange':  # It may name much else that it only passes on.
+      moved = 2 * sum(exchanged.values())
+    return Kernel(
+      name=i.name,
+      kind=kind,
+      part=i.part,
+      target=i.target,
+      calls=calls,
+      operations=operations,
+      bytes=moved,
+      exchanged=exchanged,
+      cycles=int(cycles[1]) if cycles else 0,
+      inside=inside,
+      beside=i.opcode.endswith('-start'),
+    )
+
+  def _count_exchanged(self, within: Sequence[hlo.Instruction]) -> dict[str, int]:
+    """Counts the results of collectives, by kind.
+
+    One that runs beside other work counts once: at its end (-done), or, where a TPU's
+    compiler made several fusions of it, in the first of those that share a chain.
+    """
+    total: dict[str, int] = {}
+    for i in within:
+      kind = i.opcode.removesuffix('-done')
+      chain = re.search(r'channel_id=(\d+),.*chain_id="(\d+)"', i.text)
+      if kind not in _COLLECTIVES:
+        continue
+      if chain and self._chains.setdefault(chain.groups(), i.name) != i.name:
+        continue
+      total[kind] = total.get(kind, 0) + sum(x.size for x in i.result)
+    return total
+
+
+def _list_within(
+  program: hlo.Program, name: str, i: hlo.Instruction
+) -> Iterator[tuple[str, hlo.Instruction]]:
+  """Yields an instruction, or those of a fusion, with their computations."""
+  if i.opcode != 'fusion':
+    yield name, i
+    return
+  for called in i.called:
+    for x in program.computations[called].values():
+      yield from _list_within(program, called, x)
+
+
+def _count_operations(program: hlo.Program, name: str, i: hlo.Instruction) -> float:
+  operands = program.operands(name, i)
+  if i.opcode == 'dot':
+    left = operands[0][0].shape
+    axes = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', i.text)
+    contracted = [left[int(n)] for n in axes[1].split(',') if n] if axes else []
+    return 2.0 * math.prod(i.result[0].shape) * math.prod(contracted)
+  if i.opcode == 'convolution':
+    return _count_convolution(i, operands[0][0].shape, operands[1][0].shape)
+  if 'fmha' in i.target:
+    return _count_attention(i, operands)
+  return _count_pallas(i, operands) if i.target == 'tpu_custom_call' else 0.0
+
+
+def _count_bytes(program: hlo.Program, name: str, i: hlo.Instruction) -> int:
+  operands = program.operands(name, i)
+  if i.opcode == 'fusion':
+    called = i.called[0]
+    reads = sum(
+      _count_read(program, called, n, arrays) for n, arrays in enumerate(operands)
+    )
+    return reads + _count_written(program, called, i.result)
+  written = sum(x.bytes for x in i.result)
+  if i.opcode in _SLICES:
+    return 2 * written
+  if i.opcode in _UPDATES:
+    return 2 * sum(x.bytes for x in operands[_UPDATES[i.opcode]])
+  if i.opcode == 'copy-start':  # Its result names its argument too.
+    return written
+  if i.opcode == 'slice-start':  # The same: the array, the slice, and a flag.
+    return written - i.result[0].bytes + (0 if i.result[0].space else i.result[1].size)
+  if i.opcode.endswith('-start') or i.opcode.endswith('-done'):
+    return 0
+  return written + sum(x.bytes for arrays in operands for x in arrays)
+
+
+def _count_read(
+  program: hlo.Program, name: str, index: int, arrays: tuple[hlo.Array, ...]
+) -> int:
+  """Counts what a fused computation reads of its argument number `index`."""
+  whole = sum(x.bytes for x in arrays)
+  found = list(program.computations[name].values())
+  inside = re.compile(rf'\({index}\)')
+  parameter = next(
+    (i for i in found if i.opcode == 'parameter' and inside.match(i.text)), None
+  )
+  return _count_used(program, name, parameter, whole) if parameter and whole else 0
+
+
+def _count_used(program: hlo.Program, name: str, i: hlo.Instruction, whole: int) -> int:
+  """Counts what the users of an instruction read, at most `whole`."""
+  if i is program.roots[name]:
+    return whole
+  total = 0
+  for user in program.computations[name].values():
+    for n, operand in enumerate(user.operands):
+      if operand != i.name:
+        continue
+      if user.opcode == 'bitcast':
+        total += _count_used(program, name, user, whole)
+      elif user.opcode in _SLICES and n == 0:
+        total += sum(x.size for x in user.result)
+      elif user.opcode == 'fusion':
+        total += _count_read(program, user.called[0], n, i.result)
+      elif user.opcode == 'tuple' or (user.opcode in _UPDATES and n == 0):
+        continue  # It stays where it is.
+      else:
+        return whole
+  return min(total, whole)
+
+
+def _count_written(program: hlo.Program, name: str, result: tuple[hlo.Array, ...]) -> int:
+  root = program.roots[name]
+  found = program.computations[name]
+  roots = [found[x] for x in root.operands] if root.opcode == 'tuple' else [root]
+  if len(roots) != len(result):
+    return sum(x.bytes for x in result)
+  total = 0
+  for array, i in zip(result, roots, strict=True):
+    while i.opcode == 'bitcast':
+      i = found[i.operands[0]]
+    if array.space or i.opcode == 'parameter':
+      continue
+    if i.opcode in _UPDATES:
+      total += sum(x.size for x in found[i.operands[_UPDATES[i.opcode]]].result)
+    else:
+      total += array.size
+  return total
+
+
+def _count_convolution(i: hlo.Instruction, left, right) -> float:
+  """Counts what a convolution multiplies and adds; a TPU's products are convolutions."""
+  labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', i.text)
+  assert labels, i
+  inputs, kernel, outputs = labels.groups()
+  result = i.result[0].shape
+  total = 2.0 * result[outputs.index('b')] * result[outputs.index('f')]
+  total *= right[kernel.index('i')]
+  window = re.search(r'window=\{([^}]*)\}', i.text)
+  asked = dict(x.split('=') for x in window[1].split()) if window else {}
+  spatial = sorted(x for x in outputs if x.isdigit())
+  read = lambda key, n, default: asked[key].split('x')[n] if key in asked else default
+  for n, label in enumerate(spatial):
+    low, _, _ = str(read('pad', n, '0_0')).partition('_')
+    total *= _count_pairs(
+      size=left[inputs.index(label)],
+      kernel=right[kernel.index(label)],
+      result=result[outputs.index(label)],
+      low=int(low),
+      stride=int(read('stride', n, 1)),
+      dilation=int(read('rhs_dilate', n, 1)),
+      base=int(read('lhs_dilate', n, 1)),
+    )
+  return total
+
+
+@functools.cache
+def _count_pairs(*, size, kernel, result, low, stride, dilation, base) -> int:
+  """Counts the pairs of places of result and kernel that meet a number."""
+  end = (size - 1) * base
+  total = 0
+  for place in range(kernel):
+    first = place * dilation - low
+    places = range(first, first + result * stride, stride)
+    total += sum(1 for x in places if 0 <= x <= end and x % base == 0)
+  return total
+
+
+def _count_attention(i: hlo.Instruction, operands) -> float:
+  """Counts what cuDNN's attention multiplies and adds: no block of a mask is left out."""
+  backward = i.target.endswith('Backward')
+  B, T, N, H = operands[0][0].shape
+  S = operands[1][0].shape[1]
+  # Scores and values; backward the scores again, and four gradients.
+  return (10.0 if backward else 4.0) * B * N * T * S * H
+
+
+def _count_pallas(i: hlo.Instruction, operands) -> float:
+  """Counts what a TPU's kernel of attention over rows multiplies and adds, causally.
+
+  Its name says which products it computes: the scores and the values, or in a gradient
+  the scores again, those of the values, and one or two gradients.
+  """
+  products = next((n for name, n in _PRODUCTS.items() if name in i.name), 0)
+  arrays = [x[0].shape for x in operands if x and x[0].dtype == 'bf16']
+  arrays = [x for x in arrays if len(x) >= 3]
+  if not products or len(arrays) < 2:
+    return 0.0
+  *rows, T, H = arrays[0]
+  S = arrays[1][-2]
+  return products * math.prod(rows) * T * S * H

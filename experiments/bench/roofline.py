@@ -1,0 +1,90 @@
+"""What the kernels of a compiled program take on a chip, and which are not there."""
+
+import collections
+from collections.abc import Sequence
+import sys
+from typing import Any
+
+from experiments.bench import chips as chips_lib
+from experiments.bench import kernels as kernels_lib
+
+# What attention is computed by: a part of the kernel's target or name.
+_EXPECTED = {
+  ('gpu', 'gradient'): ('fmhaScaleBiasSoftmax', 'fmhaScaleBiasSoftmaxBackward'),
+  ('tpu', 'gradient'): ('fwd', 'dq', 'dkv'),
+  ('tpu', 'decode'): ('paged_attention',),
+}
+_EXPECTED_TREES = {('tpu', 'gradient'): ('forward', 'queries', 'keys')}
+
+
+def count_seconds(kernel: kernels_lib.Kernel, chip: chips_lib.Chip) -> float:
+  """Returns what all calls of a kernel take, without what it exchanges."""
+  if kernel.kind == 'exchange':
+    return 0.0
+  if kernel.cycles and chip.clock:
+    return kernel.calls * kernel.cycles / chip.clock
+  operations = kernel.operations / chip.operations
+  return kernel.calls * max(operations, kernel.bytes / chip.bandwidth)
+
+
+def sum_seconds(
+  kernels: Sequence[kernels_lib.Kernel], chip: chips_lib.Chip
+) -> tuple[float, float]:
+  """Sums what kernels take one after the other.
+
+  Returns:
+    The seconds if copies between memories and exchanges cost nothing beside the rest, as
+    long as all bytes can be read in them; and those if nothing ran beside anything.
+  """
+  alone = sum(count_seconds(k, chip) for k in kernels if not k.beside)
+  moved = sum(k.calls * k.bytes for k in kernels) / chip.bandwidth
+  sent = sum(k.calls * sum(k.exchanged.values()) for k in kernels) / chip.links
+  in_turn = sum(count_seconds(k, chip) for k in kernels) + sent
+  return max(alone, moved, sent), max(in_turn, moved)
+
+
+def sum_by_kind(
+  kernels: Sequence[kernels_lib.Kernel], chip: chips_lib.Chip
+) -> dict[str, Any]:
+  """Sums calls, operations, bytes and seconds of kernels by their kind."""
+  sums: dict[str, Any] = {}
+  for kind in kernels_lib.KINDS:
+    own = [k for k in kernels if k.kind == kind]
+    sums[kind] = {
+      'calls': sum(k.calls for k in own),
+      'operations': float(f'{sum(k.calls * k.operations for k in own):.4g}'),
+      'bytes': float(f'{sum(k.calls * k.bytes for k in own):.4g}'),
+      'seconds': float(f'{sum(count_seconds(k, chip) for k in own):.4g}'),
+    }
+  return {kind: numbers for kind, numbers in sums.items() if numbers['calls']}
+
+
+def show_longest(
+  kernels: Sequence[kernels_lib.Kernel], chip: chips_lib.Chip, count: int
+) -> None:
+  """Prints the parts of the model that take longest, to stderr."""
+  seconds: dict[Any, float] = collections.defaultdict(float)
+  parts = collections.defaultdict(list)
+  for k in kernels:
+    key = k.kind, k.part
+    seconds[key] += count_seconds(k, chip)
+    parts[key].append(k)
+  longest = sorted(seconds.items(), key=lambda item: -item[1])
+  for key, taken in longest[:count]:
+    own, (kind, part) = parts[key], key
+    operations = sum(k.calls * k.operations for k in own)
+    moved = sum(k.calls * k.bytes for k in own)
+    line = f'{1e3 * taken:9.3f} ms  {operations:8.2e} operations  {moved:8.2e} bytes  '
+    print(f'{line}{kind:9s} {part[-70:]} ({own[0].name})', file=sys.stderr)
+
+
+def find_missing(
+  kernels: Sequence[kernels_lib.Kernel], program: str, platform: str, *, trees: bool
+) -> list[str]:
+  """Returns the kernels of attention that are expected and are not there."""
+  expected = _EXPECTED.get((platform, program), ())
+  if trees:
+    expected = _EXPECTED_TREES.get((platform, program), ())
+  own = [k for k in kernels if k.kind == 'attention']
+  ends = lambda k, x: k.target.endswith(x) or f'_{x}' in f'_{k.name}'
+  return [x for x in expected if not any(ends(k, x) for k in own)]

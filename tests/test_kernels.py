@@ -1,0 +1,268 @@
+"""experiments/bench/hlo.py, kernels.py and roofline.py: what compiled programs do."""
+
+import collections
+import gzip
+import pathlib
+
+import pytest
+import script
+
+from experiments.bench import chips, hlo, kernels, roofline
+
+_RECORDED = pathlib.Path(__file__).parent / 'golden' / 'hlo'
+
+
+def read(name: str) -> list[kernels.Kernel]:
+  """The kernels of a recorded program: a text of compile_for without its notes.
+
+  h100-gradient: --topology=h100:1 --config.model.path=qwen2.5-0.5b --tokens=1024.
+  v5e-decode: --topology=v5e:4x4 --config.model.path=tiny --slots=256 --texts=4.
+  """
+  text = gzip.decompress((_RECORDED / f'{name}.txt.gz').read_bytes()).decode()
+  return kernels.list_kernels(hlo.Program(text))
+
+
+def total(found: list[kernels.Kernel], what: str, kind: str = '') -> float:
+  """A number of all calls of all kernels, or of those of a kind."""
+  return sum(k.calls * getattr(k, what) for k in found if kind in (k.kind, ''))
+
+
+def count(found: list[kernels.Kernel], kind: str) -> int:
+  """How often kernels of a kind run."""
+  return sum(k.calls for k in found if k.kind == kind)
+
+
+def test_the_operations_of_a_recorded_gradient_are_those_of_its_shape():
+  found = read('h100-gradient')
+  T, D, L, N, K, H, F, V = 1024, 896, 24, 14, 2, 64, 4864, 151_936
+  layers = L * (2 * D * N * H + 2 * D * K * H + 3 * D * F)
+  # Forward, forward again without the last product of a layer, and twice that backward.
+  products = 8 * layers * T - 2 * L * D * F * T + 8 * D * V * T
+  assert total(found, 'operations', 'product') == products
+  # Eight blocks of queries, of which the last sees all keys: 9/16 of the square. Two
+  # products forward, two again, and five backward.
+  assert total(found, 'operations', 'attention') == 18 * L * N * H * T * T * 9 / 16
+  assert count(found, 'attention') == 8 * 3 * L
+  # Only the head's blocks depend on the data: how many tokens count.
+  assert {len(k.inside) for k in found} == {0, 1}
+  assert all('head' in k.part or not k.part for k in found if k.inside)
+
+
+def test_a_recorded_gradient_reads_of_stacked_kernels_one_layer_at_a_time():
+  found = read('h100-gradient')
+  # All parameters, read three times at the most and written, are 7.4 GB; the activations
+  # of a layer and the logits are the rest. Whole stacks in each layer would be 200 GB.
+  assert 10e9 < total(found, 'bytes') < 50e9
+
+
+def test_a_recorded_decode_reads_the_parameters_and_the_cache_once():
+  found = read('v5e-decode')
+  layers, D, N, K, H, F, V, texts, slots = 2, 128, 4, 2, 128, 256, 1024, 2, 256
+  parameters = layers * (2 * D * N * H + 2 * D * K * H + 3 * D * F) + D * V
+  cache = 2 * layers * texts * K * slots * H
+  # Two chips share both, in bfloat16.
+  assert 1.0 < total(found, 'bytes') / (parameters + cache) < 1.1
+  assert total(found, 'bytes', 'attention') == pytest.approx(cache, rel=1e-3)
+  operations = texts * 2 * parameters / 2
+  assert total(found, 'operations') == pytest.approx(operations, rel=1e-6)
+
+
+def test_what_is_expected_and_not_there_is_named():
+  gradient, decode = read('h100-gradient'), read('v5e-decode')
+  find = roofline.find_missing
+  assert not find(gradient, 'gradient', 'gpu', trees=False)
+  assert not find(decode, 'decode', 'tpu', trees=False)
+  backward = [k for k in gradient if not k.target.endswith('Backward')]
+  assert find(backward, 'gradient', 'gpu', trees=False) == [
+    'fmhaScaleBiasSoftmaxBackward'
+  ]
+  assert find(decode, 'gradient', 'tpu', trees=False) == ['fwd', 'dq', 'dkv']
+
+
+def test_a_kernel_takes_its_estimate_or_the_longer_of_operations_and_bytes():
+  one = kernels.Kernel('k', 'product', '', '', 3, 4e12, 1000, {}, 0, (), False)
+  gpu, tpu = chips.CHIPS['h100'], chips.CHIPS['v5e']
+  assert roofline.count_seconds(one, gpu) == pytest.approx(3 * 4e12 / 989e12)
+  large = one._replace(bytes=10**12)
+  assert roofline.count_seconds(large, gpu) == pytest.approx(3 * 1e12 / 3.352e12)
+  estimated = one._replace(cycles=1503)
+  assert roofline.count_seconds(estimated, tpu) == pytest.approx(3e-6, rel=1e-3)
+
+
+def test_what_runs_beside_the_rest_costs_nothing_until_the_memory_is_full():
+  chip = chips.CHIPS['v5e']
+  alone = kernels.Kernel('k', 'other', '', '', 1, 0, 0, {}, 1_503_000, (), False)
+  copy = kernels.Kernel('c', 'move', '', '', 1, 0, 409_500_000, {}, 0, (), True)
+  best, in_turn = roofline.sum_seconds([alone, copy], chip)
+  assert best == pytest.approx(1e-3, rel=1e-3) and in_turn == pytest.approx(
+    1.5e-3, rel=1e-3
+  )
+  best, _ = roofline.sum_seconds([alone, copy._replace(calls=4)], chip)
+  assert best == pytest.approx(2e-3, rel=1e-3)
+
+
+# A loop of a GPU, shortened: its counter grows by 2 from 1 up to 8, in a kernel.
+_LOOP = """
+%add (p.1: s32[]) -> s32[] {
+  %p.1 = s32[] parameter(0)
+  %two = s32[] constant(2)
+  ROOT %sum = s32[] add(%p.1, %two)
+}
+%slice (p.2: f32[9,64], p.3: s32[]) -> f32[1,64] {
+  %p.2 = f32[9,64]{1,0} parameter(0)
+  %p.3 = s32[] parameter(1)
+  ROOT %s = f32[1,64]{1,0} dynamic-slice(%p.2, %p.3), dynamic_slice_sizes={1,64}
+}
+%update (p.4: f32[9,64], p.5: f32[1,64], p.6: s32[]) -> f32[9,64] {
+  %p.4 = f32[9,64]{1,0} parameter(0)
+  %p.5 = f32[1,64]{1,0} parameter(1)
+  %p.6 = s32[] parameter(2)
+  ROOT %u = f32[9,64]{1,0} dynamic-update-slice(%p.4, %p.5, %p.6)
+}
+%body (t.1: (s32[], f32[9,64])) -> (s32[], f32[9,64]) {
+  %t.1 = (s32[], f32[9,64]{1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%t.1), index=0
+  %x.1 = f32[9,64]{1,0} get-tuple-element(%t.1), index=1
+  %row = f32[1,64]{1,0} fusion(%x.1, %i.1), kind=kLoop, calls=%slice
+  %new = f32[9,64]{1,0} fusion(%x.1, %row, %i.1), kind=kLoop, calls=%update
+  %next = s32[] fusion(%i.1), kind=kLoop, calls=%add
+  ROOT %t.2 = (s32[], f32[9,64]{1,0}) tuple(%next, %new)
+}
+%condition (t.3: (s32[], f32[9,64])) -> pred[] {
+  %t.3 = (s32[], f32[9,64]{1,0}) parameter(0)
+  %i.3 = s32[] get-tuple-element(%t.3), index=0
+  %end = s32[] constant(8)
+  ROOT %less = pred[] compare(%i.3, %end), direction=LT
+}
+ENTRY %main (x: f32[9,64]) -> (s32[], f32[9,64]) {
+  %x = f32[9,64]{1,0} parameter(0)
+  %start = s32[] constant(1)
+  %t = (s32[], f32[9,64]{1,0}) tuple(%start, %x)
+  ROOT %w = (s32[], f32[9,64]{1,0}) while(%t), condition=%condition, body=%body
+}
+"""
+
+
+def test_a_loop_runs_as_its_counter_says_and_slices_count_as_slices():
+  found = {k.name: k for k in kernels.list_kernels(hlo.Program(_LOOP))}
+  assert {k.calls for k in found.values()} == {4}  # 1, 3, 5 and 7.
+  row, number = 64 * 4, 4
+  assert found['row'].bytes == 2 * row + number
+  # The update in place: the row is read and written, and where it goes is read.
+  assert found['new'].bytes == 2 * row + number
+  assert found['row'].kind == found['new'].kind == 'move'
+
+
+def test_a_loop_that_the_data_stop_counts_as_often_as_one_says():
+  text = _LOOP.replace('%end = s32[] constant(8)', '%end = s32[] get-tuple-element(%t.3)')
+  found = kernels.list_kernels(hlo.Program(text), unknown=7)
+  assert {k.calls for k in found} == {7} and {k.inside for k in found} == {('w',)}
+
+
+# A TPU's products are convolutions; here three of [8, 16] x [16, 32] meet in a window.
+_CONVOLUTION = """
+ENTRY %main (a: bf16[3,8,16], b: bf16[3,16,32]) -> bf16[3,8,32] {
+  %a = bf16[3,8,16]{2,1,0} parameter(0)
+  %b = bf16[3,16,32]{2,1,0} parameter(1)
+  ROOT %c = bf16[3,8,32]{2,1,0} convolution(%a, %b), WINDOW, dim_labels=0bf_0io->0bf
+}
+"""
+
+
+@pytest.mark.parametrize(
+  ('window', 'pairs'),
+  [('window={size=3 pad=1_1}', 7), ('window={size=3 stride=2 pad=2_2 lhs_dilate=3}', 3)],
+)
+def test_a_convolution_counts_where_it_meets_numbers(window, pairs):
+  text = _CONVOLUTION.replace('WINDOW', window)
+  [kernel] = kernels.list_kernels(hlo.Program(text))
+  assert kernel.operations == 2 * 8 * 16 * 32 * pairs
+
+
+_FOUR = """
+import jax, jax.numpy as jnp
+jax.config.update('jax_num_cpu_devices', 4)
+from jax.sharding import PartitionSpec as P
+from experiments.bench import hlo, kernels
+
+def work(x, n):  # A chip has 2 of 8 numbers.
+  def body(_, x):
+    every = jax.lax.all_gather(x, 'a', tiled=True)  # 32 bytes, and 8 come back.
+    return jax.lax.psum_scatter(jnp.sin(every), 'a', tiled=True)
+  x = jax.lax.fori_loop(0, 5, body, x)
+  y = jax.lax.while_loop(lambda y: y.sum() < n, lambda y: jax.lax.psum(y, 'a'), x)
+  return jax.lax.ppermute(y, 'a', [(0, 1)])
+
+auto = (jax.sharding.AxisType.Auto,)
+mesh = jax.make_mesh((4,), ('a',), axis_types=auto)
+program = jax.shard_map(work, mesh=mesh, in_specs=(P('a'), P()), out_specs=P('a'),
+                        check_vma=False)
+text = jax.jit(program).lower(jnp.ones(8), 1.0).compile().as_text()
+total = {}
+found = kernels.list_kernels(hlo.Program(text))
+for kernel in found:
+  for kind, size in kernel.exchanged.items():
+    total[kind] = total.get(kind, 0) + kernel.calls * size
+print(dict(sorted(total.items())), len({name for k in found for name in k.inside}))
+"""
+
+
+def test_collectives_count_as_often_as_their_loop_runs():
+  counts = {
+    'all-gather': 5 * 32,
+    'all-reduce': 8,
+    'collective-permute': 8,
+    'reduce-scatter': 5 * 8,
+  }
+  done = script.run('-c', _FOUR)
+  assert done.stdout == f'{counts} 1\n', done.stderr[-4000:]
+
+
+# As a TPU's compiler writes it, shortened: a gather that runs beside other work is two
+# fusions, and how often the loop runs is in its condition only.
+_PIECES = """
+%begin (p.1: bf16[2,8]) -> (bf16[4,8], u32[]) {
+  %p.1 = bf16[2,8]{1,0:T(2,128)(2,1)} parameter(0)
+  %flag = u32[]{:S(2)} constant(0)
+  %g.1 = bf16[4,8]{1,0:T(8,128)(2,1)} all-gather(%p.1), channel_id=7, x={chain_id="3"}
+  ROOT %both = (bf16[4,8]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) tuple(%g.1, %flag)
+}
+%end (p.2: bf16[2,8]) -> bf16[4,8] {
+  %p.2 = bf16[2,8]{1,0:T(2,128)(2,1)} parameter(0)
+  ROOT %g.2 = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} all-gather(%p.2), channel_id=7, x={chain_id="3"}
+}
+%body (t.1: (s32[], bf16[2,8])) -> (s32[], bf16[2,8]) {
+  %t.1 = (s32[]{:T(128)}, bf16[2,8]{1,0:T(2,128)(2,1)}) parameter(0)
+  %i.1 = s32[]{:T(128)} get-tuple-element(%t.1), index=0
+  %p = bf16[2,8]{1,0:T(2,128)(2,1)} get-tuple-element(%t.1), index=1
+  %a = (bf16[4,8]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) fusion(%p), kind=kCustom, calls=%begin
+  %b = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} fusion(%p), kind=kCustom, calls=%end
+  %s = (f32[4], f32[2]) all-reduce-start(%p), channel_id=1, to_apply=%add
+  %d = (f32[4], f32[2]) all-reduce-done(%s)
+  %one = s32[]{:T(128)} constant(1)
+  %next = s32[]{:T(128)} add(%i.1, %one)
+  ROOT %t.2 = (s32[]{:T(128)}, bf16[2,8]{1,0:T(2,128)(2,1)}) tuple(%next, %p)
+}
+%condition (t.3: (s32[], bf16[2,8])) -> pred[] {
+  %t.3 = (s32[]{:T(128)}, bf16[2,8]{1,0:T(2,128)(2,1)}) parameter(0)
+  %i.3 = s32[]{:T(128)} get-tuple-element(%t.3), index=0
+  %n = s32[]{:T(128)} constant(12)
+  ROOT %lt = pred[]{:T(512)} compare(%i.3, %n), direction=LT
+}
+ENTRY %main (x: bf16[2,8]) -> (s32[], bf16[2,8]) {
+  %x = bf16[2,8]{1,0:T(2,128)(2,1)} parameter(0)
+  %zero = s32[]{:T(128)} constant(0)
+  %t = (s32[]{:T(128)}, bf16[2,8]{1,0:T(2,128)(2,1)}) tuple(%zero, %x)
+  ROOT %w = (s32[]{:T(128)}, bf16[2,8]{1,0:T(2,128)(2,1)}) while(%t), condition=%condition, body=%body
+}
+"""  # noqa: E501
+
+
+def test_pieces_of_one_collective_count_once():
+  counts = {'all-gather': 12 * 64, 'all-reduce': 12 * 24}
+  found = kernels.list_kernels(hlo.Program(_PIECES))
+  exchanged = collections.Counter()
+  for kernel in found:
+    for kind, size in kernel.exchanged.items():
+      exchanged[kind] += kernel.calls * size
+  assert exchanged == counts and not any(kernel.inside for kernel in found)
