@@ -102,8 +102,8 @@ def test_training_and_sampling_compile_for_gpus(topology):
   assert all(
     line['fits'] and line['seconds'] > 0 and not line['missing'] for line in lines
   )
-  # Four blocks of a row, of 64 tokens, in two layers: forward, forward again, backward. On
-  # one GPU XLA finds that the second forward of an unrolled layer is the first.
+  # Four blocks of a row, of 64 tokens, in two layers: forward, forward again, backward.
+  # On one GPU XLA finds that the second forward of an unrolled layer is the first.
   times = 2 if topology == 'h100:1' else 3
   assert lines[0]['kernels']['attention']['calls'] == 4 * times * 2
   assert ('all-gather' in lines[0]['exchanged']) == (topology != 'h100:1')
