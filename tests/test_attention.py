@@ -226,7 +226,7 @@ def test_pages_are_the_plain_attention(S, N, dtype):
   q = q.astype(dtype)
   positions = jnp.asarray([[0], [127], [128], [S // 2], [S - 1], [S]])
   with pltpu.force_tpu_interpret_mode():
-    paged = jax.jit(attention_kernels.paged)(q, k, v, positions)
+    paged = jax.jit(attention_kernels.over_used_slots)(q, k, v, positions)
   assert paged.dtype == dtype and jnp.isfinite(paged).all()
   plain = attention.cached(q, k, v, positions)
   # The kernel multiplies as a TPU does, in bfloat16. The last row is past the last slot.

@@ -56,12 +56,21 @@ def test_the_accelerators_measurements_of_a_tiny_shape_make_sense():
   assert done.returncode == 0, done.stderr
   lines = [json.loads(line) for line in done.stdout.splitlines()]
   found = {line['measurement']: line for line in lines}
-  assert list(found) == ['decode', 'context', 'agreement']
+  assert list(found) == ['decode', 'context', 'sync', 'agreement']
+  assert [x['optimizer'] for x in lines if x['measurement'] == 'context'] == [
+    'adamw',
+    'adamw8',
+  ]
+  # Float32 is read, bfloat16 written; norms stay float32.
+  assert found['sync']['bytes'] == pytest.approx(
+    6 * found['context']['parameters'], rel=0.01
+  )
   assert 0 < found['decode']['of_floor'] and 0 < found['context']['of_peak'] < 1
   # 6 a parameter, 6 T N H a layer.
   parameters = 2 * 256 * 64 + 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64)
   assert found['context']['operations_per_token'] == 6 * parameters + 6 * 256 * 64 * 2
   agreement = found['agreement']
+  assert agreement['slot_attention_gap'] is None  # There is no such kernel on a CPU.
   assert agreement['tokens'] == 64 * 4 * 8
   assert 0 <= agreement['mean_difference'] < 0.02 and agreement['kl_k3'] < 1e-3
 

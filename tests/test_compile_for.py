@@ -107,6 +107,8 @@ def test_training_and_sampling_compile_for_gpus(topology):
   times = 2 if topology == 'h100:1' else 3
   assert lines[0]['kernels']['attention']['calls'] == 4 * times * 2
   assert ('all-gather' in lines[0]['exchanged']) == (topology != 'h100:1')
+  # A decode's kernel, one a layer, is for an H100.
+  assert ('attention' in lines[3]['kernels']) == (topology == 'h100:1')
 
 
 def test_an_unknown_topology_names_those_that_are_known():

@@ -70,13 +70,25 @@ def test_a_recorded_decode_reads_the_parameters_and_the_cache_once():
 def test_what_is_expected_and_not_there_is_named():
   gradient, decode = read('h100-gradient'), read('v5e-decode')
   find = roofline.find_missing
-  assert not find(gradient, 'gradient', 'gpu', trees=False)
-  assert not find(decode, 'decode', 'tpu', trees=False)
+  assert not find(gradient, 'gradient', 'h100')
+  assert not find(decode, 'decode', 'v5e')
   backward = [k for k in gradient if not k.target.endswith('Backward')]
-  assert find(backward, 'gradient', 'gpu', trees=False) == [
-    'fmhaScaleBiasSoftmaxBackward'
-  ]
-  assert find(decode, 'gradient', 'tpu', trees=False) == ['fwd', 'dq', 'dkv']
+  assert find(backward, 'gradient', 'h100') == ['fmhaScaleBiasSoftmaxBackward']
+  assert find(decode, 'gradient', 'v5e') == ['fwd', 'dq', 'dkv']
+  # Compiled for a TPU, a decode has no kernel of a GPU; an A100 has none at all.
+  assert find(decode, 'decode', 'h200') == ['mosaic_gpu_v2']
+  assert not find(decode, 'decode', 'a100')
+
+
+def test_texts_that_use_few_slots_read_few_blocks():
+  found = read('v5e-decode')
+  read_used = lambda used: roofline.read_used_slots(found, used, 4096)
+  assert read_used(4096) == found
+  half = read_used(1700)  # Pages of 512 slots.
+  attention = total(found, 'bytes', 'attention')
+  assert total(half, 'bytes', 'attention') == pytest.approx(attention / 2, rel=1e-3)
+  others = total(found, 'bytes') - attention
+  assert total(half, 'bytes') - total(half, 'bytes', 'attention') == others
 
 
 def test_a_kernel_takes_its_estimate_or_the_longer_of_operations_and_bytes():
@@ -157,6 +169,46 @@ def test_a_loop_that_the_data_stop_counts_as_often_as_one_says():
   text = _LOOP.replace('%end = s32[] constant(8)', '%end = s32[] get-tuple-element(%t.3)')
   found = kernels.list_kernels(hlo.Program(text), unknown=7)
   assert {k.calls for k in found} == {7} and {k.inside for k in found} == {('w',)}
+
+
+# As a TPU's compiler writes them, shortened: a kernel that a nested fusion reads, one
+# row of it, and a quarter that is copied to the vector memory, S(1), beside other work.
+_READS = """
+%view (p.1: bf16[64,32]) -> bf16[32,64] {
+  %p.1 = bf16[64,32]{1,0} parameter(0)
+  ROOT %v = bf16[32,64]{1,0} bitcast(%p.1)
+}
+%product (p.2: bf16[8,32], p.3: bf16[64,32]) -> bf16[8,64] {
+  %p.2 = bf16[8,32]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %p.3 = bf16[64,32]{1,0} parameter(1)
+  %k = bf16[32,64]{1,0} fusion(%p.3), kind=kLoop, calls=%view
+  ROOT %c = bf16[8,64]{1,0:T(8,128)(2,1)S(1)} convolution(%p.2, %k), dim_labels=bf_io->bf
+}
+%row (p.4: bf16[64,32], p.5: s32[]) -> bf16[1,32] {
+  %p.4 = bf16[64,32]{1,0} parameter(0)
+  %p.5 = s32[]{:S(6)} parameter(1)
+  %flat = bf16[64,32]{1,0} bitcast(%p.4)
+  ROOT %r = bf16[1,32]{1,0} dynamic-slice(%flat, %p.5), dynamic_slice_sizes={1,32}
+}
+ENTRY %main (x: bf16[8,32], w: bf16[64,32], i: s32[]) -> bf16[8,64] {
+  %x = bf16[8,32]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %w = bf16[64,32]{1,0} parameter(1)
+  %i = s32[]{:S(6)} parameter(2)
+  %one = bf16[1,32]{1,0} fusion(%w, %i), kind=kLoop, calls=%row
+  %b = ((bf16[64,32]{1,0}), bf16[16,32]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%w)
+  %d = bf16[16,32]{1,0:S(1)} slice-done(%b)
+  ROOT %y = bf16[8,64]{1,0:S(1)} fusion(%x, %w), kind=kOutput, calls=%product
+}
+"""
+
+
+def test_reads_of_nested_fusions_views_and_copies_count():
+  found = {k.name: k for k in kernels.list_kernels(hlo.Program(_READS))}
+  assert set(found) == {'one', 'b', 'y'}
+  whole, row = 2 * 64 * 32, 2 * 32
+  assert found['y'].bytes == whole and found['y'].operations == 2 * 8 * 64 * 32
+  assert found['one'].bytes == row + row  # A row is read and written.
+  assert found['b'].bytes == whole // 4 and found['b'].beside
 
 
 # A TPU's products are convolutions; here three of [8, 16] x [16, 32] meet in a window.

@@ -250,7 +250,7 @@ plain = attention.cached(q, *slots, at)
 for sizes in ({'tensor': 2}, {'tensor': 4}, {'data': 2, 'tensor': 2}):
   mesh = sharding.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
   with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode():
-    paged = jax.jit(attention_kernels.paged)(q, *slots, at)
+    paged = jax.jit(attention_kernels.over_used_slots)(q, *slots, at)
   # The kernel multiplies as a TPU does, in bfloat16.
   np.testing.assert_allclose(paged, plain, atol=0.03, err_msg=str(sizes))
 with pytest.raises(ValueError, match='embedding: a dimension of 300 .* tensor = 8'):

@@ -4,6 +4,9 @@ models/attention.py computes by one of them where it supports the shapes, else b
 results are the same up to rounding. Letters as there.
 """
 
+import concurrent.futures
+import functools
+import logging
 import math
 from typing import Any
 
@@ -13,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from agent_r1_jax.models import sharding
+from agent_r1_jax.models import sharding, slot_attention
 
 # Causal attention over a row is computed in at most this many blocks of queries.
 MAX_BLOCKS = 8
@@ -25,6 +28,11 @@ _PAGE, _PAGES = 512, 1 << 16
 # The dtypes of cuDNN's attention on every GPU that has it, and its largest head dim (on
 # Hopper it could be 256), which must be a multiple of 8.
 _CUDNN_DTYPES, _CUDNN_HEAD = ('float16', 'bfloat16'), 128
+# In the names of GPUs with the instructions that the kernel for used slots has.
+_HOPPER = ('H100', 'H200', 'H800', 'H20', 'GH200')
+# The most that its outputs, of size 1, may differ from XLA's: a few bits of bfloat16.
+_LARGEST_GAP = 0.05
+_LOGGER = logging.getLogger(__name__)
 
 
 def reads_used_slots(
@@ -32,24 +40,45 @@ def reads_used_slots(
 ) -> bool:
   """Whether a decode's attention reads no slots of a row but those of its text.
 
-  `shape` is the cache's [B, K, S, H]. The kernel that reads pages computes in bfloat16,
-  on TPUs.
+  `shape` is the cache's [B, K, S, H]. Both kernels compute in bfloat16: one reads pages,
+  on TPUs, and one blocks, on GPUs of the kind of the H100, where it has passed a check.
   """
   B, K, S, H = shape
+  platform = platform or sharding.platform()
+  if platform == 'gpu' and any(x in sharding.device_kind() for x in _HOPPER):
+    return slot_attention.supports(shape, dtype) and _passes_check(H)
   tiles = S % LANES == 0 and H % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
   few = B * K * S // math.gcd(S, _PAGE) <= _PAGES
-  return (platform or sharding.platform()) == 'tpu' and tiles and few
+  return platform == 'tpu' and tiles and few
 
 
-def paged(q_B1NH, k_BKSH, v_BKSH, positions_B1) -> Float[Array, 'B 1 N H']:
-  """Computes `cached` by Pallas' kernel for TPUs, which reads no page after a position's.
+@functools.cache
+def _passes_check(H: int) -> bool:
+  """Whether the kernel for GPUs computes here what XLA does; else a warning says so."""
+  if jax.default_backend() != 'gpu':
+    return True  # Programs are only compiled, for GPUs that are not here.
+  try:
+    # In a thread of its own, where no program is being traced.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+      gap = thread.submit(slot_attention.measure_gap, H).result()
+  except Exception as error:  # Whatever its compiler or the driver raises.
+    _LOGGER.warning('Decodes attend by XLA, which reads whole buckets: %s', error)
+    return False
+  if not gap < _LARGEST_GAP:
+    _LOGGER.warning('Decodes attend by XLA: the kernel for used slots is off by %g', gap)
+  return gap < _LARGEST_GAP
 
-  A row that is past the last slot reads one page, and its result has no meaning.
+
+def over_used_slots(q_B1NH, k_BKSH, v_BKSH, positions_B1) -> Float[Array, 'B 1 N H']:
+  """Computes `cached` by a kernel that reads nothing after a position's page or block.
+
+  A row that is past the last slot reads one of them, and its result has no meaning.
   """
+  attend = _attend_to_blocks if sharding.platform() == 'gpu' else _attend_to_pages
   mesh = sharding.active_mesh()
   K = k_BKSH.shape[1]
   if mesh is None:
-    return _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, 0, K)
+    return attend(q_B1NH, k_BKSH, v_BKSH, positions_B1, 0, K)
   tensor = mesh.shape['tensor']
   # As sharding.cached lays them out: fewer key-value heads than chips are on each, and
   # the query heads of a chip then share one of them.
@@ -58,7 +87,7 @@ def paged(q_B1NH, k_BKSH, v_BKSH, positions_B1) -> Float[Array, 'B 1 N H']:
   def on_chip(q_B1NH, k_BKSH, v_BKSH, positions_B1):
     first = 0 if split else jax.lax.axis_index('tensor') * K // tensor
     heads = k_BKSH.shape[1] if split else 1
-    return _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads)
+    return attend(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads)
 
   queries = PartitionSpec(sharding.ROW_AXES, None, 'tensor')
   slots = PartitionSpec(sharding.ROW_AXES, 'tensor' if split else None)
@@ -98,6 +127,17 @@ def _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
     pages_per_compute_block=1,
   )
   return out_QGH.reshape(B, 1, N, H).astype(q_B1NH.dtype)
+
+
+def _attend_to_blocks(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
+  """The same by the kernel for GPUs (slot_attention.py)."""
+  k_BKSH, v_BKSH = (
+    jax.lax.dynamic_slice_in_dim(x, first, heads, axis=1) if heads < x.shape[1] else x
+    for x in (k_BKSH, v_BKSH)
+  )
+  S = k_BKSH.shape[2]
+  used_B = jnp.where(positions_B1[:, 0] < S, positions_B1[:, 0] + 1, 1)
+  return slot_attention.attend(q_B1NH[:, 0], k_BKSH, v_BKSH, used_B)[:, None]
 
 
 def splash(

@@ -308,9 +308,18 @@ def uses_context_parallelism() -> bool:
 
 def platform() -> str:
   """Returns the platform of the mesh, else of this machine: 'cpu', 'gpu' or 'tpu'."""
-  mesh = active_mesh()
-  device = mesh.abstract_device if mesh else None
+  device = _abstract_device()
   return device.platform if device else jax.default_backend()
+
+
+def device_kind() -> str:
+  """Returns what the maker calls the chips, for example 'NVIDIA H100 80GB HBM3'."""
+  return (_abstract_device() or jax.local_devices()[0]).device_kind
+
+
+def _abstract_device() -> Any:
+  mesh = active_mesh()
+  return mesh.abstract_device if mesh else None
 
 
 def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:

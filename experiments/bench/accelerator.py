@@ -7,8 +7,11 @@
   the weights and of the used cache over the bandwidth that a copy reaches.
 - context: an RL update (log-probs, PPO clip, AdamW, recomputed activations) on one text
   of `context` tokens: tokens a second, and the share of the peak. Operations are counted
-  causally, recomputation not: 6 a parameter, and 6 T N H a layer.
-- agreement: the sampler's log-probs and the learner's, of the same tokens.
+  causally, recomputation not: 6 a parameter, and 6 T N H a layer. Then the same for the
+  paper's 3B on one card (docs/memory.md): a row of 4,096 tokens, adamw8.
+- sync: what the engine's copy of new parameters takes, beside its bytes.
+- agreement: the sampler's log-probs and the learner's, of the same tokens; and how far
+  the kernel for used slots is from XLA's attention, where there is one.
 
 bfloat16 with float32 master weights. Compile time is apart; seconds are the least of the
 repetitions. Not run on an accelerator yet; expected: docs/performance.md.
@@ -35,7 +38,12 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import decoder, sampling_params
+from agent_r1_jax.models import (
+  attention_kernels,
+  decoder,
+  sampling_params,
+  slot_attention,
+)
 from agent_r1_jax.rl import learner, optimizers
 from experiments.bench import common
 
@@ -93,7 +101,11 @@ def decode():
     automaton_guide.make_tables(automaton_guide.AutomatonPool(config.vocab_size).entries)
   )
   for rows in map(int, _ROWS.value):
-    slots = max(map(int, _USED.value)) + steps
+    # Whole tiles, so that a kernel that reads used slots takes them.
+    slots = -(-(max(map(int, _USED.value)) + steps) // 128) * 128
+    in_place = attention_kernels.reads_used_slots(
+      (rows, config.num_kv_heads, slots, config.head_dim), config.dtype
+    )
     cache = decoder.empty_cache(config, rows, slots)
     a_token = sum(x.nbytes for x in jax.tree.leaves(cache)) / rows / slots
     empty = active_request.make_decode_batch({}, rows, guides, unused_row=rows)
@@ -105,7 +117,7 @@ def decode():
         budget=np.full(rows, steps, np.int32),
       )
 
-      def segment(batch=batch, bucket=used + steps):
+      def segment(batch=batch, bucket=used + steps, slots=slots, in_place=in_place):
         nonlocal cache
         cache, _, out = programs_lib.decode(
           params,
@@ -115,7 +127,8 @@ def decode():
           config=config,
           guides=guides,
           steps=steps,
-          bucket=bucket,
+          bucket=slots if in_place else bucket,
+          in_place=in_place,
         )
         return out
 
@@ -124,6 +137,7 @@ def decode():
       yield {
         'rows': rows,
         'used': used,
+        'reads_used_slots': in_place,
         'step_milliseconds': round(1e3 * seconds / steps, 3),
         'floor_milliseconds': round(1e3 * floor, 3),
         'of_floor': round(floor / (seconds / steps), 3),
@@ -133,29 +147,51 @@ def decode():
 
 
 def context():
-  """A line for each length."""
+  """A line for each length of Qwen3-0.6B, and one for the paper's 3B."""
   for T in map(int, _CONTEXT.value):
-    config, params = _policy('0.6b')
-    parameters = sum(x.size for x in jax.tree.leaves(params))
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, config.vocab_size, (1, T))
-    actions = np.arange(T)[None] >= T // 2
-    advantages = rng.normal(size=(1, T))
-    batch = common.make_batch(tokens, actions, advantages, config.vocab_size)
-    optimizer = optimizers.make(config_lib.Optimizer(kind=_OPTIMIZER.value), 1e-6)
-    update = common.make_update(config, params, [batch], optimizer)
-    first, seconds = _seconds(update)
-    attention = 6 * T * config.num_heads * config.head_dim * config.num_layers
-    operations = 6 * parameters + attention
-    yield {
-      'tokens': T,
-      'seconds': round(seconds, 3),
-      'tokens_per_second': round(T / seconds),
-      'operations_per_token': operations,
-      'of_peak': round(operations * T / seconds / _PEAK.value, 4),
-      'peak_bytes': _peak_bytes(),
-      'first_seconds': round(first, 1),
-    }
+    yield _update('0.6b', T, _OPTIMIZER.value)
+  yield _update('3b', min(4096, *map(int, _CONTEXT.value)), 'adamw8')
+
+
+def _update(shape: str, T: int, kind: str) -> dict[str, Any]:
+  config, params = _policy(shape)
+  parameters = sum(x.size for x in jax.tree.leaves(params))
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(0, config.vocab_size, (1, T))
+  actions = np.arange(T)[None] >= T // 2
+  advantages = rng.normal(size=(1, T))
+  batch = common.make_batch(tokens, actions, advantages, config.vocab_size)
+  optimizer = optimizers.make(config_lib.Optimizer(kind=kind), 1e-6)
+  update = common.make_update(config, params, [batch], optimizer)
+  del params  # The update has them, and gives them away.
+  first, seconds = _seconds(update)
+  attention = 6 * T * config.num_heads * config.head_dim * config.num_layers
+  operations = 6 * parameters + attention
+  return {
+    'tokens': T,
+    'parameters': parameters,
+    'optimizer': kind,
+    'seconds': round(seconds, 3),
+    'tokens_per_second': round(T / seconds),
+    'operations_per_token': operations,
+    'of_peak': round(operations * T / seconds / _PEAK.value, 4),
+    'peak_bytes': _peak_bytes(),
+    'first_seconds': round(first, 1),
+  }
+
+
+def sync():
+  """One line: the engine's copy of the learner's parameters."""
+  config, params = _policy('3b')
+  copy = lambda: sampling_params.unstack(params, config)
+  first, seconds = _seconds(copy)
+  moved = sum(x.nbytes for tree in (params, copy()) for x in jax.tree.leaves(tree))
+  yield {
+    'bytes': moved,
+    'seconds': round(seconds, 4),
+    'floor_seconds': round(moved / bandwidth(), 4),
+    'first_seconds': round(first, 1),
+  }
 
 
 async def _talk(engine, config, number: int, turns: int = 4, reply: int = 64):
@@ -226,10 +262,18 @@ def agreement():
     'max_difference': float(np.abs(x).max()),
     'kl_k1': float(-x.mean()),
     'kl_k3': float((np.expm1(x) - x).mean()),
+    'slot_attention_gap': _measure_gap(config),
   }
 
 
-MEASUREMENTS = (decode, context, agreement)
+def _measure_gap(config: decoder.DecoderConfig) -> float | None:
+  shape = 1, config.num_kv_heads, 1024, config.head_dim
+  reads = attention_kernels.reads_used_slots(shape, config.dtype)
+  on_gpu = jax.default_backend() == 'gpu'
+  return slot_attention.measure_gap(config.head_dim) if reads and on_gpu else None
+
+
+MEASUREMENTS = (decode, context, sync, agreement)
 
 
 def main(_):

@@ -147,7 +147,7 @@ def _find_gpus(kind: str, sizes: list[int]) -> Any:
     memory=chip.memory,
     major=major,
     minor=minor,
-    name=kind,
+    name=f'NVIDIA {kind.upper()}',
   )
   hosts, gpus = sizes if len(sizes) == 2 else (1, *sizes)
   return topologies.get_topology_desc(

@@ -93,6 +93,7 @@ _TENSOR = flags.DEFINE_integer('tensor', None, 'Chips that share a layer.')
 _CONTEXT = flags.DEFINE_integer('context', None, 'Chips that share a row.')
 _TEXTS = flags.DEFINE_integer('texts', 32, "Rows of one host's replicas together.")
 _SLOTS = flags.DEFINE_integer('slots', 4096, 'Tokens of such a row.')
+_USED = flags.DEFINE_integer('used', None, 'Tokens of a text; by default all slots.')
 _STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode.')
 _PREFILL = flags.DEFINE_integer('prefill_tokens', 256, 'Tokens of a row in one prefill.')
 _REMAT = flags.DEFINE_enum('remat', 'full', ['none', 'dots', 'full'], 'As model.remat.')
@@ -246,7 +247,7 @@ def count_needed(
   Returns:
     The operations of the products with parameters, a token's once (three times for a
     gradient), and of causal attention; and for a decode, the bytes of the parameters and
-    of the cache at all its slots, else 0.
+    of the used slots of the cache, else 0.
   """
   shapes = parameters(config)
   if not config.tie_embeddings:
@@ -261,10 +262,10 @@ def count_needed(
     operations = rows * tokens * (2 * (size - config.vocab_size * config.embed_dim))
     return operations / mesh.size, 0.0
   if program == 'decode':
-    texts = replica_texts(mesh)
-    cache = jax.eval_shape(lambda: decoder.empty_cache(config, texts, _SLOTS.value))
+    texts, used = replica_texts(mesh), _USED.value or _SLOTS.value
+    cache = jax.eval_shape(lambda: decoder.empty_cache(config, texts, used))
     needed = 2 * size + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    return texts * (2 * size + 4 * _SLOTS.value * heads) / mesh.size, needed / mesh.size
+    return texts * (2 * size + 4 * used * heads) / mesh.size, needed / mesh.size
   return 0.0, 0.0
 
 
@@ -282,6 +283,8 @@ def report(name: str, program: Any, elsewhere: int, chip: chips_lib.Chip, unknow
   }
   total = sum(parts.values())
   kernels = kernels_lib.list_kernels(hlo.Program(compiled.as_text()), unknown)
+  if name == 'decode':
+    kernels = roofline.read_used_slots(kernels, _USED.value or _SLOTS.value, _SLOTS.value)
   if _TOP.value:
     roofline.show_longest(kernels, chip, _TOP.value)
   exchanged = collections.Counter()
@@ -289,7 +292,8 @@ def report(name: str, program: Any, elsewhere: int, chip: chips_lib.Chip, unknow
     for kind, size in kernel.exchanged.items():
       exchanged[kind] += kernel.calls * size
   best, in_turn = roofline.sum_seconds(kernels, chip)
-  missing = roofline.find_missing(kernels, name, chip.platform, trees=_TREES.value)
+  kind = _TOPOLOGY.value.partition(':')[0]
+  missing = roofline.find_missing(kernels, name, kind, trees=_TREES.value)
   if missing:
     print(f'{name}: expected kernels that are not there: {missing}', file=sys.stderr)
   return {

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import sys
 from typing import Any
 
+from agent_r1_jax.models import slot_attention
 from experiments.bench import chips as chips_lib
 from experiments.bench import kernels as kernels_lib
 
@@ -14,6 +15,10 @@ _EXPECTED = {
   ('tpu', 'gradient'): ('fwd', 'dq', 'dkv'),
   ('tpu', 'decode'): ('paged_attention',),
 }
+# On these GPUs a decode reads blocks of slots.
+_READ_BLOCKS, _BLOCKS = ('h100', 'h200'), 'mosaic_gpu_v2'
+# The slots that kernels of a decode read at a time.
+_READS = {'paged_attention': 512, _BLOCKS: slot_attention.BLOCK}
 _EXPECTED_TREES = {('tpu', 'gradient'): ('forward', 'queries', 'keys')}
 
 
@@ -79,12 +84,34 @@ def show_longest(
 
 
 def find_missing(
-  kernels: Sequence[kernels_lib.Kernel], program: str, platform: str, *, trees: bool
+  kernels: Sequence[kernels_lib.Kernel], program: str, kind: str, *, trees: bool = False
 ) -> list[str]:
-  """Returns the kernels of attention that are expected and are not there."""
+  """Returns the kernels of attention that are expected on a chip and are not there."""
+  platform = chips_lib.CHIPS[kind].platform
   expected = _EXPECTED.get((platform, program), ())
   if trees:
     expected = _EXPECTED_TREES.get((platform, program), ())
+  if program == 'decode' and kind in _READ_BLOCKS:
+    expected = (_BLOCKS,)
   own = [k for k in kernels if k.kind == 'attention']
   ends = lambda k, x: k.target.endswith(x) or f'_{x}' in f'_{k.name}'
   return [x for x in expected if not any(ends(k, x) for k in own)]
+
+
+def read_used_slots(
+  kernels: Sequence[kernels_lib.Kernel], used: int, slots: int
+) -> list[kernels_lib.Kernel]:
+  """Returns kernels of a decode whose texts have `used` tokens, in rows of `slots`.
+
+  The attention that reads pages or blocks reads no others; what XLA computes reads all.
+  """
+
+  def leave_out(kernel: kernels_lib.Kernel) -> kernels_lib.Kernel:
+    names = f'{kernel.target} {kernel.name}'
+    block = next((n for name, n in _READS.items() if name in names), 0)
+    if not block:
+      return kernel
+    read = min(slots, -(-used // block) * block)
+    return kernel._replace(bytes=kernel.bytes * read // slots)
+
+  return [leave_out(k) for k in kernels]
