@@ -4,15 +4,20 @@
   python -m experiments.doctor --config.model.path=DIR --algorithm=ppo
   python -m experiments.doctor --config.model.path=qwen2.5-3b  # not downloaded yet
   python -m experiments.doctor --config.model.path=qwen2.5-3b --compile
+  python -m experiments.doctor --config.model.path=qwen2.5-3b --topology=h100:1
 
-A name of experiments/published.py stands for that model's shape. --compile asks the
-compiler what the programs take, as a run does; without it the memory is counted from
-shapes, within seconds. --task is one of those of experiments.evaluate, or empty; its
-environment is played with scripted replies. The exit status is 1 if something fails. A
-script with an environment of its own calls checks.doctor.examine (docs/seeing.md).
+A name of experiments/published.py, or a config.json, stands for that model's shape.
+--compile asks the compiler what the programs take, as a run does; without it the memory
+is counted from shapes, within seconds. --topology asks it for chips that are not here
+(experiments/bench/chips.py), of which JAX may use three quarters of a GPU's memory, or
+what XLA_PYTHON_CLIENT_MEM_FRACTION and AGENT_R1_MEMORY_GB say. --task is one of those of
+experiments.evaluate, or empty; its environment is played with scripted replies. The exit
+status is 1 if something fails. A script with an environment of its own calls
+checks.doctor.examine (docs/seeing.md).
 """
 
 import faulthandler
+import os
 import sys
 
 from absl import app, flags
@@ -23,8 +28,9 @@ from agent_r1_jax import fields
 from agent_r1_jax.checks import doctor
 from agent_r1_jax.host import runtime
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.train import sizes
+from agent_r1_jax.train import footprint, sizes
 from experiments import published, task_list
+from experiments.bench import chips
 
 _TASK = flags.DEFINE_enum('task', '', ['', *task_list.TASKS], 'What is played.')
 _DATA = flags.DEFINE_string('data', '', 'Its file or folder.')
@@ -32,9 +38,32 @@ _WORKDIR = flags.DEFINE_string('workdir', 'runs/new', 'Where the run would write
 _ALGORITHMS = {'grpo': algorithms.grpo, 'ppo': algorithms.ppo}
 _ALGORITHM = flags.DEFINE_enum('algorithm', 'grpo', [*_ALGORITHMS], 'The algorithm.')
 _COMPILE = flags.DEFINE_bool('compile', False, 'Whether programs are compiled.')
+_TOPOLOGY = flags.DEFINE_string('topology', '', 'Chips that are not here, as h100:1.')
 _CFG = fields.define_flags(config_lib.Config())
+# How long programs are compiled for chips that are not here: no one waits for them.
+_ABSENT_SECONDS = 600.0
 # What holds the interpreter is ended by force, with the stacks.
 _MOST_SECONDS = 900
+
+
+def find_absent(topology: str, mesh: config_lib.Mesh) -> footprint.Machine:
+  """Returns the chips of a topology, as a run with this mesh would use them."""
+  kind = topology.partition(':')[0]
+  devices = chips.find(topology)
+  chip = chips.CHIPS[kind]
+  engine = chips.find(chips.name_part(kind, mesh.tensor))
+  share = float(os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.75'))
+  memory = sizes.read_memory() or chip.memory * (share if chip.platform == 'gpu' else 1)
+  training = len(devices) - mesh.samplers
+  engines = max(1, (mesh.samplers or training) // mesh.tensor)
+  return footprint.Machine(
+    chip.platform,
+    memory,
+    training,
+    engines,
+    absent=tuple(devices),
+    absent_engine=tuple(engine),
+  )
 
 
 def main(_):
@@ -50,7 +79,11 @@ def main(_):
     sets, make_env = methods['tools' if 'tools' in methods else 'agent']
     tasks = [task for tasks in sets.values() for task in tasks]
     playing = {'tasks': tasks, 'make_env': make_env}
-  playing['seconds'] = sizes.SECONDS if _COMPILE.value else 0.0
+  if _TOPOLOGY.value:
+    playing['machine'] = find_absent(_TOPOLOGY.value, config.mesh)
+    playing['seconds'] = _ABSENT_SECONDS
+  else:
+    playing['seconds'] = sizes.SECONDS if _COMPILE.value else 0.0
   algorithm = _ALGORITHMS[_ALGORITHM.value]()
   with published.make_directory(config.model.path) as path:
     config = fields.replace(config, {'model.path': path})

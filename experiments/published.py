@@ -30,11 +30,15 @@ def read_shape(name: str) -> decoder.DecoderConfig:
 
 @contextlib.contextmanager
 def make_directory(name: str) -> Iterator[str]:
-  """Yields a directory with the config.json of a name of SIZES; others as they are."""
-  if name not in SIZES or pathlib.Path(name).is_dir():
+  """Yields a directory with a config.json: of a name of SIZES, of a file, or its own."""
+  path = pathlib.Path(name)
+  if path.is_dir() or not (name in SIZES or path.is_file()):
     yield name
     return
   with tempfile.TemporaryDirectory() as folder:
-    path = pathlib.Path(folder) / 'config.json'
-    path.write_text(json.dumps(hf_config.make(read_shape(name), 'bfloat16')))
+    if name in SIZES:
+      text = json.dumps(hf_config.make(read_shape(name), 'bfloat16'))
+    else:
+      text = path.read_text()
+    pathlib.Path(folder, 'config.json').write_text(text)
     yield folder

@@ -1,10 +1,12 @@
 """The doctor finds what would cost device time, on the machine and in environments."""
 
 import asyncio
+import importlib.util
 import json
 import pathlib
 import re
 import time
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -14,9 +16,11 @@ import tiny
 from agent_r1_jax import types
 from agent_r1_jax.agent import env, tool
 from agent_r1_jax.checks import doctor, environment_check
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, hf_config
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.serve import program
+from agent_r1_jax.train import footprint
+from experiments import published
 
 _TASKS = [
   types.Task(f't{i}', [{'role': 'user', 'content': f'{i} + 100 + 200?'}], f'{300 + i}')
@@ -232,3 +236,42 @@ def test_the_command_takes_the_name_of_a_published_shape(tmp_path):
   done = script.run('-m', 'experiments.doctor', *named, AGENT_R1_MEMORY_GB='1000')
   assert done.returncode in (0, 1), done.stderr
   assert 'estimated peak' in done.stdout and '--compile' in done.stdout, done.stdout
+
+
+def test_the_command_takes_a_config_file(tmp_path):
+  path = tmp_path / 'shape.json'
+  shape = published.read_shape('qwen2.5-3b')
+  path.write_text(json.dumps(hf_config.make(shape, 'bfloat16')))
+  done = script.run('-m', 'experiments.doctor', f'--config.model.path={path}')
+  assert done.returncode == 1, done.stderr  # It does not fit here.
+  assert '12.34 GB  parameters, float32' in done.stdout, done.stdout
+
+
+def test_of_chips_that_are_not_here_only_what_concerns_them_is_checked(monkeypatch):
+  chip = SimpleNamespace(device_kind='NVIDIA H100')
+  machine = footprint.Machine('gpu', 60e9, absent=(chip,))
+  monkeypatch.setattr(doctor, 'check_memory', lambda *args: args[-1])
+  findings = doctor.examine(tiny.run_config(), '/', machine=machine)
+  found = {f.name: f for f in findings if f != machine}
+  assert set(found) == {'versions', 'devices', 'configuration'}
+  assert found['devices'].text.startswith('1 x NVIDIA H100, not here')
+
+
+@pytest.mark.skipif(
+  not importlib.util.find_spec('jax_cuda12_plugin'),
+  reason="no compiler for GPUs: pip install 'jax[cuda12]'",
+)
+@pytest.mark.parametrize(
+  ('name', 'memory', 'said'),
+  [('tiny', '0.1', 'ok memory'), ('qwen2.5-3b', '20', 'each chip has 20.0 GB')],
+)
+def test_the_command_compiles_for_a_gpu_that_is_not_here(tmp_path, name, memory, said):
+  flags = [f'--config.model.path={name}', f'--workdir={tmp_path}', '--topology=h100:1']
+  given = {'engine.rows': 4, 'engine.slots': 512, 'batch.microbatch': 1}
+  given |= {'batch.row_tokens': 512, 'model.remat': 'full'}
+  flags += [f'--config.{field}={value}' for field, value in given.items()]
+  done = script.run('-m', 'experiments.doctor', *flags, AGENT_R1_MEMORY_GB=memory)
+  text = ' '.join(done.stdout.split())
+  assert '1 x NVIDIA H100, not here' in text and said in text, done.stdout + done.stderr
+  assert done.returncode == (said != 'ok memory')
+  assert 'warn' not in text and 'below' not in text, text

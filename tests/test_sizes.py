@@ -280,6 +280,21 @@ class TestMachine:
       with pytest.raises(ValueError, match=f'{sizes.MEMORY_VARIABLE} is .{text}'):
         sizes.find_machine(config_lib.Mesh())
 
+  def test_programs_are_compiled_for_chips_that_are_not_here(self):
+    """The mesh of such chips is made even of one, and the programs lie on them."""
+    absent = tuple(jax.devices())
+    machine = _cpu(absent=absent, absent_engine=absent)
+    given = {'rows': 4, 'slots': 128, 'microbatch': 1, 'row_tokens': 128, 'remat': 'full'}
+    given |= {'prefill_rows': 2, 'prefill_tokens': 32, 'bucket': 128, 'replicas': 1}
+    config = tiny.run_config(**given)
+    shape = _shape(num_layers=1)
+    models = footprint.Models(shape, _GRPO)
+    for chips, on_mesh in ((_cpu(), False), (machine, True)):
+      holds = footprint.Footprint(config, models, chips, 1e9)
+      for program in footprint._PROGRAMS:
+        texts = [lowered.as_text() for lowered in holds.lower(program, config)]
+        assert texts and all(('sdy.mesh' in x) == on_mesh for x in texts), program
+
   def test_control_groups_are_obeyed(self, tmp_path, monkeypatch):
     """Version 2, in a group whose parent has the lower limit."""
     root = tmp_path / 'cgroup'

@@ -39,6 +39,9 @@ _SLOW_DISK = 50e6
 _ACCELERATORS = {'/dev/nvidia0': 'cuda', '/dev/accel0': 'tpu', '/dev/vfio/0': 'tpu'}
 _STYLES = {'ok': 'green', 'warn': 'yellow', 'fail': 'bold red'}
 
+# What is checked of a run on chips that are not here.
+_ELSEWHERE = ('versions', 'devices', 'configuration', 'memory')
+
 Finding = environment_check.Finding
 
 
@@ -51,6 +54,7 @@ def examine(
   make_env: rollout.MakeEnv | None = None,
   solve: Callable[[types.Task], Sequence[str]] | None = None,
   seconds: float = 0.0,
+  machine: footprint.Machine | None = None,
 ) -> list[Finding]:
   """Examines the machine, the configuration and the environment.
 
@@ -62,16 +66,19 @@ def examine(
     make_env: Makes the environment; None checks none.
     solve: The replies that solve a task; see environment_check.check_env.
     seconds: How long programs are compiled to see what fits; see sizes.resolve.
+    machine: The chips of the run if they are not here; the memory is that of them.
   """
   folder = pathlib.Path(workdir).resolve()
   checks = {
     'versions': check_versions,
-    'devices': check_devices,
+    'devices': lambda: check_devices(machine),
     'configuration': lambda: check_config(config, algorithm),
-    'memory': lambda: check_memory(config, algorithm, folder, seconds),
+    'memory': lambda: check_memory(config, algorithm, folder, seconds, machine),
     'isolation': check_isolation,
     'disk': lambda: check_disk(folder, _needed_bytes(config, algorithm)),
   }
+  if machine:  # What is left is of another machine.
+    checks = {name: checks[name] for name in _ELSEWHERE}
   findings = [_run_check(*named, seconds) for named in checks.items()]
   if make_env is not None:
     findings += environment_check.check_env(
@@ -137,8 +144,11 @@ def _read_pins(python: tuple[int, int]) -> dict[str, str]:
   return pins
 
 
-def check_devices() -> Finding:
-  """Finds JAX's devices, and multiplies matrices on one."""
+def check_devices(machine: footprint.Machine | None = None) -> Finding:
+  """Finds JAX's devices, and multiplies matrices on one, if they are here."""
+  if machine:
+    text = f'{len(machine.absent)} x {machine.absent[0].device_kind}, not here'
+    return Finding('devices', 'ok', f'{text}: programs are compiled, none is run')
   devices, platform = jax.devices(), jax.default_backend()
   text = f'{len(devices)} x {devices[0].device_kind} ({platform})'
   product = float(jnp.sum(jnp.ones((256, 256)) @ jnp.ones((256, 256))))
@@ -174,6 +184,7 @@ def check_memory(
   algorithm: algorithms.Algorithm | None,
   workdir: pathlib.Path,
   seconds: float = 0.0,
+  machine: footprint.Machine | None = None,
 ) -> Finding:
   """Chooses the run's sizes as the run does (docs/memory.md).
 
@@ -186,7 +197,7 @@ def check_memory(
   try:
     config.model.check()
     with contextlib.redirect_stderr(printed):
-      sizes.resolve(config, algorithm, workdir, seconds)
+      sizes.resolve(config, algorithm, workdir, seconds, machine)
   except ValueError as error:
     lines = str(error).removeprefix('memory: ').splitlines()
     remedy = lines[-1] if len(lines) > 1 else ''

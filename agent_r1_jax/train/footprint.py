@@ -45,6 +45,9 @@ class Machine(NamedTuple):
   chips: int = 1  # How many chips train, over all processes.
   engines: int = 1  # How many engines sample, over all processes.
   cores: int = 1  # Processor cores for each engine.
+  # Chips that are not here, for which programs are compiled, and those of one engine.
+  absent: tuple[Any, ...] = ()
+  absent_engine: tuple[Any, ...] = ()
 
 
 class Models(NamedTuple):
@@ -258,9 +261,13 @@ class Footprint:
 
   def lower(self, program: str, config: config_lib.Config) -> list[Any]:
     """Lowers a program from shapes, on the mesh of the run."""
-    mesh, samplers = initial_state.make_mesh(config.mesh)
+    mesh, samplers = initial_state.make_mesh(config.mesh, self.machine.absent)
     if program == 'sampling':
-      replica = sharding.make_replica_meshes(mesh, samplers)[0] if mesh else None
+      replica = None
+      if chips := self.machine.absent_engine:
+        replica = sharding.make_mesh(tensor=len(chips), devices=chips)
+      elif mesh:
+        replica = sharding.make_replica_meshes(mesh, samplers)[0]
       copy = _place(self._copy, replica)
       with sharding.use_mesh(replica):
         return _lower_sampling(config, self.models.policy, copy, replica)

@@ -3,6 +3,7 @@
 setup.py makes them; footprint.py counts and compiles them from shapes alone.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any
@@ -18,15 +19,25 @@ from agent_r1_jax.rl import algorithms, optimizers, packing, train_state
 Model = tuple[decoder.DecoderConfig, decoder.Params]
 
 
-def make_mesh(config: config_lib.Mesh) -> tuple[Mesh | None, list[Any]]:
+def make_mesh(
+  config: config_lib.Mesh, absent: Sequence[Any] = ()
+) -> tuple[Mesh | None, list[Any]]:
   """Returns the mesh that trains, None for one chip; and this process's samplers.
+
+  Chips that are absent, of one process, stand for those that are here: programs can be
+  compiled for them. One of them has a mesh too.
 
   Raises:
     ValueError: The axes do not multiply to the number of chips.
   """
-  devices, samplers = sharding.split_devices(config.samplers)
+  if absent:
+    cut = len(absent) - config.samplers
+    devices, samplers = list(absent[:cut]), list(absent[cut:])
+  else:
+    devices, samplers = sharding.split_devices(config.samplers)
   axes = config.axes(len(devices))
-  if len(devices) == math.prod(axes.values()) == 1 and not samplers:
+  alone = len(devices) == math.prod(axes.values()) == 1 and not samplers
+  if alone and not absent:
     return None, []
   return sharding.make_mesh(**axes, devices=devices), samplers
 

@@ -68,6 +68,7 @@ def resolve(
   algorithm: algorithms.Algorithm | None = None,
   workdir: str | os.PathLike | None = None,
   seconds: float = SECONDS,
+  machine: Machine | None = None,
 ) -> config_lib.Config:
   """Returns the configuration with all sizes chosen, and prints them in one line.
 
@@ -79,16 +80,19 @@ def resolve(
     seconds: How long programs are compiled to choose sizes; a compilation that has begun
       is finished. What is asked for later is scaled from what was compiled, or if nothing
       was, left out; the line names it.
+    machine: The chips of the run, which may be absent; by default those of this process.
 
   Raises:
     ValueError: The run does not fit the memory; the message has the parts and the fields
       to change. Or its rows cannot be split over the mesh.
   """
   runtime.initialize()
-  machine, models = find_machine(config.mesh), read_models(config.model, algorithm)
+  machine = machine or find_machine(config.mesh)
+  models = read_models(config.model, algorithm)
   recorded = load_recorded(config, workdir) if workdir is not None else config
   reused = [n for n in _NAMES if fields.get(config, n) != fields.get(recorded, n)]
-  initial_state.make_mesh(config.mesh)  # Raises where the chips make no such mesh.
+  # Raises where the chips make no such mesh.
+  initial_state.make_mesh(config.mesh, machine.absent)
   footprint = footprint_lib.Footprint(recorded, models, machine, seconds)
   config = choose(recorded, footprint)
   _check_split(config, machine)
@@ -102,12 +106,10 @@ def find_machine(config: config_lib.Mesh) -> Machine:
   """Finds platform, memory and chips; memory is the least over all processes."""
   training, sampling = sharding.split_devices(config.samplers)
   local, platform = jax.local_devices(), jax.default_backend()
-  gigabytes = os.environ.get(MEMORY_VARIABLE)
-  if gigabytes is not None:
-    available = _parse_memory(gigabytes)
-  elif platform == 'cpu':
+  available = read_memory()
+  if available is None and platform == 'cpu':
     available = float(runtime.available_memory())
-  else:
+  elif available is None:
     stats = [device.memory_stats() or {} for device in local]
     available = float(min(s.get('bytes_limit', _UNKNOWN) for s in stats))
   if platform == 'cpu':
@@ -331,7 +333,15 @@ def read_models(config: config_lib.Model, algorithm) -> Models:
   return Models(policy, algorithm, reference, bool(raw.get('value_head')))
 
 
-def _parse_memory(text: str) -> float:
+def read_memory() -> float | None:
+  """Returns the bytes that MEMORY_VARIABLE says a chip or this process has, if it does.
+
+  Raises:
+    ValueError: It is not a number above 0.
+  """
+  text = os.environ.get(MEMORY_VARIABLE)
+  if text is None:
+    return None
   try:
     size = float(text) * GB
   except ValueError:

@@ -63,8 +63,9 @@ CHIPS = {
     'gpu', 180e9, 2250e12, 8e12, 900e9, 0, ('10.0', 148, 233_472, 126 << 20, 1.965)
   ),
 }
-# Chips of one host of a TPU.
+# Chips of one host of a TPU, and how fewer of them lie.
 _TPU_HOST = 4
+_BLOCKS = {1: '1x1', 2: '1x2', 4: '2x2'}
 _TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -81,6 +82,22 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{name}"
 """
+
+
+def name_part(kind: str, count: int) -> str:
+  """Returns the topology of a few chips of one host.
+
+  A program for some of a topology's chips does not compile: they are one by themselves.
+
+  Raises:
+    ValueError: There are no such.
+  """
+  if CHIPS[kind].platform == 'gpu':
+    return f'{kind}:{count}'
+  if count not in _BLOCKS:
+    raise ValueError(f'{count} chips of a {kind} are no block: {list(_BLOCKS)} are.')
+  # In slices of v4 and v5p, chips lie in three dimensions.
+  return f'{kind}:{_BLOCKS[count]}' + ('x1' if kind in ('v4', 'v5p') else '')
 
 
 def count_host(topology: str) -> int:
@@ -108,6 +125,8 @@ def find(topology: str) -> list[Any]:
       f'--topology={topology}: known are {", ".join(CHIPS)}, as in v5e:4x4, h100:8'
     )
   jax.config.update('jax_platforms', 'cpu')
+  # JAX cannot read such programs back.
+  jax.config.update('jax_enable_compilation_cache', False)
   try:
     found = _find_tpus(topology, sizes) if platform == 'tpu' else _find_gpus(kind, sizes)
   except (RuntimeError, ValueError) as error:

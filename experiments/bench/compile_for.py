@@ -70,8 +70,6 @@ from experiments.bench import kernels as kernels_lib
 _TRAINING, _SAMPLING = ('gradient', 'apply'), ('prefill', 'decode')
 _LONGEST = 8192  # Tokens of a row on one chip.
 _GIB = 2**30
-# How the chips of a TPU's replica lie.
-_BLOCKS = {1: '1x1', 2: '1x2', 4: '2x2'}
 
 _TOPOLOGY = flags.DEFINE_string(
   'topology', 'v5e:4x4', 'Chips, for example v5p:4x4x4, h100:1, h100:2x8.'
@@ -104,15 +102,13 @@ _PREFILL_ROWS = flags.DEFINE_integer('prefill_rows', 8, 'Rows of one prefill.')
 def replica_mesh(topology: str, config: decoder.DecoderConfig) -> Any:
   """The chips that hold one copy of the policy: they split the heads."""
   kind = topology.partition(':')[0]
-  if chips_lib.CHIPS[kind].platform == 'gpu':
-    tensor = _TENSOR.value or 1
-    return sharding.make_mesh(tensor=tensor, devices=chips_lib.find(f'{kind}:{tensor}'))
-  tensor = _TENSOR.value or math.gcd(4, config.num_kv_heads)
-  if tensor not in _BLOCKS:
-    raise app.UsageError(f'--tensor={tensor}: replicas have {list(_BLOCKS)} chips')
-  # A program for some of a topology's chips does not compile: they are one by themselves.
-  name = _BLOCKS[tensor] + ('x1' if kind in ('v4', 'v5p') else '')
-  return sharding.make_mesh(tensor=tensor, devices=chips_lib.find(f'{kind}:{name}'))
+  gpu = chips_lib.CHIPS[kind].platform == 'gpu'
+  tensor = _TENSOR.value or (1 if gpu else math.gcd(4, config.num_kv_heads))
+  try:
+    devices = chips_lib.find(chips_lib.name_part(kind, tensor))
+  except ValueError as error:
+    raise app.UsageError(f'--tensor={tensor}: {error}') from error
+  return sharding.make_mesh(tensor=tensor, devices=devices)
 
 
 def abstract(tree: Any, where: Any) -> Any:
