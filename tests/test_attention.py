@@ -252,6 +252,7 @@ def test_pages_are_for_tpus_bfloat16_and_whole_tiles(
   assert not attention_kernels.reads_used_slots((B, 2, S, H), dtype)
   monkeypatch.setattr(sharding, 'platform', lambda: 'tpu')
   assert attention_kernels.reads_used_slots((B, 2, S, H), dtype) == reads_pages
+  assert not attention_kernels.reads_used_slots((B, 2, S, H), dtype, 2)  # Drafts.
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,11 @@ def test_texts_that_use_few_slots_read_few_blocks():
   half = read_used(1700)  # Pages of 512 slots.
   attention = total(found, 'bytes', 'attention')
   assert total(half, 'bytes', 'attention') == pytest.approx(attention / 2, rel=1e-3)
+  one = kernels.Kernel(
+    'k', 'attention', '', 'mosaic_gpu_v2', 1, 8e6, 4000, {}, 0, (), False
+  )
+  [few] = roofline.read_used_slots([one], 60, 256)  # Blocks of 64.
+  assert (few.operations, few.bytes) == (2e6, 1000)
   others = total(found, 'bytes') - attention
   assert total(half, 'bytes') - total(half, 'bytes', 'attention') == others
 

@@ -10,7 +10,9 @@ import pytest
 from agent_r1_jax.models import attention, attention_kernels, sharding, slot_attention
 
 try:
-  from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
+  from jax.experimental.pallas.mosaic_gpu import (
+    InterpretGPUParams,  # pyright: ignore[reportAttributeAccessIssue]
+  )
 except ImportError:  # Before jax 0.11 it has no public name.
   from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
@@ -19,29 +21,34 @@ _interpreted = functools.partial(
 )
 
 
-def inputs(B: int, N: int, K: int, S: int, H: int):
+def inputs(B: int, T: int, N: int, K: int, S: int, H: int):
   """Random queries, keys and values in bfloat16."""
   keys = jax.random.split(jax.random.key(1), 3)
-  shapes = (B, N, H), (B, K, S, H), (B, K, S, H)
+  shapes = (B, T, N, H), (B, K, S, H), (B, K, S, H)
   normal = lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16)
   return tuple(map(normal, keys, shapes))
 
 
 @pytest.mark.parametrize(
-  ('N', 'K', 'S', 'H'), [(8, 1, 512, 128), (14, 2, 384, 64), (4, 4, 128, 128)]
+  ('T', 'N', 'K', 'S', 'H'),
+  [
+    (1, 8, 1, 512, 128),
+    (1, 14, 2, 384, 64),
+    (17, 8, 1, 192, 64),  # Three tiles of queries, of which the last is not full.
+  ],
 )
-def test_used_slots_are_the_plain_attention(N, K, S, H):
-  """Texts of one slot to all, more and fewer blocks than fit the shared memory."""
-  used = jnp.asarray([1, 63, 64, 65, S - 1, S])
-  q, k, v = inputs(len(used), N, K, S, H)
-  # What lies in slots after a text is never read: it may be anything.
-  read = -(-used // slot_attention.BLOCK) * slot_attention.BLOCK
-  unread = (jnp.arange(S)[None] >= read[:, None])[:, None, :, None]
-  k, v = (jnp.where(unread, jnp.nan, x) for x in (k, v))
-  out = _interpreted(q, k, v, used)
+def test_used_slots_are_the_plain_attention(T, N, K, S, H):
+  """Texts of T slots to all, more and fewer blocks than fit the shared memory."""
+  first = jnp.asarray([0, 62, 63, 64, S - T])[:, None].clip(max=S - T)
+  positions = first + jnp.arange(T)[None]
+  q, k, v = inputs(len(first), T, N, K, S, H)
+  # What lies in blocks after a text is never read: it may be anything.
+  blocks = positions.max(1, keepdims=True) // slot_attention.BLOCK
+  unread = jnp.arange(S)[None] // slot_attention.BLOCK > blocks
+  spoil = lambda x, value: jnp.where(unread[:, None, :, None], value, x)
+  out = _interpreted(q, spoil(k, jnp.nan), spoil(v, jnp.nan), positions)
   assert out.dtype == jnp.bfloat16
-  k, v = (jnp.where(unread, 0, x) for x in (k, v))
-  plain = attention.cached(q[:, None], k, v, used[:, None] - 1)[:, 0]
+  plain = attention.cached(q, spoil(k, 0), spoil(v, 0), positions)
   np.testing.assert_allclose(out.astype(float), plain.astype(float), atol=0.02)
 
 
@@ -51,24 +58,26 @@ def test_parts_keep_the_cores_busy_and_compute_the_same(monkeypatch):
     slot_attention._count_parts(*sizes) for sizes in ((4, 5), (64, 64), (132, 64))
   ]
   assert counts == [5, 2, 1]
-  used = jnp.asarray([40, 630])
-  q, k, v = inputs(2, 4, 2, 640, 64)
-  plain = slot_attention._attend_plainly(q, k, v, used)
+  positions = jnp.asarray([[38, 39], [628, 629]])
+  q, k, v = inputs(2, 2, 4, 2, 640, 64)
+  plain = slot_attention.attend_plainly(q, k, v, positions)
   for parts in (1, 2, 10):  # Ten blocks one after the other, five, or one.
     monkeypatch.setattr(slot_attention, '_MOST_PARTS', parts)
-    out = _interpreted(q, k, v, used)
+    out = _interpreted(q, k, v, positions)
     np.testing.assert_allclose(out.astype(float), plain, atol=0.02, err_msg=str(parts))
 
 
-def test_a_decode_attends_by_it_and_a_row_past_the_last_slot_is_harmless(monkeypatch):
+@pytest.mark.parametrize('T', [1, 3])
+def test_a_token_past_the_last_slot_is_harmless(monkeypatch, T):
   monkeypatch.setattr(sharding, 'platform', lambda: 'gpu')
   monkeypatch.setattr(slot_attention, 'attend', _interpreted)
-  q, k, v = inputs(3, 4, 2, 128, 64)
-  positions = jnp.asarray([[5], [127], [128]])
-  out = attention_kernels.over_used_slots(q[:, None], k, v, positions)
+  q, k, v = inputs(3, T, 4, 2, 128, 64)
+  positions = jnp.asarray([[5], [127], [128]]) - jnp.arange(T)[None]
+  out = attention_kernels.over_used_slots(q, k, v, positions)
   assert jnp.isfinite(out).all()
-  plain = slot_attention._attend_plainly(q, k, v, positions[:, 0] + 1)
-  np.testing.assert_allclose(out[:2, 0].astype(float), plain[:2], atol=0.02)
+  plain = slot_attention.attend_plainly(q, k, v, positions)
+  known = np.asarray(positions) < 128
+  np.testing.assert_allclose(out.astype(float)[known], plain[known], atol=0.02)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +94,8 @@ def test_a_decode_attends_by_it_and_a_row_past_the_last_slot_is_harmless(monkeyp
 def test_it_is_for_gpus_with_its_instructions(monkeypatch, kind, H, dtype, reads):
   monkeypatch.setattr(sharding, 'platform', lambda: 'gpu')
   monkeypatch.setattr(sharding, 'device_kind', lambda: kind)
-  assert attention_kernels.reads_used_slots((8, 2, 4096, H), dtype) == reads
+  for queries in (1, 256):
+    assert attention_kernels.reads_used_slots((8, 2, 4096, H), dtype, queries) == reads
 
 
 @pytest.mark.parametrize('gap', [0.004, 0.3, float('nan'), RuntimeError('no ptxas')])
@@ -110,12 +120,6 @@ def test_on_a_gpu_it_is_checked_before_it_is_used(monkeypatch, caplog, gap):
 def test_the_check_measures_the_largest_difference(monkeypatch):
   monkeypatch.setattr(slot_attention, 'attend', _interpreted)
   assert 0 < slot_attention.measure_gap(64) < 0.02
-  off = lambda *args: _interpreted(*args).at[2, 3, 5].add(0.5)
+  off = lambda *args: _interpreted(*args).at[2, 3, 5, 7].add(0.5)
   monkeypatch.setattr(slot_attention, 'attend', off)
   assert slot_attention.measure_gap(64) == pytest.approx(0.5, abs=0.03)
-
-
-def test_too_many_queries_of_a_key_value_head_are_refused():
-  q, k, v = inputs(1, 65, 1, 64, 64)
-  with pytest.raises(ValueError, match='65 query heads share a key-value head'):
-    slot_attention.attend(q, k, v, jnp.asarray([1]))

@@ -104,10 +104,11 @@ def make(
   buckets = [b for i in range(32) if (b := bucket << i) < slots] + [slots]
   decode_rows, decode_buckets = with_quarter(width), buckets
   cache_shape = (rows, config.num_kv_heads, slots, config.head_dim)
-  if width == rows and attention_kernels.reads_used_slots(cache_shape, config.dtype):
+  reads_used_slots = attention_kernels.reads_used_slots
+  if width == rows and reads_used_slots(cache_shape, config.dtype):
     # Smaller programs would read as much, and copy it first.
     decode_rows, decode_buckets = [rows], [slots]
-    if drafts:
+    if drafts and not reads_used_slots(cache_shape, config.dtype, drafts + 1):
       _LOGGER.warning('Nothing is drafted: the kernel of a decode has one query.')
       drafts = 0
   prefills = prefill_tokens, with_quarter(min(prefill_rows, rows))

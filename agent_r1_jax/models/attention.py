@@ -128,7 +128,7 @@ def cached(
   positions_BT: Int[Array, 'B T'],
 ) -> Float[Array, 'B T N H']:
   """Attends to every slot at or before the query's position: the cache's only mask."""
-  if q_BTNH.shape[1] == 1 and kernels.reads_used_slots(k_BKSH.shape, k_BKSH.dtype):
+  if kernels.reads_used_slots(k_BKSH.shape, k_BKSH.dtype, q_BTNH.shape[1]):
     return kernels.over_used_slots(q_BTNH, k_BKSH, v_BKSH, positions_BT)
   slots_S = jnp.arange(k_BKSH.shape[2])
   mask_BTS = positions_BT[:, :, None] >= slots_S[None, None, :]

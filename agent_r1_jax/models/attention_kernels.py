@@ -36,12 +36,13 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def reads_used_slots(
-  shape: tuple[int, ...], dtype: Any, platform: str | None = None
+  shape: tuple[int, ...], dtype: Any, queries: int = 1, platform: str | None = None
 ) -> bool:
-  """Whether a decode's attention reads no slots of a row but those of its text.
+  """Whether attention to a cache reads no slots of a row but those of its text.
 
-  `shape` is the cache's [B, K, S, H]. Both kernels compute in bfloat16: one reads pages,
-  on TPUs, and one blocks, on GPUs of the kind of the H100, where it has passed a check.
+  `shape` is the cache's [B, K, S, H], and `queries` how many tokens of a row are computed
+  at a time. Both kernels compute in bfloat16: one reads pages, for one token, on TPUs,
+  and one blocks, on GPUs of the kind of the H100, where it has passed a check.
   """
   B, K, S, H = shape
   platform = platform or sharding.platform()
@@ -49,7 +50,7 @@ def reads_used_slots(
     return slot_attention.supports(shape, dtype) and _passes_check(H)
   tiles = S % LANES == 0 and H % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
   few = B * K * S // math.gcd(S, _PAGE) <= _PAGES
-  return platform == 'tpu' and tiles and few
+  return platform == 'tpu' and tiles and few and queries == 1
 
 
 @functools.cache
@@ -69,25 +70,25 @@ def _passes_check(H: int) -> bool:
   return gap < _LARGEST_GAP
 
 
-def over_used_slots(q_B1NH, k_BKSH, v_BKSH, positions_B1) -> Float[Array, 'B 1 N H']:
+def over_used_slots(q_BTNH, k_BKSH, v_BKSH, positions_BT) -> Float[Array, 'B T N H']:
   """Computes `cached` by a kernel that reads nothing after a position's page or block.
 
-  A row that is past the last slot reads one of them, and its result has no meaning.
+  A token that is past the last slot reads one of them, and its result has no meaning.
   """
   attend = _attend_to_blocks if sharding.platform() == 'gpu' else _attend_to_pages
   mesh = sharding.active_mesh()
   K = k_BKSH.shape[1]
   if mesh is None:
-    return attend(q_B1NH, k_BKSH, v_BKSH, positions_B1, 0, K)
+    return attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, 0, K)
   tensor = mesh.shape['tensor']
   # As sharding.cached lays them out: fewer key-value heads than chips are on each, and
   # the query heads of a chip then share one of them.
   split = K % tensor == 0
 
-  def on_chip(q_B1NH, k_BKSH, v_BKSH, positions_B1):
+  def on_chip(q_BTNH, k_BKSH, v_BKSH, positions_BT):
     first = 0 if split else jax.lax.axis_index('tensor') * K // tensor
     heads = k_BKSH.shape[1] if split else 1
-    return attend(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads)
+    return attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads)
 
   queries = PartitionSpec(sharding.ROW_AXES, None, 'tensor')
   slots = PartitionSpec(sharding.ROW_AXES, 'tensor' if split else None)
@@ -96,7 +97,7 @@ def over_used_slots(q_B1NH, k_BKSH, v_BKSH, positions_B1) -> Float[Array, 'B 1 N
     in_specs=(queries, slots, slots, PartitionSpec(sharding.ROW_AXES)),
     out_specs=queries,
     check_vma=False,
-  )(q_B1NH, k_BKSH, v_BKSH, positions_B1)
+  )(q_BTNH, k_BKSH, v_BKSH, positions_BT)
 
 
 def _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
@@ -129,15 +130,15 @@ def _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
   return out_QGH.reshape(B, 1, N, H).astype(q_B1NH.dtype)
 
 
-def _attend_to_blocks(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
+def _attend_to_blocks(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads: int):
   """The same by the kernel for GPUs (slot_attention.py)."""
   k_BKSH, v_BKSH = (
     jax.lax.dynamic_slice_in_dim(x, first, heads, axis=1) if heads < x.shape[1] else x
     for x in (k_BKSH, v_BKSH)
   )
   S = k_BKSH.shape[2]
-  used_B = jnp.where(positions_B1[:, 0] < S, positions_B1[:, 0] + 1, 1)
-  return slot_attention.attend(q_B1NH[:, 0], k_BKSH, v_BKSH, used_B)[:, None]
+  positions_BT = jnp.where(positions_BT < S, positions_BT, 0)
+  return slot_attention.attend(q_BTNH, k_BKSH, v_BKSH, positions_BT)
 
 
 def splash(

@@ -1,19 +1,21 @@
-"""Attention of a decode step to the used slots of a cache: a kernel for GPUs.
+"""Attention to the used slots of a cache: a kernel for GPUs.
 
 XLA's attention reads as many slots of each row as the longest text needs, rounded up to a
-bucket. This kernel (Pallas, Mosaic GPU) reads of each row the blocks that its text uses.
+bucket, and for a prefill it keeps all scores in memory. This kernel (Pallas, Mosaic GPU)
+reads of each row the blocks that its text uses, and scores stay in registers.
 
-A program computes all query heads of one key-value head of one row, so that no slot is
-read for two heads, over each `parts`-th block of slots, so that few rows fill a GPU too
-and all parts have equally much to do. It copies blocks to shared memory ahead of the
-tensor cores, and leaves the maximum and the sum of its weights with its output, by which
-XLA joins the parts. The tensor cores multiply 64 queries at a time; where a key-value
-head has fewer, the others are zeros.
+The queries of a row that share a key-value head, all heads of all tokens, are computed 64
+at a time, as the tensor cores multiply them; where there are fewer, the others are zeros.
+A program computes one such tile over each `parts`-th block of slots, so that few rows
+fill a GPU too and all parts have equally much to do. It copies blocks to shared memory
+ahead of the tensor cores, and leaves the maximum and the sum of its weights with its
+output, by which XLA joins the parts.
 
 It has been compiled for an H100 and interpreted on a CPU, and has not run on a GPU: there
 it is used only if it computes what XLA does (attention_kernels.py).
 
-Letters as in attention.py, and P parts, U slots of a block, M = 64 queries.
+Letters as in attention.py, and M = 64 queries, Q tiles of them, P parts, U slots of a
+block.
 """
 
 import functools
@@ -43,83 +45,90 @@ def supports(shape: tuple[int, ...], dtype: Any) -> bool:
 
 
 def measure_gap(H: int) -> float:
-  """Measures the largest difference to XLA's attention, on a few rows of this machine."""
+  """Measures the largest difference to plain attention, on a few rows of this machine."""
+  B, T, N, K, S = 4, 5, 32, 2, 4 * BLOCK
   keys = jax.random.split(jax.random.key(0), 3)
-  q_BNH = jax.random.normal(keys[0], (4, 8, H), jnp.bfloat16)
-  slots = 4, 2, 4 * BLOCK, H
-  k_BKSH, v_BKSH = (jax.random.normal(key, slots, jnp.bfloat16) for key in keys[1:])
-  used_B = jnp.asarray([1, BLOCK, BLOCK + 1, 4 * BLOCK])
-  out_BNH = jax.jit(attend)(q_BNH, k_BKSH, v_BKSH, used_B)
-  plain_BNH = _attend_plainly(q_BNH, k_BKSH, v_BKSH, used_B)
-  return float(jnp.abs(out_BNH.astype(jnp.float32) - plain_BNH).max())
+  shapes = (B, T, N, H), (B, K, S, H), (B, K, S, H)
+  arrays = [jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=True)]
+  first_B1 = jnp.asarray([[0], [BLOCK - 3], [BLOCK], [S - T]])
+  positions_BT = first_B1 + jnp.arange(T)[None]
+  out_BTNH = jax.jit(attend)(*arrays, positions_BT)
+  plain_BTNH = attend_plainly(*arrays, positions_BT)
+  return float(jnp.abs(out_BTNH.astype(jnp.float32) - plain_BTNH).max())
 
 
-def _attend_plainly(q_BNH, k_BKSH, v_BKSH, used_B) -> Float[Array, 'B N H']:
+def attend_plainly(q_BTNH, k_BKSH, v_BKSH, positions_BT) -> Float[Array, 'B T N H']:
   """Computes `attend` in float32 by XLA."""
-  B, N, H = q_BNH.shape
-  q_BKGH = q_BNH.reshape(B, k_BKSH.shape[1], -1, H)
-  q_BKGH, k_BKSH, v_BKSH = (x.astype(jnp.float32) for x in (q_BKGH, k_BKSH, v_BKSH))
-  score_BKGS = jnp.einsum('bkgh,bksh->bkgs', q_BKGH, k_BKSH) * H**-0.5
-  used_BS = jnp.arange(k_BKSH.shape[2])[None] < used_B[:, None]
-  score_BKGS = jnp.where(used_BS[:, None, None], score_BKGS, _LOWEST)
-  weight_BKGS = jax.nn.softmax(score_BKGS)
-  return jnp.einsum('bkgs,bksh->bkgh', weight_BKGS, v_BKSH).reshape(B, N, H)
+  B, T, N, H = q_BTNH.shape
+  q_BTKGH = q_BTNH.reshape(B, T, k_BKSH.shape[1], -1, H)
+  q_BTKGH, k_BKSH, v_BKSH = (x.astype(jnp.float32) for x in (q_BTKGH, k_BKSH, v_BKSH))
+  score_BTKGS = jnp.einsum('btkgh,bksh->btkgs', q_BTKGH, k_BKSH) * H**-0.5
+  seen_BTS = jnp.arange(k_BKSH.shape[2])[None, None] <= positions_BT[..., None]
+  score_BTKGS = jnp.where(seen_BTS[:, :, None, None], score_BTKGS, _LOWEST)
+  out_BTKGH = jnp.einsum('btkgs,bksh->btkgh', jax.nn.softmax(score_BTKGS), v_BKSH)
+  return out_BTKGH.reshape(B, T, N, H)
 
 
 def attend(
-  q_BNH: Float[Array, 'B N H'],
+  q_BTNH: Float[Array, 'B T N H'],
   k_BKSH: Float[Array, 'B K S H'],
   v_BKSH: Float[Array, 'B K S H'],
-  used_B: Int[Array, 'B'],
+  positions_BT: Int[Array, 'B T'],
   interpret: Any = None,
-) -> Float[Array, 'B N H']:
-  """Attends to slots 0 to used - 1 of each row; used is at least 1 and at most S.
+) -> Float[Array, 'B T N H']:
+  """Attends to every slot at or before the query's position, which is one of S.
 
   `interpret` are the parameters of Pallas' interpreter, for tests.
-
-  Raises:
-    ValueError: A key-value head has more than 64 query heads.
   """
   # The import is slow, and useless on other platforms.
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
-  B, N, H = q_BNH.shape
+  B, T, N, H = q_BTNH.shape
   K, S = k_BKSH.shape[1:3]
   G = N // K
-  if G > _M:
-    raise ValueError(f'{G} query heads share a key-value head; at most {_M} may.')
-  rows = -(-G // 8) * 8  # Of the 64 queries, those that are written.
-  parts = _count_parts(B * K, S // BLOCK)
-  q_BKMH = jnp.pad(q_BNH.reshape(B, K, G, H), ((0, 0), (0, 0), (0, _M - G), (0, 0)))
-  tiles = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-  blocks = plgpu.SMEM((_DEPTH, BLOCK, H), q_BNH.dtype, transforms=tiles)
-  out_BKPMH, top_BKPM, sum_BKPM = plgpu.kernel(
+  tiles = -(-G * T // _M)
+  # Of the 64 queries of a tile, those that are written.
+  rows = min(_M, -(-G * T // 8) * 8)
+  parts = _count_parts(B * K * tiles, S // BLOCK)
+  spare = (0, tiles * _M - G * T)
+  q_BKXH = jnp.moveaxis(q_BTNH.reshape(B, T, K, G, H), 1, 2).reshape(B, K, T * G, H)
+  q_BKXH = jnp.pad(q_BKXH, ((0, 0), (0, 0), spare, (0, 0)))
+  last_BX = jnp.pad(
+    jnp.repeat(positions_BT.astype(jnp.int32), G, axis=1), ((0, 0), spare)
+  )
+  last_BQM = last_BX.reshape(B, tiles, _M)
+  swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+  blocks = plgpu.SMEM((_DEPTH, BLOCK, H), q_BTNH.dtype, transforms=swizzled)
+  numbers = jax.ShapeDtypeStruct((B, K, tiles, parts, _M), jnp.float32)
+  out_BKQPMH, top_BKQPM, sum_BKQPM = plgpu.kernel(
     functools.partial(_kernel, parts=parts, rows=rows, on_gpu=interpret is None),
     out_type=(
-      jax.ShapeDtypeStruct((B, K, parts, rows, H), jnp.float32),
-      jax.ShapeDtypeStruct((B, K, parts, _M), jnp.float32),
-      jax.ShapeDtypeStruct((B, K, parts, _M), jnp.float32),
+      jax.ShapeDtypeStruct((B, K, tiles, parts, rows, H), jnp.float32),
+      numbers,
+      numbers,
     ),
     scratch_types=(
-      plgpu.SMEM((_M, H), q_BNH.dtype, transforms=tiles),
+      plgpu.SMEM((_M, H), q_BTNH.dtype, transforms=swizzled),
+      plgpu.SMEM((_M,), jnp.int32),
       blocks,
       blocks,
       plgpu.SMEM((_M, H), jnp.float32),
       plgpu.SMEM((_M,), jnp.float32),
       plgpu.SMEM((_M,), jnp.float32),
-      plgpu.Barrier(),
+      plgpu.Barrier(num_arrivals=2),
       plgpu.Barrier(num_barriers=_DEPTH),
       plgpu.Barrier(num_barriers=_DEPTH),
     ),
-    grid=(parts, K, B),
-    grid_names=('part', 'head', 'row'),
+    grid=(parts, tiles, K, B),
+    grid_names=('part', 'tile', 'head', 'row'),
     interpret=interpret,
-  )(q_BKMH, k_BKSH, v_BKSH, used_B.astype(jnp.int32))
-  top_BKPG, sum_BKPG = top_BKPM[..., :G], sum_BKPM[..., :G]
-  scale_BKPG = jnp.exp2(top_BKPG - top_BKPG.max(2, keepdims=True))
-  total_BKG = (scale_BKPG * sum_BKPG).sum(2)
-  out_BKGH = (scale_BKPG[..., None] * out_BKPMH[..., :G, :]).sum(2) / total_BKG[..., None]
-  return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype)
+  )(q_BKXH, last_BQM, last_BQM.max(-1), k_BKSH, v_BKSH)
+  top_BKQPM, sum_BKQPM = top_BKQPM[..., :rows], sum_BKQPM[..., :rows]
+  scale_BKQPM = jnp.exp2(top_BKQPM - top_BKQPM.max(3, keepdims=True))
+  total_BKQM = (scale_BKQPM * sum_BKQPM).sum(3)
+  out_BKQMH = (scale_BKQPM[..., None] * out_BKQPMH).sum(3) / total_BKQM[..., None]
+  out_BKTGH = out_BKQMH.reshape(B, K, -1, H)[:, :, : T * G].reshape(B, K, T, G, H)
+  return jnp.moveaxis(out_BKTGH, 1, 2).reshape(B, T, N, H).astype(q_BTNH.dtype)
 
 
 def _count_parts(programs: int, blocks: int) -> int:
@@ -134,13 +143,15 @@ def _count_parts(programs: int, blocks: int) -> int:
 
 def _kernel(
   q_ref,
+  last_ref,
+  longest_ref,
   k_ref,
   v_ref,
-  used_ref,
   out_ref,
   top_ref,
   sum_ref,
   q_smem,
+  last_smem,
   k_smem,
   v_smem,
   out_smem,
@@ -154,7 +165,7 @@ def _kernel(
   rows: int,
   on_gpu: bool,
 ):
-  """Computes blocks part, part + parts, ... of one row and key-value head.
+  """Computes blocks part, part + parts, ... of one tile of queries.
 
   Pallas' interpreter (jax 0.10.2) has copies and barriers, but knows neither layouts of
   registers nor transposed operands: with on_gpu False they are left out.
@@ -162,10 +173,10 @@ def _kernel(
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
-  part, head, row = (jax.lax.axis_index(name) for name in ('part', 'head', 'row'))
+  names = 'part', 'tile', 'head', 'row'
+  part, tile, head, row = (jax.lax.axis_index(name) for name in names)
   H = q_smem.shape[1]
-  used = used_ref[row]
-  blocks = jax.lax.div(used + (BLOCK - 1), jnp.int32(BLOCK))
+  blocks = jax.lax.div(longest_ref[row, tile], jnp.int32(BLOCK)) + 1
   steps = jax.lax.div(jnp.maximum(blocks - part + (parts - 1), 0), jnp.int32(parts))
 
   def fetch(step):
@@ -177,21 +188,27 @@ def _kernel(
         ref.at[row, head, slots], smem.at[place], barriers.at[place]
       )
 
-  plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_smem, q_barrier)
+  queries = pl.ds(tile * _M, _M)
+  plgpu.copy_gmem_to_smem(q_ref.at[row, head, queries], q_smem, q_barrier)
+  plgpu.copy_gmem_to_smem(last_ref.at[row, tile], last_smem, q_barrier)
   for step in range(_DEPTH):
     pl.when(step < steps)(functools.partial(fetch, jnp.int32(step)))
   plgpu.barrier_wait(q_barrier)
 
-  tile = plgpu.Layout.WGMMA
+  layout = plgpu.Layout.WGMMA
+  if on_gpu:
+    last_M = plgpu.load(last_smem, (), layout=layout.reduce(1))
+  else:
+    last_M = last_smem[...]
 
   def full(shape, value, layout):
     x = jnp.full(shape, value, jnp.float32)
     return plgpu.layout_cast(x, layout) if on_gpu else x
 
   carry = (
-    full((_M, H), 0.0, tile),
-    full((_M,), _LOWEST, tile.reduce(1)),
-    full((_M,), 0.0, tile.reduce(1)),
+    full((_M, H), 0.0, layout),
+    full((_M,), _LOWEST, layout.reduce(1)),
+    full((_M,), 0.0, layout.reduce(1)),
   )
 
   def multiply(left, right_ref, shape, transposed=False):
@@ -217,11 +234,12 @@ def _kernel(
     score_MU = multiply(q_smem, k_smem.at[place], (_M, BLOCK), transposed=True)
     score_MU *= H**-0.5 * math.log2(math.e)
     if on_gpu:
-      slot_MU = plgpu.broadcasted_iota(jnp.int32, (_M, BLOCK), 1, layout=tile)
+      slot_MU = plgpu.broadcasted_iota(jnp.int32, (_M, BLOCK), 1, layout=layout)
     else:
       slot_MU = jax.lax.broadcasted_iota(jnp.int32, (_M, BLOCK), 1)
     slot_MU += (part + step * parts) * BLOCK
-    score_MU = jnp.where(slot_MU < used, score_MU, _LOWEST)
+    seen_MU = slot_MU <= jax.lax.broadcast_in_dim(last_M, (_M, BLOCK), [0])
+    score_MU = jnp.where(seen_MU, score_MU, _LOWEST)
     new_top_M = jnp.maximum(top_M, score_MU.max(axis=1))
     kept_M = jnp.exp2(top_M - new_top_M)
     weight_MU = jnp.exp2(score_MU - jax.lax.broadcast_in_dim(new_top_M, (_M, BLOCK), [0]))
@@ -236,7 +254,7 @@ def _kernel(
   out_MH, top_M, sum_M = jax.lax.fori_loop(0, steps, compute, carry)
   out_smem[...], top_smem[...], sum_smem[...] = out_MH, top_M, sum_M
   plgpu.commit_smem()
-  at = (row, head, part)
+  at = (row, head, tile, part)
   plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, rows)], out_ref.at[at])
   plgpu.copy_smem_to_gmem(top_smem, top_ref.at[at])
   plgpu.copy_smem_to_gmem(sum_smem, sum_ref.at[at])

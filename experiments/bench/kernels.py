@@ -183,6 +183,9 @@ def _count_operations(program: hlo.Program, name: str, i: hlo.Instruction) -> fl
     return _count_convolution(i, operands[0][0].shape, operands[1][0].shape)
   if 'fmha' in i.target:
     return _count_attention(i, operands)
+  if i.target == 'mosaic_gpu_v2':  # Over the slots of a cache, all of them.
+    queries, keys, _ = (x[0].shape for x in operands if x and x[0].dtype == 'bf16')
+    return 4.0 * math.prod(queries) * keys[2]
   return _count_pallas(i, operands) if i.target == 'tpu_custom_call' else 0.0
 
 

@@ -112,6 +112,9 @@ def read_used_slots(
     if not block:
       return kernel
     read = min(slots, -(-used // block) * block)
-    return kernel._replace(bytes=kernel.bytes * read // slots)
+    return kernel._replace(
+      bytes=kernel.bytes * read // slots,
+      operations=kernel.operations * read / slots,
+    )
 
   return [leave_out(k) for k in kernels]
