@@ -86,6 +86,14 @@ def test_training_and_sampling_compile_for_v5e_16():
   assert {'all-gather', 'all-to-all'} <= {*gradient['exchanged']}
 
 
+@needs_libtpu
+def test_a_chip_with_several_key_value_heads_copies_no_cache():
+  flags = ['--topology=v5p:2x2x1', '--config.model.path=tiny', '--tensor=1']
+  flags += ['--slots=1024', '--texts=16', '--program=decode']
+  decode = json.loads(run('-m', 'experiments.bench.compile_for', *flags))
+  assert decode['needed'] <= decode['bytes'] < 1.3 * decode['needed']
+
+
 needs_cuda = pytest.mark.skipif(
   not importlib.util.find_spec('jax_cuda12_plugin'),
   reason="no compiler for GPUs: pip install 'jax[cuda12]'",

@@ -201,16 +201,25 @@ class Attention(nn.Module):
     elif cache is None:
       out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, *segments)
     else:
-      rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
-      # Positions past the last slot are dropped: such a row writes nothing.
-      where = (rows_B1, slice(None), positions_BT)
-      k_BKSH = cache[0].at[where].set(k_BTKH, mode='drop')
-      v_BKSH = cache[1].at[where].set(v_BTKH, mode='drop')
+      k_BKSH, v_BKSH = (
+        _write_slots(x_BKSH, x_BTKH, positions_BT)
+        for x_BKSH, x_BTKH in zip(cache, (k_BTKH, v_BTKH), strict=True)
+      )
       cache = (k_BKSH, v_BKSH)
       out_BTNH = attention.cached(q_BTNH, k_BKSH, v_BKSH, positions_BT)
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
     out = Projection((c.embed_dim,), c.dtype, 2, kernel_init=init, name='o')
     return _apply_flat(out, out_BTNH), cache
+
+
+def _write_slots(cache_BKSH: Array, x_BTKH: Array, positions_BT: Array) -> Array:
+  """Writes tokens to their slots; those past the last slot are dropped."""
+  B, K = cache_BKSH.shape[:2]
+  # Each number has its own row, head and slot. If the heads were a slice, a TPU's compiler
+  # would put them behind the slots, and copy the whole cache for the kernel that reads it.
+  rows_B11, heads_11K = jnp.arange(B)[:, None, None], jnp.arange(K)[None, None]
+  where = rows_B11, heads_11K, positions_BT[..., None]
+  return cache_BKSH.at[where].set(x_BTKH, mode='drop')
 
 
 class MLP(nn.Module):
