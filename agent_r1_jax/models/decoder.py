@@ -215,8 +215,8 @@ class Attention(nn.Module):
 def _write_slots(cache_BKSH: Array, x_BTKH: Array, positions_BT: Array) -> Array:
   """Writes tokens to their slots; those past the last slot are dropped."""
   B, K = cache_BKSH.shape[:2]
-  # Each head is indexed. If the heads were a slice, a TPU's compiler would put them behind
-  # the slots, and copy the whole cache for the kernel that reads it.
+  # Each head has an index. If the heads were a slice, a TPU's compiler would lay them out
+  # behind the slots, and copy the whole cache for the kernel that reads it.
   rows_B11, heads_11K = jnp.arange(B)[:, None, None], jnp.arange(K)[None, None]
   where = rows_B11, heads_11K, positions_BT[..., None]
   return cache_BKSH.at[where].set(x_BTKH, mode='drop')

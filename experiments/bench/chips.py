@@ -8,6 +8,7 @@ A TPU's compiler knows its chips; a GPU's is told of them in the terms of
 GpuTargetConfigProto (openxla/xla). The numbers are those that the makers publish.
 """
 
+import importlib.util
 import math
 import os
 import sys
@@ -63,6 +64,8 @@ CHIPS = {
     'gpu', 180e9, 2250e12, 8e12, 900e9, 0, ('10.0', 148, 233_472, 126 << 20, 1.965)
   ),
 }
+# The package of a platform's compiler, and the extra that installs it.
+_COMPILERS = {'tpu': ('libtpu', 'tpu'), 'gpu': ('jax_cuda12_plugin', 'cuda')}
 # Chips of one host of a TPU, and how fewer of them lie.
 _TPU_HOST = 4
 _BLOCKS = {1: '1x1', 2: '1x2', 4: '2x2'}
@@ -120,6 +123,8 @@ def find(topology: str) -> list[Any]:
   try:
     sizes = [int(n) for n in text.split('x')]
     platform = CHIPS[kind].platform
+    if min(sizes) < 1 or (platform == 'gpu' and len(sizes) > 2):
+      raise ValueError
   except (KeyError, ValueError):
     sys.exit(
       f'--topology={topology}: known are {", ".join(CHIPS)}, as in v5e:4x4, h100:8'
@@ -130,7 +135,9 @@ def find(topology: str) -> list[Any]:
   try:
     found = _find_tpus(topology, sizes) if platform == 'tpu' else _find_gpus(kind, sizes)
   except (RuntimeError, ValueError) as error:
-    extra = 'tpu' if platform == 'tpu' else 'cuda'
+    package, extra = _COMPILERS[platform]
+    if importlib.util.find_spec(package):
+      sys.exit(f'--topology={topology}: {error}')
     sys.exit(f"{error}\nNeeded is the compiler: pip install -e '.[{extra}]'")
   return list(found.devices)
 
