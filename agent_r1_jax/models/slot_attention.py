@@ -49,9 +49,10 @@ def measure_gap(H: int) -> float:
   B, T, N, K, S = 4, 5, 32, 2, 4 * BLOCK
   keys = jax.random.split(jax.random.key(0), 3)
   shapes = (B, T, N, H), (B, K, S, H), (B, K, S, H)
-  arrays = [jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=True)]
+  normal = lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16)
   first_B1 = jnp.asarray([[0], [BLOCK - 3], [BLOCK], [S - T]])
   positions_BT = first_B1 + jnp.arange(T)[None]
+  arrays = [*map(normal, keys, shapes)]
   out_BTNH = jax.jit(attend)(*arrays, positions_BT)
   plain_BTNH = attend_plainly(*arrays, positions_BT)
   return float(jnp.abs(out_BTNH.astype(jnp.float32) - plain_BTNH).max())
@@ -97,11 +98,12 @@ def attend(
     jnp.repeat(positions_BT.astype(jnp.int32), G, axis=1), ((0, 0), spare)
   )
   last_BQM = last_BX.reshape(B, tiles, _M)
+  registers = _Interpreted() if interpret else _Hopper()
   swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
   blocks = plgpu.SMEM((_DEPTH, BLOCK, H), q_BTNH.dtype, transforms=swizzled)
   numbers = jax.ShapeDtypeStruct((B, K, tiles, parts, _M), jnp.float32)
   out_BKQPMH, top_BKQPM, sum_BKQPM = plgpu.kernel(
-    functools.partial(_kernel, parts=parts, rows=rows, on_gpu=interpret is None),
+    functools.partial(_kernel, parts=parts, rows=rows, registers=registers),
     out_type=(
       jax.ShapeDtypeStruct((B, K, tiles, parts, rows, H), jnp.float32),
       numbers,
@@ -141,6 +143,69 @@ def _count_parts(programs: int, blocks: int) -> int:
   return max(range(1, min(_MOST_PARTS, blocks) + 1), key=share)
 
 
+class _Hopper:
+  """What is done with numbers in registers, on an H100: they have layouts."""
+
+  def full(self, shape: tuple[int, ...], value: float) -> Array:
+    """Makes float32 numbers for queries, [M], or for queries and others, [M, ...]."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+  def load(self, ref: Any) -> Array:
+    """Loads a number for each query from shared memory."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(1))
+
+  def count_columns(self) -> Array:
+    """Returns 0, 1, ... in each row of [M, U]."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    layout = plgpu.Layout.WGMMA
+    return plgpu.broadcasted_iota(jnp.int32, (_M, BLOCK), 1, layout=layout)
+
+  def multiply(self, left, right_ref, shape, *, transposed: bool = False) -> Array:
+    """Multiplies on the tensor cores, and waits for the product."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def run(sum_ref):
+      right = plgpu.transpose_ref(right_ref, (1, 0)) if transposed else right_ref
+      plgpu.wgmma(sum_ref, left, right)
+      return sum_ref[...]
+
+    accumulator = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(run, accumulator(shape, jnp.float32))
+
+
+class _Interpreted:
+  """The same for Pallas' interpreter.
+
+  It has copies and barriers, but (jax 0.10.2) neither layouts of registers nor transposed
+  operands.
+  """
+
+  def full(self, shape: tuple[int, ...], value: float) -> Array:
+    """Makes float32 numbers."""
+    return jnp.full(shape, value, jnp.float32)
+
+  def load(self, ref: Any) -> Array:
+    """Loads all of `ref`."""
+    return ref[...]
+
+  def count_columns(self) -> Array:
+    """Returns 0, 1, ... in each row of [M, U]."""
+    return jax.lax.broadcasted_iota(jnp.int32, (_M, BLOCK), 1)
+
+  def multiply(self, left, right_ref, shape, *, transposed: bool = False) -> Array:
+    """Multiplies; the result has `shape`."""
+    right = right_ref[...].T if transposed else right_ref[...]
+    product = jnp.dot(left[...], right, preferred_element_type=jnp.float32)
+    return product.reshape(shape)
+
+
 def _kernel(
   q_ref,
   last_ref,
@@ -163,13 +228,9 @@ def _kernel(
   *,
   parts: int,
   rows: int,
-  on_gpu: bool,
+  registers: _Hopper | _Interpreted,
 ):
-  """Computes blocks part, part + parts, ... of one tile of queries.
-
-  Pallas' interpreter (jax 0.10.2) has copies and barriers, but knows neither layouts of
-  registers nor transposed operands: with on_gpu False they are left out.
-  """
+  """Computes blocks part, part + parts, ... of one tile of queries."""
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -182,11 +243,9 @@ def _kernel(
   def fetch(step):
     """Begins to copy a block, to where the block _DEPTH steps before was."""
     place = jax.lax.rem(step, jnp.int32(_DEPTH))
-    slots = pl.ds((part + step * parts) * BLOCK, BLOCK)
-    for ref, smem, barriers in ((k_ref, k_smem, k_barriers), (v_ref, v_smem, v_barriers)):
-      plgpu.copy_gmem_to_smem(
-        ref.at[row, head, slots], smem.at[place], barriers.at[place]
-      )
+    at = row, head, pl.ds((part + step * parts) * BLOCK, BLOCK)
+    plgpu.copy_gmem_to_smem(k_ref.at[at], k_smem.at[place], k_barriers.at[place])
+    plgpu.copy_gmem_to_smem(v_ref.at[at], v_smem.at[place], v_barriers.at[place])
 
   queries = pl.ds(tile * _M, _M)
   plgpu.copy_gmem_to_smem(q_ref.at[row, head, queries], q_smem, q_barrier)
@@ -194,68 +253,46 @@ def _kernel(
   for step in range(_DEPTH):
     pl.when(step < steps)(functools.partial(fetch, jnp.int32(step)))
   plgpu.barrier_wait(q_barrier)
+  last_M = registers.load(last_smem)
 
-  layout = plgpu.Layout.WGMMA
-  if on_gpu:
-    last_M = plgpu.load(last_smem, (), layout=layout.reduce(1))
-  else:
-    last_M = last_smem[...]
-
-  def full(shape, value, layout):
-    x = jnp.full(shape, value, jnp.float32)
-    return plgpu.layout_cast(x, layout) if on_gpu else x
-
-  carry = (
-    full((_M, H), 0.0, layout),
-    full((_M,), _LOWEST, layout.reduce(1)),
-    full((_M,), 0.0, layout.reduce(1)),
-  )
-
-  def multiply(left, right_ref, shape, transposed=False):
-    """Multiplies on the tensor cores, and waits for the product."""
-    if not on_gpu:
-      right = right_ref[...].T if transposed else right_ref[...]
-      return jnp.dot(left[...], right, preferred_element_type=jnp.float32)
-
-    def run(sum_ref):
-      right = plgpu.transpose_ref(right_ref, (1, 0)) if transposed else right_ref
-      plgpu.wgmma(sum_ref, left, right)
-      return sum_ref[...]
-
-    accumulator = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-    return pl.run_scoped(run, accumulator(shape, jnp.float32))
-
-  def compute(step, carry):
-    """Adds a block to the output, the maximum and the sum; weights are powers of 2."""
-    out_MH, top_M, sum_M = carry
+  def compute(step, sums):
+    """Adds a block to the output, the maximum and the sum."""
     place = jax.lax.rem(step, jnp.int32(_DEPTH))
     plgpu.barrier_wait(k_barriers.at[place])
-
-    score_MU = multiply(q_smem, k_smem.at[place], (_M, BLOCK), transposed=True)
-    score_MU *= H**-0.5 * math.log2(math.e)
-    if on_gpu:
-      slot_MU = plgpu.broadcasted_iota(jnp.int32, (_M, BLOCK), 1, layout=layout)
-    else:
-      slot_MU = jax.lax.broadcasted_iota(jnp.int32, (_M, BLOCK), 1)
-    slot_MU += (part + step * parts) * BLOCK
-    seen_MU = slot_MU <= jax.lax.broadcast_in_dim(last_M, (_M, BLOCK), [0])
-    score_MU = jnp.where(seen_MU, score_MU, _LOWEST)
-    new_top_M = jnp.maximum(top_M, score_MU.max(axis=1))
-    kept_M = jnp.exp2(top_M - new_top_M)
-    weight_MU = jnp.exp2(score_MU - jax.lax.broadcast_in_dim(new_top_M, (_M, BLOCK), [0]))
-    sum_M = sum_M * kept_M + weight_MU.sum(axis=1)
-    out_MH *= jax.lax.broadcast_in_dim(kept_M, (_M, H), [0])
+    tile_shape = _M, BLOCK
+    score_MU = registers.multiply(q_smem, k_smem.at[place], tile_shape, transposed=True)
+    slot_MU = registers.count_columns() + (part + step * parts) * BLOCK
+    seen_MU = slot_MU <= jax.lax.broadcast_in_dim(last_M, tile_shape, [0])
+    weight_MU, (out_MH, top_M, sum_M) = _weigh(score_MU, seen_MU, sums)
     plgpu.barrier_wait(v_barriers.at[place])
-
-    out_MH += multiply(weight_MU.astype(q_smem.dtype), v_smem.at[place], (_M, H))
+    weight_MU = weight_MU.astype(q_smem.dtype)
+    out_MH += registers.multiply(weight_MU, v_smem.at[place], (_M, H))
     pl.when(step + _DEPTH < steps)(lambda: fetch(step + _DEPTH))
-    return out_MH, new_top_M, sum_M
+    return out_MH, top_M, sum_M
 
-  out_MH, top_M, sum_M = jax.lax.fori_loop(0, steps, compute, carry)
+  nothing = [((_M, H), 0.0), ((_M,), _LOWEST), ((_M,), 0.0)]
+  sums = tuple(registers.full(*x) for x in nothing)
+  out_MH, top_M, sum_M = jax.lax.fori_loop(0, steps, compute, sums)
   out_smem[...], top_smem[...], sum_smem[...] = out_MH, top_M, sum_M
   plgpu.commit_smem()
-  at = (row, head, tile, part)
+  at = row, head, tile, part
   plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, rows)], out_ref.at[at])
   plgpu.copy_smem_to_gmem(top_smem, top_ref.at[at])
   plgpu.copy_smem_to_gmem(sum_smem, sum_ref.at[at])
   plgpu.wait_smem_to_gmem(0)
+
+
+def _weigh(score_MU: Array, seen_MU: Array, sums: tuple) -> tuple[Array, tuple]:
+  """Returns the weights of a block, and the sums before it in terms of its maximum.
+
+  Weights are powers of 2, which a GPU computes faster than those of e.
+  """
+  out_MH, top_M, sum_M = sums
+  score_MU *= out_MH.shape[1] ** -0.5 * math.log2(math.e)
+  score_MU = jnp.where(seen_MU, score_MU, _LOWEST)
+  new_top_M = jnp.maximum(top_M, score_MU.max(axis=1))
+  kept_M = jnp.exp2(top_M - new_top_M)
+  top_MU = jax.lax.broadcast_in_dim(new_top_M, score_MU.shape, [0])
+  weight_MU = jnp.exp2(score_MU - top_MU)
+  out_MH *= jax.lax.broadcast_in_dim(kept_M, out_MH.shape, [0])
+  return weight_MU, (out_MH, new_top_M, sum_M * kept_M + weight_MU.sum(axis=1))
