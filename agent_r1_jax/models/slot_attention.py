@@ -52,9 +52,9 @@ def measure_gap(H: int) -> float:
   normal = lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16)
   first_B1 = jnp.asarray([[0], [BLOCK - 3], [BLOCK], [S - T]])
   positions_BT = first_B1 + jnp.arange(T)[None]
-  arrays = [*map(normal, keys, shapes)]
-  out_BTNH = jax.jit(attend)(*arrays, positions_BT)
-  plain_BTNH = attend_plainly(*arrays, positions_BT)
+  q_BTNH, k_BKSH, v_BKSH = map(normal, keys, shapes)
+  out_BTNH = jax.jit(attend)(q_BTNH, k_BKSH, v_BKSH, positions_BT)
+  plain_BTNH = attend_plainly(q_BTNH, k_BKSH, v_BKSH, positions_BT)
   return float(jnp.abs(out_BTNH.astype(jnp.float32) - plain_BTNH).max())
 
 
