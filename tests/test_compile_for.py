@@ -119,6 +119,16 @@ def test_training_and_sampling_compile_for_gpus(topology):
   assert ('attention' in lines[3]['kernels']) == (topology == 'h100:1')
 
 
+@needs_cuda
+def test_chips_that_share_few_key_value_heads_have_all_of_them():
+  flags = ['--topology=h100:4', '--config.model.path=tiny', '--tensor=4']
+  flags += ['--slots=1024', '--texts=16', '--program=decode']
+  decode = json.loads(run('-m', 'experiments.bench.compile_for', *flags))
+  assert not decode['missing'] and decode['data_loops'] == 1
+  # Each chip has a copy of the cache, of which it reads a head.
+  assert decode['needed'] <= decode['bytes'] < 1.4 * decode['needed']
+
+
 def test_an_unknown_topology_names_those_that_are_known():
   flags = ['--topology=h1000:1', '--config.model.path=tiny']
   done = script.run('-m', 'experiments.bench.compile_for', *flags)

@@ -260,6 +260,15 @@ print('equal')
 """
 
 
+@pytest.mark.parametrize(
+  ('heads', 'tensor', 'spec'),
+  [(8, 4, P(None, 'tensor')), (2, 4, P()), (2, 1, P(None, 'tensor'))],
+)
+def test_heads_of_the_cache_are_split_or_replicated(heads, tensor, spec):
+  mesh = AbstractMesh((1, 1, tensor, 1), sharding.AXES)
+  assert sharding.cache_sharding(heads, mesh).spec == spec
+
+
 def test_eight_chips_compute_what_one_does():
   """In pure and mixed meshes; and parameters, moments, gradients are split."""
   paths = os.pathsep.join(map(str, (script.ROOT / 'tests', script.ROOT)))

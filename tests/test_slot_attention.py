@@ -1,6 +1,7 @@
 """models/slot_attention.py: a decode's attention on GPUs, by Pallas' interpreter."""
 
 import functools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,15 @@ def test_parts_keep_the_cores_busy_and_compute_the_same(monkeypatch):
     np.testing.assert_allclose(out.astype(float), plain, atol=0.02, err_msg=str(parts))
 
 
+def test_of_several_heads_those_that_the_queries_share_are_read():
+  q, k, v = inputs(2, 2, 4, 3, 128, 64)
+  positions = jnp.asarray([[5, 6], [126, 127]])
+  spoil = lambda x: x.at[:, 0].set(jnp.nan)
+  out = _interpreted(q, spoil(k), spoil(v), positions, jnp.asarray(1), 2)
+  plain = slot_attention.attend_plainly(q, k[:, 1:], v[:, 1:], positions)
+  np.testing.assert_allclose(out.astype(float), plain, atol=0.02)
+
+
 @pytest.mark.parametrize('T', [1, 3])
 def test_a_token_past_the_last_slot_is_harmless(monkeypatch, T):
   monkeypatch.setattr(sharding, 'platform', lambda: 'gpu')
@@ -98,23 +108,45 @@ def test_it_is_for_gpus_with_its_instructions(monkeypatch, kind, H, dtype, reads
     assert attention_kernels.reads_used_slots((8, 2, 4096, H), dtype, queries) == reads
 
 
-@pytest.mark.parametrize('gap', [0.004, 0.3, float('nan'), RuntimeError('no ptxas')])
-def test_on_a_gpu_it_is_checked_before_it_is_used(monkeypatch, caplog, gap):
-  """What differs from XLA's attention, or cannot be compiled, is left to XLA."""
+@pytest.fixture
+def check(monkeypatch):
+  """The check of a GPU, which measures what `gap` returns."""
 
-  def measure(H):
-    if isinstance(gap, Exception):
-      raise gap
-    return gap
+  def run(gap):
+    monkeypatch.setattr(slot_attention, 'measure_gap', lambda H: gap())
+    attention_kernels._passes_check.cache_clear()
+    return attention_kernels._passes_check(128)
 
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-  monkeypatch.setattr(slot_attention, 'measure_gap', measure)
+  yield run
   attention_kernels._passes_check.cache_clear()
+
+
+@pytest.mark.parametrize('gap', [0.004, 0.3, float('nan')])
+def test_on_a_gpu_it_is_checked_before_it_is_used(check, caplog, gap):
+  """What differs from XLA's attention is left to XLA."""
+  assert check(lambda: gap) == (gap == 0.004)
+  assert ('The cache is read by XLA' in caplog.text) == (gap != 0.004)
+
+
+def test_what_cannot_be_compiled_is_left_to_xla(check, caplog):
+  def fail():
+    raise RuntimeError('no ptxas')
+
+  assert not check(fail)
+  assert 'The cache is read by XLA, in whole buckets: no ptxas' in caplog.text
+
+
+def test_a_check_without_an_answer_says_how_to_go_on(check, monkeypatch):
+  waits = threading.Event()
+  monkeypatch.setattr(attention_kernels, '_CHECK_SECONDS', 0.05)
   try:
-    assert attention_kernels._passes_check(128) == (gap == 0.004)
+    with pytest.raises(RuntimeError, match='AGENT_R1_SLOT_ATTENTION=0 leaves the kernel'):
+      check(waits.wait)
+    monkeypatch.setenv(attention_kernels.VARIABLE, '0')
+    assert not check(waits.wait)
   finally:
-    attention_kernels._passes_check.cache_clear()
-  assert ('Decodes attend by XLA' in caplog.text) == (gap != 0.004)
+    waits.set()
 
 
 def test_the_check_measures_the_largest_difference(monkeypatch):

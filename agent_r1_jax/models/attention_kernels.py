@@ -8,6 +8,8 @@ import concurrent.futures
 import functools
 import logging
 import math
+import os
+import threading
 from typing import Any
 
 import jax
@@ -24,20 +26,21 @@ MAX_BLOCKS = 8
 LANES, _SPLASH_BLOCK = 128, 512
 # The most slots of a page of the kernel for decoding on TPUs, and the most pages: their
 # numbers are in scalar memory, of which a core has 1 MiB.
-_PAGE, _PAGES = 512, 1 << 16
+PAGE, _PAGES = 512, 1 << 16
 # The dtypes of cuDNN's attention on every GPU that has it, and its largest head dim (on
 # Hopper it could be 256), which must be a multiple of 8.
 _CUDNN_DTYPES, _CUDNN_HEAD = ('float16', 'bfloat16'), 128
 # In the names of GPUs with the instructions that the kernel for used slots has.
-_HOPPER = ('H100', 'H200', 'H800', 'H20', 'GH200')
+_HOPPER = ('H100', 'H20', 'H800')  # GH200 and H200 too.
 # The most that its outputs, of size 1, may differ from XLA's: a few bits of bfloat16.
 _LARGEST_GAP = 0.05
+# How long that is waited for, compilation included; and the environment variable that is
+# 0 where the kernel is not to be used.
+_CHECK_SECONDS, VARIABLE = 300.0, 'AGENT_R1_SLOT_ATTENTION'
 _LOGGER = logging.getLogger(__name__)
 
 
-def reads_used_slots(
-  shape: tuple[int, ...], dtype: Any, queries: int = 1, platform: str | None = None
-) -> bool:
+def reads_used_slots(shape: tuple[int, ...], dtype: Any, queries: int = 1) -> bool:
   """Whether attention to a cache reads no slots of a row but those of its text.
 
   `shape` is the cache's [B, K, S, H], and `queries` how many tokens of a row are computed
@@ -45,11 +48,11 @@ def reads_used_slots(
   and one blocks, on GPUs of the kind of the H100, where it has passed a check.
   """
   B, K, S, H = shape
-  platform = platform or sharding.platform()
+  platform = sharding.platform()
   if platform == 'gpu' and any(x in sharding.device_kind() for x in _HOPPER):
     return slot_attention.supports(shape, dtype) and _passes_check(H)
   tiles = S % LANES == 0 and H % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
-  few = B * K * S // math.gcd(S, _PAGE) <= _PAGES
+  few = B * K * S // math.gcd(S, PAGE) <= _PAGES
   return platform == 'tpu' and tiles and few and queries == 1
 
 
@@ -58,15 +61,33 @@ def _passes_check(H: int) -> bool:
   """Whether the kernel for GPUs computes here what XLA does; else a warning says so."""
   if jax.default_backend() != 'gpu':
     return True  # Programs are only compiled, for GPUs that are not here.
+  if os.environ.get(VARIABLE) == '0':
+    return False
+  answer: concurrent.futures.Future[float] = concurrent.futures.Future()
+
+  def measure():
+    try:
+      answer.set_result(slot_attention.measure_gap(H))
+    except Exception as error:  # Whatever its compiler or the driver raises.
+      answer.set_exception(error)
+
+  # A thread of its own, where no program is being traced; nobody waits for its end.
+  threading.Thread(target=measure, daemon=True).start()
   try:
-    # In a thread of its own, where no program is being traced.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-      gap = thread.submit(slot_attention.measure_gap, H).result()
-  except Exception as error:  # Whatever its compiler or the driver raises.
-    _LOGGER.warning('Decodes attend by XLA, which reads whole buckets: %s', error)
+    gap = answer.result(_CHECK_SECONDS)
+  except TimeoutError as error:
+    # What hangs on a GPU holds up all that comes after it.
+    raise RuntimeError(
+      f'the check of the kernel for used slots has given no answer within '
+      f'{_CHECK_SECONDS:g} seconds; {VARIABLE}=0 leaves the kernel out.'
+    ) from error
+  except Exception as error:
+    _LOGGER.warning('The cache is read by XLA, in whole buckets: %s', error)
     return False
   if not gap < _LARGEST_GAP:
-    _LOGGER.warning('Decodes attend by XLA: the kernel for used slots is off by %g', gap)
+    _LOGGER.warning(
+      'The cache is read by XLA: the kernel for used slots is off by %g', gap
+    )
   return gap < _LARGEST_GAP
 
 
@@ -109,7 +130,7 @@ def _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
   from jax.experimental.pallas.ops.tpu import paged_attention
 
   B, K, S, H = k_BKSH.shape
-  N, page = q_B1NH.shape[2], math.gcd(S, _PAGE)
+  N, page = q_B1NH.shape[2], math.gcd(S, PAGE)
   # Each row and key-value head is a text to the kernel, with one key-value head. It sums
   # in the type of the queries.
   q_QGH = (q_B1NH.astype(jnp.float32) * H**-0.5).reshape(B * heads, N // heads, H)
@@ -132,13 +153,8 @@ def _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
 
 def _attend_to_blocks(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads: int):
   """The same by the kernel for GPUs (slot_attention.py)."""
-  k_BKSH, v_BKSH = (
-    jax.lax.dynamic_slice_in_dim(x, first, heads, axis=1) if heads < x.shape[1] else x
-    for x in (k_BKSH, v_BKSH)
-  )
-  S = k_BKSH.shape[2]
-  positions_BT = jnp.where(positions_BT < S, positions_BT, 0)
-  return slot_attention.attend(q_BTNH, k_BKSH, v_BKSH, positions_BT)
+  positions_BT = jnp.where(positions_BT < k_BKSH.shape[2], positions_BT, 0)
+  return slot_attention.attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads)
 
 
 def splash(

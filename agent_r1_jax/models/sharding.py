@@ -238,14 +238,18 @@ def take_replica_params(params: Any, replica: Mesh) -> Any:
   return jax.tree.map(leaf, params)
 
 
+def cache_sharding(heads: int, replica: Mesh | AbstractMesh) -> NamedSharding:
+  """Returns the sharding of a KV cache [B, K, S, H] with so many heads (K).
+
+  `tensor` shards the heads; fewer than its chips are replicated.
+  """
+  split = heads % replica.shape['tensor'] == 0
+  return NamedSharding(replica, PartitionSpec(*(None, 'tensor') if split else ()))
+
+
 def shard_cache(cache: Any, replica: Mesh) -> Any:
-  """Puts a new KV cache on a replica's chips; `tensor` shards the heads."""
-
-  def put(x):
-    heads = x.ndim == 4 and x.shape[1] % replica.shape['tensor'] == 0
-    spec = PartitionSpec(None, 'tensor') if heads else PartitionSpec()
-    return jax.device_put(x, NamedSharding(replica, spec))
-
+  """Puts a new KV cache on a replica's chips."""
+  put = lambda x: jax.device_put(x, cache_sharding(x.shape[1], replica))
   return jax.tree.map(put, cache)
 
 

@@ -75,17 +75,20 @@ def attend(
   k_BKSH: Float[Array, 'B K S H'],
   v_BKSH: Float[Array, 'B K S H'],
   positions_BT: Int[Array, 'B T'],
+  first: Int[Array, ''] | int = 0,
+  heads: int | None = None,
   interpret: Any = None,
 ) -> Float[Array, 'B T N H']:
   """Attends to every slot at or before the query's position, which is one of S.
 
-  `interpret` are the parameters of Pallas' interpreter, for tests.
+  The queries share `heads` key-value heads from `first` on, by default all; the others
+  are not read. `interpret` are the parameters of Pallas' interpreter, for tests.
   """
   # The import is slow, and useless on other platforms.
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
   B, T, N, H = q_BTNH.shape
-  K, S = k_BKSH.shape[1:3]
+  K, S = heads or k_BKSH.shape[1], k_BKSH.shape[2]
   G = N // K
   tiles = -(-G * T // _M)
   # Of the 64 queries of a tile, those that are written.
@@ -110,21 +113,19 @@ def attend(
       numbers,
     ),
     scratch_types=(
-      plgpu.SMEM((_M, H), q_BTNH.dtype, transforms=swizzled),
-      plgpu.SMEM((_M,), jnp.int32),
-      blocks,
-      blocks,
-      plgpu.SMEM((_M, H), jnp.float32),
-      plgpu.SMEM((_M,), jnp.float32),
-      plgpu.SMEM((_M,), jnp.float32),
+      (
+        plgpu.SMEM((_M, H), q_BTNH.dtype, transforms=swizzled),
+        plgpu.SMEM((_M,), jnp.int32),
+      ),
+      (blocks, blocks),
+      tuple(plgpu.SMEM(shape, jnp.float32) for shape in ((_M, H), (_M,), (_M,))),
       plgpu.Barrier(num_arrivals=2),
-      plgpu.Barrier(num_barriers=_DEPTH),
-      plgpu.Barrier(num_barriers=_DEPTH),
+      (plgpu.Barrier(num_barriers=_DEPTH),) * 2,
     ),
     grid=(parts, tiles, K, B),
     grid_names=('part', 'tile', 'head', 'row'),
     interpret=interpret,
-  )(q_BKXH, last_BQM, last_BQM.max(-1), k_BKSH, v_BKSH)
+  )(q_BKXH, last_BQM, last_BQM.max(-1), jnp.full(1, first, jnp.int32), k_BKSH, v_BKSH)
   top_BKQPM, sum_BKQPM = top_BKQPM[..., :rows], sum_BKQPM[..., :rows]
   scale_BKQPM = jnp.exp2(top_BKQPM - top_BKQPM.max(3, keepdims=True))
   total_BKQM = (scale_BKQPM * sum_BKQPM).sum(3)
@@ -210,21 +211,17 @@ def _kernel(
   q_ref,
   last_ref,
   longest_ref,
+  first_ref,
   k_ref,
   v_ref,
   out_ref,
   top_ref,
   sum_ref,
-  q_smem,
-  last_smem,
-  k_smem,
-  v_smem,
-  out_smem,
-  top_smem,
-  sum_smem,
-  q_barrier,
-  k_barriers,
-  v_barriers,
+  queries_smem,
+  blocks_smem,
+  sums_smem,
+  queries_barrier,
+  blocks_barriers,
   *,
   parts: int,
   rows: int,
@@ -234,6 +231,8 @@ def _kernel(
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
+  (q_smem, last_smem), (k_smem, v_smem) = queries_smem, blocks_smem
+  k_barriers, v_barriers = blocks_barriers
   names = 'part', 'tile', 'head', 'row'
   part, tile, head, row = (jax.lax.axis_index(name) for name in names)
   H = q_smem.shape[1]
@@ -243,16 +242,16 @@ def _kernel(
   def fetch(step):
     """Begins to copy a block, to where the block _DEPTH steps before was."""
     place = jax.lax.rem(step, jnp.int32(_DEPTH))
-    at = row, head, pl.ds((part + step * parts) * BLOCK, BLOCK)
+    at = row, first_ref[0] + head, pl.ds((part + step * parts) * BLOCK, BLOCK)
     plgpu.copy_gmem_to_smem(k_ref.at[at], k_smem.at[place], k_barriers.at[place])
     plgpu.copy_gmem_to_smem(v_ref.at[at], v_smem.at[place], v_barriers.at[place])
 
   queries = pl.ds(tile * _M, _M)
-  plgpu.copy_gmem_to_smem(q_ref.at[row, head, queries], q_smem, q_barrier)
-  plgpu.copy_gmem_to_smem(last_ref.at[row, tile], last_smem, q_barrier)
+  plgpu.copy_gmem_to_smem(q_ref.at[row, head, queries], q_smem, queries_barrier)
+  plgpu.copy_gmem_to_smem(last_ref.at[row, tile], last_smem, queries_barrier)
   for step in range(_DEPTH):
     pl.when(step < steps)(functools.partial(fetch, jnp.int32(step)))
-  plgpu.barrier_wait(q_barrier)
+  plgpu.barrier_wait(queries_barrier)
   last_M = registers.load(last_smem)
 
   def compute(step, sums):
@@ -272,13 +271,22 @@ def _kernel(
 
   nothing = [((_M, H), 0.0), ((_M,), _LOWEST), ((_M,), 0.0)]
   sums = tuple(registers.full(*x) for x in nothing)
-  out_MH, top_M, sum_M = jax.lax.fori_loop(0, steps, compute, sums)
-  out_smem[...], top_smem[...], sum_smem[...] = out_MH, top_M, sum_M
-  plgpu.commit_smem()
+  sums = jax.lax.fori_loop(0, steps, compute, sums)
   at = row, head, tile, part
-  plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, rows)], out_ref.at[at])
-  plgpu.copy_smem_to_gmem(top_smem, top_ref.at[at])
-  plgpu.copy_smem_to_gmem(sum_smem, sum_ref.at[at])
+  _store(sums, sums_smem, [ref.at[at] for ref in (out_ref, top_ref, sum_ref)], rows)
+
+
+def _store(sums, sums_smem, refs, rows: int) -> None:
+  """Copies the output of `rows` queries, and all maxima and sums, to main memory."""
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import mosaic_gpu as plgpu
+
+  for smem, x in zip(sums_smem, sums, strict=True):
+    smem[...] = x
+  plgpu.commit_smem()
+  out_smem, *others_smem = sums_smem
+  for smem, ref in zip([out_smem.at[pl.ds(0, rows)], *others_smem], refs, strict=True):
+    plgpu.copy_smem_to_gmem(smem, ref)
   plgpu.wait_smem_to_gmem(0)
 
 

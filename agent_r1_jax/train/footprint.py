@@ -13,7 +13,7 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh
 import numpy as np
 
 from agent_r1_jax import config as config_lib
@@ -358,9 +358,7 @@ def _lower_sampling(
   sizes = sizes_lib.make(model, **options | {'width': config.engine.width or None})
   cache: Any = jax.eval_shape(lambda: decoder.empty_cache(model, sizes.rows, sizes.slots))
   if mesh is not None:
-    split = model.num_kv_heads % mesh.shape['tensor'] == 0
-    spec = PartitionSpec(None, 'tensor') if split else PartitionSpec()
-    cache = _place(cache, mesh, NamedSharding(mesh, spec))
+    cache = _place(cache, mesh, sharding.cache_sharding(model.num_kv_heads, mesh))
   guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION)
   pool = automaton_guide.AutomatonPool(model.vocab_size)
   rows, bucket = sizes.decode_rows[-1], sizes.decode_buckets[-1]

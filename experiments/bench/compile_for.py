@@ -36,7 +36,8 @@ Prints one JSON line a program, of one chip:
 - `useful`: operations that the model needs, without recomputation; `mfu` is their share
   of the chip's most in `seconds`. `needed`: bytes of parameters and cache that a decode
   step must read; `hbm` is their share of the bandwidth.
-- `missing`: kernels that are expected there and were not chosen.
+- `missing`: kernels that are expected there and were not chosen. `data_loops`: loops
+  that only the data stop; those of a gradient count for all tokens of a row, others once.
 
 `--top=N` lists the N parts that take longest. Expected: docs/scaling.md for training,
 docs/performance.md for sampling.
@@ -102,8 +103,8 @@ _PREFILL_ROWS = flags.DEFINE_integer('prefill_rows', 8, 'Rows of one prefill.')
 def replica_mesh(topology: str, config: decoder.DecoderConfig) -> Any:
   """The chips that hold one copy of the policy: they split the heads."""
   kind = topology.partition(':')[0]
-  gpu = chips_lib.CHIPS[kind].platform == 'gpu'
-  tensor = _TENSOR.value or (1 if gpu else math.gcd(4, config.num_kv_heads))
+  gpu, host = chips_lib.CHIPS[kind].platform == 'gpu', chips_lib.count_host(topology)
+  tensor = _TENSOR.value or (1 if gpu else math.gcd(host, config.num_kv_heads))
   try:
     devices = chips_lib.find(chips_lib.name_part(kind, tensor))
   except ValueError as error:
@@ -206,13 +207,13 @@ def lowered_sampling(program: str, config, mesh) -> Any:
   """A program of one replica: all its texts at once, over all their slots."""
   texts, slots = replica_texts(mesh), _SLOTS.value
   everywhere = NamedSharding(mesh, PartitionSpec())
-  heads = NamedSharding(mesh, PartitionSpec(None, 'tensor'))
 
   def ints(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
   shapes = jax.eval_shape(lambda: decoder.empty_cache(config, texts, slots))
-  params, cache = replica(config, mesh), abstract(shapes, heads)
+  params = replica(config, mesh)
+  cache = abstract(shapes, sharding.cache_sharding(config.num_kv_heads, mesh))
   options = {'config': config, 'bucket': slots}
   if program == 'prefill':
     rows, width = _PREFILL_ROWS.value, _PREFILL.value
@@ -260,8 +261,10 @@ def count_needed(
   if program == 'decode':
     texts, used = replica_texts(mesh), _USED.value or _SLOTS.value
     cache = jax.eval_shape(lambda: decoder.empty_cache(config, texts, used))
-    needed = 2 * size + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    return texts * (2 * size + 4 * used * heads) / mesh.size, needed / mesh.size
+    # A chip reads its heads; where there are fewer than chips, one.
+    slots = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    needed = 2 * size / mesh.size + slots / min(mesh.size, config.num_kv_heads)
+    return texts * (2 * size + 4 * used * heads) / mesh.size, needed
   return 0.0, 0.0
 
 
@@ -306,6 +309,7 @@ def report(name: str, program: Any, elsewhere: int, chip: chips_lib.Chip, unknow
     'in_turn': float(f'{in_turn:.4g}'),
     'kernels': roofline.sum_by_kind(kernels, chip),
     'missing': missing,
+    'data_loops': len({name for k in kernels for name in k.inside}),
     'compile_seconds': round(seconds, 1),
   }
 

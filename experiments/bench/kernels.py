@@ -184,8 +184,8 @@ def _count_operations(program: hlo.Program, name: str, i: hlo.Instruction) -> fl
   if 'fmha' in i.target:
     return _count_attention(i, operands)
   if i.target == 'mosaic_gpu_v2':  # Over the slots of a cache, all of them.
-    queries, keys, _ = (x[0].shape for x in operands if x and x[0].dtype == 'bf16')
-    return 4.0 * math.prod(queries) * keys[2]
+    queries, keys, _ = _find_slots(operands)
+    return 4.0 * math.prod(queries.shape) * keys.shape[2]
   return _count_pallas(i, operands) if i.target == 'tpu_custom_call' else 0.0
 
 
@@ -208,7 +208,17 @@ def _count_bytes(program: hlo.Program, name: str, i: hlo.Instruction) -> int:
     return written - i.result[0].bytes + (0 if i.result[0].space else i.result[1].size)
   if i.opcode.endswith('-start') or i.opcode.endswith('-done'):
     return 0
-  return written + sum(x.bytes for arrays in operands for x in arrays)
+  read = sum(x.bytes for arrays in operands for x in arrays)
+  if i.target == 'mosaic_gpu_v2':  # It reads the heads that its queries share.
+    queries, *slots = _find_slots(operands)
+    unread = 1 - queries.shape[1] / slots[0].shape[1]
+    read -= int(unread * sum(x.bytes for x in slots))
+  return written + read
+
+
+def _find_slots(operands: Sequence[tuple[hlo.Array, ...]]) -> list[hlo.Array]:
+  """Returns queries, keys and values of the kernel of models/slot_attention.py."""
+  return [arrays[0] for arrays in operands if arrays and arrays[0].dtype == 'bf16']
 
 
 def _count_read(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import sys
 from typing import Any
 
-from agent_r1_jax.models import slot_attention
+from agent_r1_jax.models import attention_kernels, slot_attention
 from experiments.bench import chips as chips_lib
 from experiments.bench import kernels as kernels_lib
 
@@ -18,7 +18,7 @@ _EXPECTED = {
 # On these GPUs a decode reads blocks of slots.
 _READ_BLOCKS, _BLOCKS = ('h100', 'h200'), 'mosaic_gpu_v2'
 # The slots that kernels of a decode read at a time.
-_READS = {'paged_attention': 512, _BLOCKS: slot_attention.BLOCK}
+_READS = {'paged_attention': attention_kernels.PAGE, _BLOCKS: slot_attention.BLOCK}
 _EXPECTED_TREES = {('tpu', 'gradient'): ('forward', 'queries', 'keys')}
 
 
