@@ -11,6 +11,7 @@ from agent_r1_jax.models import decoder, hf_config
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
 _LLAMA3 = {
+  'rope_type': 'llama3',
   'factor': 32.0,
   'low_freq_factor': 1.0,
   'high_freq_factor': 4.0,
@@ -18,6 +19,35 @@ _LLAMA3 = {
 }
 # As published, but for the fields that neither we nor transformers look at.
 _PUBLISHED = json.loads((_GOLDEN.parent / 'published_configs.json').read_text())
+_YARN = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32768}
+_OLMO_YARN = {
+  'rope_type': 'yarn',
+  'factor': 8.0,
+  'original_max_position_embeddings': 8192,
+  'beta_fast': 32.0,
+  'beta_slow': 1.0,
+  'attention_factor': 1.2079441541679836,
+  'truncate': True,
+}
+_GEMMA2_CAPS = {'query_scale': 256, 'attention_cap': 50.0, 'logit_cap': 30.0}
+# The fields of DecoderConfig that not all models have.
+_PARTICULARS = {
+  'Llama-3.2-1B': {'rope_scaling': _LLAMA3},
+  'SmolLM3-3B': {'nope': (False, False, False, True) * 9},
+  'OLMo-3-7B': {
+    'rope_scaling': _OLMO_YARN,
+    'local_rope_theta': 500000.0,
+    'window': 4096,
+    'sliding': (True, True, True, False) * 8,
+  },
+  'gemma-2-2b': {'window': 4096, 'sliding': (True, False) * 13, **_GEMMA2_CAPS},
+  'gemma-3-1b': {
+    'window': 512,
+    'sliding': ((True,) * 5 + (False,)) * 4 + (True, True),
+    'local_rope_theta': 10000.0,
+    'query_scale': 256,
+  },
+}
 
 
 def _read(directory, raw):
@@ -27,8 +57,8 @@ def _read(directory, raw):
 
 @pytest.mark.parametrize('name', _PUBLISHED)
 def test_published_config_is_read_and_written_back(tmp_path, name):
-  config = _read(tmp_path, _PUBLISHED[name])
   raw = _PUBLISHED[name]
+  config = _read(tmp_path, raw)
   expected = decoder.DecoderConfig(
     raw['model_type'],
     raw['vocab_size'],
@@ -39,10 +69,10 @@ def test_published_config_is_read_and_written_back(tmp_path, name):
     raw.get('head_dim', 128),
     raw['intermediate_size'],
     rope_theta=raw['rope_theta'],
-    rope_scaling=_LLAMA3 if name == 'Llama-3.2-1B' else None,
     norm_eps=raw['rms_norm_eps'],
-    tie_embeddings=raw.get('tie_word_embeddings', True),
+    tie_embeddings=raw.get('tie_word_embeddings', 'gemma' in name),
     max_positions=raw['max_position_embeddings'],
+    **_PARTICULARS.get(name, {}),
   )
   assert config == expected
   assert _read(tmp_path, hf_config.make(config, 'float32')) == config
@@ -67,17 +97,28 @@ def test_keys_of_transformers_5_are_read():
     ('Qwen2.5-3B', {'num_attention_heads': True}, 'num_attention_heads is True'),
     ('Qwen2.5-3B', {'num_key_value_heads': 3}, 'num_key_value_heads 3 does not divide'),
     ('Qwen2.5-3B', {'rope_theta': None}, 'rope_theta is None; a positive float'),
-    ('Qwen2.5-3B', {'rope_scaling': {'type': 'yarn'}}, "rope type is 'yarn'; supported"),
+    ('Qwen2.5-3B', {'rope_scaling': {'type': 'yarn'}}, 'factor is None; a positive flo'),
+    ('Phi-4', {'rope_scaling': {'type': 'longrope'}}, "type is 'longrope'; supported ar"),
+    ('Phi-4', {'rope_scaling': {'type': 'yarn'}}, "rope type is 'yarn'; supported"),
     (
       'Qwen2.5-3B',
-      {'use_sliding_window': True, 'max_window_layers': 21},
-      'layer_types: sliding_attention is in use',
+      {'use_sliding_window': True, 'max_window_layers': 21, 'sliding_window': 0},
+      'sliding_window is 0; a positive int',
     ),
-    ('Qwen3-8B', {'layer_types': ['full_attention', 'linear_attention']}, 'linear_att'),
+    (
+      'Qwen2.5-3B',
+      {'layer_types': ['sliding_attention'] * 36, 'use_sliding_window': False},
+      'sliding_attention is in use, though use_sliding_window is false',
+    ),
+    ('Llama-3.2-1B', {'layer_types': ['sliding_attention'] * 16}, 'supported are full_'),
+    ('Mistral-7B', {'layer_types': ['full_attention'] * 32}, 'layer_types is .* only No'),
+    ('gemma-2-2b', {'layer_types': ['full_attention']}, 'a list of 26 types is needed'),
+    ('SmolLM3-3B', {'no_rope_layers': [1, 0]}, 'no_rope_layers is .* a list of 36 numbe'),
+    ('Qwen3-8B', {'layer_types': ['linear_attention'] * 36}, 'linear_att'),
     ('Qwen3-8B', {'attention_bias': True}, 'attention_bias is True; only False'),
     ('Qwen3-8B', {'quantization_config': {'quant_method': 'fp8'}}, 'quantization_con'),
     ('Llama-3.2-1B', {'mlp_bias': True}, 'mlp_bias is True; only False'),
-    ('Llama-3.2-1B', {'partial_rotary_factor': 0.5}, 'partial_rotary_factor is 0.5'),
+    ('Llama-3.2-1B', {'partial_rotary_factor': 1.5}, 'partial_rotary_factor is 1.5'),
     ('Llama-3.2-1B', {'rope_scaling': {'rope_type': 'llama3'}}, 'factor is None'),
     ('Llama-3.2-1B', {'rope_parameters': {'rope_type': 'dynamic'}}, "type is 'dynamic'"),
   ],
@@ -88,7 +129,7 @@ def test_an_unsupported_config_is_named(tmp_path, name, changes, message):
   assert str(tmp_path / 'config.json') in str(error.value)
 
 
-_YARN = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32768}
+_LONG = {'rope_type': 'longrope', 'factor': 4.0}
 _NESTED = {
   'full_attention': {'rope_type': 'default', 'rope_theta': 5e5},
   'sliding_attention': {'rope_type': 'default', 'rope_theta': 1e4},
@@ -99,17 +140,21 @@ _NESTED = {
 @pytest.mark.parametrize(
   ('rope', 'message'),
   [
-    (_YARN, "rope type is 'yarn'; supported are 'default' and 'llama3'"),
-    ({'full_attention': _YARN}, "rope type is 'yarn'"),
-    ({**_NESTED, 'full_attention': _YARN}, "rope type is 'yarn'"),
+    (
+      _LONG,
+      "rope type is 'longrope'; supported are 'default', 'linear', 'llama3', 'yarn'",
+    ),
+    ({'full_attention': _LONG}, "rope type is 'longrope'"),
+    ({**_NESTED, 'full_attention': _LONG}, "rope type is 'longrope'"),
     ({**_NESTED, 'full_attention': None}, "an object for 'full_attention'"),
     ({'sliding_attention': _YARN}, "an object for 'full_attention'"),
     ({**_NESTED, **_YARN}, 'nothing beside kinds of layers'),
     ({'main': _YARN}, "main is {'rope_type': 'yarn'.*'default' does not read"),
     ({'rope_type': 'default', 'type': 'yarn'}, r"two types, \['default', 'yarn'\]"),
     ({'factor': 4.0}, "factor is 4.0, which rope type 'default' does not read"),
-    ({**_LLAMA3, 'rope_type': 'llama3', 'mscale': 0.7}, 'mscale is 0.7'),
-    ({'rope_type': 'default', 'partial_rotary_factor': 0.5}, 'partial_rotary_factor'),
+    ({**_LLAMA3, 'mscale': 0.7}, 'mscale is 0.7'),
+    ({**_YARN, 'short_factor': [1.0]}, r'short_factor is \[1.0\]'),
+    ({'rope_type': 'default', 'partial_rotary_factor': 0}, 'partial_rotary_factor'),
     ({'rope_type': ['yarn']}, r"rope type is \['yarn'\]"),
     ([4.0], r'is \[4.0\]; an object is needed'),
     ('yarn', "is 'yarn'; an object is needed"),
@@ -137,10 +182,11 @@ def test_two_rotations_that_differ_are_refused(tmp_path):
   [
     {'rope_type': 'default', 'rope_theta': 5e5},
     {'rope_theta': 5e5},
-    {'rope_type': 'llama3', 'rope_theta': 5e5, **_LLAMA3},
+    {'rope_theta': 5e5, **_LLAMA3},
     {'type': 'llama3', 'rope_theta': 5e5, **_LLAMA3},
-    {'full_attention': {'rope_type': 'llama3', 'rope_theta': 5e5, **_LLAMA3}},
-    {'full_attention': {'rope_type': 'llama3', **_LLAMA3}},
+    {'full_attention': {'rope_theta': 5e5, **_LLAMA3}},
+    {'full_attention': _LLAMA3},
+    {'rope_type': 'linear', 'rope_theta': 5e5, 'factor': 8.0},
     _NESTED,
     {},
   ],
@@ -161,9 +207,36 @@ def test_rotations_are_those_that_transformers_reads(tmp_path, key, beside, rope
   theirs = Qwen3Config.from_pretrained(tmp_path).rope_parameters
   theirs = theirs.get('full_attention', theirs)
   assert found.rope_theta == theirs['rope_theta']
-  assert theirs['rope_type'] == ('llama3' if found.rope_scaling else 'default')
+  assert theirs['rope_type'] == (found.rope_scaling or {}).get('rope_type', 'default')
   for name, value in (found.rope_scaling or {}).items():
     assert theirs[name] == value
+
+
+def test_the_numbers_of_yarn_that_a_file_leaves_out(tmp_path):
+  """Those that transformers takes; the sines' factor is 0.1 ln(factor) + 1."""
+  raw = _PUBLISHED['Qwen3-8B'] | {'rope_scaling': {'type': 'yarn', 'factor': 4.0}}
+  scaling = _read(tmp_path, raw).rope_scaling
+  assert scaling == {
+    'rope_type': 'yarn',
+    'factor': 4.0,
+    'original_max_position_embeddings': 40960,
+    'beta_fast': 32.0,
+    'beta_slow': 1.0,
+    'attention_factor': pytest.approx(1.138629436, abs=1e-9),
+    'truncate': True,
+  }
+  raw['rope_scaling'] |= {'mscale': 0.5, 'mscale_all_dim': 2.0}
+  factor = (0.05 * 1.386294361 + 1) / (0.2 * 1.386294361 + 1)
+  found = _read(tmp_path, raw).rope_scaling['attention_factor']
+  assert found == pytest.approx(factor, abs=1e-9)
+
+
+def test_qwens_last_layers_slide_if_the_window_is_in_use(tmp_path):
+  raw = _PUBLISHED['Qwen2.5-3B'] | {'use_sliding_window': True, 'max_window_layers': 21}
+  config = _read(tmp_path, raw | {'sliding_window': 4096})
+  assert config.sliding == (False,) * 21 + (True,) * 15
+  assert config.window == 4096
+  assert _read(tmp_path, hf_config.make(config, 'float32')) == config
 
 
 @pytest.mark.parametrize('unused', [{'max_window_layers': 36}, {'sliding_window': None}])

@@ -20,10 +20,25 @@ from agent_r1_jax.models import decoder, families, hf_config, tensor_files, weig
 _GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
 _FAMILIES = tuple(families.FAMILIES)
 _LLAMA3 = {
+  'rope_type': 'llama3',
   'factor': 32.0,
   'low_freq_factor': 1.0,
   'high_freq_factor': 4.0,
   'original_max_position_embeddings': 8192,
+}
+
+_CAPS = {'query_scale': 5, 'attention_cap': 20.0, 'logit_cap': 9.0}
+_SLIDES = {'sliding': (True, False, True), 'window': 16}
+# What a family's config.json can say besides the sizes.
+_PARTICULARS = {
+  'llama': {'rope_scaling': _LLAMA3},
+  'qwen3': _SLIDES,
+  'mistral': {'sliding': (True,) * 3, 'window': 16},
+  'smollm3': {**_SLIDES, 'nope': (False, True, False)},
+  'phi3': {'rope_fraction': 0.75},
+  'olmo3': {**_SLIDES, 'local_rope_theta': 10_000.0},
+  'gemma2': {**_SLIDES, **_CAPS},
+  'gemma3_text': {**_SLIDES, **_CAPS, 'local_rope_theta': 77.0},
 }
 
 
@@ -37,7 +52,7 @@ def _config(family, tie_embeddings=False, **fields):
     'head_dim': 6,
     'mlp_dim': 20,
     'max_positions': 512,
-    'rope_scaling': _LLAMA3 if family == 'llama' else None,
+    **_PARTICULARS.get(family, {}),
     **fields,
   }
   return decoder.DecoderConfig(family, tie_embeddings=tie_embeddings, **fields)
@@ -202,7 +217,10 @@ def test_peak_memory_is_the_parameters_and_two_tensors(tmp_path):
 def test_transformers_reads_our_config(tmp_path, family):
   import transformers
 
-  config = _config(family, tie_embeddings=True, rope_theta=777.0, norm_eps=1e-4)
+  fields = {'rope_theta': 777.0, 'norm_eps': 1e-4}
+  if family == 'olmo3':  # Its layers have one θ.
+    fields['local_rope_theta'] = 777.0
+  config = _config(family, tie_embeddings=True, **fields)
   weights.save(tmp_path, config, _params(config, 'bfloat16'))
   theirs = transformers.AutoConfig.from_pretrained(tmp_path)
   assert theirs.model_type == family
@@ -212,9 +230,16 @@ def test_transformers_reads_our_config(tmp_path, family):
   assert (theirs.rms_norm_eps, theirs.max_position_embeddings) == (1e-4, 512)
   assert theirs.eos_token_id is None  # and not Llama 2's
   rope = {'rope_theta': 777.0, 'rope_type': 'default'}
-  if family == 'llama':
-    rope |= {**_LLAMA3, 'rope_type': 'llama3'}
-  assert dict(theirs.rope_parameters) == rope
+  rope |= _LLAMA3 if family == 'llama' else {}
+  rope |= {'partial_rotary_factor': 0.75} if family == 'phi3' else {}
+  rotations = theirs.rope_parameters
+  assert rotations.get('full_attention', rotations) == rope
+  if config.facts.local_rope:
+    assert rotations['sliding_attention']['rope_theta'] == config.local_rope_theta
+  if config.facts.mixes_types:
+    kinds = [kind == 'sliding_attention' for kind in theirs.layer_types]
+    assert kinds == list(config.sliding or (False,) * 3)
+  assert (getattr(theirs, 'sliding_window', None) or 0) == config.window
   theirs.save_pretrained(tmp_path)
   assert hf_config.read(tmp_path) == config
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from agent_r1_jax.models import decoder, hf_config, sharding, weights
+from agent_r1_jax.models import decoder, hf_config, json_fields, sharding, weights
 from agent_r1_jax.rl import value_targets
 
 
@@ -39,7 +39,7 @@ def load(
     ValueError: The critic is not described, was told more than the policy, or differs
       from what is expected; the message names the field.
   """
-  found = hf_config.read_json(pathlib.Path(directory) / 'config.json').get('value_head')
+  found = json_fields.read_json(pathlib.Path(directory) / 'config.json').get('value_head')
   if not isinstance(found, dict):
     raise ValueError(
       f'{directory}: config.json does not say in value_head how a critic was trained; '

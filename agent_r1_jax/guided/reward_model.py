@@ -17,7 +17,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import sft, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.guided import reward_training
-from agent_r1_jax.models import decoder, hf_config, weights
+from agent_r1_jax.models import decoder, json_fields, weights
 from agent_r1_jax.retrieval import batching
 from agent_r1_jax.rl import packing, value_targets
 from agent_r1_jax.train import setup
@@ -128,7 +128,7 @@ def load(directory: str | os.PathLike, *, min_auc: float = 0.6, **options) -> Re
     ValueError: It is no reward model, does not know successes from failures well enough,
       or has another tokenizer than the one that it was trained with.
   """
-  found = hf_config.read_json(pathlib.Path(directory) / 'config.json').get('value_head')
+  found = json_fields.read_json(pathlib.Path(directory) / 'config.json').get('value_head')
   if not isinstance(found, dict) or 'auc' not in found:
     raise ValueError(
       f'{directory}: config.json does not say in value_head how a reward model was '

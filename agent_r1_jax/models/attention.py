@@ -6,6 +6,7 @@ heads, G = N / K, H head dim.
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -20,6 +21,29 @@ from agent_r1_jax.models import block_attention, sharding
 _MIN_BLOCK = 64
 # With fewer queries for each key-value head than this, a call is a decoding step.
 _FEW = 16
+# No two positions of a text are as far apart.
+_FAR = 1 << 30
+
+
+class Rules(NamedTuple):
+  """What a model's attention has besides causality; the same for all layers."""
+
+  window: int = 0  # The tokens that one attends to in a layer that slides; 0 for all.
+  cap: float | None = None  # A cap c makes c · tanh(x / c) of each score.
+
+
+_PLAIN = Rules()
+
+
+class Local(NamedTuple):
+  """A layer of a model in which some layers slide."""
+
+  slides: Any  # Whether this layer does; a bool, or an array of one.
+  positions: Int[Array, 'B T']  # The tokens' positions in their texts.
+
+  def since(self, window: int) -> Int[Array, 'B T']:
+    """Returns the first position that each token attends to."""
+    return self.positions - jnp.where(self.slides, window - 1, _FAR)
 
 
 def packed(
@@ -28,11 +52,14 @@ def packed(
   v_BTKH: Float[Array, 'B T K H'],
   segment_ids_BT: Int[Array, 'B T'] | None,
   ends_BT: Int[Array, 'B T'] | None = None,
+  local: Local | None = None,
+  rules: Rules = _PLAIN,
 ) -> Float[Array, 'B T N H']:
   """Causal attention inside each segment of a packed row, or along the paths of trees.
 
   With the ends of trees (types.Tree), position t attends to position s if
-  s <= t < ends[s], and segment_ids_BT is not read.
+  s <= t < ends[s], and segment_ids_BT is not read. In a layer that slides, the positions
+  of t and s in their text differ by less than rules.window.
 
   Where a mesh is set, a chip computes some heads for all tokens of its rows. Chips that
   share a row hold all heads of some of its tokens, and exchange tokens for heads before
@@ -45,23 +72,25 @@ def packed(
   spans_BT = ends_BT if trees else segment_ids_BT
   mesh = sharding.active_mesh()
   if mesh is None:
-    return _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, trees)
+    return _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, local, trees, rules)
   # Only the shards of T reach `context`: each chip has T / context tokens of its heads.
   heads = PartitionSpec(*sharding.TOKEN_SPEC, 'tensor')
+  rows = PartitionSpec(sharding.ROW_AXES)
+  specs: Any = (PartitionSpec(), rows)
   return jax.shard_map(
-    functools.partial(_attend_across_chips, trees=trees),
-    in_specs=(heads, heads, heads, PartitionSpec(sharding.ROW_AXES)),
+    functools.partial(_attend_across_chips, trees=trees, rules=rules),
+    in_specs=(heads, heads, heads, rows, local and specs),
     out_specs=heads,
     check_vma=False,
-  )(*_split_heads(q_BTNH, k_BTKH, v_BTKH, mesh.shape['tensor']), spans_BT)
+  )(*_split_heads(q_BTNH, k_BTKH, v_BTKH, mesh.shape['tensor']), spans_BT, local)
 
 
-def _attend_across_chips(q_BUNH, k_BUKH, v_BUKH, spans_BT, *, trees: bool):
+def _attend_across_chips(q_BUNH, k_BUKH, v_BUKH, spans_BT, local, *, trees, rules):
   """Attends, on one chip, from its U = T / context tokens to those of the whole row."""
   exchange = functools.partial(jax.lax.all_to_all, axis_name='context', tiled=True)
   heads = _split_heads(q_BUNH, k_BUKH, v_BUKH, jax.lax.axis_size('context'))
   q_BTNH, k_BTKH, v_BTKH = (exchange(x, split_axis=2, concat_axis=1) for x in heads)
-  out_BTNH = _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, trees)
+  out_BTNH = _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, local, trees, rules)
   return exchange(out_BTNH, split_axis=1, concat_axis=2)[:, :, : q_BUNH.shape[2]]
 
 
@@ -90,19 +119,27 @@ def supports_trees() -> bool:
   return not sharding.uses_context_parallelism()
 
 
-def _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, trees: bool) -> Float[Array, 'B T N H']:
+def _packed(
+  q_BTNH, k_BTKH, v_BTKH, spans_BT, local: Local | None, trees: bool, rules: Rules
+) -> Float[Array, 'B T N H']:
   """Computes `packed` on one chip, by the fastest kernel that supports the shapes.
 
   spans_BT holds the ends of trees, or else numbers of segments.
   """
   T = q_BTNH.shape[1]
+  plain = local is None and rules.cap is None
   if sharding.platform() == 'tpu' and T % kernels.LANES == 0:
-    attend = kernels.along_trees if trees else kernels.splash
-    return attend(q_BTNH, k_BTKH, v_BTKH, spans_BT)
+    if trees and plain:
+      return kernels.along_trees(q_BTNH, k_BTKH, v_BTKH, spans_BT)
+    if not trees:
+      slides = local and local.slides
+      return kernels.splash(q_BTNH, k_BTKH, v_BTKH, spans_BT, slides, *rules)
+  reach = local and block_attention.Reach(local.positions, local.since(rules.window))
   if sharding.platform() == 'cpu':
     ends_BT = spans_BT if trees else block_attention.find_ends(spans_BT)
-    return block_attention.attend(q_BTNH, k_BTKH, v_BTKH, ends_BT)
-  fused = sharding.platform() == 'gpu' and kernels.has_cudnn(q_BTNH)
+    return block_attention.attend(q_BTNH, k_BTKH, v_BTKH, ends_BT, reach, rules.cap)
+  capped = rules.cap is not None
+  fused = sharding.platform() == 'gpu' and kernels.has_cudnn(q_BTNH) and not capped
   blocks = count_blocks(T)
   ends = [T * (i + 1) // blocks for i in range(blocks)]
   k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
@@ -114,10 +151,15 @@ def _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, trees: bool) -> Float[Array, 'B T 
     causal_TS = queries_T1 >= jnp.arange(end)[None]
     queries = queries_T1[None] if trees else spans_BT[:, begin:end, None]
     mask_BTS = causal_TS[None] & (queries < keys_B1S if trees else queries == keys_B1S)
+    if reach:
+      first_BT1 = reach.since[:, begin:end, None]
+      mask_BTS &= reach.positions[:, None, :end] >= first_BT1
     if fused:
       out.append(kernels.cudnn(q_BUNH, k_BTKH[:, :end], v_BTKH[:, :end], mask_BTS))
     else:
-      out.append(_attend(q_BUNH, k_BKTH[:, :, :end], v_BKTH[:, :, :end], mask_BTS))
+      out.append(
+        _attend(q_BUNH, k_BKTH[:, :, :end], v_BKTH[:, :, :end], mask_BTS, rules.cap)
+      )
   return jnp.concatenate(out, axis=1)
 
 
@@ -126,13 +168,22 @@ def cached(
   k_BKSH: Float[Array, 'B K S H'],
   v_BKSH: Float[Array, 'B K S H'],
   positions_BT: Int[Array, 'B T'],
+  rules: Rules = _PLAIN,
 ) -> Float[Array, 'B T N H']:
-  """Attends to every slot at or before the query's position: the cache's only mask."""
-  if kernels.reads_used_slots(k_BKSH.shape, k_BKSH.dtype, q_BTNH.shape[1]):
+  """Attends to every slot at or before the query's position: the cache's only mask.
+
+  With a window, to the last slots of them, its own included.
+  """
+  slots = k_BKSH.shape[2]
+  plain = rules.cap is None and not 0 < rules.window < slots
+  if plain and kernels.reads_used_slots(k_BKSH.shape, k_BKSH.dtype, q_BTNH.shape[1]):
     return kernels.over_used_slots(q_BTNH, k_BKSH, v_BKSH, positions_BT)
   slots_S = jnp.arange(k_BKSH.shape[2])
-  mask_BTS = positions_BT[:, :, None] >= slots_S[None, None, :]
-  return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS)
+  after_BTS = positions_BT[:, :, None] - slots_S[None, None, :]
+  mask_BTS = after_BTS >= 0
+  if rules.window:
+    mask_BTS &= after_BTS < rules.window
+  return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, rules.cap)
 
 
 def count_blocks(tokens: int) -> int:
@@ -140,7 +191,12 @@ def count_blocks(tokens: int) -> int:
   return min(kernels.MAX_BLOCKS, tokens // _MIN_BLOCK) or 1
 
 
-def _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS) -> Float[Array, 'B T N H']:
+def cap_scores(x: Array, cap: float | None) -> Array:
+  """Makes c · tanh(x / c) of x, or leaves it where there is no cap (Gemma 2)."""
+  return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, cap) -> Float[Array, 'B T N H']:
   """Computes masked attention by XLA; scores and softmax are float32."""
   B, T, N, H = q_BTNH.shape
   K = k_BKSH.shape[1]
@@ -148,7 +204,7 @@ def _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS) -> Float[Array, 'B T N H']:
   # G and T are merged so that both products are plain matrix products a (row, kv head).
   q_BKMH = q_BKGTH.reshape(B, K, (N // K) * T, H)
   scores = _scores(q_BKMH, k_BKSH)
-  scores = scores.reshape(B, K, N // K, T, -1)
+  scores = cap_scores(scores.reshape(B, K, N // K, T, -1), cap)
   scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
   weights = jax.nn.softmax(scores, axis=-1).astype(v_BKSH.dtype)
   out_BKMH = jnp.einsum(

@@ -158,9 +158,20 @@ def _attend_to_blocks(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads: int):
 
 
 def splash(
-  q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, interpret: bool = False
+  q_BTNH,
+  k_BTKH,
+  v_BTKH,
+  segment_ids_BT,
+  slides: Any = None,
+  window: int = 0,
+  cap: float | None = None,
+  interpret: bool = False,
 ) -> Float[Array, 'B T N H']:
-  """Computes `packed` by Pallas' kernel for TPUs: scores never leave the chip's core."""
+  """Computes `packed` by Pallas' kernel for TPUs: scores never leave the chip's core.
+
+  A mask is a constant of the kernel, so that there are two where some layers slide; a
+  layer computes one of them.
+  """
   # The import is slow, and useless on other platforms.
   from jax.experimental.pallas.ops.tpu import splash_attention
 
@@ -168,17 +179,27 @@ def splash(
   block = next(b for b in (_SPLASH_BLOCK, 256, LANES) if T % b == 0)
   names = ('q', 'kv', 'q_dkv', 'kv_dkv', 'q_dq', 'kv_dq')
   sizes: dict[str, Any] = {f'block_{name}': block for name in names}
-  kernel: Any = splash_attention.make_splash_mha_single_device(
-    splash_attention.MultiHeadMask([splash_attention.CausalMask((T, T))] * N),
-    block_sizes=splash_attention.BlockSizes(**sizes),
-    interpret=interpret,
-  )
   ids = splash_attention.SegmentIds(segment_ids_BT, segment_ids_BT)
   # Heads of fewer numbers (64 in the smallest Qwen2.5) end with zeros.
   lanes = ((0, 0), (0, 0), (0, 0), (0, -H % LANES))
   padded = (jnp.pad(x, lanes) for x in (q_BTNH * H**-0.5, k_BTKH, v_BTKH))
-  heads_first = (jnp.swapaxes(x, 1, 2) for x in padded)
-  return jnp.swapaxes(jax.vmap(kernel)(*heads_first, ids), 1, 2)[..., :H]
+  heads_first = [jnp.swapaxes(x, 1, 2) for x in padded]
+
+  def attend(mask):
+    kernel: Any = splash_attention.make_splash_mha_single_device(
+      splash_attention.MultiHeadMask([mask] * N),
+      block_sizes=splash_attention.BlockSizes(**sizes),
+      attn_logits_soft_cap=cap,
+      interpret=interpret,
+    )
+    return jnp.swapaxes(jax.vmap(kernel)(*heads_first, ids), 1, 2)[..., :H]
+
+  causal = splash_attention.CausalMask((T, T))
+  if slides is None or window >= T:
+    return attend(causal)
+  # (tokens before, tokens after); the causal mask has no tokens after either.
+  near = splash_attention.LocalMask((T, T), (window - 1, 0), 0)
+  return jax.lax.cond(slides, lambda: attend(near), lambda: attend(causal))
 
 
 def along_trees(q_BTNH, k_BTKH, v_BTKH, ends_BT) -> Float[Array, 'B T N H']:

@@ -9,6 +9,9 @@ Letters as in attention.py, and: U tokens of a block, A blocks of a row, Z = B A
 all rows, M = G U queries of a block for each key-value head.
 """
 
+import functools
+from typing import Any, NamedTuple
+
 import jax
 from jax import Array
 import jax.numpy as jnp
@@ -29,29 +32,50 @@ def find_ends(segment_ids: Int[Array, 'B T']) -> Int[Array, 'B T']:
   return jnp.where(segment_ids > 0, ends_BT, after_1T)
 
 
+class Reach(NamedTuple):
+  """How far back tokens see in a layer with a sliding window, [B, T] each."""
+
+  positions: Array  # Their positions in their texts.
+  since: Array  # The first position that they attend to.
+
+
+class _Spans(NamedTuple):
+  """Which keys are seen, in blocks [B, A, U]."""
+
+  ends: Array
+  reach: Reach | None
+
+
 def attend(
   q_BTNH: Float[Array, 'B T N H'],
   k_BTKH: Float[Array, 'B T K H'],
   v_BTKH: Float[Array, 'B T K H'],
   ends_BT: Int[Array, 'B T'],
+  reach: Reach | None = None,
+  cap: float | None = None,
 ) -> Float[Array, 'B T N H']:
-  """Attends from position t to each position s with s <= t < ends[s]."""
+  """Attends from position t to each position s with s <= t < ends[s].
+
+  With `reach`, s is also at or after the first position of t; a cap c makes c · tanh(x /
+  c) of the scores.
+  """
   B, T, N, H = q_BTNH.shape
   K = k_BTKH.shape[2]
-  ends_BAU = _split(ends_BT)
-  Z, U = B * ends_BAU.shape[1], ends_BAU.shape[2]
+  spans: Any = jax.tree.map(_split, _Spans(ends_BT, reach))
+  Z, U = B * spans.ends.shape[1], spans.ends.shape[2]
   q_ZUKGH = _split(q_BTNH * H**-0.5).reshape(Z, U, K, N // K, H)
   q_ZKMH = jnp.transpose(q_ZUKGH, (0, 2, 3, 1, 4)).reshape(Z, K, -1, H)
   k_ZKUH, v_ZKUH = (
     jnp.swapaxes(_split(x).reshape(Z, U, K, H), 1, 2) for x in (k_BTKH, v_BTKH)
   )
-  out_ZKGUH = _attend(q_ZKMH, k_ZKUH, v_ZKUH, ends_BAU).reshape(Z, K, N // K, U, H)
+  out: Any = _attend(q_ZKMH, k_ZKUH, v_ZKUH, spans, cap)
+  out_ZKGUH = out.reshape(Z, K, N // K, U, H)
   return jnp.transpose(out_ZKGUH, (0, 3, 1, 2, 4)).reshape(B, -1, N, H)[:, :T]
 
 
 def count_seen(ends: Int[Array, 'B T']) -> Int[Array, 'Z']:
   """Counts the blocks of keys that each block of queries reads."""
-  return _list_visible(_split(ends))[1]
+  return _list_visible(_Spans(_split(ends), None))[1]
 
 
 def _split(x: Array) -> Array:
@@ -65,14 +89,14 @@ def _split(x: Array) -> Array:
   return x.reshape(B, -1, U, *x.shape[2:])
 
 
-@jax.custom_vjp
-def _attend(q_ZKMH, k_ZKUH, v_ZKUH, ends_BAU) -> Float[Array, 'Z K M H']:
-  return _forward(q_ZKMH, k_ZKUH, v_ZKUH, ends_BAU)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q_ZKMH, k_ZKUH, v_ZKUH, spans, cap) -> Float[Array, 'Z K M H']:
+  return _forward(q_ZKMH, k_ZKUH, v_ZKUH, spans, cap)[0]
 
 
-def _forward(q_ZKMH, k_ZKUH, v_ZKUH, ends_BAU):
+def _forward(q_ZKMH, k_ZKUH, v_ZKUH, spans, cap):
   Z, K, M, H = q_ZKMH.shape
-  keys_ZA, count_Z = _list_visible(ends_BAU)
+  keys_ZA, count_Z = _list_visible(spans)
 
   def attend_block(z, carry):
     out_ZKMH, lse_ZKM = carry
@@ -80,7 +104,7 @@ def _forward(q_ZKMH, k_ZKUH, v_ZKUH, ends_BAU):
     def add_keys(j, carry):
       most_KM, sum_KM, out_KMH = carry
       y = keys_ZA[z, j]
-      scores_KMU = _scores(q_ZKMH, k_ZKUH, ends_BAU, z, y)
+      scores_KMU, _ = _scores(q_ZKMH, k_ZKUH, spans, z, y, cap)
       new_KM = jnp.maximum(most_KM, scores_KMU.max(-1))
       p_KMU, before_KM = (
         jnp.exp(scores_KMU - new_KM[..., None]),
@@ -97,12 +121,12 @@ def _forward(q_ZKMH, k_ZKUH, v_ZKUH, ends_BAU):
 
   begin = jnp.zeros_like(q_ZKMH), jnp.zeros((Z, K, M))
   out_ZKMH, lse_ZKM = jax.lax.fori_loop(0, Z, attend_block, begin)
-  return out_ZKMH, (q_ZKMH, k_ZKUH, v_ZKUH, ends_BAU, out_ZKMH, lse_ZKM)
+  return out_ZKMH, (q_ZKMH, k_ZKUH, v_ZKUH, spans, out_ZKMH, lse_ZKM)
 
 
-def _backward(saved, dout_ZKMH):
-  q_ZKMH, k_ZKUH, v_ZKUH, ends_BAU, out_ZKMH, lse_ZKM = saved
-  keys_ZA, count_Z = _list_visible(ends_BAU)
+def _backward(cap, saved, dout_ZKMH):
+  q_ZKMH, k_ZKUH, v_ZKUH, spans, out_ZKMH, lse_ZKM = saved
+  keys_ZA, count_Z = _list_visible(spans)
   # d score = p (d p - Σ p d p), and the sum over all keys is out · d out.
   sum_ZKM = (dout_ZKMH.astype(jnp.float32) * out_ZKMH).sum(-1)
 
@@ -112,10 +136,10 @@ def _backward(saved, dout_ZKMH):
     def add_keys(j, carry):
       dq_KMH, dk_ZKUH, dv_ZKUH = carry
       y = keys_ZA[z, j]
-      scores_KMU = _scores(q_ZKMH, k_ZKUH, ends_BAU, z, y)
+      scores_KMU, slope_KMU = _scores(q_ZKMH, k_ZKUH, spans, z, y, cap)
       p_KMU = jnp.exp(scores_KMU - lse_ZKM[z][..., None])
       dp_KMU = _dot('kmh,kuh->kmu', dout_ZKMH[z], v_ZKUH[y])
-      dscores_KMU = p_KMU * (dp_KMU - sum_ZKM[z][..., None])
+      dscores_KMU = p_KMU * (dp_KMU - sum_ZKM[z][..., None]) * slope_KMU
       dv_KUH = dv_ZKUH[y] + _dot('kmu,kmh->kuh', p_KMU, dout_ZKMH[z])
       dk_KUH = dk_ZKUH[y] + _dot('kmu,kmh->kuh', dscores_KMU, q_ZKMH[z])
       dq_KMH += _dot('kmu,kuh->kmh', dscores_KMU, k_ZKUH[y])
@@ -148,29 +172,43 @@ def find_seen(ends_BAU: Int[Array, 'B A U']) -> Bool[Array, 'B A A']:
   return sees_BAA | jnp.eye(A, dtype=bool)[None]
 
 
-def _list_visible(ends_BAU) -> tuple[Int[Array, 'Z A'], Int[Array, 'Z']]:
+def _list_visible(spans: _Spans) -> tuple[Int[Array, 'Z A'], Int[Array, 'Z']]:
   """Lists the blocks of keys that each block of queries sees, and counts them.
 
   What stands after the count is not seen.
   """
-  B, A, _ = ends_BAU.shape
-  sees_BAA = find_seen(ends_BAU)
+  B, A, _ = spans.ends.shape
+  sees_BAA = find_seen(spans.ends)
+  if spans.reach:
+    last_BA, first_BA = spans.reach.positions.max(-1), spans.reach.since.min(-1)
+    sees_BAA &= last_BA[:, None] >= first_BA[..., None]
   keys_BAA = jnp.argsort(~sees_BAA, axis=-1, stable=True)
   keys_BAA += A * jnp.arange(B)[:, None, None]
   return keys_BAA.reshape(B * A, A), sees_BAA.sum(-1).reshape(-1)
 
 
-def _scores(q_ZKMH, k_ZKUH, ends_BAU, z, y) -> Float[Array, 'K M U']:
-  """Computes the scores of the queries of block z and the keys of block y of its row."""
-  _, A, U = ends_BAU.shape
+def _scores(q_ZKMH, k_ZKUH, spans: _Spans, z, y, cap):
+  """Computes the scores of the queries of block z and the keys of block y of its row.
+
+  Returns:
+    The scores [K, M, U], and the slope that a cap gives them, or 1.
+  """
+  _, A, U = spans.ends.shape
   _, K, M, _ = q_ZKMH.shape
-  scores_KMU = _dot('kmh,kuh->kmu', q_ZKMH[z], k_ZKUH[y])
+  scores_KMU, slope_KMU = _dot('kmh,kuh->kmu', q_ZKMH[z], k_ZKUH[y]), 1.0
+  if cap is not None:
+    tanh_KMU = jnp.tanh(scores_KMU / cap)
+    scores_KMU, slope_KMU = cap * tanh_KMU, 1.0 - jnp.square(tanh_KMU)
   queries_U1 = (z % A * U + jnp.arange(U))[:, None]
   keys_1U = (y % A * U + jnp.arange(U))[None]
-  ends_1U = ends_BAU.reshape(-1, U)[y][None]
-  sees_UU = (keys_1U <= queries_U1) & (queries_U1 < ends_1U)
+  block = lambda x_BAU, z: x_BAU.reshape(-1, U)[z]
+  sees_UU = (keys_1U <= queries_U1) & (queries_U1 < block(spans.ends, y)[None])
+  if spans.reach:
+    first_U1 = block(spans.reach.since, z)[:, None]
+    sees_UU &= block(spans.reach.positions, y)[None] >= first_U1
   scores_KGUU = scores_KMU.reshape(K, M // U, U, U)
-  return jnp.where(sees_UU[None, None], scores_KGUU, _HIDDEN).reshape(K, M, U)
+  scores_KGUU = jnp.where(sees_UU[None, None], scores_KGUU, _HIDDEN)
+  return scores_KGUU.reshape(K, M, U), slope_KMU
 
 
 def _dot(form: str, x: Array, y: Array) -> Array:

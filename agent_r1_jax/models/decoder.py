@@ -1,4 +1,4 @@
-"""One functional decoder for Qwen2, Qwen2.5, Qwen3, Llama 3 and Gemma.
+"""One functional decoder for all families of families.py.
 
 Parameters are a plain dict whose layer leaves are stacked over L; the cache is an
 argument and a result. The same Block computes training (packed rows, layers scanned) and
@@ -9,20 +9,19 @@ Letters: B rows (packed, or of the cache), T query tokens, S key slots, L layers
 F feed-forward, N query heads, K key-value heads, G = N / K, H head dim, V vocabulary.
 """
 
-from collections.abc import Callable
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import linen as nn
 import jax
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from agent_r1_jax.models import attention, families, lora, sharded_params, sharding
+from agent_r1_jax.models import attention, families, rope, sharded_params, sharding
+from agent_r1_jax.models.layers import Projection, RMSNorm, apply_flat
 
 Params = dict[str, Any]
 # The scan over at most this many layers is unrolled: a scan copies its residuals into one
@@ -50,11 +49,21 @@ class DecoderConfig:
   num_heads: int
   num_kv_heads: int
   head_dim: int
-  mlp_dim: int
+  mlp_dim: int = 0  # 0 where each layer has experts.
   rope_theta: float = 10_000.0
-  # Llama 3's {'factor', 'low_freq_factor', 'high_freq_factor',
-  # 'original_max_position_embeddings'}, or None.
+  # How the rotation is stretched: {'rope_type', ...} with the fields of rope.SCALINGS.
   rope_scaling: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
+  rope_fraction: float = 1.0  # The part of a head's numbers that is turned.
+  local_rope_theta: float | None = None  # θ of the layers with a window, or the same.
+  # The layers in which a token attends to `window` tokens only, itself included; and
+  # those that do not turn queries and keys. One bool a layer, or () for none.
+  sliding: tuple[bool, ...] = ()
+  window: int = 0
+  nope: tuple[bool, ...] = ()
+  query_scale: int | None = None  # Scores are divided by its root; None: head_dim's.
+  # A cap c makes c · tanh(x / c) of attention's scores, or of the logits.
+  attention_cap: float | None = None
+  logit_cap: float | None = None
   norm_eps: float = 1e-6
   tie_embeddings: bool = False
   max_positions: int = 32_768  # The longest context that the model supports.
@@ -73,50 +82,50 @@ class DecoderConfig:
     if self.remat not in _REMAT:
       raise ValueError(f'remat is {self.remat!r}; give one of {tuple(_REMAT)}.')
 
+    for name in ('sliding', 'nope'):
+      if len(getattr(self, name)) not in (0, self.num_layers):
+        raise ValueError(
+          f'{name} is of {len(getattr(self, name))} layers, not num_layers.'
+        )
+
   @property
   def facts(self) -> families.Family:
     """The properties of the family."""
     return families.FAMILIES[self.family]
 
 
-def rope_frequencies(config: DecoderConfig) -> Float[Array, 'half']:
-  """The inverse wavelengths of RoPE, with Llama 3's scaling if there is rope_scaling."""
-  half = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32)
-  freq = 1.0 / config.rope_theta ** (half / config.head_dim)
-  s = config.rope_scaling
-  if s is None:
-    return freq
-  rotations = s['original_max_position_embeddings'] * freq / (2 * math.pi)
-  low, high = s['low_freq_factor'], s['high_freq_factor']
-  # 1 keeps a frequency, 0 divides it by the factor, between them the two are mixed.
-  keep = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
-  return keep * freq + (1.0 - keep) * freq / s['factor']
+class LayerKind(NamedTuple):
+  """What differs from layer to layer, as numbers, so that layers can be scanned."""
+
+  slides: Any  # Whether a token attends to a window only.
+  rotation: Any  # The index of its rotation.
 
 
-def _rope_angles(positions_BT: Array, config: DecoderConfig) -> tuple[Array, Array]:
-  """Sin and cos of RoPE at each position, [B, T, 1, H/2]; the same in all layers."""
-  frequencies = rope_frequencies(config)[None, None, None]
-  angles = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies
-  return jnp.sin(angles), jnp.cos(angles)
+def layer_kinds(config: DecoderConfig) -> list[LayerKind] | None:
+  """Lists the kinds of the layers; None if all are alike and attend to all tokens."""
+  none = (False,) * config.num_layers
+  sliding, nope = config.sliding or none, config.nope or none
+  if not any(sliding) and not any(nope):
+    return None
+  local = config.local_rope_theta is not None
+  # In the order of _compute_angles: that of all layers, of sliding ones, and none.
+  return [
+    LayerKind(slides, 1 + local if stays else int(slides and local))
+    for slides, stays in zip(sliding, nope, strict=True)
+  ]
 
 
-def _rope(x_BTNH: Array, angles: tuple[Array, Array]) -> Array:
-  sin, cos = angles
-  a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)
-
-
-def _apply_flat(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
-  """Applies a layer to all tokens as one axis.
-
-  The gradient of a kernel then contracts one axis, which takes half the time of two on a
-  CPU. Rows and tokens that a mesh splits cannot become one axis.
-  """
-  if sharding.uses_context_parallelism():
-    return layer(x_BTX)
-  B, T = x_BTX.shape[:2]
-  y_MY = layer(x_BTX.reshape(B * T, *x_BTX.shape[2:]))
-  return y_MY.reshape(B, T, *y_MY.shape[1:])
+def _compute_angles(positions_BT: Array, c: DecoderConfig) -> tuple[Array, Array]:
+  """Sin and cos [R, B, T, 1, P] of all rotations that layers have."""
+  size = int(c.head_dim * c.rope_fraction)
+  frequencies = functools.partial(rope.frequencies, size=size)
+  factor = (c.rope_scaling or {}).get('attention_factor', 1.0)
+  rotations = [(frequencies(c.rope_theta, scaling=c.rope_scaling), factor)]
+  if c.local_rope_theta is not None:
+    rotations.append((frequencies(c.local_rope_theta), 1.0))
+  if any(c.nope):
+    rotations.append((jnp.zeros(size // 2), 1.0))
+  return rope.compute_angles(positions_BT, rotations)
 
 
 def _scale_embeddings(x_BTD: Array, config: DecoderConfig) -> Array:
@@ -125,53 +134,8 @@ def _scale_embeddings(x_BTD: Array, config: DecoderConfig) -> Array:
   return x_BTD * scale if config.facts.scaled_embeddings else x_BTD
 
 
-class Projection(nn.Module):
-  """x · kernel (+ bias) in `dtype`, [*M, *inputs] to [*M, *outputs], with any adapter."""
-
-  outputs: tuple[int, ...]
-  dtype: str
-  input_axes: int = 1
-  use_bias: bool = False
-  kernel_init: Callable[..., Array] = nn.initializers.lecun_normal()
-
-  @nn.compact
-  def __call__(self, x):
-    inputs = x.shape[-self.input_axes :]
-
-    def init(key, shape):
-      flat = (math.prod(inputs), math.prod(self.outputs))
-      return self.kernel_init(key, flat).reshape(shape)
-
-    x = x.astype(self.dtype)
-    kernel = self.param('kernel', init, inputs + self.outputs)
-    name = '/'.join((*self.path, 'kernel'))
-    if self.has_variable('params', 'lora_a'):
-      adapter = (self.get_variable('params', leaf) for leaf in lora.LEAVES)
-      y = lora.project(x, kernel, name, *adapter)
-    else:
-      kernel = sharded_params.gather_kernel(kernel.astype(self.dtype), name)
-      y = jnp.tensordot(x, kernel, self.input_axes)
-    if self.use_bias:
-      bias = self.param('bias', nn.initializers.zeros, self.outputs).astype(self.dtype)
-      y += jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
-    return checkpoint_name(y, 'projection')
-
-
-class RMSNorm(nn.Module):
-  """x / rms(x) * (scale + the family's offset), computed in float32."""
-
-  config: DecoderConfig
-
-  @nn.compact
-  def __call__(self, x):
-    """Normalises the last axis of x [..., D]."""
-    c = self.config
-    init = nn.initializers.constant(1.0 - c.facts.norm_offset)
-    scale = self.param('scale', init, (x.shape[-1],))
-    x32 = x.astype(jnp.float32)
-    x32 *= jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + c.norm_eps)
-    scale = scale.astype(jnp.float32) + c.facts.norm_offset
-    return (x32 * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+def _norm(c: DecoderConfig, name: str | None = None, axes: int = 1) -> RMSNorm:
+  return RMSNorm(c.norm_eps, c.facts.norm_offset, axes, name=name)
 
 
 class Attention(nn.Module):
@@ -180,36 +144,44 @@ class Attention(nn.Module):
   config: DecoderConfig
 
   @nn.compact
-  def __call__(self, x_BTD, positions_BT, angles, segments, cache):
+  def __call__(self, x_BTD, positions_BT, angles, segments, kind, cache):
     """Attends inside segments, or to the cache where there is one; returns it too."""
-    c = self.config
-    project = functools.partial(Projection, dtype=c.dtype, use_bias=c.facts.qkv_bias)
+    c, has = self.config, self.config.facts.has
+    project = functools.partial(Projection, dtype=c.dtype, use_bias=has('attn/q/bias'))
     # The engine's kernel of the queries has one axis for all heads; see
     # sampling_params.unstack.
     flat = (c.num_heads * c.head_dim,)
     heads = flat if cache is not None else (c.num_heads, c.head_dim)
-    q_BTNH = _apply_flat(project(heads, name='q'), x_BTD)
+    q_BTNH = apply_flat(project(heads, name='q'), x_BTD)
     q_BTNH = q_BTNH.reshape(*x_BTD.shape[:2], c.num_heads, c.head_dim)
-    k_BTKH = _apply_flat(project((c.num_kv_heads, c.head_dim), name='k'), x_BTD)
-    v_BTKH = _apply_flat(project((c.num_kv_heads, c.head_dim), name='v'), x_BTD)
-    if c.facts.qk_norm:
-      q_BTNH = RMSNorm(c, name='q_norm')(q_BTNH)
-      k_BTKH = RMSNorm(c, name='k_norm')(k_BTKH)
-    q_BTNH, k_BTKH = _rope(q_BTNH, angles), _rope(k_BTKH, angles)
+    k_BTKH = apply_flat(project((c.num_kv_heads, c.head_dim), name='k'), x_BTD)
+    v_BTKH = apply_flat(project((c.num_kv_heads, c.head_dim), name='v'), x_BTD)
+    for name, axes in (('norm', 1), ('norm_of_all', 2)):
+      if has(f'attn/q_{name}/scale'):
+        q_BTNH = _norm(c, f'q_{name}', axes)(q_BTNH)
+        k_BTKH = _norm(c, f'k_{name}', axes)(k_BTKH)
+    angles = jax.tree.map(lambda x: x[kind.rotation if kind else 0], angles)
+    q_BTNH, k_BTKH = rope.rotate(q_BTNH, angles), rope.rotate(k_BTKH, angles)
+    if c.query_scale:
+      q_BTNH *= math.sqrt(c.head_dim / c.query_scale)
+    rules = attention.Rules(c.window, c.attention_cap)
     if self.is_initializing():
       out_BTNH = q_BTNH  # Attention has no parameters, and no mesh can split one token.
     elif cache is None:
-      out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, *segments)
+      local = attention.Local(kind.slides, positions_BT) if c.window else None
+      ids, ends = segments
+      out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, ids, ends, local, rules)
     else:
       k_BKSH, v_BKSH = (
         _write_slots(x_BKSH, x_BTKH, positions_BT)
         for x_BKSH, x_BTKH in zip(cache, (k_BTKH, v_BTKH), strict=True)
       )
       cache = (k_BKSH, v_BKSH)
-      out_BTNH = attention.cached(q_BTNH, k_BKSH, v_BKSH, positions_BT)
+      rules = rules._replace(window=c.window if kind and kind.slides else 0)
+      out_BTNH = attention.cached(q_BTNH, k_BKSH, v_BKSH, positions_BT, rules)
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
     out = Projection((c.embed_dim,), c.dtype, 2, kernel_init=init, name='o')
-    return _apply_flat(out, out_BTNH), cache
+    return apply_flat(out, out_BTNH), cache
 
 
 def _write_slots(cache_BKSH: Array, x_BTKH: Array, positions_BT: Array) -> Array:
@@ -236,27 +208,34 @@ class MLP(nn.Module):
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
     down = Projection((c.embed_dim,), c.dtype, kernel_init=init, name='down')
     activate = _ACTIVATIONS[c.facts.activation]
-    return _apply_flat(lambda x_MD: down(activate(gate(x_MD)) * up(x_MD)), x_BTD)
+    return apply_flat(lambda x_MD: down(activate(gate(x_MD)) * up(x_MD)), x_BTD)
 
 
 class Block(nn.Module):
   """One layer. `cache` is None in training, else this layer's (k, v).
 
-  `segments` holds the segment_ids and ends of attention.packed, of which one is None.
+  `segments` holds the segment_ids and ends of attention.packed, of which one is None;
+  `kind` is this layer's, or None if all are alike.
   """
 
   config: DecoderConfig
 
   @nn.compact
-  def __call__(self, x_BTD, positions_BT, angles, segments=None, cache=None):
+  def __call__(self, x_BTD, positions_BT, angles, segments, kind, cache=None):
     """Adds attention, then the MLP, to the residual stream; returns the cache too."""
     c = self.config
-    normed = RMSNorm(c, name='attn_norm')(x_BTD)
     attend = Attention(c, name='attn')
-    out, cache = attend(normed, positions_BT, angles, segments, cache)
-    x_BTD += out
-    x_BTD += MLP(c, name='mlp')(RMSNorm(c, name='mlp_norm')(x_BTD))
+    normed = self._normalise('attn_norm', x_BTD)
+    out, cache = attend(normed, positions_BT, angles, segments, kind, cache)
+    x_BTD += self._normalise('attn_out_norm', out)
+    out = MLP(c, name='mlp')(self._normalise('mlp_norm', x_BTD))
+    x_BTD += self._normalise('mlp_out_norm', out)
     return x_BTD, cache
+
+  def _normalise(self, name: str, x: Array) -> Array:
+    """Applies a norm if the family has it."""
+    has = self.config.facts.has(f'{name}/scale')
+    return _norm(self.config, name)(x) if has else x
 
 
 class Decoder(nn.Module):
@@ -274,23 +253,27 @@ class Decoder(nn.Module):
     )
     policy = _REMAT[c.remat]
     block = nn.remat(Block, prevent_cse=False, policy=policy) if policy else Block
+    # All layers get the same arguments, but for their kinds.
+    in_axes: Any = (nn.broadcast, nn.broadcast, nn.broadcast, 0)
     layers = nn.scan(
       block,
       variable_axes={'params': 0},
       split_rngs={'params': True},
-      in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
+      in_axes=in_axes,
       length=c.num_layers,
       unroll=c.num_layers if c.num_layers <= UNROLLED_LAYERS else 1,
     )
-    angles = _rope_angles(positions_BT, c)
+    angles = _compute_angles(positions_BT, c)
     if self.is_initializing() or sharding.active_mesh() is None:
       x_BTD = embed(tokens_BT)
     else:
       x_BTD = sharded_params.look_up(embed.embedding.astype(c.dtype), tokens_BT)
     x_BTD = _scale_embeddings(x_BTD, c)
     segments = (segment_ids_BT, ends_BT)
-    x_BTD, _ = layers(c, name='layers')(x_BTD, positions_BT, angles, segments)
-    x_BTD = RMSNorm(c, name='final_norm')(x_BTD)
+    kinds = layer_kinds(c)
+    kinds = kinds and jax.tree.map(lambda *x: jnp.asarray(x), *kinds)
+    x_BTD, _ = layers(c, name='layers')(x_BTD, positions_BT, angles, segments, kinds)
+    x_BTD = _norm(c, 'final_norm')(x_BTD)
     if self.is_initializing() and not c.tie_embeddings:
       nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, name='lm_head')(x_BTD)
     return x_BTD
@@ -346,13 +329,14 @@ def extend(
   """
   x: Any = params['embed']['embedding'].astype(config.dtype)[tokens]
   x = _scale_embeddings(x, config)
-  angles = _rope_angles(positions, config)
+  angles = _compute_angles(positions, config)
+  kinds = layer_kinds(config) or [None] * config.num_layers
   new_cache = []
-  for layer, layer_cache in zip(params['layers'], cache, strict=True):
-    block = {'params': layer}
-    x, layer_cache = Block(config).apply(block, x, positions, angles, None, layer_cache)
+  for layer, kind, layer_cache in zip(params['layers'], kinds, cache, strict=True):
+    apply = functools.partial(Block(config).apply, {'params': layer})
+    x, layer_cache = apply(x, positions, angles, None, kind, layer_cache)
     new_cache.append(layer_cache)
-  x = RMSNorm(config).apply({'params': params['final_norm']}, x)
+  x = _norm(config).apply({'params': params['final_norm']}, x)
   return x, tuple(new_cache)
 
 
@@ -367,7 +351,8 @@ def head_kernel(params: Params, config: DecoderConfig) -> Float[Array, 'D V']:
 def logits(params: Params, config: DecoderConfig, x: Float[Array, '*B D']) -> Array:
   """Unnormalised next-token scores, float32 [*B, V]."""
   kernel_DV = head_kernel(params, config)
-  return jnp.matmul(x, kernel_DV, preferred_element_type=jnp.float32)
+  logits = jnp.matmul(x, kernel_DV, preferred_element_type=jnp.float32)
+  return attention.cap_scores(logits, config.logit_cap)
 
 
 def values(params: Params, x: Float[Array, '*B D']) -> Float[Array, '*B']:

@@ -7,10 +7,14 @@ models/decoder.py which depends on a field of the row. Checkpoints, sharding, ad
 the tests of all families follow the table.
 
 A dimension is a letter: L layers, D embed, F feed-forward, N query heads, K key-value
-heads, H head dim, V vocabulary; d is embed where no mesh splits it.
+heads, H head dim, V vocabulary, E experts, I feed-forward of an expert, S that of the
+expert that all tokens share; d is embed where no mesh splits it.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from agent_r1_jax.models import rope
 
 # Letter -> the field of DecoderConfig with its size, and that of config.json.
 SIZES = {
@@ -21,6 +25,9 @@ SIZES = {
   'N': ('num_heads', 'num_attention_heads'),
   'K': ('num_kv_heads', 'num_key_value_heads'),
   'H': ('head_dim', 'head_dim'),
+  'E': ('num_experts', 'num_experts'),
+  'I': ('expert_dim', 'moe_intermediate_size'),
+  'S': ('shared_dim', 'shared_expert_intermediate_size'),
 }
 
 
@@ -48,7 +55,11 @@ class Parameter(NamedTuple):
 
 
 class Family(NamedTuple):
-  """A family of models, which config.json names by its `model_type`."""
+  """A family of models, which config.json names by its `model_type`.
+
+  What a layer has is what `parameters` lists: a norm before attention or after it, biases
+  of the projections, norms of queries and keys, one feed-forward or experts.
+  """
 
   architecture: str  # The class in transformers.
   parameters: tuple[Parameter, ...]  # All parameters, without those of a value head.
@@ -59,17 +70,36 @@ class Family(NamedTuple):
   # What transformers takes for fields that are absent from config.json.
   defaults: dict[str, Any] = {}
   norm_eps: str = 'rms_norm_eps'  # The field of config.json with the ε of the norms.
-  # Whether the projections to queries, keys and values have biases.
-  qkv_bias: bool = False
-  qk_norm: bool = False  # Whether queries and keys are normalised.
+  activation: str = 'silu'  # That of the feed-forward.
   norm_offset: float = 0.0  # What is added to the scale of each norm.
   # Whether embeddings are multiplied by sqrt(hidden_size).
   scaled_embeddings: bool = False
+  # Further fields of DecoderConfig -> those of config.json, and their types.
+  numbers: dict[str, tuple[str, type]] = {}
+  # Which layers attend to a sliding window where `layer_types` does not say it, by the
+  # fields of config.json and a layer's index; None if no layer can.
+  is_sliding: Callable[[dict[str, Any], int], bool] | None = None
+  # Whether `layer_types` is written. In other families all layers are of one type.
+  mixes_types: bool = False
+  # Whether sliding layers have a rotation of their own, never stretched; and the field
+  # with its θ, without which it is that of the others.
+  local_rope: bool = False
+  local_theta: str = 'rope_theta'
+  # Whether `no_rope_layers` says which layers turn queries and keys.
+  skips_rope: bool = False
+  scalings: tuple[str, ...] = tuple(rope.SCALINGS)  # The ways to stretch its rotation.
+  # Tensors of a checkpoint in which those of several parameters lie one after the other.
+  fused: dict[str, tuple[str, ...]] = {}
 
   @property
-  def activation(self) -> str:
-    """The name of the feed-forward's activation, as config.json has it."""
-    return self.fixed['hidden_act'][0]
+  def sizes(self) -> dict[str, tuple[str, str]]:
+    """The part of SIZES that its parameters have."""
+    used = {letter for parameter in self.parameters for letter in parameter.letters}
+    return {letter: names for letter, names in SIZES.items() if letter in used}
+
+  def has(self, path: str) -> bool:
+    """Whether each layer has a parameter of this path, for example 'attn/q/bias'."""
+    return any(p.path == f'layers/{path}' for p in self.parameters)
 
 
 def _layer(path: str, tensor: str, dims: str) -> Parameter:
@@ -80,6 +110,16 @@ _EMBEDDING = (Parameter('embed/embedding', 'model.embed_tokens.weight', 'VD'),)
 _NORMS = (
   _layer('attn_norm/scale', 'input_layernorm.weight', 'd'),
   _layer('mlp_norm/scale', 'post_attention_layernorm.weight', 'd'),
+)
+# Of what attention and the feed-forward return.
+_NORMS_AFTER = (
+  _layer('attn_out_norm/scale', 'post_attention_layernorm.weight', 'd'),
+  _layer('mlp_out_norm/scale', 'post_feedforward_layernorm.weight', 'd'),
+)
+_NORMS_AROUND = (
+  _NORMS[0],
+  *_NORMS_AFTER,
+  _layer('mlp_norm/scale', 'pre_feedforward_layernorm.weight', 'd'),
 )
 _ATTENTION = (
   _layer('attn/q/kernel', 'self_attn.q_proj.weight', 'D>NH'),
@@ -92,54 +132,155 @@ _QKV_BIAS = (
   _layer('attn/k/bias', 'self_attn.k_proj.bias', '>KH'),
   _layer('attn/v/bias', 'self_attn.v_proj.bias', '>KH'),
 )
+# Of each head, or of all heads together.
 _QK_NORM = (
   _layer('attn/q_norm/scale', 'self_attn.q_norm.weight', 'H'),
   _layer('attn/k_norm/scale', 'self_attn.k_norm.weight', 'H'),
+)
+_QK_NORM_OF_ALL = (
+  _layer('attn/q_norm_of_all/scale', 'self_attn.q_norm.weight', '>NH'),
+  _layer('attn/k_norm_of_all/scale', 'self_attn.k_norm.weight', '>KH'),
 )
 _MLP = (
   _layer('mlp/gate/kernel', 'mlp.gate_proj.weight', 'D>F'),
   _layer('mlp/up/kernel', 'mlp.up_proj.weight', 'D>F'),
   _layer('mlp/down/kernel', 'mlp.down_proj.weight', 'F>D'),
 )
+_FUSED = {
+  f'model.layers.{{}}.{fused}.weight': tuple(
+    f'model.layers.{{}}.{part}.weight' for part in parts
+  )
+  for fused, parts in {
+    'self_attn.qkv_proj': ('self_attn.q_proj', 'self_attn.k_proj', 'self_attn.v_proj'),
+    'mlp.gate_up_proj': ('mlp.gate_proj', 'mlp.up_proj'),
+  }.items()
+}
 _HEAD = (
   Parameter('final_norm/scale', 'model.norm.weight', 'd'),
   Parameter('lm_head/kernel', 'lm_head.weight', 'D>V'),
 )
-_LLAMA = (*_EMBEDDING, *_NORMS, *_ATTENTION, *_MLP, *_HEAD)
+_LAYERS = (*_ATTENTION, *_MLP)
+_LLAMA = (*_EMBEDDING, *_NORMS, *_LAYERS, *_HEAD)
+_OLMO = (*_EMBEDDING, *_NORMS_AFTER, *_LAYERS, *_QK_NORM_OF_ALL, *_HEAD)
+_GEMMA2 = (*_EMBEDDING, *_NORMS_AROUND, *_LAYERS, *_HEAD)
 # A critic has it too, whatever its family.
 VALUE_HEAD = (
   Parameter('value_head/kernel', 'value_head.weight', 'd>1'),
   Parameter('value_head/bias', 'value_head.bias', '>1'),
 )
 
+
+def _slides_late(raw: dict[str, Any], layer: int) -> bool:
+  """Qwen's rule: the layers from max_window_layers on, if the window is in use."""
+  used = raw.get('use_sliding_window', False) and raw.get('sliding_window') is not None
+  return used and layer >= raw.get('max_window_layers', 28)
+
+
+def _slides_everywhere(raw: dict[str, Any], _: int) -> bool:
+  return raw.get('sliding_window') is not None
+
+
+def _slides_but_every(n: int) -> Callable[[dict[str, Any], int], bool]:
+  """All layers but every n-th; config.json may say another n."""
+  return lambda raw, layer: (layer + 1) % raw.get('sliding_window_pattern', n) != 0
+
+
 _SILU = {'hidden_act': ('silu',), 'quantization_config': (None,)}
 _NO_BIAS = {**_SILU, 'attention_bias': (False,)}
+_NO_BIASES = {**_NO_BIAS, 'mlp_bias': (False,)}
+_CAUSAL = {'use_bidirectional_attention': (None, False)}
+# The first files of Gemma say 'gelu' and mean the approximation by tanh.
+_GELU = {**_NO_BIAS, 'hidden_act': ('gelu_pytorch_tanh', 'gelu'), **_CAUSAL}
 _NO_WINDOW = {'use_sliding_window': False}
+_WIDE_HEADS = {'head_dim': 256, 'tie_word_embeddings': True}
+_CAPS = {
+  'query_scale': ('query_pre_attn_scalar', int),
+  'attention_cap': ('attn_logit_softcapping', float),
+  'logit_cap': ('final_logit_softcapping', float),
+}
+_QWEN2 = Family(
+  'Qwen2ForCausalLM',
+  (*_LLAMA, *_QKV_BIAS),
+  _SILU,
+  _NO_WINDOW,
+  is_sliding=_slides_late,
+  mixes_types=True,
+)
+_GEMMA = Family(
+  'GemmaForCausalLM',
+  _LLAMA,
+  _GELU,
+  defaults=_WIDE_HEADS,
+  activation='gelu_pytorch_tanh',
+  norm_offset=1.0,
+  scaled_embeddings=True,
+)
 FAMILIES = {
-  'qwen2': Family(
-    'Qwen2ForCausalLM', (*_LLAMA, *_QKV_BIAS), _SILU, _NO_WINDOW, qkv_bias=True
-  ),
-  'qwen3': Family(
-    'Qwen3ForCausalLM',
-    (*_LLAMA, *_QK_NORM),
-    _NO_BIAS,
-    _NO_WINDOW,
+  'qwen2': _QWEN2,
+  'qwen3': _QWEN2._replace(
+    architecture='Qwen3ForCausalLM',
+    parameters=(*_LLAMA, *_QK_NORM),
+    fixed=_NO_BIAS,
     defaults={'head_dim': 128},
-    qk_norm=True,
   ),
-  'llama': Family('LlamaForCausalLM', _LLAMA, {**_NO_BIAS, 'mlp_bias': (False,)}),
-  'gemma': Family(
-    'GemmaForCausalLM',
+  'llama': Family('LlamaForCausalLM', _LLAMA, _NO_BIASES),
+  'mistral': Family(
+    'MistralForCausalLM',
     _LLAMA,
-    # The first files say 'gelu' and mean the approximation by tanh.
-    {
-      **_NO_BIAS,
-      'hidden_act': ('gelu_pytorch_tanh', 'gelu'),
-      'use_bidirectional_attention': (None, False),
-    },
-    defaults={'head_dim': 256, 'tie_word_embeddings': True},
-    norm_offset=1.0,
-    scaled_embeddings=True,
+    {**_SILU, 'layer_types': (None,)},
+    is_sliding=_slides_everywhere,
+  ),
+  'smollm3': Family(
+    'SmolLM3ForCausalLM',
+    _LLAMA,
+    _NO_BIASES,
+    _NO_WINDOW,
+    defaults={'no_rope_layer_interval': 4, 'tie_word_embeddings': True},
+    is_sliding=lambda raw, layer: False,
+    mixes_types=True,
+    skips_rope=True,
+  ),
+  'phi3': Family(
+    'Phi3ForCausalLM',
+    _LLAMA,
+    {**_NO_BIAS, 'layer_types': (None,)},
+    is_sliding=_slides_everywhere,
+    scalings=(),
+    fused=_FUSED,
+  ),
+  'olmo2': Family('Olmo2ForCausalLM', _OLMO, _NO_BIAS),
+  'olmo3': Family(
+    'Olmo3ForCausalLM',
+    _OLMO,
+    _NO_BIAS,
+    is_sliding=_slides_but_every(4),
+    mixes_types=True,
+    local_rope=True,
+  ),
+  'gemma': _GEMMA,
+  'gemma2': _GEMMA._replace(
+    architecture='Gemma2ForCausalLM',
+    parameters=_GEMMA2,
+    fixed={**_GELU, 'hidden_activation': ('gelu_pytorch_tanh',)},
+    defaults=_WIDE_HEADS
+    | {'sliding_window': 4096, 'query_pre_attn_scalar': 256}
+    | {'attn_logit_softcapping': 50.0, 'final_logit_softcapping': 30.0},
+    numbers=_CAPS,
+    is_sliding=_slides_but_every(2),
+    mixes_types=True,
+  ),
+  'gemma3_text': _GEMMA._replace(
+    architecture='Gemma3ForCausalLM',
+    parameters=(*_GEMMA2, *_QK_NORM),
+    fixed={**_GELU, 'hidden_activation': ('gelu_pytorch_tanh',)},
+    defaults=_WIDE_HEADS
+    | {'sliding_window': 4096, 'query_pre_attn_scalar': 256, 'rope_theta': 1e6}
+    | {'rope_local_base_freq': 1e4},
+    numbers=_CAPS,
+    is_sliding=_slides_but_every(6),
+    mixes_types=True,
+    local_rope=True,
+    local_theta='rope_local_base_freq',
   ),
 }
 _EVERY = {p.path: p for family in FAMILIES.values() for p in family.parameters}

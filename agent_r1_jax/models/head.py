@@ -38,8 +38,11 @@ def logprobs(
   wanted: Bool[Array, '*M'],
   temperature: float,
   block: int,
+  cap: float | None = None,
 ) -> tuple[Float[Array, '*M'], Float[Array, '*M']]:
-  """log π(token) and the entropy of π = softmax(x · kernel / temperature), both float32.
+  """log π(token) and the entropy of π = softmax(logits / temperature), both float32.
+
+  The logits are z = x · kernel, or with a cap c (Gemma 2) c · tanh(z / c).
 
   Logits are computed in blocks and dropped, and computed again in the backward pass. Only
   as many blocks are computed as the wanted tokens fill.
@@ -51,12 +54,13 @@ def logprobs(
     wanted: Where False, both results and their gradients are 0.
     temperature: The temperature at which the tokens were sampled.
     block: Number of tokens in a block (C).
+    cap: The cap of the logits, or None.
   """
 
   def flat(x, kernel_DV, tokens, wanted):
     x_MD = x.reshape(-1, x.shape[-1])
     args = (x_MD, kernel_DV, tokens.reshape(-1), wanted.reshape(-1), temperature)
-    out: Any = _logprobs(*args, min(block, x_MD.shape[0]))
+    out: Any = _logprobs(*args, min(block, x_MD.shape[0]), cap)
     return tuple(y_M.reshape(tokens.shape) for y_M in out)
 
   def shard(x, kernel_DV, tokens, wanted):
@@ -78,17 +82,17 @@ def logprobs(
   )(x, kernel_DV, tokens, wanted)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _logprobs(x_MD, kernel_DV, tokens_M, wanted_M, temperature, block):
-  return _forward(x_MD, kernel_DV, tokens_M, wanted_M, temperature, block)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _logprobs(x_MD, kernel_DV, tokens_M, wanted_M, temperature, block, cap):
+  return _forward(x_MD, kernel_DV, tokens_M, wanted_M, temperature, block, cap)[0]
 
 
-def _forward(x_MD, kernel_DV, tokens_M, wanted_M, temperature, block):
+def _forward(x_MD, kernel_DV, tokens_M, wanted_M, temperature, block, cap):
   order, blocks = _order(wanted_M, block)
 
   def body(i, out):
     at_C = jax.lax.dynamic_slice_in_dim(order, i * block, block)
-    logits_CV = _logits(x_MD, kernel_DV, at_C, temperature)
+    logits_CV, _ = _logits(x_MD, kernel_DV, at_C, temperature, cap)
     lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
     logp_CV = logits_CV - lse_C[:, None]
     chosen_C = jnp.take_along_axis(logp_CV, tokens_M[at_C][:, None], axis=1)[:, 0]
@@ -101,7 +105,7 @@ def _forward(x_MD, kernel_DV, tokens_M, wanted_M, temperature, block):
   return out, (x_MD, kernel_DV, tokens_M, wanted_M, entropy_M, lse_M)
 
 
-def _backward(temperature, block, saved, cotangents):
+def _backward(temperature, block, cap, saved, cotangents):
   x_MD, kernel_DV, tokens_M, wanted_M, entropy_M, lse_M = saved
   dlogprob_M, dentropy_M = (jnp.where(wanted_M, d, 0.0) for d in cotangents)
   order, blocks = _order(wanted_M, block)
@@ -112,13 +116,14 @@ def _backward(temperature, block, saved, cotangents):
     # The index of padding is M, which plain indexing would clip to the last token: with a
     # logsumexp below -88 there, exp(0 - logsumexp) is infinite, and 0 times that is NaN.
     of_C1 = lambda y_M: y_M.at[at_C].get(mode='fill', fill_value=0)[:, None]
-    logp_CV = _logits(x_MD, kernel_DV, at_C, temperature) - of_C1(lse_M)
+    logits_CV, slope_CV = _logits(x_MD, kernel_DV, at_C, temperature, cap)
+    logp_CV = logits_CV - of_C1(lse_M)
     # With respect to the logits, d log π(t) = 1[t] - π and dH = -π (log π + H).
     dlogprob_C1, dentropy_C1 = of_C1(dlogprob_M), of_C1(dentropy_M)
     both_CV = dlogprob_C1 + dentropy_C1 * (logp_CV + of_C1(entropy_M))
     chosen_CV = tokens_M[at_C][:, None] == jnp.arange(kernel_DV.shape[1])[None]
     dlogits_CV = jnp.where(chosen_CV, dlogprob_C1, 0.0) - jnp.exp(logp_CV) * both_CV
-    dlogits_CV = (dlogits_CV / temperature).astype(x_MD.dtype)
+    dlogits_CV = (dlogits_CV * slope_CV / temperature).astype(x_MD.dtype)
     dx_CD = jnp.matmul(dlogits_CV, kernel_DV.T)
     x_CD = x_MD.at[at_C].get(mode='fill', fill_value=0)
     part_DV = jnp.matmul(x_CD.T, dlogits_CV, preferred_element_type=jnp.float32)
@@ -145,6 +150,11 @@ def _order(wanted_M: Array, block: int) -> tuple[Array, Array]:
   return jnp.pad(order, (0, -M % block), constant_values=M), -(-count // block)
 
 
-def _logits(x_MD, kernel_DV, at_C, temperature):
+def _logits(x_MD, kernel_DV, at_C, temperature, cap):
+  """The logits of a block, divided by the temperature; and the cap's slope, or 1."""
   x_CD = x_MD.at[at_C].get(mode='fill', fill_value=0)
-  return jnp.matmul(x_CD, kernel_DV, preferred_element_type=jnp.float32) / temperature
+  logits_CV = jnp.matmul(x_CD, kernel_DV, preferred_element_type=jnp.float32)
+  if cap is None:
+    return logits_CV / temperature, 1.0
+  tanh_CV = jnp.tanh(logits_CV / cap)
+  return cap * tanh_CV / temperature, 1.0 - jnp.square(tanh_CV)

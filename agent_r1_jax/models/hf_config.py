@@ -1,32 +1,15 @@
 """config.json of a Hugging Face directory <-> DecoderConfig."""
 
-import json
 import os
 import pathlib
 from typing import Any
 
 import jax.numpy as jnp
 
-from agent_r1_jax.models import decoder, families
+from agent_r1_jax.models import decoder, families, hf_rope, json_fields
 
-# Several times what the largest models have: a damaged file must not make us build lists
-# of a billion layers before the tensors are compared with it.
-_MAXIMA = {
-  'num_hidden_layers': 1_000,
-  'hidden_size': 131_072,
-  'intermediate_size': 1_048_576,
-  'num_attention_heads': 1_024,
-  'num_key_value_heads': 1_024,
-  'head_dim': 4_096,
-  'vocab_size': 4_194_304,
-  'max_position_embeddings': 1 << 30,
-}
-_LLAMA3_KEYS = (
-  'factor',
-  'low_freq_factor',
-  'high_freq_factor',
-  'original_max_position_embeddings',
-)
+# The types of layers.
+_FULL, _SLIDING = 'full_attention', 'sliding_attention'
 
 
 def read(directory: str | os.PathLike) -> decoder.DecoderConfig:
@@ -38,7 +21,7 @@ def read(directory: str | os.PathLike) -> decoder.DecoderConfig:
   """
   path = pathlib.Path(directory)
   path = path if path.suffix == '.json' else path / 'config.json'
-  raw = read_json(path)
+  raw = json_fields.read_json(path)
   try:
     return _parse(raw)
   except ValueError as error:
@@ -51,19 +34,20 @@ def read(directory: str | os.PathLike) -> decoder.DecoderConfig:
 
 def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
   """Makes the content of config.json, as transformers 4 writes it and 5 reads it."""
-  family, rope = config.facts, config.rope_scaling
+  family = config.facts
   return {
     'architectures': [family.architecture],
     'model_type': config.family,
-    **{key: getattr(config, field) for field, key in families.SIZES.values()},
+    **{key: getattr(config, field) for field, key in family.sizes.values()},
     family.norm_eps: config.norm_eps,
-    'rope_theta': config.rope_theta,
-    'rope_scaling': rope and {'rope_type': 'llama3', **rope},
+    **hf_rope.make(config),
     'tie_word_embeddings': config.tie_embeddings,
     'max_position_embeddings': config.max_positions,
     'torch_dtype': jnp.dtype(dtype).name,
     **{key: x[0] for key, x in family.fixed.items() if x[0] is not None},
     **family.written,
+    **{key: getattr(config, field) for field, (key, _) in family.numbers.items()},
+    **_make_layer_types(config),
   }
 
 
@@ -80,7 +64,8 @@ def token_ids(
   """
   names = ('tokenizer.json', 'tokenizer_config.json', 'config.json')
   tokenizer, named, known = (
-    read_json(directory / name) if (directory / name).is_file() else {} for name in names
+    json_fields.read_json(directory / name) if (directory / name).is_file() else {}
+    for name in names
   )
   ids = {token['content']: token['id'] for token in tokenizer.get('added_tokens', ())}
   vocab = tokenizer.get('model', {}).get('vocab', ())
@@ -99,32 +84,6 @@ def token_ids(
   return result
 
 
-def read_json(path: pathlib.Path, kind: type = dict) -> Any:
-  """Reads the object in a JSON file; a ValueError names a missing or broken file."""
-  if path.parent.is_file():
-    raise ValueError(f'{path.parent}: is a file; give the directory that holds it.')
-  if not path.parent.is_dir():
-    raise ValueError(
-      f'{path.parent}: no such directory; give one with a model in HF layout. Names of '
-      'the Hub are not looked up.'
-    )
-  if not path.is_file() and (path.parent / 'adapter_config.json').is_file():
-    raise ValueError(
-      f'{path.parent}: holds adapters only; give the merged model, which a run writes to '
-      'WORKDIR/model, or merge them (peft: merge_and_unload, then save_pretrained).'
-    )
-  if not path.is_file():
-    raise ValueError(f'{path}: missing; a model in HF layout has it')
-  try:
-    value = json.loads(path.read_text('utf-8'))
-  except (ValueError, RecursionError) as error:
-    raise ValueError(f'{path}: not JSON ({error}); fetch it again') from error
-  if not isinstance(value, kind):
-    name = 'array' if kind is list else 'object'
-    raise ValueError(f'{path}: holds no JSON {name}; fetch it again')
-  return value
-
-
 def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
   name = raw.get('model_type')
   if name not in families.FAMILIES:
@@ -132,22 +91,32 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
     hint = '' if name else '. The model of a run is in WORKDIR/model.'
     raise ValueError(f'model_type is {name!r}; supported are {known}{hint}')
   family = families.FAMILIES[name]
-  raw = raw | {key: x for key, x in family.defaults.items() if raw.get(key) is None}
-  _check_supported(raw, family)
-  theta, scaling = _parse_rope(raw)
-  heads = read_number(raw, 'num_attention_heads')
-  defaults = {'K': heads, 'H': read_number(raw, 'hidden_size') // heads}
+  # A cap that is null is none, and not the default.
+  caps = {key for key, _ in family.numbers.values()}
+  absent = lambda key: key not in raw or (raw[key] is None and key not in caps)
+  raw = raw | {key: x for key, x in family.defaults.items() if absent(key)}
+  for key, supported in family.fixed.items():
+    if raw.get(key, supported[0]) not in supported:
+      raise ValueError(f'{key} is {raw[key]!r}; only {supported[0]!r} is supported')
+  heads = json_fields.read_number(raw, 'num_attention_heads')
+  defaults = {'K': heads, 'H': json_fields.read_number(raw, 'hidden_size') // heads}
+  layers = _parse_layers(raw, family)
   config = decoder.DecoderConfig(
     family=name,
     **{
-      field: read_number(raw, key, default=defaults.get(letter))
-      for letter, (field, key) in families.SIZES.items()
+      field: json_fields.read_number(raw, key, default=defaults.get(letter))
+      for letter, (field, key) in family.sizes.items()
     },
-    rope_theta=theta,
-    rope_scaling=scaling,
-    norm_eps=read_number(raw, family.norm_eps, float),
+    **layers,
+    **hf_rope.parse(raw, family, any(layers['sliding'])),
+    **{
+      field: json_fields.read_number(raw, key, kind)
+      for field, (key, kind) in family.numbers.items()
+      if raw.get(key) is not None
+    },
+    norm_eps=json_fields.read_number(raw, family.norm_eps, float),
     tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
-    max_positions=read_number(raw, 'max_position_embeddings'),
+    max_positions=json_fields.read_number(raw, 'max_position_embeddings'),
   )
   if config.num_heads % config.num_kv_heads:
     raise ValueError(
@@ -157,94 +126,57 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
   return config
 
 
-def read_number(
-  raw: dict[str, Any], key: str, kind: type = int, default: Any = None
-) -> Any:
-  """Reads a positive number of config.json; a ValueError names the field."""
-  value = raw.get(key)
-  value = default if value is None else value
-  allowed = (int, float) if kind is float else int
-  if isinstance(value, bool) or not isinstance(value, allowed) or value <= 0:
-    raise ValueError(f'{key} is {value!r}; a positive {kind.__name__} is needed')
-  maximum = _MAXIMA.get(key, 1e30)
-  if not value <= maximum:  # nor is NaN
+def _parse_layers(raw: dict[str, Any], family: families.Family) -> dict[str, Any]:
+  """Finds what differs from layer to layer; a window of the whole context is none."""
+  L = json_fields.read_number(raw, 'num_hidden_layers')
+  sliding = _parse_layer_types(raw, family, L)
+  window = json_fields.read_number(raw, 'sliding_window') if any(sliding) else 0
+  if window >= json_fields.read_number(raw, 'max_position_embeddings') or not any(
+    sliding
+  ):
+    sliding, window = (), 0
+  nope = ()
+  if family.skips_rope:
+    every = json_fields.read_number(raw, 'no_rope_layer_interval')
+    rope = raw.get('no_rope_layers') or [(i + 1) % every != 0 for i in range(L)]
+    if not isinstance(rope, list) or len(rope) < L:
+      raise ValueError(f'no_rope_layers is {rope!r:.40}; a list of {L} numbers is needed')
+    nope = tuple(not x for x in rope[:L])
+  return {'sliding': sliding, 'window': window, 'nope': nope if any(nope) else ()}
+
+
+def _parse_layer_types(
+  raw: dict[str, Any], family: families.Family, L: int
+) -> tuple[bool, ...]:
+  kinds = raw.get('layer_types')
+  if kinds is None:
+    found = family.is_sliding
+    return tuple(found(raw, i) for i in range(L)) if found else ()
+  known = [_FULL, _SLIDING] if family.mixes_types else [_FULL]
+  if not isinstance(kinds, list) or len(kinds) != L:
+    raise ValueError(f'layer_types is {kinds!r:.40}; a list of {L} types is needed')
+  if other := [kind for kind in kinds if kind not in known]:
     raise ValueError(
-      f'{key} is {str(value):.20}; no known model has more than {maximum:,}'
+      f'layer_types: {other[0]} is in use; supported are {" and ".join(known)}'
     )
-  return kind(value)
-
-
-def _check_supported(raw: dict[str, Any], family: families.Family) -> None:
-  for key, supported in family.fixed.items():
-    if raw.get(key, supported[0]) not in supported:
-      raise ValueError(f'{key} is {raw[key]!r}; only {supported[0]!r} is supported')
-  kinds, window = raw.get('layer_types'), raw.get('sliding_window', 4096)
-  if kinds is None and raw.get('use_sliding_window', False) and window is not None:
-    # Files of transformers 4: the layers from max_window_layers on use the window.
-    if raw.get('max_window_layers', 28) < read_number(raw, 'num_hidden_layers'):
-      kinds = ['sliding_attention']
-  if other := sorted(set(kinds or ()) - {'full_attention'}):
+  if _SLIDING in kinds and raw.get('use_sliding_window') is False:
     raise ValueError(
-      f'layer_types: {other[0]} is in use; only full attention is supported'
+      f'layer_types: {_SLIDING} is in use, though use_sliding_window is false; take '
+      'the config.json that came with the model'
     )
+  return tuple(kind == _SLIDING for kind in kinds)
 
 
-def _parse_rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-  """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
-  present = [name for name in ('rope_scaling', 'rope_parameters') if raw.get(name)]
-  parsed = [_parse_rotation(raw, name, _flat_rope(raw, name)) for name in present]
-  if not parsed:
-    return _parse_rotation(raw, 'rope_scaling', {})
-  if parsed[0] != parsed[-1]:
-    raise ValueError(
-      'rope_scaling and rope_parameters differ; leave one of them, that of the training'
-    )
-  return parsed[0]
-
-
-def _flat_rope(raw: dict[str, Any], name: str) -> dict[str, Any]:
-  """Finds the rotation of full attention; transformers 5 may nest one a kind of layer."""
-  rope = raw[name]
-  if not isinstance(rope, dict):
-    raise ValueError(f'{name} is {rope!r}; an object is needed')
-  nested = set(rope) & {'full_attention', 'sliding_attention', 'chunked_attention'}
-  if not nested:
-    return rope
-  # _check_supported has seen that every layer has full attention.
-  if set(rope) != nested or not isinstance(rope.get('full_attention'), dict):
-    raise ValueError(
-      f'{name} has {sorted(rope)}; by kinds of layers, it needs an object for '
-      "'full_attention' and nothing beside kinds of layers"
-    )
-  return rope['full_attention']
-
-
-def _parse_rotation(
-  raw: dict[str, Any], name: str, rope: dict[str, Any]
-) -> tuple[float, dict[str, Any] | None]:
-  """Reads θ and the scaling from `rope`, or else from the file's own fields."""
-  kinds = [rope[key] for key in ('rope_type', 'type') if rope.get(key) is not None]
-  if kinds and kinds[0] != kinds[-1]:
-    raise ValueError(f'{name} has two types, {kinds}; leave one of them')
-  kind = kinds[0] if kinds else 'default'
-  if kind not in ('default', 'llama3'):
-    raise ValueError(f"rope type is {kind!r}; supported are 'default' and 'llama3'")
-  rope = {'rope_theta': raw.get('rope_theta')} | rope
-  theta = read_number(rope, 'rope_theta', float)
-  fraction = rope.get('partial_rotary_factor', raw.get('partial_rotary_factor'))
-  if fraction not in (None, 1):
-    raise ValueError(f'partial_rotary_factor is {fraction!r}; only 1 is supported')
-  read = {'rope_theta', 'rope_type', 'type', 'partial_rotary_factor'}
-  read |= set(_LLAMA3_KEYS if kind == 'llama3' else ())
-  for key in sorted(set(rope) - read):
-    if rope[key] is not None:
-      raise ValueError(
-        f'{name}.{key} is {rope[key]!r}, which rope type {kind!r} does not read; name '
-        'the type that the model was trained with, or leave it out'
-      )
-  if kind == 'default':
-    return theta, None
-  types = {'original_max_position_embeddings': int}
-  return theta, {
-    key: read_number(rope, key, types.get(key, float)) for key in _LLAMA3_KEYS
-  }
+def _make_layer_types(config: decoder.DecoderConfig) -> dict[str, Any]:
+  """Makes the fields that `_parse_layers` reads."""
+  family, L, raw = config.facts, config.num_layers, {}
+  if family.is_sliding:
+    raw['sliding_window'] = config.window or None
+  if family.mixes_types:
+    sliding = config.sliding or (False,) * L
+    raw['layer_types'] = [_SLIDING if x else _FULL for x in sliding]
+  if 'use_sliding_window' in family.written:
+    raw['use_sliding_window'] = any(config.sliding)
+  if family.skips_rope:
+    raw['no_rope_layers'] = [int(not x) for x in config.nope or (False,) * L]
+  return raw

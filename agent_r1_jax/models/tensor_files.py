@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from agent_r1_jax.models import hf_config
+from agent_r1_jax.models import json_fields
 
 DTYPES = {
   'F32': jnp.dtype('float32'),
@@ -37,6 +37,7 @@ class Tensor(NamedTuple):
   name: str
   dtype: str
   shape: tuple[int, ...]
+  first: int | None = None  # Where its rows begin in the file's tensor, if it is a part.
 
 
 class Spec(NamedTuple):
@@ -68,7 +69,7 @@ def find(directory: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, Ten
       f'{directory}: has neither {_SINGLE} nor {_INDEX}; convert other formats first '
       '(transformers: model.save_pretrained)'
     )
-  weight_map = hf_config.read_json(index).get('weight_map')
+  weight_map = json_fields.read_json(index).get('weight_map')
   if not isinstance(weight_map, dict):
     raise ValueError(f'{index}: has no weight_map; fetch it again')
   for name in weight_map.values():
@@ -104,7 +105,10 @@ def find(directory: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, Ten
 def read(tensor: Tensor) -> np.ndarray:
   """Reads the tensor's values, without the others of its file."""
   with safetensors.safe_open(tensor.file, 'np') as opened:
-    return opened.get_tensor(tensor.name)
+    if tensor.first is None:
+      return opened.get_tensor(tensor.name)
+    rows = slice(tensor.first, tensor.first + tensor.shape[0])
+    return opened.get_slice(tensor.name)[rows]
 
 
 def shards(specs: list[Spec], max_shard_bytes: int) -> dict[str, list[Spec]]:

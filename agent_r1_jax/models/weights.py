@@ -14,14 +14,21 @@ import mmap
 import os
 import pathlib
 import shutil
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax import traverse_util
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from agent_r1_jax.models import decoder, families, hf_config, lora, sharding, tensor_files
+from agent_r1_jax.models import (
+  decoder,
+  hf_config,
+  json_fields,
+  lora,
+  sharding,
+  tensor_files,
+  tensor_layout,
+)
 
 _TOKENIZER_FILES = (
   'tokenizer.json',
@@ -33,29 +40,6 @@ _TOKENIZER_FILES = (
   'vocab.json',
   'merges.txt',
 )
-
-
-class _Leaf(NamedTuple):
-  """A parameter of a model, and the tensors that are stacked in it."""
-
-  path: str  # Path in the parameter tree, joined by '/'.
-  tensor: str  # Name of its tensors; '{}' stands for the layer.
-  shape: tuple[int, ...]  # Shape of the parameter; stacked dimensions come first.
-  stored: tuple[int, ...]  # Shape of a tensor. A kernel is stored [outputs, inputs].
-  # Index of each tensor in the parameter, for example (layer,) -> its name.
-  tensors: dict[tuple[int, ...], str]
-
-  @property
-  def is_kernel(self) -> bool:
-    return self.path.endswith('/kernel')
-
-
-class _Part(NamedTuple):
-  """A tensor to be written: the part of a leaf at `index`; () is all of the leaf."""
-
-  spec: tensor_files.Spec
-  leaf: _Leaf
-  index: tuple[int, ...]
 
 
 def load(
@@ -82,11 +66,12 @@ def load(
   """
   directory = pathlib.Path(directory)
   config = hf_config.read(directory)
-  value_head = bool(hf_config.read_json(directory / 'config.json').get('value_head'))
-  leaves = _leaves(config, value_head)
+  value_head = bool(json_fields.read_json(directory / 'config.json').get('value_head'))
+  leaves = tensor_layout.list_leaves(config, value_head)
   tensors = tensor_files.find(directory)
   if config.tie_embeddings:
     _drop_tied(tensors)
+  tensors = tensor_layout.split_fused(directory, config, leaves, tensors)
   _check_tensors(directory, leaves, tensors)
   dtypes = [_leaf_dtype(leaf, tensors, dtype) for leaf in leaves]
   flat = {}
@@ -108,23 +93,6 @@ def check_finite(directory: pathlib.Path, path: str, array: np.ndarray) -> None:
       f'{directory}: {lost} of {array.size} numbers of {path} are not finite: the '
       'training that wrote them diverged, or the file is damaged. Take an earlier '
       'checkpoint, or copy the model again.'
-    )
-
-
-def check_tensor(
-  directory: pathlib.Path,
-  tensors: Mapping[str, tensor_files.Tensor],
-  name: str,
-  shape: tuple[int, ...],
-) -> None:
-  """Raises ValueError if there is no tensor of this name and shape."""
-  if name not in tensors:
-    tied = '; or is "tie_word_embeddings": true?' if name == 'lm_head.weight' else ''
-    raise ValueError(f'{directory}: no tensor {name}; fetch the whole model{tied}')
-  if tensors[name].shape != shape:
-    raise ValueError(
-      f'{tensors[name].file}: tensor {name} has shape {list(tensors[name].shape)}, by '
-      f'config.json it is {list(shape)}; take both from one model'
     )
 
 
@@ -164,10 +132,10 @@ def save(
   if jax.process_index() == 0:
     _recover(directory)
   flat: Any = traverse_util.flatten_dict(params, sep='/')
-  leaves = _leaves(config, 'value_head' in params)
+  leaves = tensor_layout.list_leaves(config, 'value_head' in params)
   _check_params(leaves, flat)
-  parts = _parts(leaves, flat, dtype)
-  specs = [part.spec for part in parts.values()]
+  stored = tensor_layout.fuse(config, tensor_layout.list_parts(leaves, flat, dtype))
+  specs = [tensor.spec for tensor in stored.values()]
   files = tensor_files.shards(specs, max_shard_bytes)
   source = pathlib.Path(tokenizer_from or directory)
   if tokenizer_from and not (source / 'tokenizer.json').is_file():
@@ -180,44 +148,14 @@ def save(
   if jax.process_index():
     for file in files.values():
       for spec in file:
-        _to_stored(parts[spec.name], flat)
+        _to_stored(stored[spec.name], flat)
     return
   with _replace(directory, sum(spec.nbytes for spec in specs)) as partial:
     for file in _TOKENIZER_FILES:
       if (source / file).is_file():
         shutil.copyfile(source / file, partial / file)
     (partial / 'config.json').write_text(json.dumps(raw, indent=2) + '\n', 'utf-8')
-    tensor_files.write(partial, files, lambda name: _to_stored(parts[name], flat))
-
-
-def _leaves(config: decoder.DecoderConfig, value_head: bool) -> list[_Leaf]:
-  """Lists the parameters of a model by the table of its family."""
-  sizes = {x: getattr(config, field) for x, (field, _) in families.SIZES.items()}
-  sizes |= {'d': sizes['D'], '1': 1}
-  parameters = [*config.facts.parameters, *(families.VALUE_HEAD if value_head else ())]
-  untied = lambda parameter: parameter.path != 'lm_head/kernel'
-  if config.tie_embeddings:
-    parameters = filter(untied, parameters)
-  return [_leaf(parameter, sizes) for parameter in parameters]
-
-
-def _leaf(parameter: families.Parameter, sizes: dict[str, int]) -> _Leaf:
-  path, tensor, dims = parameter
-  shape = tuple(sizes[letter] for letter in parameter.letters)
-  stacked = tensor.count('{}')
-  stored = shape[stacked:]
-  if '>' in dims:
-    sides = [side for side in dims[stacked:].split('>') if side]
-    stored = tuple(math.prod(sizes[letter] for letter in side) for side in sides[::-1])
-  names = {index: tensor.format(*index) for index in np.ndindex(shape[:stacked])}
-  return _Leaf(path, tensor, shape, stored, names)
-
-
-def _checked_dtype(dtype: Any) -> np.dtype:
-  dtype = jnp.dtype(dtype)
-  if dtype not in tensor_files.DTYPES.values():
-    raise ValueError(f'dtype is {dtype.name}; give float32, bfloat16 or float16')
-  return dtype
+    tensor_files.write(partial, files, lambda name: _to_stored(stored[name], flat))
 
 
 def _drop_tied(tensors: dict[str, tensor_files.Tensor]) -> None:
@@ -234,11 +172,13 @@ def _drop_tied(tensors: dict[str, tensor_files.Tensor]) -> None:
 
 
 def _check_tensors(
-  directory: pathlib.Path, leaves: list[_Leaf], tensors: dict[str, tensor_files.Tensor]
+  directory: pathlib.Path,
+  leaves: list[tensor_layout.Leaf],
+  tensors: dict[str, tensor_files.Tensor],
 ) -> None:
   expected = {name: leaf for leaf in leaves for name in leaf.tensors.values()}
   for name, leaf in expected.items():
-    check_tensor(directory, tensors, name, leaf.stored)
+    tensor_layout.check_tensor(directory, tensors, name, leaf.stored)
   for name, tensor in tensors.items():
     if name not in expected:
       raise ValueError(
@@ -248,10 +188,10 @@ def _check_tensors(
 
 
 def _leaf_dtype(
-  leaf: _Leaf, tensors: dict[str, tensor_files.Tensor], dtype: Any
+  leaf: tensor_layout.Leaf, tensors: dict[str, tensor_files.Tensor], dtype: Any
 ) -> np.dtype:
   if dtype is not None:
-    return _checked_dtype(dtype)
+    return tensor_layout.check_dtype(dtype)
   parts = [tensors[name] for name in leaf.tensors.values()]
   dtypes = sorted({tensor.dtype for tensor in parts})
   if len(dtypes) > 1:
@@ -263,7 +203,7 @@ def _leaf_dtype(
 
 
 def _read_leaf(
-  leaf: _Leaf, tensors: dict[str, tensor_files.Tensor], dtype: np.dtype
+  leaf: tensor_layout.Leaf, tensors: dict[str, tensor_files.Tensor], dtype: np.dtype
 ) -> np.ndarray:
   array = _mapped_zeros(leaf.shape, dtype)
   for index, name in leaf.tensors.items():
@@ -283,7 +223,7 @@ def _mapped_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
   return raw[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
-def _check_params(leaves: list[_Leaf], flat: dict[str, Any]) -> None:
+def _check_params(leaves: list[tensor_layout.Leaf], flat: dict[str, Any]) -> None:
   known = {leaf.path for leaf in leaves}
   known |= {_sibling(leaf, name) for leaf in leaves for name in lora.LEAVES}
   for path in sorted(flat.keys() - known):
@@ -298,29 +238,17 @@ def _check_params(leaves: list[_Leaf], flat: dict[str, Any]) -> None:
       )
 
 
-def _sibling(leaf: _Leaf, name: str) -> str:
+def _sibling(leaf: tensor_layout.Leaf, name: str) -> str:
   return f'{leaf.path.rpartition("/")[0]}/{name}'
 
 
-def _parts(leaves: list[_Leaf], flat: dict[str, Any], dtype: Any) -> dict[str, _Part]:
-  """Lists the tensors by name, in the order of published files: layer by layer."""
-  parts = []
-  for leaf in leaves:
-    target = _checked_dtype(flat[leaf.path].dtype if dtype is None else dtype)
-    for index, name in leaf.tensors.items():
-      spec = tensor_files.Spec(name, target, leaf.stored)
-      parts.append(_Part(spec, leaf, index))
-
-  def order(part: _Part) -> tuple[int, ...]:
-    if part.index:
-      return 1, part.index[0]
-    return (0,) if part.leaf.path == 'embed/embedding' else (2,)
-
-  return {part.spec.name: part for part in sorted(parts, key=order)}
-
-
-def _to_stored(part: _Part, flat: dict[str, Any]) -> np.ndarray:
+def _to_stored(tensor: tensor_layout.Stored, flat: dict[str, Any]) -> np.ndarray:
   """Copies one tensor to the host, in the layout of the file."""
+  parts = [_part_to_stored(part, flat) for part in tensor.parts]
+  return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _part_to_stored(part: tensor_layout.Part, flat: dict[str, Any]) -> np.ndarray:
   x, shape = flat[part.leaf.path], part.leaf.stored
   # The layer is cut out on the device: jax would keep a host copy of the whole leaf.
   x = x[part.index] if part.index else x

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
 import numpy as np
 
-from agent_r1_jax.models import hf_config, tensor_files, weights
+from agent_r1_jax.models import json_fields, tensor_files, tensor_layout, weights
 
 # Prefixes of queries and passages that the models were trained with, from their cards.
 PREFIXES = {
@@ -225,15 +225,15 @@ def read_config(
   directory: pathlib.Path, *, pooling: str | None = None, dtype: str = 'float32'
 ) -> EncoderConfig:
   """Reads the shape of an encoder; a ValueError names the file and the field."""
-  raw = hf_config.read_json(directory / 'config.json')
+  raw = json_fields.read_json(directory / 'config.json')
   if dtype not in ('float32', 'bfloat16'):
     raise ValueError(f"dtype is {dtype!r}; give 'float32' or 'bfloat16'")
   try:
     for name, supported in _FIXED.items():
       if raw.get(name, supported) != supported:
         raise ValueError(f'{name} is {raw[name]!r}; only {supported!r} is supported')
-    sizes = {name: hf_config.read_number(raw, name) for name in _SIZES}
-    eps = hf_config.read_number(raw, 'layer_norm_eps', float, 1e-12)
+    sizes = {name: json_fields.read_number(raw, name) for name in _SIZES}
+    eps = json_fields.read_number(raw, 'layer_norm_eps', float, 1e-12)
     if sizes['hidden_size'] % sizes['num_attention_heads']:
       raise ValueError('num_attention_heads does not divide hidden_size')
   except ValueError as error:
@@ -256,7 +256,7 @@ def _read_modules(directory: pathlib.Path) -> tuple[str, bool]:
   path = directory / 'modules.json'
   if not path.is_file():
     return 'mean', True
-  modules = hf_config.read_json(path, list)
+  modules = json_fields.read_json(path, list)
   try:
     kinds = {module['type'].split('.')[-1]: module['path'] for module in modules}
   except (TypeError, KeyError, AttributeError) as error:
@@ -265,7 +265,7 @@ def _read_modules(directory: pathlib.Path) -> tuple[str, bool]:
     raise ValueError(f'{path}: module {unknown[0]} is not supported')
   if 'Pooling' not in kinds:
     raise ValueError(f'{path}: has no Pooling; one vector a text needs it')
-  raw = hf_config.read_json(directory / str(kinds['Pooling']) / 'config.json')
+  raw = json_fields.read_json(directory / str(kinds['Pooling']) / 'config.json')
   # Older versions have a flag a mode, newer ones the mode's name.
   flags = [
     _POOLING.get(key) or key
@@ -276,13 +276,13 @@ def _read_modules(directory: pathlib.Path) -> tuple[str, bool]:
 
 
 def _optional(path: pathlib.Path) -> dict[str, Any]:
-  return hf_config.read_json(path) if path.is_file() else {}
+  return json_fields.read_json(path) if path.is_file() else {}
 
 
 def _max_tokens(directory: pathlib.Path, config: EncoderConfig) -> int:
   raw = _optional(directory / 'sentence_bert_config.json')
   positions = config.max_position_embeddings
-  return min(hf_config.read_number(raw, 'max_seq_length', default=positions), positions)
+  return min(json_fields.read_number(raw, 'max_seq_length', default=positions), positions)
 
 
 def _prefixes(directory: pathlib.Path) -> tuple[str, str]:
@@ -300,7 +300,7 @@ def _read_tokenizer(directory: pathlib.Path, config: EncoderConfig, max_tokens: 
   import tokenizers
 
   path = directory / 'tokenizer.json'
-  hf_config.read_json(path)  # Its errors name the file, and what to do.
+  json_fields.read_json(path)  # Its errors name the file, and what to do.
   try:
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
   except Exception as error:  # tokenizers raises nothing narrower
@@ -326,7 +326,7 @@ def read_params(directory: pathlib.Path, config: EncoderConfig) -> dict[str, Any
   tensors = {name.removeprefix('bert.'): tensor for name, tensor in tensors.items()}
 
   def read(name, shape):
-    weights.check_tensor(directory, tensors, name, shape)
+    tensor_layout.check_tensor(directory, tensors, name, shape)
     array = tensor_files.read(tensors[name])
     weights.check_finite(directory, name, array)
     return array.astype(jnp.dtype(config.dtype))

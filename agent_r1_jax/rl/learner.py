@@ -91,6 +91,7 @@ def token_stats(
     computed,
     temperature,
     head.block_tokens(config.vocab_size),
+    config.logit_cap,
   )
   values = decoder.values(params, x_BTD) if 'value_head' in params else None
   stats = losses.TokenStats(logprobs, entropy, values)

@@ -34,6 +34,14 @@ _LLAMA3 = {
   'high_freq_factor': 4.0,
   'original_max_position_embeddings': 32,
 }
+# Of four pairs YaRN keeps the first, mixes the second and divides the others.
+_YARN = {
+  'rope_type': 'yarn',
+  'factor': 4.0,
+  'beta_fast': 3.0,
+  'beta_slow': 0.5,
+  'original_max_position_embeddings': 32,
+}
 _MODELS = {
   'qwen2': transformers.Qwen2Config(
     **_SIZES,
@@ -55,6 +63,77 @@ _MODELS = {
     head_dim=8,
     rms_norm_eps=1e-3,
     rope_parameters={'rope_type': 'default', 'rope_theta': 1000.0},
+  ),
+  'mistral': transformers.MistralConfig(
+    **_SIZES,
+    head_dim=8,
+    rms_norm_eps=1e-3,
+    sliding_window=5,
+    rope_parameters={'rope_type': 'default', 'rope_theta': 1000.0},
+  ),
+  'smollm3': transformers.SmolLM3Config(
+    **_SIZES,
+    rms_norm_eps=1e-3,
+    no_rope_layers=[1, 0],
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=None,
+    rope_parameters={'rope_type': 'default', 'rope_theta': 1000.0},
+  ),
+  'phi3': transformers.Phi3Config(
+    **_SIZES,
+    rms_norm_eps=1e-3,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=None,
+    rope_parameters={
+      'rope_type': 'default',
+      'rope_theta': 1000.0,
+      'partial_rotary_factor': 0.75,
+    },
+  ),
+  'olmo2': transformers.Olmo2Config(
+    **_SIZES,
+    rms_norm_eps=1e-2,
+    rope_parameters={'rope_type': 'default', 'rope_theta': 1000.0},
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=None,
+  ),
+  'olmo3': transformers.Olmo3Config(
+    **_SIZES,
+    rms_norm_eps=1e-2,
+    sliding_window=7,
+    layer_types=['sliding_attention', 'full_attention'],
+    rope_parameters={
+      'sliding_attention': {'rope_type': 'default', 'rope_theta': 100.0},
+      'full_attention': {**_YARN, 'rope_theta': 100.0},
+    },
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=None,
+  ),
+  'gemma2': transformers.Gemma2Config(
+    **_SIZES,
+    head_dim=8,
+    rms_norm_eps=1e-3,
+    query_pre_attn_scalar=6,
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=3.0,
+    sliding_window=7,
+    rope_parameters={'rope_type': 'default', 'rope_theta': 1000.0},
+  ),
+  'gemma3_text': transformers.Gemma3TextConfig(
+    **_SIZES,
+    head_dim=8,
+    rms_norm_eps=1e-3,
+    query_pre_attn_scalar=6,
+    sliding_window=5,
+    layer_types=['sliding_attention', 'full_attention'],
+    rope_parameters={
+      'sliding_attention': {'rope_type': 'default', 'rope_theta': 50.0},
+      'full_attention': {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': 1000.0},
+    },
   ),
 }
 _DTYPES = {'qwen2': torch.bfloat16}  # The others are float32.

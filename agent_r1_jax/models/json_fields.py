@@ -1,0 +1,61 @@
+"""JSON files that come with models, and the numbers in them."""
+
+import json
+import pathlib
+from typing import Any
+
+# Several times what the largest models have: a damaged file must not make us build lists
+# of a billion layers before the tensors are compared with it.
+_MAXIMA = {
+  'num_hidden_layers': 1_000,
+  'hidden_size': 131_072,
+  'intermediate_size': 1_048_576,
+  'num_attention_heads': 1_024,
+  'num_key_value_heads': 1_024,
+  'head_dim': 4_096,
+  'vocab_size': 4_194_304,
+  'max_position_embeddings': 1 << 30,
+}
+
+
+def read_json(path: pathlib.Path, kind: type = dict) -> Any:
+  """Reads the object in a JSON file; a ValueError names a missing or broken file."""
+  if path.parent.is_file():
+    raise ValueError(f'{path.parent}: is a file; give the directory that holds it.')
+  if not path.parent.is_dir():
+    raise ValueError(
+      f'{path.parent}: no such directory; give one with a model in HF layout. Names of '
+      'the Hub are not looked up.'
+    )
+  if not path.is_file() and (path.parent / 'adapter_config.json').is_file():
+    raise ValueError(
+      f'{path.parent}: holds adapters only; give the merged model, which a run writes to '
+      'WORKDIR/model, or merge them (peft: merge_and_unload, then save_pretrained).'
+    )
+  if not path.is_file():
+    raise ValueError(f'{path}: missing; a model in HF layout has it')
+  try:
+    value = json.loads(path.read_text('utf-8'))
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f'{path}: not JSON ({error}); fetch it again') from error
+  if not isinstance(value, kind):
+    name = 'array' if kind is list else 'object'
+    raise ValueError(f'{path}: holds no JSON {name}; fetch it again')
+  return value
+
+
+def read_number(
+  raw: dict[str, Any], key: str, kind: type = int, default: Any = None
+) -> Any:
+  """Reads a positive number of config.json; a ValueError names the field."""
+  value = raw.get(key)
+  value = default if value is None else value
+  allowed = (int, float) if kind is float else int
+  if isinstance(value, bool) or not isinstance(value, allowed) or value <= 0:
+    raise ValueError(f'{key} is {value!r}; a positive {kind.__name__} is needed')
+  maximum = _MAXIMA.get(key, 1e30)
+  if not value <= maximum:  # nor is NaN
+    raise ValueError(
+      f'{key} is {str(value):.20}; no known model has more than {maximum:,}'
+    )
+  return kind(value)

@@ -1,0 +1,77 @@
+"""Layers of which the decoder's blocks are made. Letters as in decoder.py."""
+
+from collections.abc import Callable
+import math
+
+from flax import linen as nn
+import jax
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from agent_r1_jax.models import lora, sharded_params, sharding
+
+
+def apply_flat(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
+  """Applies a layer to all tokens as one axis.
+
+  The gradient of a kernel then contracts one axis, which takes half the time of two on a
+  CPU. Rows and tokens that a mesh splits cannot become one axis.
+  """
+  if sharding.uses_context_parallelism():
+    return layer(x_BTX)
+  B, T = x_BTX.shape[:2]
+  y_MY = layer(x_BTX.reshape(B * T, *x_BTX.shape[2:]))
+  return y_MY.reshape(B, T, *y_MY.shape[1:])
+
+
+class Projection(nn.Module):
+  """x · kernel (+ bias) in `dtype`, [*M, *inputs] to [*M, *outputs], with any adapter."""
+
+  outputs: tuple[int, ...]
+  dtype: str
+  input_axes: int = 1
+  use_bias: bool = False
+  kernel_init: Callable[..., Array] = nn.initializers.lecun_normal()
+
+  @nn.compact
+  def __call__(self, x):
+    inputs = x.shape[-self.input_axes :]
+
+    def init(key, shape):
+      flat = (math.prod(inputs), math.prod(self.outputs))
+      return self.kernel_init(key, flat).reshape(shape)
+
+    x = x.astype(self.dtype)
+    kernel = self.param('kernel', init, inputs + self.outputs)
+    name = '/'.join((*self.path, 'kernel'))
+    if self.has_variable('params', 'lora_a'):
+      adapter = (self.get_variable('params', leaf) for leaf in lora.LEAVES)
+      y = lora.project(x, kernel, name, *adapter)
+    else:
+      kernel = sharded_params.gather_kernel(kernel.astype(self.dtype), name)
+      y = jnp.tensordot(x, kernel, self.input_axes)
+    if self.use_bias:
+      bias = self.param('bias', nn.initializers.zeros, self.outputs).astype(self.dtype)
+      y += jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
+    return checkpoint_name(y, 'projection')
+
+
+class RMSNorm(nn.Module):
+  """x / rms(x) * (scale + offset), computed in float32."""
+
+  eps: float
+  offset: float = 0.0
+  axes: int = 1  # How many of the last axes are normalised together.
+
+  @nn.compact
+  def __call__(self, x):
+    """Normalises x [..., D], or [..., N, H] over two axes."""
+    init = nn.initializers.constant(1.0 - self.offset)
+    scale = self.param('scale', init, x.shape[-self.axes :])
+    x32, last = x.astype(jnp.float32), tuple(range(-self.axes, 0))
+    x32 *= jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=last, keepdims=True) + self.eps)
+    scale = scale.astype(jnp.float32) + self.offset
+    return (x32 * scale.reshape((1,) * (x.ndim - self.axes) + scale.shape)).astype(
+      x.dtype
+    )

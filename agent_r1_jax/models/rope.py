@@ -1,0 +1,100 @@
+"""Rotary position embeddings (RoPE, arXiv 2104.09864), and how they are stretched.
+
+A model has one rotation, or several of which each layer has one: Gemma 3 turns the layers
+with a sliding window faster, and some layers of SmolLM3 are not turned at all.
+
+Letters as in decoder.py, and: R rotations, P pairs of numbers of a head that are turned,
+at most H / 2.
+"""
+
+import math
+from typing import Any
+
+from jax import Array
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+# The ways to stretch a rotation: `rope_type` in config.json -> the other fields of
+# DecoderConfig.rope_scaling. models/hf_config.py reads them.
+SCALINGS = {
+  'linear': ('factor',),
+  'llama3': (
+    'factor',
+    'low_freq_factor',
+    'high_freq_factor',
+    'original_max_position_embeddings',
+  ),
+  'yarn': (
+    'factor',
+    'original_max_position_embeddings',
+    'beta_fast',
+    'beta_slow',
+    'attention_factor',
+    'truncate',
+  ),
+}
+
+
+def frequencies(
+  theta: float, size: int, scaling: dict[str, Any] | None = None
+) -> Float[Array, 'P']:
+  """The inverse wavelengths of a rotation of `size` numbers, a position's angle each."""
+  freq = 1.0 / theta ** (jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+  if scaling is None:
+    return freq
+  kind, factor = scaling['rope_type'], scaling['factor']
+  # 1 keeps a frequency, 0 divides it by the factor, between them the two are mixed.
+  keep: Array | float = 0.0
+  if kind == 'llama3':
+    rotations = scaling['original_max_position_embeddings'] * freq / (2 * math.pi)
+    low, high = scaling['low_freq_factor'], scaling['high_freq_factor']
+    keep = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
+  elif kind == 'yarn':
+    keep = _keep_by_yarn(theta, size, scaling)
+  return keep * freq + (1.0 - keep) * freq / factor
+
+
+def _keep_by_yarn(theta: float, size: int, scaling: dict[str, Any]) -> Array:
+  """How much of each frequency YaRN keeps (arXiv 2309.00071, section 3.2).
+
+  It is 1 before the pair that turns beta_fast times in the original context, and 0 after
+  the one that turns beta_slow times.
+  """
+  original = scaling['original_max_position_embeddings']
+  pair = lambda turns: (
+    size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+  )
+  first, last = pair(scaling['beta_fast']), pair(scaling['beta_slow'])
+  if scaling['truncate']:
+    first, last = math.floor(first), math.ceil(last)
+  first, last = max(first, 0), min(last, size - 1)
+  last = last if last != first else last + 0.001
+  ramp = (jnp.arange(size // 2, dtype=jnp.float32) - first) / (last - first)
+  return 1.0 - jnp.clip(ramp, 0.0, 1.0)
+
+
+def compute_angles(
+  positions: Int[Array, 'B T'], rotations: list[tuple[Array, float]]
+) -> tuple[Float[Array, 'R B T 1 P'], Float[Array, 'R B T 1 P']]:
+  """Sin and cos at each position, times the factor of each rotation.
+
+  Args:
+    positions: The tokens' positions.
+    rotations: The frequencies and the factor of each; without frequencies, of zeros,
+      nothing is turned.
+  """
+  freq_RP = jnp.stack([freq for freq, _ in rotations])[:, None, None, None]
+  angles = positions[None, :, :, None, None].astype(jnp.float32) * freq_RP
+  factor_R = jnp.asarray([factor for _, factor in rotations], jnp.float32)
+  factor_R = factor_R.reshape(-1, 1, 1, 1, 1)
+  return jnp.sin(angles) * factor_R, jnp.cos(angles) * factor_R
+
+
+def rotate(x_BTNH: Array, angles: tuple[Array, Array]) -> Array:
+  """Turns the first 2 P numbers of each head: number i together with number i + P."""
+  sin, cos = angles
+  turned = 2 * sin.shape[-1]
+  x, rest = x_BTNH[..., :turned], x_BTNH[..., turned:]
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  x = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+  return jnp.concatenate([x, rest], -1) if rest.shape[-1] else x
