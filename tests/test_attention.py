@@ -31,11 +31,12 @@ def segments(T):
   return jnp.where(ids == 3, 0, ids)
 
 
-def plain(q, k, v, visible):
+def plain(q, k, v, visible, cap=None):
   """Attention by its definition, visible [B, T, T]; float32."""
   q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
   k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
   scores = jnp.einsum('btnh,bsnh->bnts', q, k) / q.shape[3] ** 0.5
+  scores = scores if cap is None else cap * jnp.tanh(scores / cap)
   weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf))
   return jnp.einsum('bnts,bsnh->btnh', weights, v)
 
@@ -56,7 +57,16 @@ def forest(T, seed):
 
 
 def assert_plain(
-  attend, *, H=32, T=256, heads=(2, 1), dtype='float32', ends=None, **tolerance: Any
+  attend,
+  *,
+  H=32,
+  T=256,
+  heads=(2, 1),
+  dtype='float32',
+  ends=None,
+  window=0,
+  cap=None,
+  **tolerance: Any,
 ):
   """Forward and backward; what padding of segments computes has no meaning."""
   rows = 1 if ends is None else len(ends)
@@ -68,6 +78,14 @@ def assert_plain(
     slope *= (ids > 0)[..., None, None]
   else:
     visible &= at[None, :, None] < ends[:, None]
+  # How many tokens each sees: its position in its text.
+  positions = visible.sum(-1) - 1
+  if window:
+    visible &= positions[:, :, None] - positions[:, None] < window
+    local = attention.Local(jnp.asarray(True), positions)
+    attend = functools.partial(attend, local=local)
+  if window or cap:
+    attend = functools.partial(attend, rules=attention.Rules(window, cap))
 
   def both(attend, spans):
     def total(q, k, v):
@@ -77,7 +95,10 @@ def assert_plain(
     return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)
 
   mine = both(attend, [ids] if ends is None else [None, ends])
-  for x, y in zip(*map(jax.tree.leaves, (mine, both(plain, [visible]))), strict=True):
+  for x, y in zip(
+    *map(jax.tree.leaves, (mine, both(functools.partial(plain, cap=cap), [visible]))),
+    strict=True,
+  ):
     np.testing.assert_allclose(x.astype(float), y.astype(float), **tolerance)
 
 
@@ -99,6 +120,27 @@ def test_a_cpus_blocks_in_bfloat16():
   assert_plain(attention.packed, dtype='bfloat16', rtol=0.05, atol=0.1)
 
 
+@pytest.mark.parametrize('window', [1, 40, 300])
+@pytest.mark.parametrize('of_trees', [False, True])
+def test_a_window_in_a_cpus_blocks_is_the_plain_attention(window, of_trees):
+  """It counts along a path, and not along the row, where other branches lie between."""
+  ends = jnp.asarray(forest(250, 1), jnp.int32)[None] if of_trees else None
+  shape: Any = {'T': 250, 'ends': ends, 'window': window, 'cap': 0.7}
+  assert_plain(attention.packed, **shape, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_before_the_window_are_not_read():
+  q, k, v, _ = inputs(1, 256, 2, 1, 32)
+  spoilt, ids = v.at[:, :64].set(jnp.nan), jnp.ones((1, 256), int)
+  local = attention.Local(True, jnp.arange(256)[None])
+  attend = functools.partial(attention.packed, rules=attention.Rules(window=64))
+  out = attend(q, k, spoilt, ids, local=local)
+  # Token 126 sees token 63, so that its block reads the spoilt one; the next does not.
+  np.testing.assert_array_equal(np.isnan(out[0]).any((1, 2)), np.arange(256) < 128)
+  everything = local._replace(slides=False)
+  assert np.isnan(attend(q, k, spoilt, ids, local=everything)).all()
+
+
 def test_blocks_that_nothing_sees_are_not_read():
   """NaN in a segment's keys reaches that segment alone: it is masked nowhere else."""
   q, k, v, _ = inputs(1, 256, 2, 1, 32)
@@ -115,6 +157,18 @@ def test_blocks_that_nothing_sees_are_not_read():
 def test_the_kernel_for_tpus_is_the_plain_attention(H):
   interpreted = functools.partial(attention_kernels.splash, interpret=True)
   assert_plain(interpreted, H=H, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('slides', [True, False])
+def test_the_kernel_for_tpus_with_a_window_and_a_cap(slides):
+  """In a layer that does not slide, the window changes nothing."""
+
+  def attend(q, k, v, ids, rules, local=None):
+    layer = jnp.asarray(slides), 100, rules.cap
+    return attention_kernels.splash(q, k, v, ids, *layer, interpret=True)
+
+  window = 100 if slides else 0
+  assert_plain(attend, H=64, window=window, cap=0.7, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture
@@ -190,6 +244,13 @@ def test_what_cudnn_is_given_is_the_plain_attention(gpu, monkeypatch):
 
 def test_what_xla_is_given_for_gpus_is_the_plain_attention(gpu):
   assert_plain(attention.packed, T=250, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('of_trees', [False, True])
+def test_a_window_and_a_cap_by_xla_for_gpus(gpu, of_trees):
+  ends = jnp.asarray(forest(250, 1), jnp.int32)[None] if of_trees else None
+  shape: Any = {'T': 250, 'ends': ends, 'window': 40, 'cap': 0.7}
+  assert_plain(attention.packed, **shape, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ def inputs(seed=0):
   return x, kernel, tokens, jnp.asarray(rng.random(M) < 0.6)
 
 
-def plain(x, kernel, tokens, temperature=TEMPERATURE):
+def plain(x, kernel, tokens, temperature=TEMPERATURE, cap=None):
   """All logits at once."""
-  logp = jax.nn.log_softmax(x @ kernel / temperature)
+  logits = x @ kernel if cap is None else cap * jnp.tanh(x @ kernel / cap)
+  logp = jax.nn.log_softmax(logits / temperature)
   chosen = jnp.take_along_axis(logp, tokens[:, None], axis=1)[:, 0]
   return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
@@ -34,16 +35,18 @@ def weighted(f, slopes):
 
 @pytest.mark.parametrize('block', [1, 7, 29, 64])
 @pytest.mark.parametrize('wanted', ['some', 'all', 'none'])
-def test_blocks_and_their_gradient_are_the_plain_formula(block, wanted):
+@pytest.mark.parametrize('cap', [None, 1.5])
+def test_blocks_and_their_gradient_are_the_plain_formula(block, wanted, cap):
   x, kernel, tokens, some = inputs()
   mask = {'some': some, 'all': jnp.ones(M, bool), 'none': jnp.zeros(M, bool)}[wanted]
   slopes = np.random.default_rng(1).normal(size=(2, M)).astype(np.float32)
 
   def ours(x, kernel):
-    return head.logprobs(x, kernel, tokens, mask, TEMPERATURE, block)
+    return head.logprobs(x, kernel, tokens, mask, TEMPERATURE, block, cap)
 
   def theirs(x, kernel):
-    return [jnp.where(mask, y, 0.0) for y in plain(x, kernel, tokens)]
+    out = plain(x, kernel, tokens, cap=cap)
+    return [jnp.where(mask, y, 0.0) for y in out]
 
   for mine, other in zip(jax.jit(ours)(x, kernel), theirs(x, kernel), strict=True):
     np.testing.assert_allclose(mine, other, rtol=0, atol=2e-6)

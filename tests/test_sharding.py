@@ -102,6 +102,81 @@ def test_axes_that_split_a_dimension_together_are_named_together():
     sharding.make_shardings(params, mesh)
 
 
+_MIXED = """
+import dataclasses
+import jax, numpy as np
+jax.config.update('jax_num_cpu_devices', 8)
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+import tiny
+from agent_r1_jax import types
+from agent_r1_jax.models import decoder, sampling_params, sharding
+from agent_r1_jax.rl import algorithms, learner, packing
+from agent_r1_jax.rl import table as table_lib
+
+rng = np.random.default_rng(0)
+B, T = 8, 32
+texts = [rng.integers(0, 3, n).astype(np.int32) for n in rng.integers(2, 24, 48)]
+tokens = table_lib.from_segments(
+  [types.Segment(t, t > 0, np.zeros(len(t), np.float32)) for t in texts]
+)
+normal = lambda n: rng.normal(size=n).astype(np.float32)
+columns = ('old_logprobs', 'advantages', 'values', 'returns')
+columns = {x: normal(len(tokens)) * tokens.action_mask for x in columns}
+columns['weights'] = tokens.action_mask / len(tokens)
+tokens = dataclasses.replace(tokens, **columns)
+rows, trees = (
+  packing.pack_microbatches(tokens, packing.MicrobatchShape(2 * B, T, of_trees))[0][0]
+  for of_trees in (False, True)
+)
+assert trees.tree is not None and rows.tree is None
+loss = learner.objective(algorithms.grpo())
+
+def check(family, batch, sizes, **fields):
+  config = dataclasses.replace(tiny.config(family, layers=2), num_heads=8, **fields)
+  params = jax.device_get(tiny.params(config))
+  options = dict(config=config, loss=loss, temperature=0.7)
+  want, sums = jax.device_get(learner._gradient(params, batch, **options))
+  mesh = sharding.make_mesh(**sizes)
+  where = sharding.make_shardings(params, mesh)
+  with jax.set_mesh(mesh):
+    here = jax.device_put(batch, sharding.batch_sharding(mesh))
+    found, found_sums = learner._gradient(jax.device_put(params, where), here, **options)
+  np.testing.assert_allclose(found_sums['loss'], sums['loss'], rtol=1e-6)
+  for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(want),
+                          jax.tree.leaves(found), strict=True):
+    atol = 1e-5 * np.abs(x).max()
+    np.testing.assert_allclose(y, x, rtol=0, atol=atol, err_msg=f'{family} {path}')
+  for x, at in zip(jax.tree.leaves(found), jax.tree.leaves(where), strict=True):
+    assert x.addressable_shards[0].data.shape == at.shard_shape(x.shape)
+  # The engine's replica: experts and heads on two chips.
+  layers = sampling_params.unstack(jax.device_put(params), config)
+  args = np.arange(12, dtype=np.int32).reshape(2, 6), np.tile(np.arange(6), (2, 1))
+  want, _ = decoder.extend(layers, config, *args, decoder.empty_cache(config, 2, 16))
+  pair = sharding.make_mesh(tensor=2, devices=jax.devices()[:2])
+  with jax.set_mesh(pair):
+    cache = sharding.shard_cache(decoder.empty_cache(config, 2, 16), pair)
+    layers = jax.device_put(layers, sharding.make_shardings(layers, pair))
+    extend = jax.jit(lambda p, c: decoder.extend(p, config, *args, c)[0])
+    np.testing.assert_allclose(extend(layers, cache), want, rtol=0, atol=1e-4)
+
+meshes = dict(data=2, fsdp=2, tensor=2), dict(fsdp=2, tensor=4), dict(fsdp=4, context=2)
+slides = dict(sliding=(True, False), window=5, vocab_size=304)
+for batch, sizes in zip((rows, trees, rows), meshes):
+  check('qwen3_moe', batch, sizes, vocab_size=304)
+  check('gemma3_text', batch, sizes, local_rope_theta=50.0, query_scale=6, **slides)
+check('qwen2_moe', rows, meshes[1], vocab_size=304)
+check('gemma2', trees, meshes[0], attention_cap=2.0, logit_cap=3.0, **slides)
+check('olmo3', rows, meshes[0], local_rope_theta=1e4, **slides)
+check('smollm3', rows, meshes[2], nope=(False, True), vocab_size=304)
+"""
+
+
+def test_layers_of_several_kinds_and_experts_on_eight_chips():
+  paths = os.pathsep.join(map(str, (script.ROOT / 'tests', script.ROOT)))
+  done = script.run('-c', _MIXED, PYTHONPATH=paths)
+  assert done.returncode == 0, done.stderr
+
+
 _EIGHT = """
 import dataclasses, math, re
 import jax, numpy as np, optax

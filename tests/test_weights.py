@@ -30,7 +30,10 @@ _LLAMA3 = {
 _CAPS = {'query_scale': 5, 'attention_cap': 20.0, 'logit_cap': 9.0}
 _SLIDES = {'sliding': (True, False, True), 'window': 16}
 # What a family's config.json can say besides the sizes.
+_MIXTURE = {'num_experts': 4, 'experts_per_token': 2, 'expert_dim': 10, 'mlp_dim': 0}
 _PARTICULARS = {
+  'qwen2_moe': {**_MIXTURE, 'shared_dim': 14},
+  'qwen3_moe': {**_MIXTURE, 'normalize_experts': True},
   'llama': {'rope_scaling': _LLAMA3},
   'qwen3': _SLIDES,
   'mistral': {'sliding': (True,) * 3, 'window': 16},

@@ -19,7 +19,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.models import decoder, families, weights
 from agent_r1_jax.rl import learner, packing, table
 
 TEXTS = (
@@ -57,7 +57,10 @@ def full_name(name: str) -> str:
 
 
 def config(family: str = 'llama', layers: int = 2) -> decoder.DecoderConfig:
-  """Grouped queries, and each family's biases and norms."""
+  """Grouped queries, and each family's biases, norms and experts."""
+  mixture = {'experts_per_token': 2, 'normalize_experts': family == 'qwen3_moe'}
+  sizes = {'num_experts': 8, 'expert_dim': 12, 'shared_dim': 8, 'mlp_dim': 24}
+  has = {field for field, _ in families.FAMILIES[family].sizes.values()}
   return decoder.DecoderConfig(
     family=family,
     vocab_size=VOCAB,
@@ -66,7 +69,8 @@ def config(family: str = 'llama', layers: int = 2) -> decoder.DecoderConfig:
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
-    mlp_dim=24,
+    **{field: size for field, size in sizes.items() if field in has},
+    **(mixture if 'num_experts' in has else {}),
   )
 
 

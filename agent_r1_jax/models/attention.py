@@ -79,7 +79,7 @@ def packed(
   specs: Any = (PartitionSpec(), rows)
   return jax.shard_map(
     functools.partial(_attend_across_chips, trees=trees, rules=rules),
-    in_specs=(heads, heads, heads, rows, local and specs),
+    in_specs=(heads, heads, heads, rows, local and Local(*specs)),
     out_specs=heads,
     check_vma=False,
   )(*_split_heads(q_BTNH, k_BTKH, v_BTKH, mesh.shape['tensor']), spans_BT, local)

@@ -20,7 +20,14 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from agent_r1_jax.models import attention, families, rope, sharded_params, sharding
+from agent_r1_jax.models import (
+  attention,
+  experts,
+  families,
+  rope,
+  sharded_params,
+  sharding,
+)
 from agent_r1_jax.models.layers import Projection, RMSNorm, apply_flat
 
 Params = dict[str, Any]
@@ -50,6 +57,12 @@ class DecoderConfig:
   num_kv_heads: int
   head_dim: int
   mlp_dim: int = 0  # 0 where each layer has experts.
+  num_experts: int = 0
+  experts_per_token: int = 0
+  expert_dim: int = 0  # The feed-forward of an expert.
+  shared_dim: int = 0  # That of an expert that computes all tokens; 0 for none.
+  # Whether the weights of a token's experts sum to 1.
+  normalize_experts: bool = False
   rope_theta: float = 10_000.0
   # How the rotation is stretched: {'rope_type', ...} with the fields of rope.SCALINGS.
   rope_scaling: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
@@ -82,6 +95,9 @@ class DecoderConfig:
     if self.remat not in _REMAT:
       raise ValueError(f'remat is {self.remat!r}; give one of {tuple(_REMAT)}.')
 
+    for name, _ in self.facts.sizes.values():
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name} is {getattr(self, name)}; a {self.family} has some.')
     for name in ('sliding', 'nope'):
       if len(getattr(self, name)) not in (0, self.num_layers):
         raise ValueError(
@@ -198,13 +214,14 @@ class MLP(nn.Module):
   """A gated feed-forward: SwiGLU, or GeGLU in Gemma."""
 
   config: DecoderConfig
+  dim: int
 
   @nn.compact
   def __call__(self, x_BTD):
     """Down(activation(gate(x)) * up(x)), [B, T, D] to [B, T, D]."""
     c = self.config
-    gate = Projection((c.mlp_dim,), c.dtype, name='gate')
-    up = Projection((c.mlp_dim,), c.dtype, name='up')
+    gate = Projection((self.dim,), c.dtype, name='gate')
+    up = Projection((self.dim,), c.dtype, name='up')
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
     down = Projection((c.embed_dim,), c.dtype, kernel_init=init, name='down')
     activate = _ACTIVATIONS[c.facts.activation]
@@ -228,9 +245,30 @@ class Block(nn.Module):
     normed = self._normalise('attn_norm', x_BTD)
     out, cache = attend(normed, positions_BT, angles, segments, kind, cache)
     x_BTD += self._normalise('attn_out_norm', out)
-    out = MLP(c, name='mlp')(self._normalise('mlp_norm', x_BTD))
+    out = self._feed_forward(self._normalise('mlp_norm', x_BTD))
     x_BTD += self._normalise('mlp_out_norm', out)
     return x_BTD, cache
+
+  def _feed_forward(self, x_BTD: Array) -> Array:
+    """Computes a dense feed-forward, or experts and the one that is shared, if any."""
+    c = self.config
+    if not c.num_experts:
+      return MLP(c, c.mlp_dim, name='mlp')(x_BTD)
+    mixture = experts.Experts(
+      num_experts=c.num_experts,
+      per_token=c.experts_per_token,
+      expert_dim=c.expert_dim,
+      normalize=c.normalize_experts,
+      dtype=c.dtype,
+      activate=_ACTIVATIONS[c.facts.activation],
+      out_scale=1 / (2 * c.num_layers),
+      name='moe',
+    )
+    out, _ = mixture(x_BTD)
+    if c.shared_dim:
+      weight_BT1 = Projection((1,), c.dtype, name='shared_weight')(x_BTD)
+      out += nn.sigmoid(weight_BT1) * MLP(c, c.shared_dim, name='shared')(x_BTD)
+    return out
 
   def _normalise(self, name: str, x: Array) -> Array:
     """Applies a norm if the family has it."""

@@ -8,7 +8,7 @@ the tests of all families follow the table.
 
 A dimension is a letter: L layers, D embed, F feed-forward, N query heads, K key-value
 heads, H head dim, V vocabulary, E experts, I feed-forward of an expert, S that of the
-expert that all tokens share; d is embed where no mesh splits it.
+expert that all tokens share; d and e are embed and experts where no mesh splits them.
 """
 
 from collections.abc import Callable
@@ -146,6 +146,19 @@ _MLP = (
   _layer('mlp/up/kernel', 'mlp.up_proj.weight', 'D>F'),
   _layer('mlp/down/kernel', 'mlp.down_proj.weight', 'F>D'),
 )
+# Those of an expert are stacked over the experts.
+_EXPERTS = (
+  _layer('moe/router/kernel', 'mlp.gate.weight', 'D>e'),
+  _layer('moe/gate/kernel', 'mlp.experts.{}.gate_proj.weight', 'ED>I'),
+  _layer('moe/up/kernel', 'mlp.experts.{}.up_proj.weight', 'ED>I'),
+  _layer('moe/down/kernel', 'mlp.experts.{}.down_proj.weight', 'EI>D'),
+)
+_SHARED_EXPERT = (
+  _layer('shared/gate/kernel', 'mlp.shared_expert.gate_proj.weight', 'D>S'),
+  _layer('shared/up/kernel', 'mlp.shared_expert.up_proj.weight', 'D>S'),
+  _layer('shared/down/kernel', 'mlp.shared_expert.down_proj.weight', 'S>D'),
+  _layer('shared_weight/kernel', 'mlp.shared_expert_gate.weight', 'D>1'),
+)
 _FUSED = {
   f'model.layers.{{}}.{fused}.weight': tuple(
     f'model.layers.{{}}.{part}.weight' for part in parts
@@ -160,6 +173,7 @@ _HEAD = (
   Parameter('lm_head/kernel', 'lm_head.weight', 'D>V'),
 )
 _LAYERS = (*_ATTENTION, *_MLP)
+_MIXTURE = (*_EMBEDDING, *_NORMS, *_ATTENTION, *_HEAD)
 _LLAMA = (*_EMBEDDING, *_NORMS, *_LAYERS, *_HEAD)
 _OLMO = (*_EMBEDDING, *_NORMS_AFTER, *_LAYERS, *_QK_NORM_OF_ALL, *_HEAD)
 _GEMMA2 = (*_EMBEDDING, *_NORMS_AROUND, *_LAYERS, *_HEAD)
@@ -192,6 +206,13 @@ _CAUSAL = {'use_bidirectional_attention': (None, False)}
 # The first files of Gemma say 'gelu' and mean the approximation by tanh.
 _GELU = {**_NO_BIAS, 'hidden_act': ('gelu_pytorch_tanh', 'gelu'), **_CAUSAL}
 _NO_WINDOW = {'use_sliding_window': False}
+# Every layer has experts.
+_ALL_SPARSE = {
+  'decoder_sparse_step': (1,),
+  'mlp_only_layers': ([], None),
+  'use_sliding_window': (False,),
+}
+_PER_TOKEN = {'experts_per_token': ('num_experts_per_tok', int)}
 _WIDE_HEADS = {'head_dim': 256, 'tie_word_embeddings': True}
 _CAPS = {
   'query_scale': ('query_pre_attn_scalar', int),
@@ -222,6 +243,23 @@ FAMILIES = {
     parameters=(*_LLAMA, *_QK_NORM),
     fixed=_NO_BIAS,
     defaults={'head_dim': 128},
+  ),
+  'qwen2_moe': _QWEN2._replace(
+    architecture='Qwen2MoeForCausalLM',
+    parameters=(*_MIXTURE, *_QKV_BIAS, *_EXPERTS, *_SHARED_EXPERT),
+    fixed=_SILU | _ALL_SPARSE | {'qkv_bias': (True,)},
+    numbers=_PER_TOKEN,
+    is_sliding=None,
+    mixes_types=False,
+  ),
+  'qwen3_moe': _QWEN2._replace(
+    architecture='Qwen3MoeForCausalLM',
+    parameters=(*_MIXTURE, *_QK_NORM, *_EXPERTS),
+    fixed=_NO_BIAS | _ALL_SPARSE,
+    defaults={'head_dim': 128},
+    numbers=_PER_TOKEN,
+    is_sliding=None,
+    mixes_types=False,
   ),
   'llama': Family('LlamaForCausalLM', _LLAMA, _NO_BIASES),
   'mistral': Family(

@@ -48,6 +48,7 @@ def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
     **family.written,
     **{key: getattr(config, field) for field, (key, _) in family.numbers.items()},
     **_make_layer_types(config),
+    **({'norm_topk_prob': config.normalize_experts} if config.num_experts else {}),
   }
 
 
@@ -99,7 +100,9 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
     if raw.get(key, supported[0]) not in supported:
       raise ValueError(f'{key} is {raw[key]!r}; only {supported[0]!r} is supported')
   heads = json_fields.read_number(raw, 'num_attention_heads')
-  defaults = {'K': heads, 'H': json_fields.read_number(raw, 'hidden_size') // heads}
+  head_dim = json_fields.read_number(raw, 'hidden_size') // heads
+  # transformers 5 has another name for the number of experts.
+  defaults = {'K': heads, 'H': head_dim, 'E': raw.get('num_local_experts')}
   layers = _parse_layers(raw, family)
   config = decoder.DecoderConfig(
     family=name,
@@ -115,6 +118,7 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
       if raw.get(key) is not None
     },
     norm_eps=json_fields.read_number(raw, family.norm_eps, float),
+    normalize_experts=bool(raw.get('norm_topk_prob', False)),
     tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
     max_positions=json_fields.read_number(raw, 'max_position_embeddings'),
   )

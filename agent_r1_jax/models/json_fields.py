@@ -13,6 +13,7 @@ _MAXIMA = {
   'num_attention_heads': 1_024,
   'num_key_value_heads': 1_024,
   'head_dim': 4_096,
+  'num_experts': 65_536,
   'vocab_size': 4_194_304,
   'max_position_embeddings': 1 << 30,
 }

@@ -16,9 +16,9 @@ def unstack(params: decoder.Params, config: decoder.DecoderConfig) -> decoder.Pa
   """Makes the parameters of `decoder.extend` from those of the learner.
 
   `layers` becomes a tuple with a tree for each layer: an array [L, ...] becomes L arrays.
-  Norms stay float32, everything else is cast to config.dtype. Adapters are merged, one
-  kernel after the other: all merged kernels together would be a second copy of the
-  layers.
+  Norms and routers stay float32, everything else is cast to config.dtype. Adapters are
+  merged, one kernel after the other: all merged kernels together would be a second copy
+  of the layers.
   """
   others = {k: v for k, v in params.items() if k not in ('layers', 'final_norm')}
   cast = jax.tree.map(lambda x: x.astype(config.dtype), others)
@@ -39,7 +39,8 @@ def _unstack_tree(
       # [L, D, N, H] -> [L, D, N H], and the bias likewise: a TPU stores the last two axes
       # in tiles, so that XLA would copy each kernel at every decode to join N and H.
       joined = place.startswith('layers/attn/q/')
-      dtype = x.dtype.name if '_norm' in place else config.dtype
+      exact = '_norm' in place or '/router/' in place
+      dtype = x.dtype.name if exact else config.dtype
       # A merged kernel is freed only when this is done.
       stacks[name] = jax.block_until_ready(_unstack_leaf(x, joined=joined, dtype=dtype))
   return tuple({k: x[i] for k, x in stacks.items()} for i in range(config.num_layers))

@@ -10,7 +10,8 @@
 
 A batch's rows are sharded over `data` and `fsdp`, and a row's tokens over `context`.
 Parameters are replicated over `data`, sharded over `fsdp` and `context` (XLA gathers a
-layer where it is used), and their heads, feed-forward and vocabulary over `tensor`.
+layer where it is used), and their heads, feed-forward, experts and vocabulary over
+`tensor`.
 `context` is for rows that are too long for one chip. Only two computations mix tokens:
 attention, for which the chips of a row exchange tokens for heads, and the learner's shift
 by one. It is the last axis, so that these chips are neighbours. XLA derives most of the
@@ -38,7 +39,7 @@ PARAM_AXES = ('fsdp', 'context')  # of a parameter's dimension D
 
 # The mesh axes of a parameter's dimensions, by their letters in models/families.py. Other
 # dimensions are replicated; so is an adapter's rank, so that merging is local.
-_SPLIT_BY = {'D': PARAM_AXES} | dict.fromkeys('VNKF', ('tensor',))
+_SPLIT_BY = {'D': PARAM_AXES} | dict.fromkeys('VNKFES', ('tensor',))
 # Adafactor's statistics of a kernel are thousands of times smaller and have fewer axes.
 _FACTORED = re.compile(r'\bv_(row|col)/')
 # The engine's parameters have one tree for each layer, and no dimension L.

@@ -44,7 +44,7 @@ class Stored(NamedTuple):
 def list_leaves(config: decoder.DecoderConfig, value_head: bool) -> list[Leaf]:
   """Lists the parameters of a model by the table of its family."""
   sizes = {x: getattr(config, field) for x, (field, _) in config.facts.sizes.items()}
-  sizes |= {'d': sizes['D'], '1': 1}
+  sizes |= {'d': sizes['D'], 'e': sizes.get('E', 0), '1': 1}
   parameters = [*config.facts.parameters, *(families.VALUE_HEAD if value_head else ())]
   untied = lambda parameter: parameter.path != 'lm_head/kernel'
   if config.tie_embeddings:

@@ -42,6 +42,7 @@ _YARN = {
   'beta_slow': 0.5,
   'original_max_position_embeddings': 32,
 }
+_EXPERTS = {'num_experts': 6, 'num_experts_per_tok': 2, 'moe_intermediate_size': 12}
 _MODELS = {
   'qwen2': transformers.Qwen2Config(
     **_SIZES,
@@ -135,6 +136,21 @@ _MODELS = {
       'full_attention': {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': 1000.0},
     },
   ),
+  'qwen2_moe': transformers.Qwen2MoeConfig(
+    **_SIZES,
+    **_EXPERTS,
+    shared_expert_intermediate_size=20,
+    rms_norm_eps=1e-3,
+    rope_parameters={'rope_type': 'default', 'rope_theta': 1000.0},
+  ),
+  'qwen3_moe': transformers.Qwen3MoeConfig(
+    **_SIZES,
+    **_EXPERTS,
+    head_dim=8,
+    norm_topk_prob=True,
+    rms_norm_eps=1e-2,
+    rope_parameters={'rope_type': 'default', 'rope_theta': 5000.0},
+  ),
 }
 _DTYPES = {'qwen2': torch.bfloat16}  # The others are float32.
 _LENGTHS = (48, 11, 1)
@@ -148,7 +164,7 @@ def _randomize(model, generator):
     elif name.endswith('bias') or 'embed' in name:
       x.data = 0.5 * noise
     else:
-      x.data = 1.5 * noise / x.shape[1] ** 0.5
+      x.data = 1.5 * noise / x.shape[-1] ** 0.5
 
 
 def main():

@@ -1,0 +1,120 @@
+"""Mixtures of experts: every token is computed by its own, whatever the others take."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from agent_r1_jax.models import experts
+
+_D, _E, _I = 6, 5, 7
+
+
+def _inputs(M, k, seed=0, concentrated=False):
+  """Tokens in two rows, weights, experts and kernels, all random."""
+  rng = np.random.default_rng(seed)
+  make = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  kernels = experts.Kernels(make(_E, _D, _I), make(_E, _D, _I), make(_E, _I, _D))
+  among = 2 if concentrated else _E
+  expert = np.stack([rng.permutation(among)[:k] for _ in range(M)]).reshape(2, -1, k)
+  return make(2, M // 2, _D), make(2, M // 2, k), jnp.asarray(expert), kernels
+
+
+def _every_expert(x, weight, expert, kernels):
+  """The definition: all experts compute all tokens, and most of it is not used."""
+  hidden = jax.nn.silu(jnp.einsum('btd,edi->btei', x, kernels.gate))
+  hidden *= jnp.einsum('btd,edi->btei', x, kernels.up)
+  out = jnp.einsum('btei,eid->bted', hidden, kernels.down)
+  chosen = jnp.take_along_axis(out, expert[..., None], axis=2)
+  return (chosen * weight[..., None]).sum(2)
+
+
+@pytest.fixture(params=['cpu', 'gpu'])
+def platform(request, monkeypatch):
+  """By blocks, and by XLA's ragged product as on accelerators."""
+  monkeypatch.setattr(experts.sharding, 'platform', lambda: request.param)
+
+
+@pytest.mark.parametrize('concentrated', [False, True])
+@pytest.mark.parametrize(('M', 'k'), [(2, 1), (30, 2), (300, 2)])
+def test_experts_and_their_gradient_are_the_definition(platform, M, k, concentrated):
+  """If all tokens take two of the experts, none is dropped, and the others idle."""
+  x, weight, expert, kernels = _inputs(M, k, concentrated=concentrated)
+  slope = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), jnp.float32)
+  mix = functools.partial(experts.mix, activate=jax.nn.silu)
+
+  def both(f):
+    total = lambda x, weight, kernels: jnp.vdot(slope, f(x, weight, expert, kernels))
+    gradient = jax.grad(total, argnums=(0, 1, 2))(x, weight, kernels)
+    return f(x, weight, expert, kernels), gradient
+
+  found, want = (jax.jit(functools.partial(both, f))() for f in (mix, _every_expert))
+  for y, z in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(y, z, rtol=0, atol=2e-5 * np.abs(z).max() + 1e-7)
+
+
+def test_a_token_is_the_same_whatever_the_others_take(platform):
+  """To the last bit: else a rollout would depend on what else is in the batch."""
+  x, weight, expert, kernels = _inputs(60, 2)
+  _, _, others, _ = _inputs(60, 2, seed=5, concentrated=True)
+  mix = jax.jit(functools.partial(experts.mix, activate=jax.nn.silu))
+  out = mix(x, weight, expert, kernels)
+  moved = mix(x.at[1].add(1.0), weight, expert.at[1].set(others[1]), kernels)
+  np.testing.assert_array_equal(moved[0], out[0])
+  assert not np.array_equal(moved[1], out[1])
+
+
+def test_experts_of_another_chip_add_nothing(platform):
+  x, weight, expert, kernels = _inputs(30, 2)
+  half = lambda part: jax.tree.map(lambda x: x[part], kernels)
+  mix = functools.partial(experts._mix, activate=jax.nn.silu)
+  parts = (
+    mix(x, weight, expert, half(slice(0, 2))),
+    mix(x, weight, expert - 2, half(slice(2, None))),
+  )
+  whole = mix(x, weight, expert, kernels)
+  np.testing.assert_allclose(sum(parts), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ('block', 'slot', 'token', 'sizes'),
+  [
+    (1, [1, 0, 2], [1, 0, 2], [1, 2]),
+    (2, [2, 0, 3], [1, 3, 0, 2, 3, 3], [2, 2]),
+  ],
+)
+def test_the_example_of_sorting(block, slot, token, sizes):
+  """That of the docstring; the blocks that no expert needs come last."""
+  slots = experts._sort(jnp.asarray([[1], [0], [1]]), 2, block)
+  assert slots.slot[:, 0].tolist() == slot
+  assert slots.token.tolist() == token
+  assert slots.sizes.tolist() == sizes
+
+
+def test_there_are_slots_enough_for_any_choice():
+  """All to one expert, and as evenly as it goes; each pair has a slot of its own."""
+  rng = np.random.default_rng(0)
+  for M, E, block in ((1, 5, 8), (17, 3, 4), (64, 8, 8), (9, 1, 2)):
+    choices = np.zeros(M, int), np.arange(M) % E, rng.integers(0, E, M)
+    for choice in choices:
+      slots = experts._sort(jnp.asarray(choice)[:, None], E, block)
+      assert len(set(slots.slot[:, 0].tolist())) == M
+      np.testing.assert_array_equal(slots.token[slots.slot[:, 0]], np.arange(M))
+      assert (slots.token < M).sum() == M
+
+
+@pytest.mark.parametrize('normalize', [False, True])
+def test_the_router_takes_the_likeliest(normalize):
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, _D)), jnp.bfloat16)
+  router = jnp.asarray(np.random.default_rng(1).normal(size=(_D, _E)), jnp.float32)
+  weight, expert = experts.route(x, router, 2, normalize)
+  logits = np.asarray(x, np.float64) @ np.asarray(router, np.float64)
+  chances = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+  likeliest = np.argsort(-chances)[..., :2]
+  np.testing.assert_array_equal(expert, likeliest)
+  want = np.take_along_axis(chances, likeliest, -1)
+  want = want / want.sum(-1, keepdims=True) if normalize else want
+  assert weight.dtype == jnp.float32
+  np.testing.assert_allclose(weight, want, rtol=1e-5)
