@@ -31,9 +31,9 @@ def _every_expert(x, weight, expert, kernels):
   return (chosen * weight[..., None]).sum(2)
 
 
-@pytest.fixture(params=['cpu', 'gpu'])
+@pytest.fixture(params=['cpu', 'gpu', 'tpu'])
 def platform(request, monkeypatch):
-  """By blocks, and by XLA's ragged product as on accelerators."""
+  """By blocks, in rounds, and by XLA's ragged product."""
   monkeypatch.setattr(experts.sharding, 'platform', lambda: request.param)
 
 

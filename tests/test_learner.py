@@ -47,7 +47,8 @@ _SURROGATES = {
 @pytest.fixture
 def bare(monkeypatch):
   """Replaces the model: its token stats are the parameters themselves."""
-  monkeypatch.setattr(learner, 'token_stats', lambda p, *_, **__: losses.TokenStats(**p))
+  compute = lambda params, *_, **__: (losses.TokenStats(**params), None)
+  monkeypatch.setattr(learner, '_stats_and_loads', compute)
 
 
 _OBJECTIVE = learner.objective(_PPO, shared_critic=True)

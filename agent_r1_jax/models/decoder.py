@@ -9,10 +9,9 @@ Letters: B rows (packed, or of the cache), T query tokens, S key slots, L layers
 F feed-forward, N query heads, K key-value heads, G = N / K, H head dim, V vocabulary.
 """
 
-import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax import linen as nn
 import jax
@@ -23,12 +22,12 @@ from jaxtyping import Float, Int
 from agent_r1_jax.models import (
   attention,
   experts,
-  families,
   rope,
   sharded_params,
   sharding,
 )
-from agent_r1_jax.models.layers import Projection, RMSNorm, apply_flat
+from agent_r1_jax.models.decoder_config import DecoderConfig, layer_kinds
+from agent_r1_jax.models.layers import MLP, Projection, RMSNorm, apply_flat
 
 Params = dict[str, Any]
 # The scan over at most this many layers is unrolled: a scan copies its residuals into one
@@ -43,92 +42,6 @@ _REMAT: dict[str, Any] = {
 _ACTIVATIONS = {'silu': nn.silu, 'gelu_pytorch_tanh': nn.gelu}
 # One (k, v) pair a layer, each [B, K, S, H].
 Cache = tuple[tuple[Array, Array], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class DecoderConfig:
-  """The shape of a decoder."""
-
-  family: str  # A key of families.FAMILIES; what config.json will call it.
-  vocab_size: int
-  embed_dim: int
-  num_layers: int
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
-  mlp_dim: int = 0  # 0 where each layer has experts.
-  num_experts: int = 0
-  experts_per_token: int = 0
-  expert_dim: int = 0  # The feed-forward of an expert.
-  shared_dim: int = 0  # That of an expert that computes all tokens; 0 for none.
-  # Whether the weights of a token's experts sum to 1.
-  normalize_experts: bool = False
-  rope_theta: float = 10_000.0
-  # How the rotation is stretched: {'rope_type', ...} with the fields of rope.SCALINGS.
-  rope_scaling: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
-  rope_fraction: float = 1.0  # The part of a head's numbers that is turned.
-  local_rope_theta: float | None = None  # θ of the layers with a window, or the same.
-  # The layers in which a token attends to `window` tokens only, itself included; and
-  # those that do not turn queries and keys. One bool a layer, or () for none.
-  sliding: tuple[bool, ...] = ()
-  window: int = 0
-  nope: tuple[bool, ...] = ()
-  query_scale: int | None = None  # Scores are divided by its root; None: head_dim's.
-  # A cap c makes c · tanh(x / c) of attention's scores, or of the logits.
-  attention_cap: float | None = None
-  logit_cap: float | None = None
-  norm_eps: float = 1e-6
-  tie_embeddings: bool = False
-  max_positions: int = 32_768  # The longest context that the model supports.
-  # The dtype of activations and cache; parameters are cast where they are used.
-  dtype: str = 'float32'
-  # The activations of a layer that are recomputed in the backward pass: 'none'; 'full',
-  # all but its input; 'dots', all but its projections' outputs. docs/memory.md has the
-  # costs.
-  remat: str = 'none'
-
-  def __post_init__(self):
-    if self.family not in families.FAMILIES:
-      raise ValueError(
-        f'family is {self.family!r}; give one of {", ".join(families.FAMILIES)}.'
-      )
-    if self.remat not in _REMAT:
-      raise ValueError(f'remat is {self.remat!r}; give one of {tuple(_REMAT)}.')
-
-    for name, _ in self.facts.sizes.values():
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} is {getattr(self, name)}; a {self.family} has some.')
-    for name in ('sliding', 'nope'):
-      if len(getattr(self, name)) not in (0, self.num_layers):
-        raise ValueError(
-          f'{name} is of {len(getattr(self, name))} layers, not num_layers.'
-        )
-
-  @property
-  def facts(self) -> families.Family:
-    """The properties of the family."""
-    return families.FAMILIES[self.family]
-
-
-class LayerKind(NamedTuple):
-  """What differs from layer to layer, as numbers, so that layers can be scanned."""
-
-  slides: Any  # Whether a token attends to a window only.
-  rotation: Any  # The index of its rotation.
-
-
-def layer_kinds(config: DecoderConfig) -> list[LayerKind] | None:
-  """Lists the kinds of the layers; None if all are alike and attend to all tokens."""
-  none = (False,) * config.num_layers
-  sliding, nope = config.sliding or none, config.nope or none
-  if not any(sliding) and not any(nope):
-    return None
-  local = config.local_rope_theta is not None
-  # In the order of _compute_angles: that of all layers, of sliding ones, and none.
-  return [
-    LayerKind(slides, 1 + local if stays else int(slides and local))
-    for slides, stays in zip(sliding, nope, strict=True)
-  ]
 
 
 def _compute_angles(positions_BT: Array, c: DecoderConfig) -> tuple[Array, Array]:
@@ -210,70 +123,69 @@ def _write_slots(cache_BKSH: Array, x_BTKH: Array, positions_BT: Array) -> Array
   return cache_BKSH.at[where].set(x_BTKH, mode='drop')
 
 
-class MLP(nn.Module):
-  """A gated feed-forward: SwiGLU, or GeGLU in Gemma."""
-
-  config: DecoderConfig
-  dim: int
-
-  @nn.compact
-  def __call__(self, x_BTD):
-    """Down(activation(gate(x)) * up(x)), [B, T, D] to [B, T, D]."""
-    c = self.config
-    gate = Projection((self.dim,), c.dtype, name='gate')
-    up = Projection((self.dim,), c.dtype, name='up')
-    init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
-    down = Projection((c.embed_dim,), c.dtype, kernel_init=init, name='down')
-    activate = _ACTIVATIONS[c.facts.activation]
-    return apply_flat(lambda x_MD: down(activate(gate(x_MD)) * up(x_MD)), x_BTD)
-
-
 class Block(nn.Module):
   """One layer. `cache` is None in training, else this layer's (k, v).
 
   `segments` holds the segment_ids and ends of attention.packed, of which one is None;
-  `kind` is this layer's, or None if all are alike.
+  `kind` is this layer's, or None if all are alike. What is returned beside the residual
+  stream is the cache, or in training the loads of the experts, if there are any.
   """
 
   config: DecoderConfig
 
   @nn.compact
   def __call__(self, x_BTD, positions_BT, angles, segments, kind, cache=None):
-    """Adds attention, then the MLP, to the residual stream; returns the cache too."""
+    """Adds attention, then the feed-forward, to the residual stream."""
     c = self.config
     attend = Attention(c, name='attn')
     normed = self._normalise('attn_norm', x_BTD)
     out, cache = attend(normed, positions_BT, angles, segments, kind, cache)
     x_BTD += self._normalise('attn_out_norm', out)
-    out = self._feed_forward(self._normalise('mlp_norm', x_BTD))
-    x_BTD += self._normalise('mlp_out_norm', out)
-    return x_BTD, cache
-
-  def _feed_forward(self, x_BTD: Array) -> Array:
-    """Computes a dense feed-forward, or experts and the one that is shared, if any."""
-    c = self.config
+    normed = self._normalise('mlp_norm', x_BTD)
     if not c.num_experts:
-      return MLP(c, c.mlp_dim, name='mlp')(x_BTD)
+      out, loads = MLP(c.mlp_dim, **self._feed_forward(), name='mlp')(normed), None
+    else:
+      out, expert_BTk = self._mix_experts(normed)
+      counts = segments and _find_text(positions_BT, *segments)
+      loads = segments and experts.count_loads(expert_BTk, c.num_experts, counts)
+    x_BTD += self._normalise('mlp_out_norm', out)
+    return x_BTD, cache if segments is None else loads
+
+  def _mix_experts(self, x_BTD: Array) -> tuple[Array, Array]:
+    """Computes the experts of each token, and the one that is shared, if any."""
+    c = self.config
     mixture = experts.Experts(
       num_experts=c.num_experts,
       per_token=c.experts_per_token,
       expert_dim=c.expert_dim,
       normalize=c.normalize_experts,
-      dtype=c.dtype,
-      activate=_ACTIVATIONS[c.facts.activation],
-      out_scale=1 / (2 * c.num_layers),
+      **self._feed_forward(),
       name='moe',
     )
-    out, _ = mixture(x_BTD)
+    out, expert_BTk = mixture(x_BTD)
     if c.shared_dim:
+      shared = MLP(c.shared_dim, **self._feed_forward(), name='shared')
       weight_BT1 = Projection((1,), c.dtype, name='shared_weight')(x_BTD)
-      out += nn.sigmoid(weight_BT1) * MLP(c, c.shared_dim, name='shared')(x_BTD)
-    return out
+      out += nn.sigmoid(weight_BT1) * shared(x_BTD)
+    return out, expert_BTk
+
+  def _feed_forward(self) -> dict[str, Any]:
+    c = self.config
+    activate = _ACTIVATIONS[c.facts.activation]
+    return {'dtype': c.dtype, 'activate': activate, 'out_scale': 1 / (2 * c.num_layers)}
 
   def _normalise(self, name: str, x: Array) -> Array:
     """Applies a norm if the family has it."""
     has = self.config.facts.has(f'{name}/scale')
     return _norm(self.config, name)(x) if has else x
+
+
+def _find_text(positions_BT, segment_ids_BT, ends_BT) -> Array:
+  """Finds the tokens of packed rows that are no padding."""
+  if ends_BT is None:
+    return segment_ids_BT > 0
+  after_BT = ends_BT > jnp.arange(1, ends_BT.shape[1] + 1)[None]
+  return after_BT | (positions_BT > 0)
 
 
 class Decoder(nn.Module):
@@ -283,7 +195,7 @@ class Decoder(nn.Module):
 
   @nn.compact
   def __call__(self, tokens_BT, positions_BT, segment_ids_BT, ends_BT=None):
-    """Final hidden states [B, T, D]."""
+    """Final hidden states [B, T, D]; the loads of any experts [L, E]."""
     c = self.config
     init = nn.initializers.normal(0.02)
     embed = nn.Embed(
@@ -310,11 +222,13 @@ class Decoder(nn.Module):
     segments = (segment_ids_BT, ends_BT)
     kinds = layer_kinds(c)
     kinds = kinds and jax.tree.map(lambda *x: jnp.asarray(x), *kinds)
-    x_BTD, _ = layers(c, name='layers')(x_BTD, positions_BT, angles, segments, kinds)
+    x_BTD, loads_LE = layers(c, name='layers')(
+      x_BTD, positions_BT, angles, segments, kinds
+    )
     x_BTD = _norm(c, 'final_norm')(x_BTD)
     if self.is_initializing() and not c.tie_embeddings:
       nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, name='lm_head')(x_BTD)
-    return x_BTD
+    return x_BTD, loads_LE
 
 
 def init(config: DecoderConfig, key: Array) -> Params:
@@ -342,9 +256,18 @@ def hidden(
 
   In rows of trees, which have `ends` in place of segment_ids, it sees those of its path.
   """
+  return hidden_and_loads(params, config, tokens, positions, segment_ids, ends)[0]
+
+
+def hidden_and_loads(
+  params: Params, config: DecoderConfig, tokens, positions, segment_ids, ends=None
+) -> tuple[Float[Array, 'B T D'], Float[Array, 'L E'] | None]:
+  """Computes `hidden`, and how many tokens of the rows each expert has computed."""
   params = sharded_params.constrain_params(params)
-  x: Any = Decoder(config).apply({'params': params}, tokens, positions, segment_ids, ends)
-  return x
+  out: Any = Decoder(config).apply(
+    {'params': params}, tokens, positions, segment_ids, ends
+  )
+  return out
 
 
 def empty_cache(config: DecoderConfig, rows: int, slots: int) -> Cache:

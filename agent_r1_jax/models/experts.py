@@ -1,17 +1,22 @@
 """Mixtures of experts: each token is computed by the few experts that its router takes.
 
 No token is dropped, whatever the router does, and all shapes are static. The (token,
-expert) pairs are sorted by expert; each expert's product then reads its own rows. On
-accelerators that is XLA's ragged product. A CPU's would compute every expert for every
-token; there, an expert's rows are filled up to blocks, and a loop computes the blocks in
-use.
+expert) pairs are sorted by expert, and each expert's product reads its own rows:
+
+- on a TPU by XLA's ragged product, which is a kernel there. Elsewhere it would compute
+  every expert for every pair;
+- on a GPU in rounds, each of which takes up to twice as many pairs of every expert as
+  they have on average: one batched product. There are as many rounds as the busiest
+  expert needs, so one if no expert has more;
+- on a CPU in blocks, one after the other, to which an expert's rows are filled up.
 
 Where a mesh is set, `tensor` shards the experts: a chip computes its own ones for all
 tokens of its rows, and the sum over chips is that which a sharded feed-forward has
 anyway. So there is no axis for experts, and no token is sent to another chip.
 
 Letters as in decoder.py, and: M tokens, k experts of a token, E experts, I feed-forward
-of an expert, S slots for the sorted pairs, U slots of a block, Z blocks.
+of an expert, S slots for the sorted pairs, U slots of a block, Z blocks, C slots of an
+expert in a round.
 """
 
 from collections.abc import Callable
@@ -23,12 +28,12 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from agent_r1_jax.models import sharded_params, sharding
 
-# The most slots of a block on a CPU, and the least.
-_BLOCKS = 64, 8
+# The most slots of a block on a CPU, and the least; the least of an expert in a round.
+_BLOCKS, _LEAST = (64, 8), 16
 
 
 class Kernels(NamedTuple):
@@ -81,6 +86,14 @@ class Experts(nn.Module):
     return mix(x_BTD, weight_BTk, expert_BTk, kernels, self.activate), expert_BTk
 
 
+def count_loads(
+  expert: Int[Array, 'B T k'], E: int, counts: Bool[Array, 'B T']
+) -> Float[Array, 'E']:
+  """Counts the tokens that take each expert, of those that count."""
+  taken = (expert[..., None] == jnp.arange(E)[None, None, None]) & counts[..., None, None]
+  return taken.sum((0, 1, 2)).astype(jnp.float32)
+
+
 def route(
   x: Float[Array, '*M D'], router_DE: Float[Array, 'D E'], k: int, normalize: bool
 ) -> tuple[Float[Array, '*M k'], Int[Array, '*M k']]:
@@ -129,12 +142,14 @@ def _mix(x_BTD, weight_BTk, expert_BTk, kernels: Kernels, activate):
   """Computes `mix` with the experts on one chip; others have no number in [0, E)."""
   D, k, E = x_BTD.shape[-1], expert_BTk.shape[-1], kernels.gate.shape[0]
   x_MD, expert_Mk = x_BTD.reshape(-1, D), expert_BTk.reshape(-1, k)
-  cpu = sharding.platform() == 'cpu'
-  block = _choose_block(expert_Mk.size, E) if cpu else 1
+  platform = sharding.platform()
+  block = _choose_block(expert_Mk.size, E) if platform == 'cpu' else 1
   slots = _sort(expert_Mk, E, block)
   x_SD = x_MD.at[slots.token].get(mode='fill', fill_value=0)
-  compute = _compute_blocks if cpu else _compute_ragged
-  y_SD: Any = compute(x_SD, kernels, slots.sizes, block, activate)
+  if platform == 'tpu':
+    y_SD = _compute_ragged(x_SD, kernels, slots.sizes, activate)
+  else:
+    y_SD: Any = _compute_steps(x_SD, kernels, slots.sizes, block, activate)
   y_MkD = y_SD.at[slots.slot].get(mode='fill', fill_value=0)
   # The order of the sum is that of the router, whatever the other tokens are.
   out_MD = (y_MkD * weight_BTk.reshape(-1, k, 1)).sum(1)
@@ -172,7 +187,7 @@ def _sort(expert_Mk: Int[Array, 'M k'], E: int, block: int) -> _Slots:
   return _Slots(slot_P.reshape(M, k), token_S, sizes_E)
 
 
-def _compute_ragged(x_SD, kernels: Kernels, sizes_E, block: int, activate):
+def _compute_ragged(x_SD, kernels: Kernels, sizes_E, activate) -> Array:
   dot = functools.partial(jax.lax.ragged_dot, group_sizes=sizes_E.astype(jnp.int32))
   # What is after the last group has no meaning, nor has its gradient.
   used_S1 = (jnp.arange(x_SD.shape[0]) < sizes_E.sum())[:, None]
@@ -187,62 +202,92 @@ def _choose_block(pairs: int, E: int) -> int:
   return min(most, max(least, 1 << (pairs // (2 * E)).bit_length()))
 
 
+class _Steps(NamedTuple):
+  """How a loop over slots computes some of them at a time."""
+
+  count: Any  # The number of steps.
+  read: Callable[[Array, Any], Array]  # (slots, step) -> the step's rows.
+  write: Callable[[Array, Array, Any], Array]  # (slots, rows, step) -> the slots.
+  take: Callable[[Kernels, Any], Kernels]  # (kernels, step) -> those of its experts.
+  add: Callable[[Array, Array, Any], Array]  # (a sum for each expert, part, step) -> it.
+
+
+def _list_steps(S: int, sizes_E, block: int) -> _Steps:
+  """Blocks of one expert, of [U, D]; or, where a block is 1, rounds of all, [E, C, D]."""
+  if block > 1:
+    ends_E = jnp.cumsum(sizes_E) // block
+    expert_Z = jnp.searchsorted(ends_E, jnp.arange(S // block), side='right')
+    expert_Z = jnp.minimum(expert_Z, len(ends_E) - 1)
+    replace = jax.lax.dynamic_update_slice_in_dim
+    return _Steps(
+      count=ends_E[-1],
+      read=lambda x_SD, z: jax.lax.dynamic_slice_in_dim(x_SD, z * block, block),
+      write=lambda x_SD, rows_UD, z: replace(x_SD, rows_UD, z * block, 0),
+      take=lambda kernels, z: jax.tree.map(lambda x: x[expert_Z[z]], kernels),
+      add=lambda total, part, z: total.at[expert_Z[z]].add(part),
+    )
+  E = len(sizes_E)
+  C = max(_LEAST, -(-2 * S // E // _LEAST) * _LEAST)
+  first_E = jnp.cumsum(sizes_E) - sizes_E
+
+  def list_slots(r):
+    rank_1C = r * C + jnp.arange(C)[None]
+    return jnp.where(rank_1C < sizes_E[:, None], first_E[:, None] + rank_1C, S)
+
+  return _Steps(
+    count=-(-sizes_E.max() // C),
+    read=lambda x_SD, r: x_SD.at[list_slots(r)].get(mode='fill', fill_value=0),
+    write=lambda x_SD, rows, r: x_SD.at[list_slots(r)].set(rows, mode='drop'),
+    take=lambda kernels, r: kernels,
+    add=lambda total, part, r: total + part,
+  )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _compute_blocks(x_SD, kernels: Kernels, sizes_E, block: int, activate):
-  """Computes the blocks that are in use, one after the other."""
-  expert_Z, used = _list_blocks(x_SD.shape[0], sizes_E, block)
+def _compute_steps(x_SD, kernels: Kernels, sizes_E, block: int, activate) -> Array:
+  """Computes the slots that are in use, step by step."""
+  steps = _list_steps(len(x_SD), sizes_E, block)
 
-  def add_block(z, y_ZUD):
-    y_UD = _feed_forward(x_ZUD[z], _take(kernels, expert_Z[z]), activate)
-    return jax.lax.dynamic_update_index_in_dim(y_ZUD, y_UD, z, 0)
+  def compute(i, y_SD):
+    rows = _feed_forward(steps.read(x_SD, i), steps.take(kernels, i), activate)
+    return steps.write(y_SD, rows, i)
 
-  x_ZUD = x_SD.reshape(-1, block, x_SD.shape[-1])
-  y_ZUD = jax.lax.fori_loop(0, used, add_block, jnp.zeros_like(x_ZUD))
-  return y_ZUD.reshape(x_SD.shape)
+  return jax.lax.fori_loop(0, steps.count, compute, jnp.zeros_like(x_SD))
 
 
 def _forward(x_SD, kernels, sizes_E, block, activate):
-  y_SD = _compute_blocks(x_SD, kernels, sizes_E, block, activate)
+  y_SD = _compute_steps(x_SD, kernels, sizes_E, block, activate)
   return y_SD, (x_SD, kernels, sizes_E)
 
 
 def _backward(block, activate, saved, dy_SD):
-  """Computes each block again, so that nothing of the forward pass is kept."""
+  """Computes each step again, so that nothing of the forward pass is kept."""
   x_SD, kernels, sizes_E = saved
-  expert_Z, used = _list_blocks(x_SD.shape[0], sizes_E, block)
-  x_ZUD, dy_ZUD = (x.reshape(-1, block, x_SD.shape[-1]) for x in (x_SD, dy_SD))
+  steps = _list_steps(len(x_SD), sizes_E, block)
+  feed_forward = functools.partial(_feed_forward, activate=activate)
 
-  def add_block(z, sums):
-    dx_ZUD, dkernels = sums
-    expert = expert_Z[z]
-    compute = functools.partial(_feed_forward, activate=activate)
-    _, pull = jax.vjp(compute, x_ZUD[z], _take(kernels, expert))
-    dx_UD, dkernel = pull(dy_ZUD[z])
-    add = lambda total, x: total.at[expert].add(x.astype(jnp.float32))
-    dx_ZUD = jax.lax.dynamic_update_index_in_dim(dx_ZUD, dx_UD, z, 0)
-    return dx_ZUD, jax.tree.map(add, dkernels, dkernel)
+  def differentiate(i, dx_SD):
+    _, pull = jax.vjp(feed_forward, steps.read(x_SD, i), steps.take(kernels, i))
+    drows, parts = pull(steps.read(dy_SD, i))
+    return steps.write(dx_SD, drows, i), parts
 
-  # Sums over several blocks are float32, whatever the kernels are.
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), kernels)
-  begin = jnp.zeros_like(x_ZUD), zeros
-  dx_ZUD, dkernels = jax.lax.fori_loop(0, used, add_block, begin)
-  dkernels = jax.tree.map(lambda x, y: x.astype(y.dtype), dkernels, kernels)
-  return dx_ZUD.reshape(x_SD.shape), dkernels, None
+  def add_step(i, sums):
+    dx_SD, parts = differentiate(i, sums[0])
+    return dx_SD, jax.tree.map(lambda x, part: steps.add(x, part, i), sums[1], parts)
 
-
-_compute_blocks.defvjp(_forward, _backward)
-
-
-def _list_blocks(slots: int, sizes_E, block: int) -> tuple[Int[Array, 'Z'], Any]:
-  """Lists the expert of each block, and counts those in use, which come first."""
-  ends_E = jnp.cumsum(sizes_E) // block
-  expert_Z = jnp.searchsorted(ends_E, jnp.arange(slots // block), side='right')
-  return jnp.minimum(expert_Z, len(ends_E) - 1), ends_E[-1]
+  begin, first = jnp.zeros_like(x_SD), 0
+  if block > 1:
+    # Sums over many blocks are float32, whatever the kernels are.
+    sums = begin, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), kernels)
+  else:
+    # Mostly there is one round, and nothing to add.
+    sums, first = differentiate(0, begin), 1
+  dx_SD, dkernels = jax.lax.fori_loop(first, steps.count, add_step, sums)
+  return dx_SD, jax.tree.map(lambda x, y: x.astype(y.dtype), dkernels, kernels), None
 
 
-def _take(kernels: Kernels, expert) -> Kernels:
-  return jax.tree.map(lambda x: x[expert], kernels)
+_compute_steps.defvjp(_forward, _backward)
 
 
-def _feed_forward(x_UD, kernels, activate):
-  return (activate(x_UD @ kernels.gate) * (x_UD @ kernels.up)) @ kernels.down
+def _feed_forward(x, kernels: Kernels, activate) -> Array:
+  return (activate(x @ kernels.gate) * (x @ kernels.up)) @ kernels.down

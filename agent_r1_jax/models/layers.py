@@ -75,3 +75,22 @@ class RMSNorm(nn.Module):
     return (x32 * scale.reshape((1,) * (x.ndim - self.axes) + scale.shape)).astype(
       x.dtype
     )
+
+
+class MLP(nn.Module):
+  """A gated feed-forward: SwiGLU, or GeGLU in Gemma."""
+
+  dim: int
+  dtype: str
+  activate: Callable[[Array], Array]
+  out_scale: float  # The variance of down's kernel at the beginning, times its inputs.
+
+  @nn.compact
+  def __call__(self, x_BTD):
+    """Down(activate(gate(x)) * up(x)), [B, T, D] to [B, T, D]."""
+    gate = Projection((self.dim,), self.dtype, name='gate')
+    up = Projection((self.dim,), self.dtype, name='up')
+    init = nn.initializers.variance_scaling(self.out_scale, 'fan_in', 'normal')
+    embed = (x_BTD.shape[-1],)
+    down = Projection(embed, self.dtype, kernel_init=init, name='down')
+    return apply_flat(lambda x_MD: down(self.activate(gate(x_MD)) * up(x_MD)), x_BTD)

@@ -76,9 +76,15 @@ def token_stats(
   computed if the params have a value head. Where `wanted` is False the result is 0 and no
   logits are computed; None means all tokens. `temperature` is that of the sampling.
   """
+  options = {'config': config, 'temperature': temperature, 'wanted': wanted}
+  return _stats_and_loads(params, batch, **options)[0]
+
+
+def _stats_and_loads(params, batch: types.Batch, *, config, temperature, wanted):
+  """Computes token_stats, and the loads of the experts [L, E] or None."""
   # Nothing predicts the first token of a segment.
   wanted = batch.positions > 0 if wanted is None else wanted & (batch.positions > 0)
-  x_BTD, tree = _hidden(params, batch, config), batch.tree
+  (x_BTD, loads_LE), tree = _hidden(params, batch, config), batch.tree
   if tree is None:
     x_BTD, tokens, computed = _shift_right(x_BTD), batch.tokens, wanted
   else:
@@ -97,15 +103,27 @@ def token_stats(
   stats = losses.TokenStats(logprobs, entropy, values)
   if tree is not None:
     stats = jax.tree.map(lambda y: jnp.take_along_axis(y, tree.nodes, axis=1), stats)
-  return jax.tree.map(lambda y: jnp.where(wanted, y, 0.0), stats)
+  return jax.tree.map(lambda y: jnp.where(wanted, y, 0.0), stats), loads_LE
 
 
-def _hidden(params, batch: types.Batch, config) -> Float[Array, 'B T D']:
-  """Computes the hidden states of the batch's text, or of its tree."""
+def _hidden(params, batch: types.Batch, config) -> tuple[Array, Array | None]:
+  """Computes the hidden states and the loads of the batch's text, or of its tree."""
+  text = (batch.tokens, batch.positions, batch.segment_ids, None)
   if (tree := batch.tree) is not None:
-    return decoder.hidden(params, config, tree.tokens, tree.positions, None, tree.ends)
-  text = (batch.tokens, batch.positions, batch.segment_ids)
-  return decoder.hidden(params, config, *text)
+    text = (tree.tokens, tree.positions, None, tree.ends)
+  return decoder.hidden_and_loads(params, config, *text)
+
+
+def _measure_balance(loads_LE: Float[Array, 'L E']) -> dict[str, Array]:
+  """Measures how evenly a micro-batch's tokens are spread over experts, over all layers.
+
+  `expert_max_load` is the load of the busiest expert of a layer over the mean, and
+  `expert_idle` the share of experts without any token. None is dropped, so that there is
+  no overflow.
+  """
+  mean_L = jnp.maximum(loads_LE.mean(1), 1.0)
+  busiest = (loads_LE.max(1) / mean_L).mean()
+  return {'expert_max_load': busiest, 'expert_idle': (loads_LE == 0).mean()}
 
 
 def _any_entry(which: Bool[Array, 'B E'], tree: types.Tree) -> Bool[Array, 'B T']:
@@ -136,7 +154,7 @@ def _logprobs(params, batch, *, config, temperature):
 
 @functools.partial(jax.jit, static_argnames='config')
 def _values(params, batch, *, config):
-  return sharding.replicate(decoder.values(params, _hidden(params, batch, config)))
+  return sharding.replicate(decoder.values(params, _hidden(params, batch, config)[0]))
 
 
 def objective(algorithm: algorithms.Algorithm, *, shared_critic: bool = False) -> Loss:
@@ -279,13 +297,16 @@ def _gradient(params, batch, *, config, loss, temperature):
 
   def objective(learned):
     params = lora.join(learned, frozen)
-    stats = token_stats(
+    stats, loads_LE = _stats_and_loads(
       params, batch, config=config, temperature=temperature, wanted=wanted
     )
     with jax.named_scope('loss'):
       total, metrics = loss(*jax.tree.map(clean, (stats, batch)))
     sums = {name: losses.weighted(x, batch.weights) for name, x in metrics.items()}
-    return total, sums | {'loss': total, 'weight': batch.weights.sum()}
+    weight = batch.weights.sum()
+    if loads_LE is not None:
+      sums |= {name: weight * x for name, x in _measure_balance(loads_LE).items()}
+    return total, sums | {'loss': total, 'weight': weight}
 
   (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(learned)
   return Gradients(grads, sums)

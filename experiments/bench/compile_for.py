@@ -244,12 +244,17 @@ def count_needed(
   Returns:
     The operations of the products with parameters, a token's once (three times for a
     gradient), and of causal attention; and for a decode, the bytes of the parameters and
-    of the used slots of the cache, else 0.
+    of the used slots of the cache, else 0. Of experts only those count that a token
+    takes, and in a decode those that one of its texts takes if all are as likely.
   """
   shapes = parameters(config)
   if not config.tie_embeddings:
     shapes.pop('embed')  # Looked up only.
-  size = sum(x.size for x in jax.tree.leaves(shapes))
+  kernels = shapes['layers'].pop('moe', {})
+  kernels.pop('router', None)
+  in_experts = sum(x.size for x in jax.tree.leaves(kernels))
+  share = config.experts_per_token / config.num_experts if in_experts else 0.0
+  size = sum(x.size for x in jax.tree.leaves(shapes)) + share * in_experts
   heads = config.num_layers * config.num_heads * config.head_dim
   if program == 'gradient':
     rows, tokens = batch(mesh, _ROWS.value, _TOKENS.value).tokens.shape
@@ -263,7 +268,8 @@ def count_needed(
     cache = jax.eval_shape(lambda: decoder.empty_cache(config, texts, used))
     # A chip reads its heads; where there are fewer than chips, one.
     slots = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    needed = 2 * size / mesh.size + slots / min(mesh.size, config.num_kv_heads)
+    taken = (1 - (1 - share) ** texts - share) * in_experts
+    needed = 2 * (size + taken) / mesh.size + slots / min(mesh.size, config.num_kv_heads)
     return texts * (2 * size + 4 * used * heads) / mesh.size, needed
   return 0.0, 0.0
 

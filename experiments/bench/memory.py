@@ -110,7 +110,7 @@ def make(shape: str, tokenizer: str, directory: str, layers: str = '') -> None:
   """Writes a model of this shape with random weights."""
   folder, config = pathlib.Path(directory), hf_config.read(shape)
   if layers:
-    config = decoder.dataclasses.replace(config, num_layers=int(layers))
+    config = dataclasses.replace(config, num_layers=int(layers))
   params = jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
   weights.save(folder, config, params, dtype=jnp.bfloat16)
   for file in pathlib.Path(tokenizer).glob('tokenizer*.json'):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, rope
 
 # Standard deviation of an embedding; of the same size are the residual's other parts.
 _SCALE = 0.05
@@ -57,7 +57,7 @@ def init(config: decoder.DecoderConfig, seed: int) -> decoder.Params:
   params['layers']['mlp']['down']['kernel'] *= 0.02
   reader = _orthogonal(rng, D - H - 1)[:, :H]
   copier = _orthogonal(rng, D - H - 1)
-  frequencies = np.asarray(decoder.rope_frequencies(config))
+  frequencies = np.asarray(rope.frequencies(config.rope_theta, config.head_dim))
   _place_before(attn, reader, frequencies, tokens, before)
   _place_match(attn, reader, copier, frequencies, tokens, before, config)
   return jax.tree.map(jnp.asarray, params)

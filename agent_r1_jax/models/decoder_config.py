@@ -1,0 +1,95 @@
+"""The shape of a decoder, and what differs from layer to layer."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from agent_r1_jax.models import families
+
+# Which activations of a layer are computed again in the backward pass; see `remat`.
+REMATS = ('none', 'full', 'dots')
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+  """The shape of a decoder."""
+
+  family: str  # A key of families.FAMILIES; what config.json will call it.
+  vocab_size: int
+  embed_dim: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  mlp_dim: int = 0  # 0 where each layer has experts.
+  num_experts: int = 0
+  experts_per_token: int = 0
+  expert_dim: int = 0  # The feed-forward of an expert.
+  shared_dim: int = 0  # That of an expert that computes all tokens; 0 for none.
+  # Whether the weights of a token's experts sum to 1.
+  normalize_experts: bool = False
+  rope_theta: float = 10_000.0
+  # How the rotation is stretched: {'rope_type', ...} with the fields of rope.SCALINGS.
+  rope_scaling: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
+  rope_fraction: float = 1.0  # The part of a head's numbers that is turned.
+  local_rope_theta: float | None = None  # θ of the layers with a window, or the same.
+  # The layers in which a token attends to `window` tokens only, itself included; and
+  # those that do not turn queries and keys. One bool a layer, or () for none.
+  sliding: tuple[bool, ...] = ()
+  window: int = 0
+  nope: tuple[bool, ...] = ()
+  query_scale: int | None = None  # Scores are divided by its root; None: head_dim's.
+  # A cap c makes c · tanh(x / c) of attention's scores, or of the logits.
+  attention_cap: float | None = None
+  logit_cap: float | None = None
+  norm_eps: float = 1e-6
+  tie_embeddings: bool = False
+  max_positions: int = 32_768  # The longest context that the model supports.
+  # The dtype of activations and cache; parameters are cast where they are used.
+  dtype: str = 'float32'
+  # The activations of a layer that are recomputed in the backward pass: 'none'; 'full',
+  # all but its input; 'dots', all but its projections' outputs. docs/memory.md has the
+  # costs.
+  remat: str = 'none'
+
+  def __post_init__(self):
+    if self.family not in families.FAMILIES:
+      raise ValueError(
+        f'family is {self.family!r}; give one of {", ".join(families.FAMILIES)}.'
+      )
+    if self.remat not in REMATS:
+      raise ValueError(f'remat is {self.remat!r}; give one of {REMATS}.')
+
+    for name, _ in self.facts.sizes.values():
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name} is {getattr(self, name)}; a {self.family} has some.')
+    for name in ('sliding', 'nope'):
+      if len(getattr(self, name)) not in (0, self.num_layers):
+        raise ValueError(
+          f'{name} is of {len(getattr(self, name))} layers, not num_layers.'
+        )
+
+  @property
+  def facts(self) -> families.Family:
+    """The properties of the family."""
+    return families.FAMILIES[self.family]
+
+
+class LayerKind(NamedTuple):
+  """What differs from layer to layer, as numbers, so that layers can be scanned."""
+
+  slides: Any  # Whether a token attends to a window only.
+  rotation: Any  # The index of its rotation.
+
+
+def layer_kinds(config: DecoderConfig) -> list[LayerKind] | None:
+  """Lists the kinds of the layers; None if all are alike and attend to all tokens."""
+  none = (False,) * config.num_layers
+  sliding, nope = config.sliding or none, config.nope or none
+  if not any(sliding) and not any(nope):
+    return None
+  local = config.local_rope_theta is not None
+  # In the order of _compute_angles: that of all layers, of sliding ones, and none.
+  return [
+    LayerKind(slides, 1 + local if stays else int(slides and local))
+    for slides, stays in zip(sliding, nope, strict=True)
+  ]
