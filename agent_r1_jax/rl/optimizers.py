@@ -128,7 +128,7 @@ def muon(
   1 / √max(inputs, outputs), so that an update has about the size of Adam's whatever the
   kernel's shape, and all parameters share Adam's learning rate and weight decay.
   """
-  directions = {
+  directions: dict[Any, optax.GradientTransformation] = {
     'muon': scale_by_muon(),
     'adamw': optax.scale_by_adam(**adam._asdict()),
   }
@@ -206,11 +206,12 @@ def scale_by_muon() -> optax.GradientTransformation:
   inner = contrib.scale_by_muon(weight_dimension_numbers=_dimensions)
 
   def init(params):
-    state = inner.init(params)
+    state: Any = inner.init(params)
     return MuonState(state.count, state.mu)
 
   def update(updates, state, params=None):
-    full = inner.init({})._replace(count=state.count, mu=state.mu)
+    full: Any = inner.init({})
+    full = full._replace(count=state.count, mu=state.mu)
     steps, full = inner.update(updates, full, params)
     steps = jax.tree_util.tree_map_with_path(_scale_by_shape, steps)
     return steps, MuonState(full.count, full.mu)
