@@ -1,14 +1,16 @@
 """experiments/bench/precision.py: log-probs computed in several ways, and their gaps."""
 
+import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import script
 import tiny
 
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, sampling_params
 from experiments.bench import gaps
 
 
@@ -55,6 +57,26 @@ def test_every_way_computes_the_same_log_probs(model):
       )
 
 
+def test_float32_attention_computes_the_same_with_float32_weights():
+  text = jax.random.randint(jax.random.key(0), (2, 40), 0, tiny.VOCAB)
+  places = jnp.tile(jnp.arange(40), (2, 1))
+
+  def compute(dtype):
+    config = dataclasses.replace(tiny.config(), dtype=dtype)
+    params = tiny.params(config)
+    packed = decoder.hidden(params, config, text, places, jnp.ones_like(places))
+    params = sampling_params.unstack(params, config)
+    cache = decoder.empty_cache(config, 2, 48)
+    return packed, decoder.extend(params, config, text, places, cache)[0]
+
+  before = {dtype: compute(dtype) for dtype in ('float32', 'bfloat16')}
+  with gaps.float32_attention():
+    for dtype, plain in before.items():
+      for x, y in zip(compute(dtype), plain, strict=True):
+        far = np.abs(np.asarray(x - y, np.float32)).max()
+        assert far < 1e-4 if dtype == 'float32' else 1e-4 < far < 0.5, dtype
+
+
 def test_differences_are_described():
   found = gaps.describe(np.log(np.array([1.0, 1.0, 0.5, 2.0], np.float32)))
   assert found['tokens'] == 4 and found['equal'] == 0.5
@@ -67,7 +89,7 @@ def test_differences_are_described():
 
 def test_the_script_says_what_bfloat16_changes_and_by_which_cause():
   sizes = ['--texts=5', '--rows=2', '--turns=2', '--prompt=9', '--reply=8', '--answer=5']
-  what = ['--shape=tiny', '--row_tokens=128']
+  what = ['--model=experiments/miniwiki/model', '--row_tokens=128']
   done = script.run('-m', 'experiments.bench.precision', *what, *sizes)
   assert done.returncode == 0, done.stderr
   lines = [json.loads(line) for line in done.stdout.splitlines()]

@@ -5,13 +5,15 @@ each differs from the one before it in one thing, so that the signed gaps of all
 that of the two ends.
 
 Letters: B texts, T tokens of a text, R packed rows, M tokens of all texts, C those of a
-block of A, D embed, V vocabulary.
+block of A, D embed, V vocabulary; in attention, those of attention.py.
 """
 
 import asyncio
 from collections.abc import Iterator, Sequence
+import contextlib
 import functools
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 from jax import Array
@@ -21,7 +23,13 @@ import numpy as np
 from agent_r1_jax import types
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.models import decoder, head, sampling_params
+from agent_r1_jax.models import (
+  attention,
+  block_attention,
+  decoder,
+  head,
+  sampling_params,
+)
 from agent_r1_jax.rl import learner, packing, table
 
 
@@ -161,6 +169,34 @@ def list_learner_scores(model: Model, rows: int) -> Iterator[tuple[str, Scores]]
   logprobs, _ = score(before_MD, kernel_DV, after_M, everywhere, 1.0, block)
   yield 'head', Scores(unshift(logprobs), likeliest)
   yield 'learner', Scores(learn(model), likeliest)
+
+
+@contextlib.contextmanager
+def float32_attention() -> Iterator[None]:
+  """Keeps attention's weights in float32 inside `with`, where a CPU computes it.
+
+  Else they are rounded to bfloat16: in attention to the cache after the division by their
+  sum, and in blocks before it.
+  """
+
+  def attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS):
+    B, T, N, H = q_BTNH.shape
+    q_BKGTH = (
+      (q_BTNH * H**-0.5).reshape(B, T, k_BKSH.shape[1], -1, H).transpose(0, 2, 3, 1, 4)
+    )
+    scores = dot('bkgth,bksh->bkgts', q_BKGTH, k_BKSH)
+    scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    out_BTKGH = dot('bkgts,bksh->btkgh', jax.nn.softmax(scores), v_BKSH)
+    return out_BTKGH.reshape(B, T, N, H).astype(v_BKSH.dtype)
+
+  def dot(form, x, y):
+    return jnp.einsum(form, x.astype(jnp.float32), y.astype(jnp.float32))
+
+  with (
+    mock.patch.object(attention, '_attend', attend),
+    mock.patch.object(block_attention, '_dot', dot),
+  ):
+    yield
 
 
 @functools.partial(jax.jit, static_argnames='config')
