@@ -15,8 +15,8 @@ from experiments.bench import memory
 _SHORT = """
 import functools
 from absl import app
-from experiments.bench import accelerator
-accelerator._talk = functools.partial(accelerator._talk, reply=8)
+from experiments.bench import accelerator, gaps
+gaps.play = functools.partial(gaps.play, reply=8)
 app.run(accelerator.main)
 """
 

@@ -1,10 +1,13 @@
 """Optimizers: the size of their states, their steps, and that they learn."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import script
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.models import sharding
@@ -13,9 +16,13 @@ from agent_r1_jax.rl import optimizers
 _SHAPE = (2, 256, 384)  # L D F
 
 
+def _of_a_layer(kernel):
+  return {'layers': {'mlp': {'up': {'kernel': kernel}}}}
+
+
 def _bytes(kind):
   """Returns the bytes of the state of a parameter."""
-  params = {'kernel': jax.ShapeDtypeStruct(_SHAPE, jnp.float32)}
+  params = _of_a_layer(jax.ShapeDtypeStruct(_SHAPE, jnp.float32))
   state = jax.eval_shape(optimizers.KINDS[kind](1e-3, 0.0).init, params)
   size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
   return size / np.prod(_SHAPE)
@@ -23,7 +30,12 @@ def _bytes(kind):
 
 @pytest.mark.parametrize(
   ('kind', 'expected'),
-  [('adamw', 8.0), ('adamw8', 2 + 8 / 384), ('adafactor', 4 / 256 + 4 / 384)],
+  [
+    ('adamw', 8.0),
+    ('adamw8', 2 + 8 / 384),
+    ('adafactor', 4 / 256 + 4 / 384),
+    ('muon', 4.0),
+  ],
 )
 def test_state_takes_the_expected_bytes_a_parameter(kind, expected):
   assert _bytes(kind) == pytest.approx(expected, rel=3e-3)
@@ -36,11 +48,12 @@ def test_every_optimizer_learns_a_noisy_regression(kind):
   sizes = 10.0 ** rng.uniform(-2, 0, 128).astype(np.float32)
   wanted = rng.normal(size=(128, 128)).astype(np.float32)
   optimizer = optimizers.make(
-    config_lib.Optimizer(kind=kind, warmup=5, clip_norm=1e9), 3e-2
+    config_lib.Optimizer(kind=kind, warmup=5, clip_norm=1e9), 1e-1
   )
 
   def loss(params, x):
-    return jnp.mean(jnp.square(x @ (params['kernel'] - wanted)))
+    kernel = params['layers']['mlp']['up']['kernel'][0]
+    return jnp.mean(jnp.square(x @ (kernel - wanted)))
 
   @jax.jit
   def step(params, state, key):
@@ -49,7 +62,7 @@ def test_every_optimizer_learns_a_noisy_regression(kind):
     updates, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, updates), state, value
 
-  params = {'kernel': jnp.zeros((128, 128))}
+  params = _of_a_layer(jnp.zeros((1, 128, 128)))
   state, history = optimizer.init(params), []
   for number in range(150):
     params, state, value = step(params, state, jax.random.key(number))
@@ -125,6 +138,135 @@ def test_eight_bits_follow_adam():
   found = jnp.square(held.codes['kernel'].astype(jnp.float32) * held.scales['kernel'])
   ratio = np.asarray(found / nu)
   assert abs(np.median(ratio) - 1) < 0.1 and ratio.min() > 0.4 and ratio.max() < 2.5
+
+
+def _newton_schulz(g):
+  """Muon's direction of a matrix, by its authors' listing in float64."""
+  x = g / np.linalg.norm(g)
+  for _ in range(5):
+    y = x @ x.T
+    x = 3.4445 * x + (-4.7750 * y + 2.0315 * y @ y) @ x
+  return x
+
+
+def _muon(gradients, *, rate, decay, kernel, inputs):
+  """Computes Muon's steps of the kernel of one layer, as matrix of `inputs` rows."""
+  m, steps = np.zeros((inputs, kernel.size // inputs)), []
+  for t, g in enumerate(gradients, start=1):
+    g = g.reshape(m.shape)
+    m = 0.95 * m + 0.05 * g
+    # Nesterov's momentum: what the next gradient, if it is like this one, makes of m.
+    ahead = 0.95 * m / (1 - 0.95 ** (t + 1)) + 0.05 * g / (1 - 0.95**t)
+    step = 0.2 * np.sqrt(max(m.shape)) * _newton_schulz(ahead)
+    steps.append(-rate * (step.reshape(kernel.shape) + decay * kernel))
+    kernel = kernel + steps[-1]
+  return steps
+
+
+def test_muon_by_hand():
+  """Kernels of two layers with two axes of outputs or of inputs; the rest has AdamW."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.normal(size=shape)
+  head, embedding = {'kernel': draw(6, 9)}, {'embedding': draw(9, 6)}
+  attn = {'q': {'kernel': draw(2, 6, 4, 5), 'bias': draw(2, 4, 5)}}
+  attn['o'] = {'kernel': draw(2, 4, 5, 6)}
+  params = {'layers': {'attn': attn}, 'lm_head': head, 'embed': embedding}
+  gradients = [jax.tree.map(lambda x: draw(*x.shape), params) for _ in range(3)]
+  options = {'kind': 'muon', 'clip_norm': 1e9, 'weight_decay': 0.1}
+  found, with_adam = [], []
+  for kind, steps in (('muon', found), ('adamw', with_adam)):
+    options['kind'] = kind
+    optimizer = optimizers.make(config_lib.Optimizer(**options), 1e-2)
+    here = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    state, update = optimizer.init(here), jax.jit(optimizer.update)
+    for grads in gradients:
+      grads = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), grads)
+      updates, state = update(grads, state, here)
+      here = optax.apply_updates(here, updates)
+      steps.append(updates)
+  for name, inputs in (('q', 6), ('o', 20)):
+    take = lambda tree, name=name: tree['layers']['attn'][name].pop('kernel')
+    given, kernel = [take(x) for x in gradients], take(params)
+    steps, _ = [take(x) for x in found], [take(x) for x in with_adam]
+    for layer in range(2):
+      expected = _muon(
+        [g[layer] for g in given],
+        rate=1e-2,
+        decay=0.1,
+        kernel=kernel[layer],
+        inputs=inputs,
+      )
+      for step, want in zip(steps, expected, strict=True):
+        np.testing.assert_allclose(step[layer], want, rtol=0, atol=1e-3 * 1e-2)
+  assert len(jax.tree.leaves(found[0])) == 3  # The bias, the head and the embedding.
+  jax.tree.map(np.testing.assert_array_equal, found, with_adam)
+
+
+def test_muons_steps_are_about_as_long_as_adams():
+  """So that a learning rate of Adam's can be kept, whatever the shape."""
+  rng = np.random.default_rng(0)
+  for shape in ((1, 64, 64), (1, 32, 256), (1, 256, 32)):
+    size = {}
+    for kind in ('muon', 'adamw'):
+      optimizer = optimizers.make(config_lib.Optimizer(kind=kind), 1.0)
+      params = _of_a_layer(jnp.zeros(shape))
+      state, update = optimizer.init(params), jax.jit(optimizer.update)
+      for _ in range(30):
+        grads = _of_a_layer(jnp.asarray(rng.normal(size=shape), jnp.float32))
+        updates, state = update(grads, state, params)
+      size[kind] = float(jnp.sqrt(jnp.mean(jnp.square(jax.tree.leaves(updates)[0]))))
+    assert 0.4 < size['muon'] / size['adamw'] < 1.2, (shape, size)
+    assert 0.1 < size['muon'] < 0.25
+
+
+_EIGHT = """
+import jax, numpy as np
+jax.config.update('jax_num_cpu_devices', 8)
+import tiny
+from agent_r1_jax import config as config_lib
+from agent_r1_jax.models import sharding
+from agent_r1_jax.rl import learner, optimizers
+
+optimizer = optimizers.make(config_lib.Optimizer(kind='muon'), 1e-2)
+params = jax.device_get(tiny.params(tiny.config('qwen2')))
+rng = np.random.default_rng(0)
+draw = lambda x: rng.normal(size=x.shape).astype(np.float32)
+gradients = [jax.tree.map(draw, params) for _ in range(2)]
+
+def step(sizes):
+  mesh = sizes and sharding.make_mesh(**sizes)
+  with sharding.use_mesh(mesh):
+    start = sharding.shard_params(jax.tree.map(jax.numpy.array, params), mesh)
+    state = learner.init(start, optimizer)
+    for drawn in gradients:
+      grads = learner.Gradients(
+        sharding.shard_params(jax.tree.map(jax.numpy.array, drawn), mesh),
+        {'loss': np.float32(1), 'weight': np.float32(1)},
+      )
+      state, _ = learner.optim_step(state, grads, optimizer=optimizer)
+  return state
+
+change = lambda state: jax.tree.map(np.subtract, jax.device_get(state.params), params)
+want = jax.tree_util.tree_leaves_with_path(change(step(None)))
+for sizes in (dict(data=8), dict(fsdp=2, tensor=2, context=2), dict(fsdp=4, tensor=2)):
+  state = step(sizes)
+  found = jax.tree.leaves(change(state))
+  for (path, x), y in zip(want, found, strict=True):
+    np.testing.assert_allclose(y, x, rtol=0, atol=1e-3 * np.abs(x).max(), err_msg=path)
+  momentum = state.opt_state[1][0].inner_states['muon'].inner_state.mu
+  for place, name in (('attn', 'q'), ('attn', 'o'), ('mlp', 'down')):
+    held = (tree['layers'][place][name]['kernel'] for tree in (momentum, state.params))
+    held, kernel = (x.sharding.shard_shape(x.shape) for x in held)
+    assert held == kernel, (sizes, name, held, kernel)
+print('equal')
+"""
+
+
+def test_eight_chips_make_muons_step_as_one_does():
+  """And its momentum lies where the kernel does."""
+  paths = os.pathsep.join(map(str, (script.ROOT / 'tests', script.ROOT)))
+  done = script.run('-c', _EIGHT, PYTHONPATH=paths)
+  assert done.returncode == 0 and done.stdout == 'equal\n', done.stderr[-4000:]
 
 
 def test_rounding_is_right_on_average():

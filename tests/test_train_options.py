@@ -266,6 +266,7 @@ def test_truncated_episodes_can_be_left_out(model, tmp_path):
     (_PLAIN, {'critic_warmup': 1}, 'critic_warmup: there is no critic'),
     (_PLAIN, {'sync_every': 2}, 'sync_every is 2.*no correction'),
     (_PLAIN, {'optimizer': 'adafactor', 'adam_b2': 0.9}, "'adafactor' reads none"),
+    (_PLAIN, {'optimizer': 'muon', 'lora_rank': 2}, "'muon'.*only adapters are learned"),
     (algorithms.reinforce(), {'epochs': 2}, 'epochs is 2: the loss .* Make it 1'),
     (algorithms.remax(), {'minibatches': 2}, 'minibatches is 2: the loss'),
     (_PLAIN, {'tensor': 2}, '1 x 1 x 2 x 1, yet there are 1 devices'),
@@ -327,6 +328,19 @@ def test_a_reference_of_another_shape_is_refused_at_the_start(model, tmp_path):
   with pytest.raises(ValueError, match=r'another model \(rope_theta\)'):
     _run(model, tmp_path / 'run', algorithms.grpo(), **options)
   assert not (tmp_path / 'run').exists()
+
+
+def test_a_run_with_muon_resumes_to_the_last_bit(model, tmp_path):
+  """Its state is a tree without the leaves of the other optimizer."""
+  options = {'optimizer': 'muon', 'learning_rate': 3e-2, 'checkpoint_every': 1}
+  run = functools.partial(_run, model, **options)
+  whole, _ = run(workdir=tmp_path / 'whole', steps=2)
+  once, _ = run(workdir=tmp_path / 'parts', steps=1)
+  resumed, _ = run(workdir=tmp_path / 'parts', steps=2)
+  test_train._assert_equal(resumed, whole)
+  for tree in (weights.load(model)[1], whole):
+    kernels = (x['layers']['attn']['q']['kernel'] for x in (once, tree))
+    assert not np.array_equal(*kernels)
 
 
 def test_a_run_with_adapters_resumes_to_the_last_bit(model, tmp_path):

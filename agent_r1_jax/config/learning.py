@@ -121,12 +121,13 @@ class Optimizer:
   """The optimizer of policy and critic.
 
   Attributes:
-    kind: 'adamw', 'adamw8' (moments of 8 bits) or 'adafactor': rl/optimizers.py.
+    kind: 'adamw', 'adamw8' (moments of 8 bits), 'adafactor', or 'muon' (for kernels of
+      layers, and 'adamw' for the rest): rl/optimizers.py.
     learning_rate: Learning rate of the policy, after the warm-up.
     critic_learning_rate: Learning rate of the critic.
     warmup: Optimizer steps of linear warm-up.
     weight_decay: Decoupled weight decay, as in AdamW.
-    adam_b1: Decay rate of the first moment of 'adamw' and 'adamw8'.
+    adam_b1: Decay rate of the first moment of Adam in 'adamw', 'adamw8' and 'muon'.
     adam_b2: Decay rate of the second moment; PyTorch and verl have .999.
     adam_eps: Added to the root of the second moment.
     clip_norm: The global norm that gradients are clipped to, of policy and critic each;
@@ -152,5 +153,5 @@ class Optimizer:
       'optimizer',
       above_0=('clip_norm', 'adam_eps'),
       from_0_below_1=('adam_b1', 'adam_b2'),
-      choices={'kind': ('adamw', 'adamw8', 'adafactor')},
+      choices={'kind': ('adamw', 'adamw8', 'adafactor', 'muon')},
     )

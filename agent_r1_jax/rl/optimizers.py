@@ -1,4 +1,4 @@
-"""Optimizers: Adam with 8 or 2 bytes of state for each parameter, and Adafactor.
+"""Optimizers: Adam with 8 or 2 bytes of state for each parameter, Adafactor, and Muon.
 
 Adam's step is m̂ / (√v̂ + ε) with m ← β₁ m + (1 - β₁) g and v ← β₂ v + (1 - β₂) g². The
 default of β₂ is 0.95, where PyTorch, verl and TRL take 0.999: a run has some hundreds of
@@ -9,24 +9,32 @@ steps, too few for a mean over 1000.
 | `adamw` | two of float32 | 8 |
 | `adamw8` | two of float8; float32 scales of rows of the last axis | 2 + 8 / row |
 | `adafactor` | means of the second over each of two axes | 0.01 to 0.1 |
+| `muon` | one of float32, of the layers' kernels; others as `adamw` | 4 |
 
 tests/test_optimizers.py measures these. optax 0.2.8 has no 8-bit moments, nor has another
 maintained library for both versions of JAX in requirements.txt.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 import jax.numpy as jnp
 import optax
+from optax import contrib
 
 from agent_r1_jax import config as config_lib
+from agent_r1_jax.models import families
 
 # float8 with 3 bits of mantissa, its largest number, and its smallest above 0.
 _FLOAT8, _LARGEST, _SMALLEST = jnp.float8_e4m3fn, 448.0, 2.0**-9
 # How many more bits the mantissa of float32 has.
 _CUT = 20
+# Moonlight's root mean square of a kernel's update at a learning rate of 1: Adam's.
+_UPDATE_RMS = 0.2
+# The kernels that Muon updates, by their paths.
+_KERNELS = {kernel.path: kernel for kernel in families.TARGETS.values()}
 
 
 class Rounded(NamedTuple):
@@ -42,6 +50,13 @@ class Adam8State(NamedTuple):
   count: Array
   mu: Rounded
   root_nu: Rounded
+
+
+class MuonState(NamedTuple):
+  """The number of updates, and the momentum of the layers' kernels."""
+
+  count: Array
+  mu: Any
 
 
 class Adam(NamedTuple):
@@ -97,7 +112,34 @@ def adafactor(
   )
 
 
-KINDS = {'adamw': adamw, 'adamw8': adamw8, 'adafactor': adafactor}
+def muon(
+  rate: optax.ScalarOrSchedule, decay: float, adam: Adam = DEFAULT
+) -> optax.GradientTransformation:
+  """Muon for the kernels of the layers, `adamw` for all other parameters.
+
+  Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) steps along the
+  orthogonal matrix that is nearest to a kernel's momentum, U Vᵀ of U S Vᵀ, to which
+  Newton-Schulz steps come near: their singular values are 0.7 to 1.2 and not 1. A kernel
+  is one matrix of inputs x outputs in each layer. Embeddings, heads, norms, biases and
+  adapters get AdamW, with the numbers of `adam`; Muon reads none of them.
+
+  It differs from that article in the size of the step, 0.2 √max(inputs, outputs) U Vᵀ
+  (Moonlight, arXiv 2502.16982): the root mean square of the numbers in U Vᵀ is
+  1 / √max(inputs, outputs), so that an update has about the size of Adam's whatever the
+  kernel's shape, and all parameters share Adam's learning rate and weight decay.
+  """
+  directions: dict[Any, optax.GradientTransformation] = {
+    'muon': scale_by_muon(),
+    'adamw': optax.scale_by_adam(**adam._asdict()),
+  }
+  return optax.chain(
+    optax.partition(directions, _label),
+    optax.add_decayed_weights(decay),
+    optax.scale_by_learning_rate(rate),
+  )
+
+
+KINDS = {'adamw': adamw, 'adamw8': adamw8, 'adafactor': adafactor, 'muon': muon}
 
 
 def make(options: config_lib.Optimizer, rate: float) -> optax.GradientTransformation:
@@ -153,6 +195,56 @@ def scale_by_adam8(
     return steps, Adam8State(count, Rounded(*new[:2]), Rounded(*new[2:]))
 
   return optax.GradientTransformation(init, update)
+
+
+def scale_by_muon() -> optax.GradientTransformation:
+  """Muon's direction for kernels of layers, with updates of Adam's size (see `muon`).
+
+  This is optax's, with five Newton-Schulz steps and Nesterov's momentum of 0.95. The
+  state lacks their coefficients, which are constants and no parameter's shape.
+  """
+  inner = contrib.scale_by_muon(weight_dimension_numbers=_dimensions)
+
+  def init(params):
+    state: Any = inner.init(params)
+    return MuonState(state.count, state.mu)
+
+  def update(updates, state, params=None):
+    full: Any = inner.init({})
+    full = full._replace(count=state.count, mu=state.mu)
+    steps, full = inner.update(updates, full, params)
+    steps = jax.tree_util.tree_map_with_path(_scale_by_shape, steps)
+    return steps, MuonState(full.count, full.mu)
+
+  return optax.GradientTransformation(init, update)
+
+
+def _name(path: Any) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator='/')
+
+
+def _label(params: Any) -> Any:
+  """Names the optimizer of each leaf."""
+  label = lambda path, _: 'muon' if _name(path) in _KERNELS else 'adamw'
+  return jax.tree_util.tree_map_with_path(label, params)
+
+
+def _dimensions(params: Any) -> Any:
+  """Divides the dimensions of each kernel [L, *inputs, *outputs] for optax."""
+
+  def divide(path, x):
+    first_output = 1 + len(_KERNELS[_name(path)].inputs)
+    return contrib.MuonDimensionNumbers(
+      tuple(range(1, first_output)), tuple(range(first_output, x.ndim))
+    )
+
+  return jax.tree_util.tree_map_with_path(divide, params)
+
+
+def _scale_by_shape(path: Any, x: Array) -> Array:
+  inputs = math.prod(x.shape[1 : 1 + len(_KERNELS[_name(path)].inputs)])
+  outputs = x[0].size // inputs
+  return _UPDATE_RMS * math.sqrt(max(inputs, outputs)) * x
 
 
 def _decode(codes, scales):

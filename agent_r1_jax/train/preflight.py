@@ -39,6 +39,11 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
     )
   if model.lora_rank:
     lora.check_targets(model.adapter_targets)
+    if config.optimizer.kind == 'muon':
+      raise ValueError(
+        "optimizer.kind is 'muon', which updates kernels of layers, and with "
+        "model.lora_rank only adapters are learned; take 'adamw'."
+      )
   fields.check_takes('algorithm.loss', algorithm.loss, 'stats', 'batch')
   fields.check_takes('algorithm.advantages', algorithm.advantages, 'table')
   if 0 < batch.row_tokens < config.engine.slots:

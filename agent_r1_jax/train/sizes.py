@@ -58,6 +58,7 @@ _REMEDIES = {
   'temporaries of the gradient': "a smaller batch.microbatch, model.remat='full'",
   'state of adamw8': 'on an accelerator optimizer.offload=True',
   'state of adamw': 'optimizer.kind=adamw8, or on an accelerator optimizer.offload=True',
+  'state of muon': 'optimizer.kind=adamw8, or on an accelerator optimizer.offload=True',
   'gradient': 'model.lora_rank=16',
   'checkpoint': 'model.lora_rank=16',
 }

@@ -11,13 +11,13 @@
   paper's 3B on one card (docs/memory.md): a row of 4,096 tokens, adamw8.
 - sync: what the engine's copy of new parameters takes, beside its bytes.
 - agreement: the sampler's log-probs and the learner's, of the same tokens; and how far
-  the kernel for used slots is from XLA's attention, where there is one.
+  the kernel for used slots is from XLA's attention, where there is one. Their gap by
+  cause, on a CPU: precision.py.
 
 bfloat16 with float32 master weights. Compile time is apart; seconds are the least of the
 repetitions. Not run on an accelerator yet; expected: docs/performance.md.
 """
 
-import asyncio
 from collections.abc import Callable
 import dataclasses
 import json
@@ -36,7 +36,6 @@ from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import (
   attention_kernels,
@@ -45,7 +44,7 @@ from agent_r1_jax.models import (
   slot_attention,
 )
 from agent_r1_jax.rl import learner, optimizers
-from experiments.bench import common
+from experiments.bench import common, gaps
 
 _WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
 _SHAPE = flags.DEFINE_string(
@@ -194,32 +193,6 @@ def sync():
   }
 
 
-async def _talk(engine, config, number: int, turns: int = 4, reply: int = 64):
-  """Plays turns, each answered by 128 random tokens; returns them as a segment."""
-  tokens = lambda n, *seed: (
-    np.random.default_rng(seed).integers(0, config.vocab_size, n).astype(np.int32)
-  )
-  pieces, new = [], tokens(128, number // 8)
-  text: request_lib.Text | None = None
-  key = request_lib.make_key('bench', number)
-  async with engine.reserve(number // 8) as replica:
-    for turn in range(turns):
-      generation = replica.submit(
-        request_lib.Request(new, text, max_tokens=reply, key=key)
-      )
-      said, text = await generation, generation.text
-      pieces += [(new, None), said[:2]]
-      new = tokens(128, 1, number, turn)
-      await asyncio.sleep(0)
-    if text:
-      text.close()
-  return types.Segment(
-    np.concatenate([t for t, _ in pieces]),
-    np.concatenate([np.full(len(t), x is not None) for t, x in pieces]),
-    np.concatenate([np.zeros(len(t), np.float32) if x is None else x for t, x in pieces]),
-  )
-
-
 def _engine(config, params) -> engine_lib.Engine:
   engine = engine_lib.Engine(
     config,
@@ -238,9 +211,9 @@ def agreement():
   """One line: how far the sampler's log-probs and the learner's are apart."""
   config, params = _policy('3b')
   engine = _engine(config, params)
-  segments = engine.run([_talk(engine, config, n) for n in range(64)])
+  played = engine.run([gaps.play(engine, config.vocab_size, n) for n in range(64)])
   differences = []
-  for segment in segments:
+  for segment, _ in played:
     T = len(segment.tokens)
     arrays: Any = (
       segment.tokens[None],
@@ -255,13 +228,7 @@ def agreement():
     learned = learner.logprobs(params, batch, config=config)[0]
     mask = segment.action_mask
     differences.append((learned - segment.behaviour_logprobs)[mask].astype(np.float64))
-  x = np.concatenate(differences)
-  yield {
-    'tokens': len(x),
-    'mean_difference': float(np.abs(x).mean()),
-    'max_difference': float(np.abs(x).max()),
-    'kl_k1': float(-x.mean()),
-    'kl_k3': float((np.expm1(x) - x).mean()),
+  yield gaps.describe(np.concatenate(differences)) | {
     'slot_attention_gap': _measure_gap(config),
   }
 
