@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from agent_r1_jax.host import model_paths
 from agent_r1_jax.models import decoder, families, hf_config, lora, sharding, tensor_files
 
 _TOKENIZER_FILES = (
@@ -71,7 +72,8 @@ def load(
   config.json has a `value_head`: true, or an object that describes it.
 
   Args:
-    directory: In the Hugging Face layout.
+    directory: In the Hugging Face layout; or a GGUF file, or a directory that holds one
+      in place of safetensors.
     dtype: Type of every parameter: float32, bfloat16 or float16; None keeps the file's.
     place: Called with each leaf's path ('layers/attn/q/kernel') and its host array,
       returns the leaf; it can shard a leaf while the others are still on disk.
@@ -82,7 +84,7 @@ def load(
   """
   directory = pathlib.Path(directory)
   config = hf_config.read(directory)
-  value_head = bool(hf_config.read_json(directory / 'config.json').get('value_head'))
+  value_head = bool(hf_config.read_raw(directory)[1].get('value_head'))
   leaves = _leaves(config, value_head)
   tensors = tensor_files.find(directory)
   if config.tie_embeddings:
@@ -122,9 +124,11 @@ def check_tensor(
     tied = '; or is "tie_word_embeddings": true?' if name == 'lm_head.weight' else ''
     raise ValueError(f'{directory}: no tensor {name}; fetch the whole model{tied}')
   if tensors[name].shape != shape:
+    file = tensors[name].file
+    source = 'the metadata' if file.suffix == '.gguf' else 'config.json'
     raise ValueError(
-      f'{tensors[name].file}: tensor {name} has shape {list(tensors[name].shape)}, by '
-      f'config.json it is {list(shape)}; take both from one model'
+      f'{file}: tensor {name} has shape {list(tensors[name].shape)}, by {source} it is '
+      f'{list(shape)}; take both from one model'
     )
 
 
@@ -169,7 +173,7 @@ def save(
   parts = _parts(leaves, flat, dtype)
   specs = [part.spec for part in parts.values()]
   files = tensor_files.shards(specs, max_shard_bytes)
-  source = pathlib.Path(tokenizer_from or directory)
+  source = model_paths.get_directory(tokenizer_from or directory)
   if tokenizer_from and not (source / 'tokenizer.json').is_file():
     raise ValueError(f'tokenizer_from: {source} has no tokenizer.json')
   raw = hf_config.make(config, specs[0].dtype)

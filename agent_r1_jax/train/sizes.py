@@ -329,7 +329,7 @@ def read_models(config: config_lib.Model, algorithm) -> Models:
   if algorithm is None:
     return Models(policy)
   reference = hf_config.read(config.reference) if config.reference else None
-  raw = hf_config.read_json(pathlib.Path(config.path) / 'config.json')
+  raw = hf_config.read_raw(config.path)[1]
   return Models(policy, algorithm, reference, bool(raw.get('value_head')))
 
 
