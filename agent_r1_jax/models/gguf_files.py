@@ -115,12 +115,7 @@ def _open(file: pathlib.Path) -> gguf.GGUFReader:
     ) from error
 
   class Reader(gguf.GGUFReader):
-    """Skips arrays, of which a vocabulary takes 13 seconds, and stays in the file."""
-
-    def _get(self, offset: Any, dtype: Any, count: Any = 1, *args: Any, **options: Any):
-      if not 0 <= offset + int(count) * np.dtype(dtype).itemsize <= len(self.data):
-        raise ValueError(f'it ends at byte {len(self.data):,}, within its content')
-      return super()._get(offset, dtype, count, *args, **options)
+    """Skips arrays: 150,000 tokens and as many merges took 13 seconds and 490 MB."""
 
     def _get_field_parts(self, orig_offs: Any, raw_type: Any):
       if self.byte_order != 'I':
