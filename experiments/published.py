@@ -21,7 +21,7 @@ SIZES = {
 
 
 def read_shape(name: str) -> decoder.DecoderConfig:
-  """Returns the shape that a name of SIZES, a directory or a config.json stands for."""
+  """Returns the shape of a name of SIZES, a directory, a config.json or a GGUF file."""
   if name not in SIZES:
     return hf_config.read(name)
   V, D, L, N, K, H, F, tied = SIZES[name]
@@ -30,9 +30,10 @@ def read_shape(name: str) -> decoder.DecoderConfig:
 
 @contextlib.contextmanager
 def make_directory(name: str) -> Iterator[str]:
-  """Yields a directory with a config.json: of a name of SIZES, of a file, or its own."""
+  """Yields a model's path: itself, or a directory with the config.json that it names."""
   path = pathlib.Path(name)
-  if path.is_dir() or not (name in SIZES or path.is_file()):
+  named = name in SIZES or path.is_file()
+  if path.is_dir() or path.suffix == '.gguf' or not named:
     yield name
     return
   with tempfile.TemporaryDirectory() as folder:

@@ -40,6 +40,20 @@ _PARTICULARS = {
     'window': 4096,
     'sliding': (True, True, True, False) * 8,
   },
+  'Qwen3-30B-A3B': {
+    'mlp_dim': 0,
+    'num_experts': 128,
+    'experts_per_token': 8,
+    'expert_dim': 768,
+    'normalize_experts': True,
+  },
+  'Qwen1.5-MoE-A2.7B': {
+    'mlp_dim': 0,
+    'num_experts': 60,
+    'experts_per_token': 4,
+    'expert_dim': 1408,
+    'shared_dim': 5632,
+  },
   'gemma-2-2b': {'window': 4096, 'sliding': (True, False) * 13, **_GEMMA2_CAPS},
   'gemma-3-1b': {
     'window': 512,
@@ -67,12 +81,11 @@ def test_published_config_is_read_and_written_back(tmp_path, name):
     raw['num_attention_heads'],
     raw['num_key_value_heads'],
     raw.get('head_dim', 128),
-    raw['intermediate_size'],
     rope_theta=raw['rope_theta'],
     norm_eps=raw['rms_norm_eps'],
     tie_embeddings=raw.get('tie_word_embeddings', 'gemma' in name),
     max_positions=raw['max_position_embeddings'],
-    **_PARTICULARS.get(name, {}),
+    **{'mlp_dim': raw['intermediate_size']} | _PARTICULARS.get(name, {}),
   )
   assert config == expected
   assert _read(tmp_path, hf_config.make(config, 'float32')) == config
@@ -118,7 +131,8 @@ def test_keys_of_transformers_5_are_read():
     ('Qwen3-8B', {'attention_bias': True}, 'attention_bias is True; only False'),
     ('Qwen3-8B', {'quantization_config': {'quant_method': 'fp8'}}, 'quantization_con'),
     ('Llama-3.2-1B', {'mlp_bias': True}, 'mlp_bias is True; only False'),
-    ('Llama-3.2-1B', {'partial_rotary_factor': 1.5}, 'partial_rotary_factor is 1.5'),
+    ('Llama-3.2-1B', {'partial_rotary_factor': 0.5}, 'partial_rotary_factor is 0.5'),
+    ('Phi-4', {'partial_rotary_factor': 1.5}, 'partial_rotary_factor is 1.5; it is abo'),
     ('Llama-3.2-1B', {'rope_scaling': {'rope_type': 'llama3'}}, 'factor is None'),
     ('Llama-3.2-1B', {'rope_parameters': {'rope_type': 'dynamic'}}, "type is 'dynamic'"),
   ],

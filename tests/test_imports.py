@@ -38,6 +38,7 @@ OWNERS = {
   'outlines_core': f'{PACKAGE}/agent/',
   'transformers': f'{PACKAGE}/agent/tool_schema.py {PACKAGE}/agent/tokenizer.py '
   f'{PACKAGE}/agent/template_process.py',
+  'gguf': f'{PACKAGE}/models/gguf_files.py',
   'huggingface_hub': 'third_party/fetch.py',
   'jsonschema': f'{PACKAGE}/agent/tool_schema.py',
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py {PACKAGE}/retrieval/encoder.py',
@@ -71,6 +72,7 @@ LAZY = (
   'alfworld',
   'bm25s',
   'faiss',
+  'gguf',
   'gymnasium',
   'httpx2',
   'jsonschema',

@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_jax.agent import template_process
+from agent_r1_jax.host import model_paths
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerFast
@@ -77,6 +78,8 @@ _PIECES = '|'.join(
 def load(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
   """Loads a tokenizer in Hugging Face layout from a local directory.
 
+  For a GGUF file it is the directory that holds the file.
+
   tokenizer.json is used unchanged. (AutoTokenizer of transformers 5 does so too, unless
   config.json has the model_type 'qwen2': then it forces Qwen2's pre-tokenizer on what
   `train` wrote, and the ids differ. Give a model of our own another family.)
@@ -89,7 +92,7 @@ def load(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   from transformers import PreTrainedTokenizerFast
 
-  directory = pathlib.Path(directory)
+  directory = model_paths.get_directory(directory)
   if not directory.is_dir():
     raise ValueError(
       f'tokenizer directory {directory} does not exist; give the folder that holds '

@@ -10,7 +10,8 @@ class Model:
   """The models that are loaded, and how they compute.
 
   Attributes:
-    path: Directory of the policy to start from: weights and tokenizer in HF layout.
+    path: Directory of the policy to start from: weights and tokenizer in HF layout. Or
+      a GGUF file, or a directory with one, beside which the tokenizer's files lie.
     reference: Directory of the reference policy or teacher, which must have the same
       tokenizer; if it is empty, the reference is the initial policy.
     dtype: Type of activations and KV cache: 'float32' or 'bfloat16'.

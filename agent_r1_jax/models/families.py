@@ -87,6 +87,7 @@ class Family(NamedTuple):
   local_theta: str = 'rope_theta'
   # Whether `no_rope_layers` says which layers turn queries and keys.
   skips_rope: bool = False
+  partial_rope: bool = False  # Whether it may turn a part of a head's numbers only.
   scalings: tuple[str, ...] = tuple(rope.SCALINGS)  # The ways to stretch its rotation.
   # Tensors of a checkpoint in which those of several parameters lie one after the other.
   fused: dict[str, tuple[str, ...]] = {}
@@ -283,6 +284,7 @@ FAMILIES = {
     _LLAMA,
     {**_NO_BIAS, 'layer_types': (None,)},
     is_sliding=_slides_everywhere,
+    partial_rope=True,
     scalings=(),
     fused=_FUSED,
   ),

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from agent_r1_jax.models import decoder, families, hf_rope, json_fields
+from agent_r1_jax.models import decoder, families, gguf_files, hf_rope, json_fields
 
 # The types of layers.
 _FULL, _SLIDING = 'full_attention', 'sliding_attention'
@@ -15,13 +15,13 @@ _FULL, _SLIDING = 'full_attention', 'sliding_attention'
 def read(directory: str | os.PathLike) -> decoder.DecoderConfig:
   """Reads a directory's config.json, or a file like it, as transformers 4 or 5 wrote it.
 
+  A GGUF file, or a directory that holds one in place of safetensors, has its own.
+
   Raises:
     ValueError: The file is missing or broken, or asks for what the decoder does not
       compute; the message names the field.
   """
-  path = pathlib.Path(directory)
-  path = path if path.suffix == '.json' else path / 'config.json'
-  raw = json_fields.read_json(path)
+  path, raw = read_raw(directory)
   try:
     return _parse(raw)
   except ValueError as error:
@@ -30,6 +30,15 @@ def read(directory: str | os.PathLike) -> decoder.DecoderConfig:
     raise ValueError(
       f'{path}: a field has a wrong type ({error}); fetch it again'
     ) from error
+
+
+def read_raw(directory: str | os.PathLike) -> tuple[pathlib.Path, dict[str, Any]]:
+  """Returns the file that `read` reads, and the fields of config.json in it."""
+  path = pathlib.Path(directory)
+  if file := gguf_files.find_file(path):
+    return file, gguf_files.read_config(file)
+  path = path if path.suffix == '.json' else path / 'config.json'
+  return path, json_fields.read_json(path)
 
 
 def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:

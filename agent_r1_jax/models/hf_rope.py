@@ -116,6 +116,9 @@ def _parse_rotation(
       f'{name}.{key} is {found[key]!r}, which rope type {kind!r} does not read; name '
       'the type that the model was trained with, or leave it out'
     )
+  fraction = 1.0 if fraction is None else fraction
+  if fraction != 1 and not family.partial_rope:
+    raise ValueError(f'partial_rotary_factor is {fraction!r}; only 1 is supported')
   if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
     raise ValueError(f'partial_rotary_factor is {fraction!r}; it is above 0, at most 1')
   return {

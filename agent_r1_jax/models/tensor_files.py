@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from agent_r1_jax.models import json_fields
+from agent_r1_jax.models import gguf_files, json_fields
 
 DTYPES = {
   'F32': jnp.dtype('float32'),
@@ -38,6 +38,8 @@ class Tensor(NamedTuple):
   dtype: str
   shape: tuple[int, ...]
   first: int | None = None  # Where its rows begin in the file's tensor, if it is a part.
+  # Reads the tensor; None leaves it to the library of safetensors.
+  reader: Callable[[], np.ndarray] | None = None
 
 
 class Spec(NamedTuple):
@@ -56,11 +58,20 @@ class Spec(NamedTuple):
 def find(directory: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, Tensor]:
   """Finds the tensors of model.safetensors, or of the shards that the index names.
 
+  A GGUF file, or a directory that holds one and none of these, has them under the same
+  names.
+
   Tensors whose names end with one of `ignore` are left out, whatever their types.
 
   Raises:
     ValueError: Names the file that is missing or broken, or that contradicts the index.
   """
+  if file := gguf_files.find_file(directory):
+    found = gguf_files.find(file)
+    return {
+      name: Tensor(file, name, kind, shape, reader=reader)
+      for name, (kind, shape, reader) in found.items()
+    }
   index = directory / _INDEX
   if (directory / _SINGLE).is_file():
     return _read_header(directory / _SINGLE, ignore)
@@ -104,6 +115,8 @@ def find(directory: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, Ten
 
 def read(tensor: Tensor) -> np.ndarray:
   """Reads the tensor's values, without the others of its file."""
+  if tensor.reader:
+    return tensor.reader()
   with safetensors.safe_open(tensor.file, 'np') as opened:
     if tensor.first is None:
       return opened.get_tensor(tensor.name)

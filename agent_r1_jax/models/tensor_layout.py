@@ -75,9 +75,11 @@ def check_tensor(
     tied = '; or is "tie_word_embeddings": true?' if name == 'lm_head.weight' else ''
     raise ValueError(f'{directory}: no tensor {name}; fetch the whole model{tied}')
   if tensors[name].shape != shape:
+    file = tensors[name].file
+    source = 'the metadata' if file.suffix == '.gguf' else 'config.json'
     raise ValueError(
-      f'{tensors[name].file}: tensor {name} has shape {list(tensors[name].shape)}, by '
-      f'config.json it is {list(shape)}; take both from one model'
+      f'{file}: tensor {name} has shape {list(tensors[name].shape)}, by {source} it is '
+      f'{list(shape)}; take both from one model'
     )
 
 

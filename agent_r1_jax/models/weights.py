@@ -20,10 +20,10 @@ from flax import traverse_util
 import jax
 import numpy as np
 
+from agent_r1_jax.host import model_paths
 from agent_r1_jax.models import (
   decoder,
   hf_config,
-  json_fields,
   lora,
   sharding,
   tensor_files,
@@ -55,7 +55,8 @@ def load(
   config.json has a `value_head`: true, or an object that describes it.
 
   Args:
-    directory: In the Hugging Face layout.
+    directory: In the Hugging Face layout; or a GGUF file, or a directory that holds one
+      in place of safetensors.
     dtype: Type of every parameter: float32, bfloat16 or float16; None keeps the file's.
     place: Called with each leaf's path ('layers/attn/q/kernel') and its host array,
       returns the leaf; it can shard a leaf while the others are still on disk.
@@ -66,7 +67,7 @@ def load(
   """
   directory = pathlib.Path(directory)
   config = hf_config.read(directory)
-  value_head = bool(json_fields.read_json(directory / 'config.json').get('value_head'))
+  value_head = bool(hf_config.read_raw(directory)[1].get('value_head'))
   leaves = tensor_layout.list_leaves(config, value_head)
   tensors = tensor_files.find(directory)
   if config.tie_embeddings:
@@ -137,7 +138,7 @@ def save(
   stored = tensor_layout.fuse(config, tensor_layout.list_parts(leaves, flat, dtype))
   specs = [tensor.spec for tensor in stored.values()]
   files = tensor_files.shards(specs, max_shard_bytes)
-  source = pathlib.Path(tokenizer_from or directory)
+  source = model_paths.get_directory(tokenizer_from or directory)
   if tokenizer_from and not (source / 'tokenizer.json').is_file():
     raise ValueError(f'tokenizer_from: {source} has no tokenizer.json')
   raw = hf_config.make(config, specs[0].dtype)

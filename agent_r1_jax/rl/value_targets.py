@@ -4,9 +4,9 @@ from collections.abc import Callable
 import functools
 import hashlib
 import os
-import pathlib
 from typing import Any
 
+from agent_r1_jax.host import model_paths
 from agent_r1_jax.rl import algorithms, kl
 
 
@@ -43,7 +43,7 @@ def describe(
 
 def tokenizer_digest(directory: str | os.PathLike) -> str:
   """Returns the sha256 of a model's tokenizer.json."""
-  file = pathlib.Path(directory) / 'tokenizer.json'
+  file = model_paths.get_directory(directory) / 'tokenizer.json'
   return hashlib.sha256(file.read_bytes()).hexdigest()
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.host import model_paths
 from agent_r1_jax.train import player
 
 _PACKAGE = __name__.partition('.')[0]
@@ -134,10 +135,17 @@ def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
   return {'type': name, 'call': inner(call)} if call else name
 
 
-def model_digest(directory: str | os.PathLike) -> str:
-  """Returns the sha256, in hex, of the names and contents of a model's files."""
-  total = hashlib.sha256()
-  for path in sorted(p for p in pathlib.Path(directory).rglob('*') if p.is_file()):
+def model_digest(model: str | os.PathLike) -> str:
+  """Returns the sha256, in hex, of the names and contents of a model's files.
+
+  Args:
+    model: A directory; or a GGUF file, whose neighbours count too but other GGUF files.
+  """
+  total, directory = hashlib.sha256(), model_paths.get_directory(model)
+  others = directory != pathlib.Path(model)
+  for path in sorted(p for p in directory.rglob('*') if p.is_file()):
+    if others and path.suffix == '.gguf' and path != pathlib.Path(model):
+      continue
     total.update(str(path.relative_to(directory)).encode() + b'\0')
     with path.open('rb') as file:
       total.update(hashlib.file_digest(file, 'sha256').digest())

@@ -19,7 +19,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
 from agent_r1_jax.host import processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.models import hf_config, json_fields, sharding
+from agent_r1_jax.models import hf_config, sharding
 from agent_r1_jax.models.decoder import UNROLLED_LAYERS
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train import footprint as footprint_lib
@@ -330,7 +330,7 @@ def read_models(config: config_lib.Model, algorithm) -> Models:
   if algorithm is None:
     return Models(policy)
   reference = hf_config.read(config.reference) if config.reference else None
-  raw = json_fields.read_json(pathlib.Path(config.path) / 'config.json')
+  raw = hf_config.read_raw(config.path)[1]
   return Models(policy, algorithm, reference, bool(raw.get('value_head')))
 
 

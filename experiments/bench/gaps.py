@@ -179,12 +179,12 @@ def float32_attention() -> Iterator[None]:
   sum, and in blocks before it.
   """
 
-  def attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS):
+  def attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, cap):
     B, T, N, H = q_BTNH.shape
     q_BKGTH = (
       (q_BTNH * H**-0.5).reshape(B, T, k_BKSH.shape[1], -1, H).transpose(0, 2, 3, 1, 4)
     )
-    scores = dot('bkgth,bksh->bkgts', q_BKGTH, k_BKSH)
+    scores = attention.cap_scores(dot('bkgth,bksh->bkgts', q_BKGTH, k_BKSH), cap)
     scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
     out_BTKGH = dot('bkgts,bksh->btkgh', jax.nn.softmax(scores), v_BKSH)
     return out_BTKGH.reshape(B, T, N, H).astype(v_BKSH.dtype)
@@ -274,7 +274,7 @@ def score_blocks(x_MD, kernel_DV, tokens_M, *, block) -> tuple[Array, Array]:
   at_AC = jnp.arange(M + -M % block).reshape(-1, block)
 
   def step(at_C):
-    logits_CV = head._logits(x_MD, kernel_DV, at_C, 1.0)
+    logits_CV, _ = head._logits(x_MD, kernel_DV, at_C, 1.0, None)
     return _softmax(logits_CV, tokens_M.at[at_C].get(mode='clip'))
 
   return jax.tree.map(lambda x: x.reshape(-1)[:M], jax.lax.map(step, at_AC))

@@ -14,6 +14,7 @@ docs/memory.md has the command that is run by hand when code of the memory chang
 """
 
 import contextlib
+import dataclasses
 import functools
 import pathlib
 import re

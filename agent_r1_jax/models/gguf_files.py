@@ -1,0 +1,212 @@
+"""GGUF files, as llama.cpp's converter writes them: their config and their tensors.
+
+The package gguf reads the format and dequantises. What the converter changed is undone
+here: the names; the order of the rows of Llama's q and k, where it puts beside each other
+what RoPE rotates together; and the 1 that it adds to the scales of Gemma's norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import functools
+import pathlib
+import re
+import struct
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from agent_r1_jax.models import families, gguf_metadata
+
+if TYPE_CHECKING:
+  import gguf
+
+_ROPE_FACTORS = 'rope_freqs.weight'
+
+
+def find_file(path: pathlib.Path) -> pathlib.Path | None:
+  """Finds the GGUF file that a path stands for.
+
+  Args:
+    path: A GGUF file, or a directory that holds one and no safetensors.
+
+  Returns:
+    The file; None if the path stands for another kind of model.
+
+  Raises:
+    ValueError: There are several, or a part of one, or the file is missing.
+  """
+  names = ('model.safetensors', 'model.safetensors.index.json')
+  if path.suffix == '.gguf':
+    files = [path]
+  elif any((path / name).is_file() for name in names):
+    return None
+  else:
+    files = sorted(path.glob('*.gguf'))
+  for file in files:
+    if part := re.fullmatch(r'(.*)-\d{5}-of-(\d{5})', file.stem):
+      raise ValueError(
+        f'{file}: is one part of a split file; merge them (llama-gguf-split --merge '
+        f'{part[1]}-00001-of-{part[2]}.gguf {part[1]}.gguf) and give the merged file'
+      )
+  if len(files) > 1:
+    found = ', '.join(file.name for file in files)
+    raise ValueError(f'{path}: holds several GGUF files ({found}); give the path of one')
+  if files and not files[0].is_file():
+    raise ValueError(f'{files[0]}: no such file; give a GGUF file on this machine')
+  return files[0] if files else None
+
+
+def read_config(file: pathlib.Path) -> dict[str, Any]:
+  """Makes what config.json would hold from the file's metadata.
+
+  Raises:
+    ValueError: The file is broken, or its model is one that the decoder does not compute.
+  """
+  return _make_config(file, _open(file))
+
+
+def find(
+  file: pathlib.Path,
+) -> dict[str, tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]:
+  """Finds the file's tensors.
+
+  Returns:
+    Name in a Hugging Face checkpoint -> type, as in safetensors ('F32' if the tensor is
+    quantised), shape, and a function that reads the tensor as it was before conversion.
+
+  Raises:
+    ValueError: The file is broken, or has a tensor that no parameter is made of or whose
+      type cannot be dequantised.
+  """
+  reader = _open(file)
+  raw = _make_config(file, reader)
+  # A damaged count of layers must not make us list a billion names.
+  layers = min(raw['num_hidden_layers'], len(reader.tensors))
+  names = _list_names(raw['model_type'], layers)
+  tensors, types = {}, set()
+  for tensor in reader.tensors:
+    if tensor.name == _ROPE_FACTORS:
+      continue
+    if tensor.name not in names:
+      raise ValueError(
+        f'{file}: tensor {tensor.name} has no place in a model of architecture '
+        f'{raw["model_type"]}; take the model in HF layout if the decoder knows it'
+      )
+    if tensor.tensor_type not in types:
+      _check_type(file, tensor)
+      types.add(tensor.tensor_type)
+    name, path = names[tensor.name]
+    kind = tensor.tensor_type.name
+    shape = tuple(int(size) for size in tensor.shape[::-1])
+    read = functools.partial(_read, tensor, path, raw)
+    tensors[name] = (kind if kind in ('F16', 'BF16') else 'F32', shape, read)
+  return tensors
+
+
+def _open(file: pathlib.Path) -> gguf.GGUFReader:
+  """Parses the header; the tensors are mapped, not read."""
+  try:
+    import gguf
+  except ImportError as error:
+    raise ValueError(
+      f"{file}: GGUF files need the package gguf: pip install 'agent_r1_jax[gguf]'"
+    ) from error
+
+  class Reader(gguf.GGUFReader):
+    """Skips arrays: 150,000 tokens and as many merges took 13 seconds and 490 MB."""
+
+    def _get_field_parts(self, orig_offs: Any, raw_type: Any):
+      if self.byte_order != 'I':
+        raise ValueError('the numbers are big-endian: convert it for this machine')
+      if raw_type != gguf.GGUFValueType.ARRAY:
+        return super()._get_field_parts(orig_offs, raw_type)
+      content: Any = self.data
+      kind, length = struct.unpack_from('<IQ', content, orig_offs)
+      end = orig_offs + 12
+      if kind == gguf.GGUFValueType.STRING:
+        for _ in range(length):
+          end += 8 + struct.unpack_from('<Q', content, end)[0]
+      else:
+        kind = gguf.GGUFValueType(kind)
+        end += length * np.dtype(self.gguf_scalar_to_np[kind]).itemsize
+      return end - orig_offs, [], [], [gguf.GGUFValueType.ARRAY]
+
+  try:
+    with np.errstate(all='ignore'):
+      return Reader(file)
+  except (ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
+    raise ValueError(
+      f'{file}: gguf cannot read it ({error}); truncated, a pointer in place of the '
+      'file, or newer than the package? Fetch it again, or take another quantisation'
+    ) from error
+
+
+def _make_config(file: pathlib.Path, reader: gguf.GGUFReader) -> dict[str, Any]:
+  tensors = {tensor.name: tensor for tensor in reader.tensors}
+  embedding, factors = tensors.get('token_embd.weight'), tensors.get(_ROPE_FACTORS)
+  if embedding is None or len(embedding.shape) != 2:
+    raise ValueError(f'{file}: no matrix token_embd.weight; fetch the whole model')
+  try:
+    with np.errstate(all='ignore'):
+      return gguf_metadata.parse(
+        {
+          key: field.contents() if len(field.data) == 1 else 'an array'
+          for key, field in reader.fields.items()
+        },
+        vocab_size=int(embedding.shape[1]),
+        tied='output.weight' not in tensors,
+        rope_factors=None if factors is None else np.asarray(factors.data),
+      )
+  except ValueError as error:
+    raise ValueError(f'{file}: {error}') from error
+
+
+def _list_names(family: str, layers: int) -> dict[str, tuple[str, str]]:
+  """Returns each tensor's name in the file -> its name in HF layout, its parameter."""
+  import gguf
+
+  table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], layers)
+  names = {}
+  for parameter in families.FAMILIES[family].parameters:
+    for layer in range(layers if '{}' in parameter.tensor else 1):
+      name = parameter.tensor.format(layer)
+      stem, _, kind = name.rpartition('.')
+      names[f'{table.get_name(stem)}.{kind}'] = name, parameter.path
+  return names
+
+
+def _check_type(file: pathlib.Path, tensor: gguf.ReaderTensor) -> None:
+  try:
+    _dequantise(tensor.tensor_type, np.atleast_2d(tensor.data)[:1])
+  except (NotImplementedError, ValueError) as error:
+    raise ValueError(
+      f'{file}: tensor {tensor.name} is {tensor.tensor_type.name}, which gguf does not '
+      f'dequantise ({error}); take a file of another type, such as Q8_0 or BF16'
+    ) from error
+
+
+def _dequantise(kind: gguf.GGMLQuantizationType, data: np.ndarray) -> np.ndarray:
+  from gguf import quants
+
+  if kind.name in ('F32', 'F16'):
+    return data
+  if kind.name == 'BF16':
+    return data.view(jnp.bfloat16)
+  with np.errstate(all='ignore'):  # Numbers that are not finite are found later.
+    return quants.dequantize(data, kind)
+
+
+def _read(tensor: gguf.ReaderTensor, path: str, raw: dict[str, Any]) -> np.ndarray:
+  """Reads a tensor of the parameter at `path` as it was before the conversion."""
+  x = _dequantise(tensor.tensor_type, np.asarray(tensor.data))
+  offset = families.FAMILIES[raw['model_type']].norm_offset
+  if path.endswith('/scale') and offset:
+    x = x - x.dtype.type(offset)
+  rotated = path in ('layers/attn/q/kernel', 'layers/attn/k/kernel')
+  if rotated and raw['model_type'] == 'llama':
+    # A head's rows are r0 r4 r1 r5 r2 r6 r3 r7 in the file, r0 ... r7 here.
+    pairs = x.reshape(-1, raw['head_dim'] // 2, 2, x.shape[-1])
+    x = pairs.swapaxes(1, 2).reshape(x.shape)
+  return x

@@ -1,0 +1,190 @@
+"""Models in GGUF files are those that were converted; gguf_maker.py converts them."""
+
+import pathlib
+import tracemalloc
+
+from flax import traverse_util
+import gguf
+from gguf import quants
+import gguf_maker
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax.agent import tokenizer
+from agent_r1_jax.models import decoder, tensor_files, weights
+from agent_r1_jax.rl import value_targets
+from agent_r1_jax.train import identity, setup, sizes
+
+_GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
+_FAMILIES = ('qwen2', 'qwen3', 'llama', 'gemma')
+
+
+def _flat(params):
+  flat = traverse_util.flatten_dict(params, sep='/')
+  return {path: np.asarray(x) for path, x in flat.items()}
+
+
+def _read(file):
+  return {name: tensor_files.read(t) for name, t in tensor_files.find(file).items()}
+
+
+@pytest.mark.parametrize('family', _FAMILIES)
+def test_f32_gives_the_model_back(tmp_path, family):
+  file = gguf_maker.convert(_GOLDEN / family, tmp_path / 'model.gguf')
+  config, params = weights.load(file)
+  expected_config, expected = weights.load(_GOLDEN / family, dtype='float32')
+  assert config == expected_config
+  for path, x in _flat(expected).items():
+    y = _flat(params)[path]
+    assert (y.dtype, y.shape) == (x.dtype, x.shape)
+    # 1 + x has fewer bits than x.
+    rounded = family == 'gemma' and path.endswith('scale')
+    np.testing.assert_allclose(y, x, rtol=0, atol=1.2e-7 if rounded else 0)
+  same = _flat(weights.load(tmp_path)[1])
+  jax.tree.map(np.testing.assert_array_equal, same, _flat(params))
+
+
+@pytest.mark.parametrize('family', _FAMILIES)
+def test_logits_are_those_of_transformers(tmp_path, family):
+  config, params = weights.load(
+    gguf_maker.convert(_GOLDEN / family, tmp_path / 'model.gguf')
+  )
+  with np.load(_GOLDEN / family / 'logits.npz') as file:
+    tokens, expected = file['tokens_0'], file['logits_0']
+  tokens = jnp.asarray(tokens, jnp.int32)[None]
+  positions = jnp.arange(tokens.size, dtype=jnp.int32)[None]
+  x = decoder.hidden(params, config, tokens, positions, jnp.ones_like(positions))
+  actual = np.asarray(decoder.logits(params, config, x))[0]
+  scale = np.abs(expected).max()
+  np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize(('kind', 'dtype'), [('F16', 'float16'), ('BF16', 'bfloat16')])
+@pytest.mark.parametrize('family', _FAMILIES)
+def test_half_precision_is_exact(tmp_path, family, kind, dtype):
+  _, params = weights.load(
+    gguf_maker.convert(_GOLDEN / family, tmp_path / 'm.gguf', kind)
+  )
+  _, expected = weights.load(_GOLDEN / family, dtype='float32')
+  for path, x in _flat(expected).items():
+    if path.endswith('kernel') or path.startswith('embed'):
+      x = x.astype(jnp.dtype(dtype))
+      assert _flat(params)[path].dtype == x.dtype
+      np.testing.assert_array_equal(_flat(params)[path], x)
+    else:
+      assert _flat(params)[path].dtype == np.float32
+
+
+def test_the_norms_of_a_gemma_in_bfloat16_are_exact(tmp_path):
+  config, params = weights.load(_GOLDEN / 'gemma')
+  weights.save(tmp_path / 'half', config, params, dtype='bfloat16')
+  file = gguf_maker.convert(tmp_path / 'half', tmp_path / 'model.gguf', 'BF16')
+  read, expected = _read(file), _read(tmp_path / 'half')
+  assert read.keys() == expected.keys()
+  for name, x in expected.items():
+    np.testing.assert_array_equal(read[name].astype(jnp.bfloat16), x)
+
+
+@pytest.mark.parametrize(
+  ('kind', 'steps'), [('Q8_0', 127), ('Q5_0', 16), ('Q4_0', 8), ('Q4_1', None)]
+)
+def test_quantised_tensors_are_near_the_model(tmp_path, kind, steps):
+  """As gguf dequantises them, in spite of the order of the rows of q and k."""
+  model = gguf_maker.make_model(tmp_path / 'model')
+  read = _read(gguf_maker.convert(model, tmp_path / 'model.gguf', kind))
+  number = gguf.GGMLQuantizationType[kind]
+  for name, x in _read(model).items():
+    if x.ndim == 1:
+      np.testing.assert_array_equal(read[name], x)
+      continue
+    expected = quants.dequantize(quants.quantize(x, number), number)
+    np.testing.assert_array_equal(read[name], expected)
+    blocks, errors = x.reshape(-1, 32), (read[name] - x).reshape(-1, 32)
+    step = np.ptp(blocks, 1) / 15 if steps is None else np.abs(blocks).max(1) / steps
+    assert 0 < np.abs(errors).max() and (np.abs(errors).max(1) < 1.02 * step).all()
+
+
+@pytest.mark.parametrize('kind', gguf_maker.BLOCKS)
+def test_k_types_are_as_gguf_dequantises_them(tmp_path, kind):
+  model = gguf_maker.make_model(tmp_path / 'model')
+  read = _read(gguf_maker.convert(model, tmp_path / 'model.gguf', kind))
+  for name, x in _read(model).items():
+    if x.ndim > 1:
+      number = gguf.GGMLQuantizationType[kind]
+      expected = quants.dequantize(gguf_maker.quantise(x, kind), number)
+      if name.endswith(('q_proj.weight', 'k_proj.weight')):
+        # Rows 0 1 2 3 ... of a head in the file are its rows 0 32 1 33 ...
+        order = np.arange(64).reshape(32, 2).T.reshape(-1)
+        heads = expected.reshape(-1, 64, x.shape[1])
+        expected = heads[:, order].reshape(x.shape)
+      np.testing.assert_array_equal(read[name], expected)
+
+
+def test_types_may_differ_between_layers(tmp_path):
+  """As in Q4_K_M, where some layers have more bits."""
+  model = gguf_maker.make_model(tmp_path / 'model')
+  x = np.random.default_rng(0).standard_normal((256, 256), np.float32)
+  file = tmp_path / 'model.gguf'
+  gguf_maker.convert(model, file, 'Q4_K', tensors={'blk.1.ffn_down.weight': (x, 'Q8_0')})
+  params = _flat(weights.load(file)[1])
+  assert {x.dtype for x in params.values()} == {np.dtype('float32')}
+  assert np.abs(params['layers/mlp/down/kernel'][1] - x.T).max() < 0.05
+
+
+def test_tensors_are_read_one_at_a_time(tmp_path):
+  model = gguf_maker.make_model(tmp_path / 'model')
+  file = gguf_maker.convert(model, tmp_path / 'model.gguf', 'Q8_0')
+  total = sum(x.nbytes for x in jax.tree.leaves(weights.load(file)[1]))
+  tensor = 256 * 256 * 4
+  tracemalloc.start()
+  try:
+    weights.load(file, place=lambda path, array: None)
+    peak = tracemalloc.get_traced_memory()[1]
+  finally:
+    tracemalloc.stop()
+  assert peak < 4 * tensor < total / 3
+
+
+def test_a_tied_model_has_no_head(tmp_path):
+  model = gguf_maker.make_model(tmp_path / 'model', tie_embeddings=True)
+  config, params = weights.load(gguf_maker.convert(model, tmp_path / 'model.gguf'))
+  assert config.tie_embeddings and 'lm_head' not in params
+  jax.tree.map(np.testing.assert_array_equal, params, weights.load(model)[1])
+
+
+def test_a_run_finds_the_tokenizer_beside_the_file_and_exports_safetensors(tmp_path):
+  model = gguf_maker.make_model(tmp_path / 'model', width=32, vocab_size=400)
+  file = gguf_maker.convert(model, tmp_path / 'in' / 'model.gguf')
+  tokenizer.train(['a text'], vocab_size=300, directory=file.parent)
+  settings = config_lib.Model(path=str(file))
+  config, params, chat = setup.load(settings, config_lib.Chat())
+  assert chat.tokenizer.get_vocab() == tokenizer.load(file.parent).get_vocab()
+  assert sizes.read_models(settings, None).policy == config
+  weights.save(tmp_path / 'out', config, params, tokenizer_from=file)
+  assert (tmp_path / 'out' / 'model.safetensors').is_file()
+  assert tokenizer.load(tmp_path / 'out').get_vocab() == tokenizer.load(file).get_vocab()
+  assert value_targets.tokenizer_digest(file) == value_targets.tokenizer_digest(
+    tmp_path / 'out'
+  )
+  read_config, read = weights.load(tmp_path / 'out')
+  assert read_config == weights.load(file)[0]
+  jax.tree.map(np.testing.assert_array_equal, read, params)
+
+
+def test_the_digest_of_a_file_is_that_of_its_directory_without_other_files(tmp_path):
+  for name in ('model.gguf', 'other.gguf', 'tokenizer.json'):
+    (tmp_path / name).write_text(name)
+  one, other = (identity.model_digest(tmp_path / f'{x}.gguf') for x in ('model', 'other'))
+  (tmp_path / 'other.gguf').unlink()
+  assert one == identity.model_digest(tmp_path) != other
+  (tmp_path / 'tokenizer.json').write_text('another')
+  assert one != identity.model_digest(tmp_path / 'model.gguf')
+
+
+def test_a_directory_with_safetensors_is_read_from_them(tmp_path):
+  model = gguf_maker.make_model(tmp_path / 'model', width=32)
+  (model / 'other.gguf').write_text('not read')
+  assert weights.load(model)[0].embed_dim == 32

@@ -1,0 +1,246 @@
+"""The metadata of GGUF files, and each mistake in a file once."""
+
+import math
+import shutil
+import sys
+
+import gguf
+import gguf_maker
+import jax
+import numpy as np
+import pytest
+
+from agent_r1_jax.models import decoder, gguf_metadata, hf_config, tensor_files, weights
+
+# The metadata.
+
+
+def _parse(config, factors=None, **facts):
+  metadata = {'general.architecture': config.family} | gguf_maker.make_metadata(config)
+  metadata |= {f'{config.family}.{key}': value for key, value in facts.items()}
+  metadata = {key: value for key, value in metadata.items() if value is not None}
+  return gguf_metadata.parse(metadata, vocab_size=40, tied=True, rope_factors=factors)
+
+
+def _llama3(head_dim=64, theta=500_000.0, **scaling):
+  scaling = {
+    'factor': 8.0,
+    'low_freq_factor': 1.0,
+    'high_freq_factor': 4.0,
+    'original_max_position_embeddings': 8192,
+  } | scaling
+  return decoder.DecoderConfig(
+    'llama', 40, 256, 2, 4, 2, head_dim, 256, rope_theta=theta, rope_scaling=scaling
+  )
+
+
+@pytest.mark.parametrize('config', [_llama3(128), _llama3(64, factor=32.0)])
+def test_the_scaling_of_llama_3_is_found(config):
+  rope = _parse(config, gguf_maker.rope_factors(config))['rope_parameters']
+  assert rope.pop('rope_type') == 'llama3'
+  assert rope.pop('partial_rotary_factor') == 1
+  assert rope == {'rope_theta': config.rope_theta, **config.rope_scaling}
+
+
+def test_factors_of_1_scale_nothing():
+  rope = _parse(_llama3(), np.ones(32, np.float32))['rope_parameters']
+  assert rope['rope_type'] == 'default'
+
+
+@pytest.mark.parametrize(
+  'factors',
+  [
+    gguf_maker.rope_factors(_llama3(high_freq_factor=5.0)),
+    np.full(32, 8, np.float32),
+    np.linspace(1, 8, 32, dtype=np.float32),
+    np.ones(31, np.float32),
+    np.zeros(32, np.float32),
+    np.full(32, np.nan, np.float32),
+    np.ones(32, np.float16),
+  ],
+)
+def test_other_factors_are_refused(factors):
+  with pytest.raises(ValueError, match='rope_freqs.weight is not a scaling of Llama 3'):
+    _parse(_llama3(), factors)
+
+
+def test_what_the_converter_leaves_out_has_the_values_of_llama_cpp():
+  absent = ('attention.key_length', 'attention.value_length', 'rope.freq_base')
+  absent += ('attention.head_count_kv', 'rope.dimension_count', 'vocab_size')
+  raw = _parse(_llama3(), **dict.fromkeys(absent))
+  assert raw['head_dim'] == 64 and raw['num_key_value_heads'] == 4
+  assert raw['rope_parameters']['rope_theta'] == 10_000
+
+
+def test_numbers_are_the_decimals_that_were_rounded_to_32_bits():
+  assert (
+    _parse(_llama3(), **{'rope.freq_base': float(np.float32(1e-5))})['rope_parameters'][
+      'rope_theta'
+    ]
+    == 1e-5
+  )
+
+
+# A mistake in a file, each once.
+
+
+@pytest.mark.parametrize(
+  ('metadata', 'message'),
+  [
+    ({'general.architecture': 'bert'}, "holds a model of architecture 'bert'; give a"),
+    ({'general.type': 'adapter'}, "holds a adapter of architecture 'llama'; give a mo"),
+    ({'llama.block_count': None}, 'block_count is None; a positive number is needed'),
+    ({'llama.block_count': 'two'}, "block_count is 'two'; a positive number is needed"),
+    ({'llama.block_count': 4_000_000_000}, 'no known model has more than 1,000'),
+    ({'llama.block_count': 3}, 'no tensor model.layers.2.input_layernorm.weight; fetch'),
+    ({'llama.block_count': 1}, 'tensor blk.1.attn_norm.weight has no place in a model'),
+    ({'llama.attention.head_count': [4, 2]}, "head_count is 'an array'; a positive num"),
+    ({'llama.attention.head_count': False}, 'head_count is False; a positive number is'),
+    ({'llama.attention.value_length': 32}, 'keys and values have different lengths'),
+    ({'llama.attention.causal': False}, 'only causal models are supported'),
+    ({'llama.attention.sliding_window': 9}, 'attention.sliding_window is 9, which is no'),
+    (
+      {'llama.rope.scaling.type': 'longrope'},
+      "rope type is 'longrope'; supported are 'def",
+    ),
+    ({'llama.rope.dimension_count': 32}, 'partial_rotary_factor is 0.5; only 1 is supp'),
+    ({'llama.rope.scaling.factor': 2.0}, 'rope.scaling.factor is 2.0, which is not supp'),
+    ({'llama.rope.freq_base': math.nan}, 'freq_base is nan; a positive number is needed'),
+    (
+      {'llama.embedding_length': 64},
+      r'shape \[40, 32\], by the metadata it is \[40, 64\]',
+    ),
+  ],
+)
+def test_metadata_that_is_wrong_or_not_supported(tmp_path, metadata, message):
+  file = tmp_path / 'model.gguf'
+  gguf_maker.convert(
+    gguf_maker.make_model(tmp_path / 'model', width=32), file, metadata=metadata
+  )
+  with pytest.raises(ValueError, match=message) as error:
+    weights.load(file)
+  assert str(tmp_path) in str(error.value)
+
+
+def test_metadata_that_says_that_the_model_does_without(tmp_path):
+  file, zero = tmp_path / 'model.gguf', {'llama.expert_count': 0}
+  gguf_maker.convert(
+    gguf_maker.make_model(tmp_path / 'model', width=32), file, metadata=zero
+  )
+  weights.load(file)
+
+
+@pytest.mark.parametrize(
+  ('tensors', 'message'),
+  [
+    ({'token_embd.weight': None}, 'no matrix token_embd.weight; fetch the whole model'),
+    ({'output_norm.weight': None}, 'no tensor model.norm.weight; fetch the whole model'),
+    ({'blk.0.attn_q.bias': (32, 'F32')}, 'tensor blk.0.attn_q.bias has no place in a mo'),
+    (
+      {'blk.0.ffn_norm.weight': (31, 'F32')},
+      r'weight has shape \[31\], by the metada',
+    ),
+    ({'blk.0.ffn_norm.weight': (32, 'I32')}, 'is I32, which gguf does not dequantise'),
+  ],
+)
+def test_tensors_that_are_wrong_or_missing(tmp_path, tensors, message):
+  make = lambda size, kind: np.zeros(size, np.int32 if kind == 'I32' else np.float32)
+  tensors = {name: entry and (make(*entry), entry[1]) for name, entry in tensors.items()}
+  file = tmp_path / 'model.gguf'
+  gguf_maker.convert(
+    gguf_maker.make_model(tmp_path / 'model', width=32), file, tensors=tensors
+  )
+  with pytest.raises(ValueError, match=message) as error:
+    weights.load(file)
+  assert str(file) in str(error.value)
+
+
+def test_numbers_that_are_not_finite(tmp_path):
+  file, x = tmp_path / 'model.gguf', np.full((256, 256), np.nan, np.float32)
+  model = gguf_maker.make_model(tmp_path / 'model')
+  gguf_maker.convert(model, file, 'Q8_0', tensors={'blk.1.attn_q.weight': (x, 'F32')})
+  with pytest.raises(ValueError, match='65536 of 131072 numbers of layers/attn/q/kernel'):
+    weights.load(file)
+
+
+def test_a_file_that_is_none_is_truncated_or_damaged(tmp_path):
+  model = gguf_maker.make_model(tmp_path / 'model', width=32)
+  file = gguf_maker.convert(
+    model, tmp_path / 'model.gguf', tensors={'output.weight': None}
+  )
+  content = file.read_bytes()
+  tied = weights.load(file)
+  assert len(content) > 30_000
+
+  def fails(changed, message):
+    file.write_bytes(changed)
+    with pytest.raises(ValueError, match=message) as error:
+      weights.load(file)
+    assert str(file) in str(error.value) and 'etch it again' in str(error.value)
+
+  fails(b'version https://git-lfs.github.com/spec/v1', 'GGUF magic invalid')
+  fails(b'', 'cannot read it')
+  fails(content[:4] + b'\x09' + content[5:], 'version 9 which we cannot handle')
+  for end in (5, 20, 100, 500, 2000, 10_000, len(content) - 64):
+    fails(content[:end], 'cannot read it')
+  file.write_bytes(content)
+  jax.tree.map(np.testing.assert_array_equal, weights.load(file)[1], tied[1])
+
+
+def test_a_file_for_big_endian_machines(tmp_path):
+  file = tmp_path / 'model.gguf'
+  writer = gguf.GGUFWriter(file, 'llama', endianess=gguf.GGUFEndian.BIG)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  with pytest.raises(ValueError, match='the numbers are big-endian'):
+    weights.load(file)
+
+
+def test_any_byte_of_the_header_may_be_wrong(tmp_path):
+  """It is refused, or read: nothing else is raised, and no memory or time is lost."""
+  model = gguf_maker.make_model(tmp_path / 'model', width=32)
+  content = gguf_maker.convert(model, tmp_path / 'model.gguf').read_bytes()
+  header = content.index(b'output_norm.weight')
+  rng, refused = np.random.default_rng(0), 0
+  file = tmp_path / 'changed.gguf'
+  for place in rng.integers(0, header, 300):
+    changed = bytearray(content)
+    changed[place] = rng.integers(0, 256)
+    file.write_bytes(changed)
+    try:
+      hf_config.read(file)
+      tensor_files.find(file)
+    except ValueError as error:
+      assert str(file) in str(error)
+      refused += 1
+  assert 50 < refused < 300
+
+
+def test_several_files_parts_of_one_and_none(tmp_path):
+  model = gguf_maker.convert(
+    gguf_maker.make_model(tmp_path / 'model', width=32), tmp_path / 'in' / 'a.gguf'
+  )
+  shutil.copy(model, model.with_name('b.gguf'))
+  with pytest.raises(
+    ValueError, match=r'several GGUF files \(a.gguf, b.gguf\); give the'
+  ):
+    weights.load(model.parent)
+  assert weights.load(model)[0].embed_dim == 32
+  with pytest.raises(ValueError, match='c.gguf: no such file; give a GGUF file'):
+    weights.load(model.with_name('c.gguf'))
+  model.rename(model.with_name('a-00001-of-00002.gguf'))
+  merge = r'--merge a-00001-of-00002.gguf a.gguf\) and give the merged file'
+  for path in (model.parent, model.with_name('a-00002-of-00002.gguf')):
+    with pytest.raises(ValueError, match=f'is one part of a split file.*{merge}'):
+      weights.load(path)
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+  file = gguf_maker.convert(
+    gguf_maker.make_model(tmp_path / 'model', width=32), tmp_path / 'model.gguf'
+  )
+  monkeypatch.setitem(sys.modules, 'gguf', None)
+  with pytest.raises(ValueError, match=r"pip install 'agent_r1_jax\[gguf\]'"):
+    weights.load(file)
