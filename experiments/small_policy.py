@@ -26,21 +26,32 @@ SEED = flags.DEFINE_integer('seed', 0, 'Seed of the initialisation and the examp
 VOCAB = flags.DEFINE_integer('vocab', 1024, 'Size of the vocabulary.')
 _LAYERS = flags.DEFINE_integer('layers', 3, 'Number of layers.')
 _DIM = flags.DEFINE_integer('dim', 128, 'Embedding; the feed-forward is 3 times as wide.')
+_EXPERTS = flags.DEFINE_integer(
+  'experts', 0, 'Experts of a layer, of which a token takes two; 0: one feed-forward.'
+)
 _COPYING = flags.DEFINE_float('copying', 0.05, 'Share of the steps that only copy.')
 _SAVE_EVERY = 200  # steps
 
 
 def make_config(vocab_size: int) -> decoder.DecoderConfig:
-  """Makes the policy's architecture: Llama's, small."""
+  """Makes the policy's architecture: Llama's, small.
+
+  With experts it is Qwen2-MoE's; a token then takes as many operations, for two experts
+  and the one that all share are as wide as the one feed-forward.
+  """
+  dim = _DIM.value
+  wide: dict[str, Any] = {'family': 'llama', 'mlp_dim': 3 * dim}
+  if experts := _EXPERTS.value:
+    wide = {'family': 'qwen2_moe', 'num_experts': experts, 'experts_per_token': 2}
+    wide |= {'expert_dim': dim, 'shared_dim': dim, 'normalize_experts': True}
   return decoder.DecoderConfig(
-    family='llama',
+    **wide,
     vocab_size=vocab_size,
-    embed_dim=_DIM.value,
+    embed_dim=dim,
     num_layers=_LAYERS.value,
     num_heads=4,
     num_kv_heads=2,
     head_dim=32,
-    mlp_dim=3 * _DIM.value,
     tie_embeddings=True,
     rope_theta=1e6,
     max_positions=2048,

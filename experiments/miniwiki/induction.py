@@ -14,6 +14,7 @@ import numpy as np
 
 from agent_r1_jax.models import decoder, rope
 
+_FAMILIES = ('llama', 'qwen2_moe')
 # Standard deviation of an embedding; of the same size are the residual's other parts.
 _SCALE = 0.05
 # Rotations a token above which a frequency tells neighbours apart, and below which it
@@ -32,16 +33,17 @@ def init(config: decoder.DecoderConfig, seed: int) -> decoder.Params:
   (slow frequencies) and copies that position's token.
 
   Args:
-    config: A shape of family 'llama' (no biases, no q/k norms) with 2 layers or more.
+    config: A shape of family 'llama' or 'qwen2_moe' (no q/k norms; the biases of the
+      latter begin as 0) with 2 layers or more.
     seed: The seed of everything random.
 
   Raises:
     ValueError: The family or the number of layers does not fit.
   """
-  if config.family != 'llama' or config.num_layers < 2:
+  if config.family not in _FAMILIES or config.num_layers < 2:
     raise ValueError(
       f'family={config.family}, num_layers={config.num_layers}: the induction circuit '
-      "needs family 'llama' (no biases, no q/k norms) and 2 layers or more."
+      f'needs a family without q/k norms ({", ".join(_FAMILIES)}) and 2 layers or more.'
     )
   D, H = config.embed_dim, config.head_dim
   rng = np.random.default_rng(seed)
@@ -54,7 +56,8 @@ def init(config: decoder.DecoderConfig, seed: int) -> decoder.Params:
   attn = params['layers']['attn']
   # What the random parts write must not drown the embeddings.
   attn['o']['kernel'] *= 0.02
-  params['layers']['mlp']['down']['kernel'] *= 0.02
+  for name in {'mlp', 'moe', 'shared'} & params['layers'].keys():
+    params['layers'][name]['down']['kernel'] *= 0.02
   reader = _orthogonal(rng, D - H - 1)[:, :H]
   copier = _orthogonal(rng, D - H - 1)
   frequencies = np.asarray(rope.frequencies(config.rope_theta, config.head_dim))
