@@ -1,13 +1,18 @@
 """Mixtures of experts: every token is computed by its own, whatever the others take."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
-from agent_r1_jax.models import experts
+from agent_r1_jax import types
+from agent_r1_jax.models import decoder, experts
+from agent_r1_jax.rl import algorithms, learner, packing
+from agent_r1_jax.rl import table as table_lib
 
 _D, _E, _I = 6, 5, 7
 
@@ -118,3 +123,42 @@ def test_the_router_takes_the_likeliest(normalize):
   want = want / want.sum(-1, keepdims=True) if normalize else want
   assert weight.dtype == jnp.float32
   np.testing.assert_allclose(weight, want, rtol=1e-5)
+
+
+def test_loads_are_of_the_text_alone_and_balance_is_measured():
+  """Rows and trees of the same texts: a token that texts share counts once in a tree."""
+  config = tiny.config('qwen3_moe')
+  params = tiny.params(config)
+  tokens = jnp.array([[5, 6, 7, 5, 6, 8, 0, 0]], jnp.int32)
+  positions = jnp.array([[0, 1, 2, 0, 1, 2, 0, 0]], np.int32)
+  ids = jnp.array([[1, 1, 1, 2, 2, 2, 0, 0]], np.int32)
+  _, loads = decoder.hidden_and_loads(params, config, tokens, positions, ids)
+  assert loads.shape == (2, 8)
+  np.testing.assert_array_equal(loads.sum(1), [6 * 2] * 2)
+  tree = jnp.array([[5, 6, 7, 8, 0, 0, 0, 0]], np.int32)
+  places = jnp.array([[0, 1, 2, 2, 0, 0, 0, 0]], np.int32)
+  ends = jnp.array([[4, 4, 3, 4, 5, 6, 7, 8]], np.int32)
+  _, of_tree = decoder.hidden_and_loads(params, config, tree, places, None, ends)
+  np.testing.assert_array_equal(of_tree.sum(1), [4 * 2] * 2)
+  found = learner._measure_balance(jnp.asarray([[4.0, 0, 0, 0], [1.0, 1, 2, 0]]))
+  assert found['expert_max_load'] == (4 + 2) / 2 and found['expert_idle'] == 4 / 8
+
+
+def test_a_gradient_has_the_balance_of_its_micro_batch():
+  config = tiny.config('qwen2_moe')
+  segment = types.Segment(
+    np.arange(1, 13, dtype=np.int32), np.arange(12) > 0, np.zeros(12, np.float32)
+  )
+  table = table_lib.from_segments([segment])
+  columns = {'weights': table.action_mask / 11, 'old_logprobs': np.zeros(12, np.float32)}
+  columns |= {'advantages': np.ones(12, np.float32)}
+  table = dataclasses.replace(table, **columns)
+  shape = packing.MicrobatchShape(1, 16, False)
+  batches, _ = packing.pack_microbatches(table, shape)
+  options = {'config': config, 'loss': learner.objective(algorithms.grpo())}
+  found = learner.forward_backward(tiny.params(config), batches, **options)
+  weight = found.sums['weight']
+  busiest = found.sums['expert_max_load'] / weight
+  # 12 tokens with two experts each: 3 of each expert's on average.
+  assert 1 <= busiest <= 4 and busiest * 6 == pytest.approx(round(float(busiest) * 6))
+  assert 0 <= found.sums['expert_idle'] / weight < 1
