@@ -83,7 +83,7 @@ def decode(params, tokens_BT: Array, *, config: decoder.DecoderConfig):
 
   def step(cache, t):
     token_B1, at_B1 = tokens_BT[:, t][:, None], jnp.full((B, 1), t)
-    x = params['embed']['embedding'].astype(config.dtype)[token_B1]
+    x: Any = params['embed']['embedding'].astype(config.dtype)[token_B1]
     angles, noted, new = decoder._compute_angles(at_B1, config), [], []
     for layer, part in zip(layers, cache, strict=True):
       x, part, taken = apply_block(config, layer, x, at_B1, angles, None, None, part)
@@ -107,7 +107,7 @@ def learn(params, tokens_BT: Array, replayed=None, *, config: decoder.DecoderCon
   """Computes whole rows, as the learner does, or with the experts [B, T, L, k] given."""
   B, T = tokens_BT.shape
   at_BT = jnp.tile(jnp.arange(T)[None], (B, 1))
-  x = params['embed']['embedding'].astype(config.dtype)[tokens_BT]
+  x: Any = params['embed']['embedding'].astype(config.dtype)[tokens_BT]
   angles, noted = decoder._compute_angles(at_BT, config), []
   segments = jnp.ones_like(tokens_BT), None
   for number in range(config.num_layers):
