@@ -306,3 +306,13 @@ def test_option_of_adapters_out_of_range_is_refused(change, message):
     lora.add(plain.policy(), **given)
   with pytest.raises(ValueError, match='adapters already'):
     lora.add(_adapted(plain.policy()), 2, ('q',), 1.0, jax.random.key(0))
+
+
+def test_experts_have_no_adapters():
+  params = tiny.params(tiny.config('qwen3_moe'))
+  with pytest.raises(ValueError, match='lora_targets has gate, and the layers .* experts'):
+    lora.add(params, 2, tuple(families.TARGETS), 4.0, jax.random.key(0))
+  adapted = lora.add(params, 2, ('q', 'v'), 4.0, jax.random.key(0))
+  learned, _ = lora.split(adapted)
+  assert set(learned['layers']) == {'attn'}
+  assert set(learned['layers']['attn']) == {'q', 'v'}

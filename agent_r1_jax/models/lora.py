@@ -56,8 +56,8 @@ def add(
   arrays are shared, not copied.
 
   Raises:
-    ValueError: The rank is below 1, alpha is not above 0, targets are missing or unknown,
-      or there are adapters already.
+    ValueError: The rank is below 1, alpha is not above 0, targets are missing, unknown or
+      not in the model, or there are adapters already.
   """
   if rank < 1:
     raise ValueError(f'lora_rank is {rank}; it must be at least 1 for adapters.')
@@ -70,6 +70,11 @@ def add(
   for number, (name, target) in enumerate(families.TARGETS.items()):
     if name in targets:
       _, place, *_ = target.path.split('/')
+      if place not in layers:
+        raise ValueError(
+          f'lora_targets has {name}, and the layers of this model have experts in its '
+          'place, which get no adapters; give q,k,v,o or some of them.'
+        )
       plain, target_key = layers[place][name], jax.random.fold_in(key, number)
       adapter = _adapter(
         plain['kernel'].shape, len(target.inputs), rank, alpha / rank, target_key

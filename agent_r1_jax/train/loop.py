@@ -300,7 +300,8 @@ def _save_models(run: setup.Run):
     target = workdir / ('model' if name == 'policy' else name)
     weights.save(target, run.update_config.model, state.params, **options)
   policy = run.train_state.states['policy'].params
-  if lora.has_adapters(policy):
+  # PEFT has one adapter for projections that are one tensor in a checkpoint.
+  if lora.has_adapters(policy) and not run.update_config.model.facts.fused:
     peft_files.save(workdir / 'adapter', policy, pathlib.Path(base).resolve())
 
 
