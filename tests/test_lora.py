@@ -310,7 +310,9 @@ def test_option_of_adapters_out_of_range_is_refused(change, message):
 
 def test_experts_have_no_adapters():
   params = tiny.params(tiny.config('qwen3_moe'))
-  with pytest.raises(ValueError, match='lora_targets has gate, and the layers .* experts'):
+  with pytest.raises(
+    ValueError, match='lora_targets has gate, and the layers .* experts'
+  ):
     lora.add(params, 2, tuple(families.TARGETS), 4.0, jax.random.key(0))
   adapted = lora.add(params, 2, ('q', 'v'), 4.0, jax.random.key(0))
   learned, _ = lora.split(adapted)
