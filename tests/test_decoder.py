@@ -130,3 +130,18 @@ def test_config_reaches_the_forward_pass():
   half = _logits(params, dataclasses.replace(config, dtype='bfloat16'), [tokens])[0]
   error = np.abs(half[:48] - expected).max() / np.abs(expected).max()
   assert 1e-4 < error < 5e-2
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'window': 5}, r'window is 5, and sliding \(\)'),
+    ({'sliding': (True, False)}, 'window is 0, and sliding'),
+    ({'sliding': (True,), 'window': 5}, 'sliding is of 1 layers'),
+    ({'mlp_dim': 0}, 'mlp_dim is 0; a llama has some'),
+    ({'family': 'qwen3_moe'}, 'num_experts is 0; a qwen3_moe has some'),
+  ],
+)
+def test_a_shape_that_contradicts_itself_is_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(_model('llama')[0], **fields)

@@ -58,7 +58,8 @@ class DecoderConfig:
       )
     if self.remat not in REMATS:
       raise ValueError(f'remat is {self.remat!r}; give one of {REMATS}.')
-
+    if (self.window > 0) != any(self.sliding):
+      raise ValueError(f'window is {self.window}, and sliding {self.sliding}.')
     for name, _ in self.facts.sizes.values():
       if getattr(self, name) < 1:
         raise ValueError(f'{name} is {getattr(self, name)}; a {self.family} has some.')
