@@ -83,6 +83,8 @@ class Experts(nn.Module):
       _Kernel((E, D, I), self.dtype, name='up')(),
       _Kernel((E, I, D), self.dtype, self.out_scale, name='down')(),
     )
+    if self.is_initializing():
+      return x_BTD, expert_BTk  # No mesh can split one token.
     return mix(x_BTD, weight_BTk, expert_BTk, kernels, self.activate), expert_BTk
 
 
@@ -120,12 +122,12 @@ def mix(
 ) -> Float[Array, 'B T D']:
   """Σ over a token's experts of weight · down(activate(gate(x)) * up(x))."""
   mesh = sharding.active_mesh()
-  if mesh is None or x_BTD.shape[:2] == (1, 1):  # No mesh can split one token.
+  if mesh is None:
     return _mix(x_BTD, weight_BTk, expert_BTk, kernels, activate)
   chips = mesh.shape['tensor']
 
   def on_chip(x_BTD, weight_BTk, expert_BTk, kernels):
-    first = jax.lax.axis_index('tensor') * (kernels.gate.shape[0])
+    first = jax.lax.axis_index('tensor') * kernels.gate.shape[0]
     out = _mix(x_BTD, weight_BTk, expert_BTk - first, kernels, activate)
     return jax.lax.psum(out, 'tensor') if chips > 1 else out
 
