@@ -89,7 +89,7 @@ def test_differences_are_described():
 
 def test_the_script_says_what_bfloat16_changes_and_by_which_cause():
   sizes = ['--texts=5', '--rows=2', '--turns=2', '--prompt=9', '--reply=8', '--answer=5']
-  what = ['--model=experiments/miniwiki/model', '--row_tokens=128']
+  what = ['--policy=experiments/miniwiki/model', '--row_tokens=128']
   done = script.run('-m', 'experiments.bench.precision', *what, *sizes)
   assert done.returncode == 0, done.stderr
   lines = [json.loads(line) for line in done.stdout.splitlines()]

@@ -321,7 +321,7 @@ def test_wrong_params_are_named_and_nothing_is_written(tmp_path, change, message
 
 
 def test_an_unknown_family_is_refused():
-  with pytest.raises(ValueError, match="family is 'gpt2'; give one of qwen2, qwen3, ll"):
+  with pytest.raises(ValueError, match="family is 'gpt2'; give one of qwen2, qwen3, "):
     _config('gpt2')
 
 

@@ -1,7 +1,7 @@
 """How far apart the sampler's and the learner's log-probs are in bfloat16, by cause.
 
   python -m experiments.bench.precision                     # shape s5, random parameters
-  python -m experiments.bench.precision --model=experiments/miniwiki/model
+  python -m experiments.bench.precision --policy=experiments/miniwiki/model
 
 An engine samples texts of several turns: more texts than rows, groups that share prompts,
 replies that are cut into several decodes, random answers between them. Then the log-probs
@@ -35,8 +35,8 @@ from agent_r1_jax.models import decoder, weights
 from experiments.bench import common, gaps
 
 _SHAPE = flags.DEFINE_enum('shape', 's5', [*common.SHAPES], 'The policy, untrained.')
-_MODEL = flags.DEFINE_string(
-  'model', '', 'A directory with a policy, instead of a shape.'
+_POLICY = flags.DEFINE_string(
+  'policy', '', 'A directory with a policy, instead of a shape.'
 )
 _DTYPES = flags.DEFINE_list('dtypes', ['bfloat16', 'float32'], 'Of the activations.')
 _TEXTS = flags.DEFINE_integer('texts', 80, 'Texts that are sampled.')
@@ -119,8 +119,8 @@ def format_table(lines: list[dict[str, Any]]) -> str:
 
 
 def _load(dtype: str) -> tuple[decoder.DecoderConfig, decoder.Params]:
-  if _MODEL.value:
-    config, params = weights.load(_MODEL.value)
+  if _POLICY.value:
+    config, params = weights.load(_POLICY.value)
   else:
     config = common.SHAPES[_SHAPE.value]
     params = decoder.init(config, jax.random.key(0))
@@ -135,7 +135,7 @@ def main(_):
     config, params = _load(dtype)
     about = {
       'measurement': 'precision',
-      'policy': _MODEL.value or _SHAPE.value,
+      'policy': _POLICY.value or _SHAPE.value,
       'float32_attention': changed,
       'parameters': sum(x.size for x in jax.tree.leaves(params)),
       'device': f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores',
