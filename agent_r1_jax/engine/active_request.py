@@ -20,6 +20,7 @@ class ActiveRequest:
     generation: The reply, as the client sees it.
     automata: The state of AUTOMATA in which the request began; `AutomatonPool.release`
       takes it at the end.
+    slot: The slot of its adapter; `AdapterTable.release` takes it at the end.
     row: The row of its text; None while it waits for one.
     guide_states: The state of each of the engine's guides after the tokens so far.
     guide_mask: bool [G], whether each guide's `logits` must run for the request.
@@ -30,10 +31,11 @@ class ActiveRequest:
     generation: request_lib.Generation,
     guides: Sequence[guide_lib.Guide],
     automata: guide_lib.State,
+    slot: int = 0,
   ):
     """Makes a request without a row; `guides` are all that the engine has (G)."""
     request = generation.request
-    self.generation, self.automata = generation, automata
+    self.generation, self.automata, self.slot = generation, automata, slot
     self.row: rows_lib.Row | None = None
     used = {automaton_guide.AUTOMATA: automata, **request.guides}
     if request.sampling.truncated:
@@ -81,6 +83,34 @@ class ActiveRequest:
     """Lets other texts have the row."""
     if self.row is not None and self.row.generation is self.generation:
       self.row.generation = None
+
+
+def make_prefill_batch(
+  rows: Sequence[rows_lib.Row], size: int, tokens: int, unused_row: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+  """Makes the arguments of `programs.prefill`: rows, start, tokens and count, in numpy.
+
+  Args:
+    rows: Rows whose next tokens are prefilled.
+    size: Number of entries (M).
+    tokens: The most tokens of a row (T).
+    unused_row: The row of an entry without one.
+  """
+  indices, token_ids = np.full(size, unused_row, np.int32), np.zeros((size, tokens))
+  start, count = np.zeros((2, size), np.int32)
+  for m, row in enumerate(rows):
+    missing = row.missing[:tokens]
+    indices[m], start[m], count[m] = row.index, row.cached, len(missing)
+    token_ids[m, : len(missing)] = missing
+  return indices, start, token_ids.astype(np.int32), count
+
+
+def make_slots(requests: Mapping[int, ActiveRequest], size: int) -> np.ndarray:
+  """Makes the slots of the adapters of a call with `size` entries, int32 [M]."""
+  slots = np.zeros(size, np.int32)
+  for m, active in requests.items():
+    slots[m] = active.slot
+  return slots
 
 
 def make_decode_batch(

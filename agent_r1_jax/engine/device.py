@@ -16,7 +16,7 @@ from agent_r1_jax.engine import active_request, automaton_guide, drafts
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import sizes as sizes_lib
-from agent_r1_jax.models import decoder, sharding
+from agent_r1_jax.models import decoder, lora, sharding
 
 
 class Device:
@@ -56,10 +56,12 @@ class Device:
     params: decoder.Params,
     on_done: Callable[[], None],
     automata: Sequence[types.Automaton],
+    select: Callable[[np.ndarray], lora.Adapters | None] = lambda slots: None,
   ):
     """Compiles every program with calls that use no row; calls `on_done` after each.
 
-    The tables of the decodes are as large as `automata` need.
+    The tables of the decodes are as large as `automata` need. `select` returns the
+    adapters for the slots of entries.
     """
     sizes = self.sizes
     # The row after the last one marks an unused entry.
@@ -68,7 +70,8 @@ class Device:
       for size in sizes.prefill_rows:
         zeros = np.zeros(size, np.int32)
         tokens = np.zeros((size, sizes.prefill_tokens), np.int32)
-        self.prefill(params, unused(size), zeros, tokens, zeros, bucket)
+        adapters = select(zeros)
+        self.prefill(params, unused(size), zeros, tokens, zeros, bucket, adapters)
         on_done()
       most = sizes.prefill_rows[-1]
       self.copy(np.zeros(most, np.int32), unused(most), bucket)
@@ -79,7 +82,7 @@ class Device:
       sizes.decode_buckets, sizes.decode_rows, places
     ):
       batch = active_request.make_decode_batch({}, size, self.guides, sizes.rows)
-      self.decode(params, batch, bucket, place)
+      self.decode(params, batch, bucket, place, select(np.zeros(size, np.int32)))
       on_done()
     for state in acquired:
       self.pool.release(state)
@@ -89,13 +92,15 @@ class Device:
     with sharding.use_mesh(self.mesh):
       self.cache = programs_lib.copy(self.cache, source, rows, bucket=bucket)
 
-  def prefill(self, params, rows, start, tokens, count, bucket: int):
+  def prefill(
+    self, params, rows, start, tokens, count, bucket: int, adapters: Any = None
+  ):
     """Writes tokens to rows; see programs.prefill."""
     with sharding.use_mesh(self.mesh):
       self.cache = programs_lib.prefill(
         params,
         self.cache,
-        *(rows, start, tokens, count),
+        *(rows, start, tokens, count, adapters),
         config=self.config,
         bucket=bucket,
       )
@@ -106,6 +111,7 @@ class Device:
     batch: programs_lib.DecodeBatch,
     bucket: int,
     places: drafts.Places | None = None,
+    adapters: lora.Adapters | None = None,
   ) -> tuple[tuple[guide_lib.State, ...], programs_lib.Decoded]:
     """Samples tokens; returns the states of the guides and the tokens, in numpy.
 
@@ -119,6 +125,7 @@ class Device:
         batch,
         tuple(self._guide_params.values()),
         places,
+        adapters,
         config=self.config,
         guides=self.guides,
         steps=self.sizes.decode_steps,

@@ -22,12 +22,13 @@ from typing import Any
 from jax.sharding import Mesh
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import event_loop
+from agent_r1_jax.engine import adapter_table, event_loop
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sizes as sizes_lib
-from agent_r1_jax.models import decoder, sampling_params, sharding
+from agent_r1_jax.engine import stats as stats_lib
+from agent_r1_jax.models import decoder, lora, sampling_params, sharding
 
 
 class Engine:
@@ -39,6 +40,7 @@ class Engine:
     interrupted: Called while requests are served; if it returns True, the clients end
       with replica.PreemptedError.
     sizes: The sizes of everything that is compiled.
+    adapters: The named adapters.
     replicas: The replicas, each with a cache of its own.
     stats: Counts since the engine was made, over all replicas.
   """
@@ -52,22 +54,28 @@ class Engine:
     mesh: Mesh | None = None,
     chips: Sequence[Any] = (),
     replicas: int = 1,
+    adapters: int = 0,
+    adapter_rank: int = 16,
     **sizes: Any,
   ):
     """Allocates the cache.
 
     Args:
       config: The policy's shape.
-      params: Parameters of the policy, with or without adapters.
+      params: Parameters of the policy; adapters in them are merged into their kernels.
       guides: Further guides that requests may use, and the parameters of each.
       mesh: The mesh that `params` are on. Each of this process's chips then has a
         replica, or `tensor` of them share one. None: JAX's default device has one.
       chips: Chips of this process that sample instead of those of the mesh.
       replicas: How many replicas each chip has.
+      adapters: How many named adapters there may be; see `set_adapter`. `params` are then
+        those of the base alone.
+      adapter_rank: The highest rank of a named adapter; all take memory for it.
       **sizes: rows, slots and the other sizes of sizes.make.
 
     Raises:
-      ValueError: A size is too small, or does not fit the number of replicas.
+      ValueError: A size is too small, or does not fit the number of replicas; or there
+        are adapters in `params` beside named ones.
     """
     if replicas > 1 and mesh is not None and mesh.shape['tensor'] > 1:
       # Their collectives would wait for each other.
@@ -76,10 +84,15 @@ class Engine:
       self.sizes = sizes_lib.make(config, replicas=replicas, **sizes)
     self.config, self.mesh = config, mesh
     self.interrupted: Callable[[], bool] = lambda: False
-    self.stats = replica_lib.Stats()
+    self.stats = stats_lib.Stats()
     self._meshes = [None] if mesh is None else sharding.make_replica_meshes(mesh, chips)
+    self.adapters = adapter_table.AdapterTable(
+      config, adapters, adapter_rank, self._meshes
+    )
+    self._check(params)
+    shared = self.sizes, guides or {}, self.stats, self.adapters
     self.replicas = [
-      replica_lib.Replica(config, self.sizes, guides or {}, self.stats, part, number)
+      replica_lib.Replica(config, *shared, part, number)
       for number, part in enumerate(self._meshes)
       for _ in range(replicas)
     ]
@@ -182,6 +195,38 @@ class Engine:
     self._params, self._step = params, policy_step
     self._sync()
 
+  def set_adapter(self, name: str, adapter: decoder.Params, policy_step: int = 0):
+    """Adds an adapter, or gives it new weights, even while replies are sampled.
+
+    Any thread may call it; if several processes hold the adapter, all must. Requests that
+    name it from then on are sampled with these weights, and so is what is left of those
+    under way. As with `sync_weights`, texts under way keep their cached keys and values,
+    and texts that begin later share none of them. For a moment there are two copies of
+    all adapters in memory.
+
+    Args:
+      name: What requests call it.
+      adapter: The leaves of lora.take or peft_files.load: projections of
+        families.TARGETS, of ranks up to the engine's `adapter_rank`.
+      policy_step: Is reported with each token that the adapter samples, in place of that
+        of `sync_weights`.
+
+    Raises:
+      ValueError: The adapter does not fit the policy, its rank is too high, its numbers
+        are not finite, or all slots are used.
+    """
+    self.adapters.set(name, adapter, policy_step)
+
+  def remove_adapter(self, name: str):
+    """Removes an adapter: new requests cannot name it, those under way are answered.
+
+    Any thread may call it.
+
+    Raises:
+      ValueError: No adapter has the name.
+    """
+    self.adapters.remove(name)
+
   def make_policy(self, params: decoder.Params, policy_step: int) -> replica_lib.Policy:
     """Makes a policy that requests can name; it is freed with the last of them.
 
@@ -223,8 +268,17 @@ class Engine:
 
   def _copy_params(self, params: decoder.Params) -> list[decoder.Params]:
     """Copies parameters to each chip (or to `tensor` of them)."""
+    self._check(params)
     merged = sampling_params.unstack(params, self.config)
     if self.mesh is None:
       return [merged]
     merged = sharding.gather_params(merged, self.mesh)
     return [sharding.take_replica_params(merged, part) for part in self._meshes if part]
+
+  def _check(self, params: decoder.Params):
+    """Raises ValueError for adapters that would be added to others."""
+    if self.adapters.count and lora.has_adapters(params):
+      raise ValueError(
+        'params have adapters, and the engine has named ones, which would be added to '
+        "them: give the base's parameters, and set_adapter(name, lora.take(params))."
+      )

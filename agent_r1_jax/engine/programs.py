@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 from agent_r1_jax.engine import drafts
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import sampling as sampling_lib
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, lora
 
 # The number of likeliest tokens whose log-probs a request can ask for.
 TOP = 20
@@ -68,6 +68,7 @@ def prefill(
   start: Int[Array, 'M'],
   tokens: Int[Array, 'M T'],
   count: Int[Array, 'M'],
+  adapters: lora.Adapters | None = None,
   *,
   config: decoder.DecoderConfig,
   bucket: int,
@@ -76,12 +77,13 @@ def prefill(
 
   Rows are distinct; B or more marks an unused entry. start[m] tokens are in the cache
   already. The first `bucket` slots of each row are read and written: at least start +
-  count. The cache is donated; the params come from sampling_params.unstack.
+  count. The cache is donated; the params come from sampling_params.unstack. `adapters`,
+  if there are any, say which one each entry uses.
   """
   view = _gather_rows(cache, rows, bucket)
   steps_1T = jnp.arange(tokens.shape[1])[None]
   positions = jnp.where(steps_1T < count[:, None], start[:, None] + steps_1T, bucket)
-  _, view = decoder.extend(params, config, tokens, positions, view)
+  _, view = decoder.extend(params, config, tokens, positions, view, adapters)
   return _scatter_rows(cache, rows, view)
 
 
@@ -106,6 +108,7 @@ def decode(
   batch: DecodeBatch,
   guide_params: tuple,
   places: drafts.Places | None = None,
+  adapters: lora.Adapters | None = None,
   *,
   config: decoder.DecoderConfig,
   guides: tuple[guide_lib.Guide, ...],
@@ -127,6 +130,7 @@ def decode(
     batch: The requests.
     guide_params: The parameters of each guide.
     places: Where drafts are found; None with k = 0.
+    adapters: Named adapters, and which of them each entry uses; None if there are none.
     config: The policy's shape.
     guides: All guides of the engine (G).
     steps: The most calls of the policy.
@@ -145,7 +149,7 @@ def decode(
   sizes = len(batch.rows), drafts.count_most(steps, k), min(TOP, config.vocab_size)
   alive = (batch.rows < B) & (batch.budget > 0)
   replies = _Replies(batch.ends, batch.guide_states, _no_tokens(*sizes), alive)
-  policy = _Policy(params, config, guides, guide_params)
+  policy = _Policy(params, config, guides, guide_params, adapters)
 
   def call(loop):
     view, replies = loop
@@ -164,6 +168,7 @@ class _Policy(NamedTuple):
   config: decoder.DecoderConfig
   guides: tuple[guide_lib.Guide, ...]
   guide_params: tuple
+  adapters: lora.Adapters | None
 
 
 class _Replies(NamedTuple):
@@ -207,7 +212,9 @@ def _extend_replies(
   length_M1 = (batch.length + out.count)[:, None]
   positions_MT = jnp.where(runs_MT, length_M1 + steps_1T, bucket)
   known_MT = jnp.maximum(tokens_MT, 0)
-  x_MTD, view = decoder.extend(policy.params, policy.config, known_MT, positions_MT, view)
+  x_MTD, view = decoder.extend(
+    policy.params, policy.config, known_MT, positions_MT, view, policy.adapters
+  )
   logits_MTV = decoder.logits(policy.params, policy.config, x_MTD)
   replies = replies._replace(out=out._replace(calls=out.calls + alive))
 
@@ -232,7 +239,7 @@ def _add_token(
   policy: _Policy, batch: DecodeBatch, replies: _Replies, running, x_MD, logits_MV
 ) -> _Replies:
   """Samples a token of the replies that are running from hidden states and logits."""
-  params, config, guides, guide_params = policy
+  params, config, guides, guide_params, _ = policy
   out, states = replies.out, replies.states
   apply_guides = functools.partial(
     guide_lib.apply, guides, guide_params, states, batch.guide_mask, hidden=x_MD

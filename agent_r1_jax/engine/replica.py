@@ -22,12 +22,13 @@ from jax.sharding import Mesh
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request, drafts
+from agent_r1_jax.engine import active_request, adapter_table, drafts
 from agent_r1_jax.engine import device as device_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
 from agent_r1_jax.engine import sizes as sizes_lib
+from agent_r1_jax.engine import stats as stats_lib
 from agent_r1_jax.models import decoder
 
 # The interval at which `serve` calls `interrupted` while there is nothing to compute.
@@ -38,27 +39,6 @@ _ANSWER_SECONDS = 0.002
 
 class PreemptedError(Exception):
   """The process received a signal to end before all requests were answered."""
-
-
-@dataclasses.dataclass
-class Stats:
-  """Counts since the engine was made."""
-
-  prefilled: int = 0  # Tokens that prefills computed.
-  shared: int = 0  # Tokens that were copied from another row instead of being computed.
-  sampled: int = 0  # Tokens that decodes sampled.
-  # Calls of the policy that sampled them, each of one row; a call samples one token, or
-  # with drafts several.
-  calls: int = 0
-  steps: int = 0  # Calls of all rows of all decodes, idle rows included.
-  # Host time of prefills; the device's time is part of the decode that follows.
-  prefill_seconds: float = 0.0
-  decode_seconds: float = 0.0  # Wall time of decodes.
-  # Wall time without anything to compute, while clients waited for tools.
-  idle_seconds: float = 0.0
-  # Wall time from the end of a decode to the next call to the device, while requests
-  # waited.
-  host_seconds: float = 0.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,12 +67,14 @@ class Replica:
     config: decoder.DecoderConfig,
     sizes: sizes_lib.Sizes,
     guides: Mapping[guide_lib.Guide, Any],
-    stats: Stats,
+    stats: stats_lib.Stats,
+    adapters: adapter_table.AdapterTable,
     mesh: Mesh | None = None,
     copy_index: int = 0,
   ):
     """Allocates the cache on `mesh`, on which Policy.copies[copy_index] is too."""
     self.config, self.sizes, self.stats = config, sizes, stats
+    self._adapters = adapters
     self._copy_index = copy_index
     self.policy: Policy | None = None
     self.interrupted: Callable[[], bool] = lambda: False
@@ -169,7 +151,8 @@ class Replica:
 
     Raises:
       ValueError: The text and the reply would not fit a row, one of them is empty, the
-        text is being sampled, a guide is unknown, or an automaton does not fit.
+        text is being sampled, a guide or an adapter is unknown, or an automaton does
+        not fit.
     """
     request_lib.check(
       request,
@@ -183,7 +166,12 @@ class Replica:
         'The text is being sampled for another request: wait for that one, cancel it, or '
         'fork the text.'
       )
-    automata = self.device.pool.acquire(request.automata)
+    slot = self._adapters.acquire(request.adapter)
+    try:
+      automata = self.device.pool.acquire(request.automata)
+    except ValueError:
+      self._adapters.release(slot)
+      raise
     if isinstance(parent, request_lib.Text):
       text = parent
       text.append(tokens)
@@ -195,7 +183,7 @@ class Replica:
     number = next(self._request_numbers)
     generation = request_lib.Generation(request, text, number, self._changed.set)
     self._active.append(
-      active_request.ActiveRequest(generation, self.device.guides, automata)
+      active_request.ActiveRequest(generation, self.device.guides, automata, slot)
     )
     self._unanswered_replies -= 1
     self._changed.set()
@@ -205,7 +193,8 @@ class Replica:
     """Compiles every program; see Device.warm_up."""
     assert self.policy is not None
     params = self.policy.copies[self._copy_index]
-    self.device.warm_up(params, on_done, automata)
+    select = functools.partial(self._adapters.slots.select, self._copy_index)
+    self.device.warm_up(params, on_done, automata, select)
 
   async def serve(self):
     """Answers requests until it is cancelled.
@@ -232,15 +221,16 @@ class Replica:
 
     A function of its own, so that no local variable of `serve` keeps a policy in memory.
     """
-    policy, chosen = self._choose_requests()
+    slots = self._adapters.slots
+    policy, chosen = self._choose_requests(slots)
     if not chosen:
       return  # Requests of another policy occupy all rows.
     if self._decode_ended_at is not None:
       self.stats.host_seconds += time.perf_counter() - self._decode_ended_at
       self._decode_ended_at = None
     params = policy.copies[self._copy_index]
-    if not self._prefill(params, chosen):
-      await self._decode(params, policy.step, chosen)
+    if not self._prefill(params, slots, chosen):
+      await self._decode(params, policy.step, slots, chosen)
 
   async def _wait_for_clients(self):
     """Waits briefly for the next requests of clients whose replies have just ended.
@@ -270,9 +260,12 @@ class Replica:
       if active.generation.done:
         active.release_row()
         self.device.pool.release(active.automata)
+        self._adapters.release(active.slot)
     self._active = [active for active in self._active if not active.generation.done]
 
-  def _choose_requests(self) -> tuple[Policy, list[active_request.ActiveRequest]]:
+  def _choose_requests(
+    self, slots: adapter_table.Slots
+  ) -> tuple[Policy, list[active_request.ActiveRequest]]:
     """Chooses the requests of the next prefill, copy or decode, and gives them rows.
 
     All of them are for one policy; where requests name several, the policies take turns.
@@ -290,16 +283,22 @@ class Replica:
     for active in self._active:
       if active.generation.request.policy is not self._last_policy:
         continue
+      version = policy.version, slots.weights[active.slot].version
       if active.row is None:
-        active.row = self.rows.assign(active.generation, policy.version)
+        active.row = self.rows.assign(active.generation, version)
       if active.row is not None:
-        active.row.note_policy(policy.version)
+        active.row.note_policy(version)
         chosen.append(active)
       if len(chosen) == self.sizes.decode_rows[-1]:
         break
     return policy, chosen
 
-  def _prefill(self, params, chosen: list[active_request.ActiveRequest]) -> bool:
+  def _prefill(
+    self,
+    params,
+    slots: adapter_table.Slots,
+    chosen: list[active_request.ActiveRequest],
+  ) -> bool:
     """Copies prefixes that texts share, or else prefills one chunk of each row.
 
     Returns:
@@ -307,26 +306,27 @@ class Replica:
     """
     start_time, sizes = time.perf_counter(), self.sizes
     most = sizes.prefill_rows[-1]
-    rows = [active.row for active in chosen if active.row and not active.row.prefilled]
-    copies, waiting = self.rows.find_sources(rows, most)
+    missing = {a.row: a for a in chosen if a.row and not a.row.prefilled}
+    copies, waiting = self.rows.find_sources([*missing], most)
     if copies:
       self._copy(copies)
       return True
-    rows = [row for row in rows if row not in waiting][:most]
+    rows = [row for row in missing if row not in waiting][:most]
     if not rows:
       return False
     size = sizes_lib.round_up(sizes.prefill_rows, len(rows))
-    indices = np.full(size, sizes.rows, np.int32)  # Past the last row: not written.
-    start, count = np.zeros((2, size), np.int32)
-    tokens = np.zeros((size, sizes.prefill_tokens), np.int32)
-    for m, row in enumerate(rows):
-      missing = row.missing[: sizes.prefill_tokens]
-      indices[m], start[m], count[m] = row.index, row.cached, len(missing)
-      tokens[m, : len(missing)] = missing
-      row.cached += len(missing)
-      self.stats.prefilled += len(missing)
+    # The row past the last one is not written.
+    batch = active_request.make_prefill_batch(
+      rows, size, sizes.prefill_tokens, sizes.rows
+    )
+    for row, count in zip(rows, batch[-1].tolist(), strict=False):
+      row.cached += count
+      self.stats.prefilled += count
     bucket = sizes_lib.round_up(sizes.buckets, max(row.cached for row in rows))
-    self.device.prefill(params, indices, start, tokens, count, bucket)
+    entries = {m: missing[row] for m, row in enumerate(rows)}
+    slot_M = active_request.make_slots(entries, size)
+    adapters = slots.select(self._copy_index, slot_M)
+    self.device.prefill(params, *batch, bucket, adapters)
     self.stats.prefill_seconds += time.perf_counter() - start_time
     return True
 
@@ -342,7 +342,11 @@ class Replica:
     self.device.copy(source, rows, sizes_lib.round_up(self.sizes.buckets, longest))
 
   async def _decode(
-    self, params, policy_step: int, chosen: list[active_request.ActiveRequest]
+    self,
+    params,
+    policy_step: int,
+    slots: adapter_table.Slots,
+    chosen: list[active_request.ActiveRequest],
   ):
     """Samples tokens for the rows that are prefilled, and adds them to the replies."""
     start_time, sizes = time.perf_counter(), self.sizes
@@ -360,7 +364,11 @@ class Replica:
     batch = active_request.make_decode_batch(entries, size, guides, sizes.rows)
     # The call is made in the thread too: on a CPU it returns when it has computed.
     places = self.index.offer() if self.index else None
-    decode = functools.partial(self.device.decode, params, batch, bucket, places)
+    slot_M = active_request.make_slots(entries, size)
+    adapters = slots.select(self._copy_index, slot_M)
+    decode = functools.partial(
+      self.device.decode, params, batch, bucket, places, adapters
+    )
     guide_states, decoded = await self._in_thread(decode)
     self._decode_ended_at = time.perf_counter()
     self.stats.decode_seconds += self._decode_ended_at - start_time
@@ -374,7 +382,8 @@ class Replica:
       # A request that was cancelled during the decode gets none of its tokens.
       if not active.generation.done:
         states = [jax.tree.map(lambda x, m=m: x[m], state) for state in guide_states]
-        active.add_chunk(decoded, m, policy_step, states)
+        step = slots.weights[active.slot].step if active.slot else policy_step
+        active.add_chunk(decoded, m, step, states)
         if self.index:
           active.add_to(self.index)
         self._unanswered_replies += active.generation.done

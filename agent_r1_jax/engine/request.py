@@ -135,6 +135,9 @@ class Request:
       log-probs; at most programs.TOP.
     policy: The policy that samples, from Engine.make_policy; None is the engine's own,
       even if that changes while the reply is sampled.
+    adapter: The name of an adapter of Engine.set_adapter, which is added to the policy;
+      None is the policy alone. Where the parent is a text of another adapter, or a fork
+      of one, its tokens are prefilled again.
   """
 
   tokens: np.ndarray
@@ -148,6 +151,7 @@ class Request:
   )
   top_logprobs: int = 0
   policy: Any = None
+  adapter: str | None = None
 
 
 def check(

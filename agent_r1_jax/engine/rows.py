@@ -6,7 +6,7 @@ of being computed again. Nothing here touches the device.
 Letters: B rows, S slots of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 import dataclasses
 from typing import NamedTuple
 
@@ -30,7 +30,9 @@ class Row:
   # The text whose keys and values it holds, or held last.
   text: request_lib.Text | None = None
   cached: int = 0  # How many of the text's first tokens have keys and values in it.
-  version: int = MIXED  # The version of the policy that computed these.
+  # The version of the policy, and of the adapter, that computed these.
+  version: Hashable = MIXED
+  adapter: str | None = None  # The name of that adapter.
   # The generation that is under way in it.
   generation: request_lib.Generation | None = None
   # Whether its prefill has started; False while it waits to copy from another row.
@@ -52,7 +54,7 @@ class Row:
     """Whether a decode can continue the text."""
     return self.cached == self.size - 1
 
-  def note_policy(self, version: int):
+  def note_policy(self, version: Hashable):
     """Records the version of the policy that computes the tokens from here on."""
     if self.version != version:
       # Texts of one policy may not copy what several policies have computed.
@@ -106,15 +108,17 @@ class Rows:
       if row.generation is None or row.generation.done:
         row.version = MIXED
 
-  def assign(self, generation: request_lib.Generation, version: int) -> Row | None:
+  def assign(self, generation: request_lib.Generation, version: Hashable) -> Row | None:
     """Assigns a row to a generation's text; None if requests run in all of them.
 
-    Of what the row holds, the prefix that the text begins with stays in use.
+    Of what the row holds, the prefix that the text begins with stays in use, unless
+    another adapter has computed it.
     """
-    text = generation.text
+    text, adapter = generation.text, generation.request.adapter
     row = self.find(text)
     if row is not None:
-      row.prefill_started = True
+      row.prefill_started = row.adapter == adapter
+      row.cached = row.cached if row.adapter == adapter else 0
     else:
       idle = [row for row in self.rows if row.generation is None]
       if not idle:
@@ -129,6 +133,7 @@ class Rows:
         del self._row_of[row.text]
       row.text, self._row_of[text] = text, row
     row.generation, row.last_request = generation, generation.number
+    row.adapter = adapter
     row.tokens[: len(text)], row.tokens[len(text) :] = text.tokens, -1
     # The decode computes the last token, to sample what follows it.
     row.cached = min(row.cached, len(text) - 1)
@@ -155,7 +160,7 @@ class Rows:
     prefilling = {row.index for row in rows if row.prefill_started}
     # Equal texts, such as the prompts of a group, are compared with the rows only twice:
     # the first text may start its prefill, and from the second on all get one result.
-    sources_of: dict[tuple[int, int, bytes], list[Source | str | None]] = {}
+    sources_of: dict[tuple[Hashable, int, bytes], list[Source | str | None]] = {}
     for row in rows:
       if row.prefill_started:
         continue

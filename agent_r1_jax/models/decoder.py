@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from agent_r1_jax.models import (
   attention,
   experts,
+  lora,
   rope,
   sharded_params,
   sharding,
@@ -283,18 +284,23 @@ def extend(
   tokens: Int[Array, 'B T'],
   positions: Int[Array, 'B T'],
   cache: Cache,
+  adapters: lora.Adapters | None = None,
 ) -> tuple[Float[Array, 'B T D'], Cache]:
   """Writes tokens at their positions and returns their final hidden states.
 
-  A token whose position is at or past the last slot is computed but not written.
+  A token whose position is at or past the last slot is computed but not written. With
+  `adapters`, each row's own one is added to the kernels.
   """
   x: Any = params['embed']['embedding'].astype(config.dtype)[tokens]
   x = _scale_embeddings(x, config)
   angles = _compute_angles(positions, config)
   kinds = layer_kinds(config) or [None] * config.num_layers
-  new_cache = []
+  new_cache: list[Any] = []
   for layer, kind, layer_cache in zip(params['layers'], kinds, cache, strict=True):
-    apply = functools.partial(Block(config).apply, {'params': layer})
+    variables = {'params': layer}
+    if adapters is not None:
+      variables['adapters'] = adapters.get_layer(len(new_cache))
+    apply = functools.partial(Block(config).apply, variables)
     x, layer_cache = apply(x, positions, angles, None, kind, layer_cache)
     new_cache.append(layer_cache)
   x = _norm(config).apply({'params': params['final_norm']}, x)

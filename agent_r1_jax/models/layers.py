@@ -26,7 +26,10 @@ def apply_flat(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
 
 
 class Projection(nn.Module):
-  """x · kernel (+ bias) in `dtype`, [*M, *inputs] to [*M, *outputs], with any adapter."""
+  """x · kernel (+ bias) in `dtype`, [*M, *inputs] to [*M, *outputs], with any adapter.
+
+  With the collection 'adapters', lora.Adapters.get_layer, each row adds its own one.
+  """
 
   outputs: tuple[int, ...]
   dtype: str
@@ -51,6 +54,11 @@ class Projection(nn.Module):
     else:
       kernel = sharded_params.gather_kernel(kernel.astype(self.dtype), name)
       y = jnp.tensordot(x, kernel, self.input_axes)
+    if self.has_variable('adapters', 'index'):
+      rows = (self.get_variable('adapters', leaf) for leaf in ('a', 'b', 'index'))
+      tokens = x.shape[: -self.input_axes]
+      adapted = lora.project_rows(x.reshape(*tokens, -1), *rows)
+      y = (y + adapted.reshape(y.shape)).astype(self.dtype)
     if self.use_bias:
       bias = self.param('bias', nn.initializers.zeros, self.outputs).astype(self.dtype)
       y += jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))

@@ -17,21 +17,41 @@ costs, for M tokens and a kernel of D x F:
   dA = s xᵀ (dy Bᵀ) and dB = s (x A)ᵀ dy are 6 M R (D + F) operations in place of the
   2 M D F of its own, and nothing of the size of a kernel is made or summed.
 
-Letters: L layers, R rank, D inputs, F outputs of a projection, N, H as in the decoder.
+The engine can also decode rows of several adapters at once: `Adapters` and
+`project_rows`, which compute x · W + s x · A · B.
+
+Letters: L layers, R rank, D inputs, F outputs of a projection, N, H as in the decoder; B
+rows, T tokens of each, n adapters, I all inputs and O all outputs as one axis.
 """
 
 from collections.abc import Sequence
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from agent_r1_jax.models import families, sharded_params
 
 LEAVES = ('lora_a', 'lora_b', 'lora_scale')
+
+
+class Adapters(NamedTuple):
+  """Several adapters, and which of them each row uses; see stacked_adapters.py."""
+
+  # A tree for each layer, {'attn': {'q': {'a': [n, R, I], 'b': [n, R, O]}, ...}, ...}.
+  layers: tuple[dict[str, Any], ...]
+  index: Int[Array, 'B']  # The adapter of each row; 0 is none.
+
+  def get_layer(self, layer: int) -> dict[str, Any]:
+    """Returns a layer's tree, with the index beside each 'a' and 'b'."""
+    return {
+      place: {name: leaf | {'index': self.index} for name, leaf in kernels.items()}
+      for place, kernels in self.layers[layer].items()
+    }
 
 
 def check_targets(targets: Sequence[str]) -> None:
@@ -99,6 +119,17 @@ def merge(params: dict[str, Any]) -> dict[str, Any]:
   return {k: merge(v) if isinstance(v, dict) else v for k, v in params.items()}
 
 
+def take(params: dict[str, Any]) -> dict[str, Any]:
+  """Takes the leaves of the adapters alone, {'layers': {'attn': {'q': {...}}}}.
+
+  Raises:
+    ValueError: There are none.
+  """
+  if not has_adapters(params):
+    raise ValueError('params have no adapters; lora.add adds them.')
+  return _take(params)
+
+
 def split(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
   """Splits parameters into learned and frozen ones.
 
@@ -123,6 +154,24 @@ def project(
   name is that of sharded_params.gather_kernel.
   """
   return _project(x, kernel, name, a, b, scale)
+
+
+def project_rows(
+  x: Float[Array, '*BT I'],
+  a: Float[Array, 'n R I'],
+  b: Float[Array, 'n R O'],
+  index: Int[Array, 'B'],
+) -> Float[Array, '*BT O']:
+  """x · A · B with each row's own A and B, float32; A is multiplied with its scale.
+
+  First x · A, then that with B. A row's sums do not depend on the other rows' adapters,
+  nor on where its own one is stacked. Rows of adapter 0, which is zeros, get zeros.
+  """
+  wide: Any = {'preferred_element_type': jnp.float32}
+  x_BTI = x.reshape(len(index), -1, x.shape[-1])
+  xa_BTR = jnp.einsum('bti,bri->btr', x_BTI, a[index], **wide).astype(x.dtype)
+  y_BTO = jnp.einsum('btr,bro->bto', xa_BTR, b[index], **wide)
+  return y_BTO.reshape(*x.shape[:-1], b.shape[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -181,6 +230,12 @@ def _adapter(shape, inputs: int, rank: int, scale: float, key: Array) -> dict[st
     'lora_b': jnp.zeros((L, rank, *out)),
     'lora_scale': jnp.full(L, scale, jnp.float32),
   }
+
+
+def _take(params):
+  inner = {k: _take(v) for k, v in params.items() if isinstance(v, dict)}
+  leaves = {k: params[k] for k in LEAVES if k in params}
+  return leaves | {k: v for k, v in inner.items() if v}
 
 
 def _split(params):
