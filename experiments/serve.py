@@ -4,11 +4,17 @@ r"""Serves a policy behind OpenAI's API; see agent_r1_jax/serve/server.py.
   curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \
     -d '{"messages": [{"role": "user", "content": "Who founded Kelby?"}]}'
 
+With adapters, a request's "model" names one of them, or the policy without any:
+
+  python -m experiments.serve --config.model.path=Qwen/Qwen2.5-3B-Instruct \
+    --adapter=search=runs/search/adapter --adapter=code=runs/code/adapter
+
 The address is printed when the server accepts requests. Keys are read from the variable
 AGENT_R1_API_KEYS of the environment, separated by commas; without it there are none.
 SIGTERM leaves replies 30 seconds to end.
 """
 
+from collections.abc import Iterable
 import os
 
 from absl import app, flags
@@ -16,6 +22,7 @@ from absl import app, flags
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
 from agent_r1_jax.host import runtime
+from agent_r1_jax.models import lora, peft_files
 from agent_r1_jax.serve import server
 from agent_r1_jax.train import setup, sizes
 from agent_r1_jax.web import http
@@ -25,22 +32,44 @@ _PORT = flags.DEFINE_integer('port', 8000, 'Port; 0 takes a free one.', 0, 65535
 _NAME = flags.DEFINE_string('name', 'policy', 'What clients call the policy.')
 _WAITING = flags.DEFINE_integer('waiting', 256, 'The most replies that wait.', 0)
 _SECONDS = flags.DEFINE_float('seconds', 600.0, 'The most seconds of a reply.', 0.0)
+_ADAPTERS = flags.DEFINE_multi_string(
+  'adapter', [], 'NAME=DIR: an adapter in PEFT layout, and its name; can be repeated.'
+)
 _CFG = fields.define_flags(
   config_lib.Config(engine=config_lib.Engine(rows=64, decode_steps=16))
 )
 
 
+def _read_names(adapters: Iterable[str]) -> dict[str, str]:
+  """Reads NAME=DIR of each --adapter; returns the directories by name."""
+  directories = {}
+  for text in adapters:
+    name, _, directory = text.partition('=')
+    if not name or not directory:
+      raise ValueError(f'--adapter={text}: give it as NAME=DIR.')
+    if name in directories or name == _NAME.value:
+      raise ValueError(f'--adapter={text}: {name} is the name of another one already.')
+    directories[name] = directory
+  return directories
+
+
 def main(_):
   runtime.quiet_logging()
   _CFG.value.check()
+  directories = _read_names(_ADAPTERS.value)
   keys = server.read_keys(os.environ.get('AGENT_R1_API_KEYS', ''))
   # A port that is taken is refused before the model is loaded.
   http.listen(_HOST.value, _PORT.value).close()
   config = sizes.resolve(_CFG.value, None, None)
   mesh = setup.make_mesh(config.mesh)
   model, params, chat = setup.load(config.model, config.chat, mesh)
-  engine = setup.make_engine(config, model, params, mesh)
+  adapters = {name: peft_files.load(d, model) for name, d in directories.items()}
+  ranks = [lora.get_rank(adapter) for adapter in adapters.values()]
+  room = {'adapters': len(adapters), 'adapter_rank': max(ranks, default=1)}
+  engine = setup.make_engine(config, model, params, mesh, **room)
   del params  # The engine has its own.
+  for name, adapter in adapters.items():
+    engine.set_adapter(name, adapter)
   engine.warm_up(automata=[chat.stop_automaton(model.vocab_size)])
   served = server.make_app(
     engine,

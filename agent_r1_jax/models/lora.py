@@ -130,6 +130,12 @@ def take(params: dict[str, Any]) -> dict[str, Any]:
   return _take(params)
 
 
+def get_rank(params: dict[str, Any]) -> int:
+  """Returns the highest rank of the adapters; 0 if there are none."""
+  inner = (get_rank(node) for node in params.values() if isinstance(node, dict))
+  return max(*inner, params['lora_a'].shape[-1] if 'lora_a' in params else 0, 0)
+
+
 def split(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
   """Splits parameters into learned and frozen ones.
 

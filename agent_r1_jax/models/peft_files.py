@@ -5,15 +5,37 @@ PEFT adds s · B · A to a weight [outputs, inputs]; ours is s · A · B beside 
 """
 
 import json
+import math
 import os
 import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors import numpy as safetensors_numpy
 
-from agent_r1_jax.models import decoder, families, lora, sharding
+from agent_r1_jax.models import (
+  decoder,
+  families,
+  json_fields,
+  lora,
+  sharding,
+  stacked_adapters,
+  tensor_files,
+)
+
+_CONFIG, _TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
+# Settings of PEFT that compute something else than s · B · A with one s and one rank.
+_PLAIN = {
+  'peft_type': 'LORA',
+  'use_rslora': False,
+  'use_dora': False,
+  'rank_pattern': {},
+  'alpha_pattern': {},
+  'bias': 'none',
+  'modules_to_save': None,
+}
 
 
 def save(
@@ -52,11 +74,115 @@ def save(
     return
   folder = pathlib.Path(directory)
   folder.mkdir(parents=True, exist_ok=True)
-  safetensors_numpy.save_file(
-    tensors, folder / 'adapter_model.safetensors', metadata={'format': 'pt'}
-  )
+  safetensors_numpy.save_file(tensors, folder / _TENSORS, metadata={'format': 'pt'})
   text = json.dumps(_config(rank, alpha, modules, base), indent=2) + '\n'
-  (folder / 'adapter_config.json').write_text(text, 'utf-8')
+  (folder / _CONFIG).write_text(text, 'utf-8')
+
+
+def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder.Params:
+  """Reads what `save` or PEFT wrote: the leaves of lora.take, float32.
+
+  lora.join(base's params, adapter) adds them to a policy.
+
+  Args:
+    directory: Holds adapter_config.json and adapter_model.safetensors.
+    config: The shape of the model that the adapter belongs to.
+
+  Raises:
+    ValueError: A file or tensor is missing, broken, unexpected, not finite or of another
+      shape than the policy's, or the settings are not those of a plain adapter.
+  """
+  folder = pathlib.Path(directory)
+  for name in (_CONFIG, _TENSORS):
+    if not (folder / name).is_file():
+      raise ValueError(
+        f'{folder / name}: missing; give a directory with an adapter, such as '
+        'WORKDIR/adapter of a run, or what save_pretrained of PEFT writes.'
+      )
+  rank, alpha = _read_config(folder / _CONFIG)
+  file = folder / _TENSORS
+  tensors = tensor_files.read_header(file)
+  layers: dict[str, Any] = {}
+  for name, target in stacked_adapters.list_targets(config).items():
+    _, place, *_ = target.path.split('/')
+    tensor = f'base_model.model.{target.tensor.removesuffix(".weight")}.lora_{{}}.weight'
+    names = {
+      leaf: [tensor.format(layer, part) for layer in range(config.num_layers)]
+      for leaf, part in (('lora_a', 'A'), ('lora_b', 'B'))
+    }
+    if tensors.keys().isdisjoint(names['lora_a'] + names['lora_b']):
+      continue
+    shapes = stacked_adapters.get_shapes(config, target, rank)
+    leaves = {
+      leaf: _read_leaf(file, tensors, names[leaf], shapes[leaf]) for leaf in names
+    }
+    leaves['lora_scale'] = jnp.full(config.num_layers, alpha / rank, jnp.float32)
+    layers.setdefault(place, {})[name] = leaves
+  if tensors:
+    raise ValueError(
+      f'{file}: tensor {min(tensors)} has no place in a {config.family} of '
+      f'{config.num_layers} layers; adapters may be in '
+      f'{", ".join(stacked_adapters.list_targets(config))}.'
+    )
+  if not layers:
+    raise ValueError(f'{file}: has no tensors; write the adapter again.')
+  return {'layers': layers}
+
+
+def _read_config(file: pathlib.Path) -> tuple[int, float]:
+  """Reads the rank and alpha; refuses settings that compute something else."""
+  raw = json_fields.read_json(file)
+  for name, plain in _PLAIN.items():
+    value = raw.get(name, plain)
+    if value != plain and (value or name == 'peft_type'):
+      raise ValueError(
+        f'{file}: {name} is {value!r:.80}, and only {plain!r} is computed here; merge '
+        'the adapter with PEFT (merge_and_unload) and load the model.'
+      )
+  try:
+    rank = json_fields.read_number(raw, 'r')
+    return rank, json_fields.read_number(raw, 'lora_alpha', float)
+  except ValueError as error:
+    raise ValueError(f'{file}: {error}') from None
+
+
+def _read_leaf(
+  file: pathlib.Path,
+  tensors: dict[str, tensor_files.Tensor],
+  names: list[str],
+  shape: tuple[int, ...],
+) -> jax.Array:
+  """Reads A [L, *inputs, R] or B [L, R, *outputs], and takes its tensors from `tensors`.
+
+  Args:
+    file: Where they are.
+    tensors: Those that no leaf has read yet.
+    names: A name for each layer.
+    shape: The leaf's.
+  """
+  array = np.empty(shape, np.float32)
+  for layer, name in enumerate(names):
+    tensor = tensors.pop(name, None)
+    if tensor is None:
+      raise ValueError(
+        f'{file}: no tensor {name}; every layer must have the same adapters.'
+      )
+    # Transposed, A is [inputs, R] and B is [R, outputs].
+    inner = shape[1:-1] if '.lora_A.' in name else shape[1:2]
+    transposed = math.prod(inner), math.prod(shape[1:]) // math.prod(inner)
+    if tensor.shape != transposed[::-1]:
+      raise ValueError(
+        f'{file}: tensor {name} has shape {list(tensor.shape)}, by the model and '
+        f'{_CONFIG} it is {list(transposed[::-1])}; take an adapter of this model.'
+      )
+    x = np.asarray(tensor_files.read(tensor), np.float32)
+    if not np.isfinite(x).all():
+      raise ValueError(
+        f'{file}: tensor {name} has numbers that are not finite: the training that wrote '
+        'them diverged, or the file is damaged; take an earlier adapter.'
+      )
+    array[layer] = x.T.reshape(shape[1:])
+  return jax.device_put(array)
 
 
 def _stored(matrix: np.ndarray) -> np.ndarray:

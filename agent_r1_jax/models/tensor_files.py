@@ -74,7 +74,7 @@ def find(directory: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, Ten
     }
   index = directory / _INDEX
   if (directory / _SINGLE).is_file():
-    return _read_header(directory / _SINGLE, ignore)
+    return read_header(directory / _SINGLE, ignore)
   if not index.is_file():
     raise ValueError(
       f'{directory}: has neither {_SINGLE} nor {_INDEX}; convert other formats first '
@@ -96,7 +96,7 @@ def find(directory: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, Ten
     file = directory / name
     if not file.is_file():
       raise ValueError(f'{file}: missing, though {_INDEX} names it; fetch it')
-    header = _read_header(file, ignore)
+    header = read_header(file, ignore)
     misplaced = [tensor for tensor in header if weight_map.get(tensor) != name]
     if misplaced:
       raise ValueError(
@@ -160,7 +160,8 @@ def write(
     (directory / _INDEX).write_text(json.dumps(index, indent=2) + '\n', 'utf-8')
 
 
-def _read_header(file: pathlib.Path, ignore: tuple[str, ...]) -> dict[str, Tensor]:
+def read_header(file: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, Tensor]:
+  """Lists the tensors of one file; `ignore` and the errors are those of `find`."""
   try:
     with safetensors.safe_open(file, 'np') as opened:
       names = [name for name in opened.keys() if not name.endswith(ignore)]

@@ -103,6 +103,7 @@ class _Request(pydantic.BaseModel):
   """What both kinds of requests ask for.
 
   Attributes:
+    model: The name of the policy or of an adapter, if the client says.
     max_tokens: The most tokens of the reply, if the client says.
     stop: Strings that end the reply, and are no part of its text.
     seed: Equal seeds give equal replies; None is random.
@@ -114,6 +115,7 @@ class _Request(pydantic.BaseModel):
 
   model_config = pydantic.ConfigDict(strict=True)
 
+  model: str | None = None
   max_tokens: int | None = Field(None, ge=1, le=_MAX)
   temperature: float = Field(1.0, ge=0, le=100)
   top_k: int = Field(0, ge=0, le=_MAX)

@@ -2,13 +2,16 @@
 
   POST /v1/chat/completions  tools, streams, log-probs, stop, seed, n, JSON schemas
   POST /v1/completions       text or tokens to go on from
-  GET  /v1/models            the policy's name
+  GET  /v1/models            the names of the policy and of its adapters
   GET  /health               200 while the engine's event loop runs
   GET  /metrics              counts and times in Prometheus's text format
 
 An error is {"error": {"message", "type", "code"}}: 400 for what cannot be done, 401 for a
-wrong key, 413 for a body that is too long, 429 with Retry-After where too many replies
-are under way, 504 for a reply that took too long.
+wrong key, 404 for an unknown adapter, 413 for a body that is too long, 429 with
+Retry-After where too many replies are under way, 504 for a reply that took too long.
+
+If the engine has adapters, a request's `model` names the policy or one of them. Else it
+is ignored.
 
 The handlers run in the engine's own event loop. A reply whose client has gone is
 cancelled, and its row is free at the next decode.
@@ -155,11 +158,12 @@ class Server:
 
     async def models(request):
       try:
-        self.find_source(request)
+        names = self.name, *self.find_source(request).adapters
       except http.RefusedError as error:
         return self.refuse(error)
-      model = {'id': self.name, 'object': 'model', 'created': 0, 'owned_by': 'policy'}
-      return http.answer_json({'object': 'list', 'data': [model]})
+      model = {'object': 'model', 'created': 0, 'owned_by': 'policy'}
+      models = [{'id': name, **model} for name in names]
+      return http.answer_json({'object': 'list', 'data': models})
 
     def post(path, form):
       endpoint = functools.partial(self.answer, form)
@@ -179,9 +183,8 @@ class _Answer:
     self._server, self._form = server, form
     self._api_request, self._source = api_request, source
     self._generations, self._began = generations, began
-    self._frame = functools.partial(
-      form.frame, server.name, f'reply-{next(replies.numbers)}'
-    )
+    name = generations[0].request.adapter or server.name
+    self._frame = functools.partial(form.frame, name, f'reply-{next(replies.numbers)}')
     self._prompt = len(generations[0].text)
     self._sampled = 0
 
@@ -340,7 +343,7 @@ def make_app(
   """
   from starlette import applications, routing
 
-  free = sources.StatelessSource(engine, chat)
+  free = sources.StatelessSource(engine, chat, name)
 
   def find(episode: str | None, key: str) -> sources.Source:
     # Every key is compared in full, so that the time tells nothing.

@@ -30,10 +30,16 @@ class Source(Protocol):
 
   Attributes:
     slots: The most tokens of a conversation and its reply.
+    adapters: The names of the policy's adapters, which requests may ask.
   """
 
   @property
   def slots(self) -> int:
+    """See the class."""
+    ...
+
+  @property
+  def adapters(self) -> Sequence[str]:
     """See the class."""
     ...
 
@@ -59,9 +65,15 @@ class Source(Protocol):
 class StatelessSource:
   """Answers each request by itself, whoever asks."""
 
-  def __init__(self, engine: engine_lib.Engine, chat: chat_lib.Chat):
-    self._engine, self._chat = engine, chat
+  def __init__(self, engine: engine_lib.Engine, chat: chat_lib.Chat, name: str):
+    """Makes a source; clients call the policy without an adapter by its name."""
+    self._engine, self._chat, self._name = engine, chat, name
     self.slots = engine.sizes.slots
+
+  @property
+  def adapters(self) -> Sequence[str]:
+    """The adapters that the engine has now."""
+    return self._engine.adapters.names
 
   def refuse_length(self, text: str) -> http.RefusedError:
     """Makes a refusal, and notes nothing."""
@@ -69,6 +81,7 @@ class StatelessSource:
 
   async def submit(self, api_request, automata):
     """Encodes the conversation; what the cache holds of it is not computed again."""
+    adapter = self._find_adapter(api_request.model)
     if api_request.messages is not None:
       messages = requests.to_chat(api_request.messages, self._chat.format)
       ids = await encode(self, self._chat.encode_prompt, messages, api_request.tools)
@@ -92,10 +105,22 @@ class StatelessSource:
           key=api_request.make_key(i),
           automata=automata,
           top_logprobs=api_request.top_logprobs or 0,
+          adapter=adapter,
         )
       )
       for i in range(api_request.n)
     ]
+
+  def _find_adapter(self, model: str | None) -> str | None:
+    """Finds the adapter that a client means by a model; None is the policy alone."""
+    # Without adapters, clients may call the policy whatever they like.
+    if not self._engine.adapters.count or model in (None, self._name):
+      return None
+    if model not in self.adapters:
+      names = ', '.join((self._name, *self.adapters))
+      text = f'the model {model!r:.80} does not exist; there are: {names}'
+      raise http.RefusedError(404, text, 'model_not_found')
+    return model
 
   def accept(self, generation, reply):
     """Keeps nothing."""

@@ -232,10 +232,12 @@ def make_engine(
   params: decoder.Params,
   mesh: Mesh | None = None,
   guides: Iterable[guide_lib.Guide] = (),
+  **adapters: int,
 ) -> engine_lib.Engine:
   """Makes an engine of the sizes in `config.engine` on the chips of this process.
 
-  Its requests may use the guides, which have no parameters.
+  Its requests may use the guides, which have no parameters. `adapters` and `adapter_rank`
+  are those of Engine, which has room for none by default.
   """
   sizes = dataclasses.asdict(config.engine)
   # Here 0 means all rows, and one replica.
@@ -247,4 +249,5 @@ def make_engine(
     mesh=mesh,
     chips=sharding.split_devices(config.mesh.samplers)[1],
     **sizes,
+    **adapters,
   )
