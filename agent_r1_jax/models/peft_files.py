@@ -26,15 +26,22 @@ from agent_r1_jax.models import (
 )
 
 _CONFIG, _TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
-# Settings of PEFT that compute something else than s · B · A with one s and one rank.
-_PLAIN = {
-  'peft_type': 'LORA',
-  'use_rslora': False,
-  'use_dora': False,
-  'rank_pattern': {},
-  'alpha_pattern': {},
-  'bias': 'none',
-  'modules_to_save': None,
+# Settings of PEFT, and the values of each with which it adds s · B · A, with one s and
+# one rank, to the weights of the base as they are.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+  'peft_type': ('LORA',),
+  'use_rslora': (False, None),
+  'use_dora': (False, None),
+  'fan_in_fan_out': (False, None),
+  'rank_pattern': ({}, None),
+  'alpha_pattern': ({}, None),
+  'bias': ('none', None),
+  'lora_bias': (False, None),
+  'modules_to_save': (None, []),
+  'alora_invocation_tokens': (None, []),
+  'layer_replication': (None, []),
+  # The others, such as PiSSA's, change the base.
+  'init_lora_weights': (True, False, None, 'gaussian', 'orthogonal', 'eva'),
 }
 
 
@@ -132,12 +139,12 @@ def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder
 def _read_config(file: pathlib.Path) -> tuple[int, float]:
   """Reads the rank and alpha; refuses settings that compute something else."""
   raw = json_fields.read_json(file)
-  for name, plain in _PLAIN.items():
-    value = raw.get(name, plain)
-    if value != plain and (value or name == 'peft_type'):
+  for name, values in _PLAIN.items():
+    value = raw.get(name, values[0])
+    if value not in values:
       raise ValueError(
-        f'{file}: {name} is {value!r:.80}, and only {plain!r} is computed here; merge '
-        'the adapter with PEFT (merge_and_unload) and load the model.'
+        f'{file}: {name} is {value!r:.80}, and only {values[0]!r} is computed here; '
+        'merge the adapter with PEFT (merge_and_unload) and load the model.'
       )
   try:
     rank = json_fields.read_number(raw, 'r')

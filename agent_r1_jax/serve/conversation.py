@@ -79,7 +79,7 @@ class Conversation:
     refused: The status that a budget gave the episode, when it refused a request.
     error: Why there was no room for the first prompt.
     reports: The rewards that the program reported, with the turn that each belongs to.
-    adapters: None: the policy that is trained replies, whatever a request calls it.
+    adapters: Empty: the policy that is trained replies, whatever a request calls it.
   """
 
   adapters = ()
