@@ -96,13 +96,14 @@ def make_prefill_batch(
     tokens: The most tokens of a row (T).
     unused_row: The row of an entry without one.
   """
-  indices, token_ids = np.full(size, unused_row, np.int32), np.zeros((size, tokens))
+  indices = np.full(size, unused_row, np.int32)
+  token_ids = np.zeros((size, tokens), np.int32)
   start, count = np.zeros((2, size), np.int32)
   for m, row in enumerate(rows):
     missing = row.missing[:tokens]
     indices[m], start[m], count[m] = row.index, row.cached, len(missing)
     token_ids[m, : len(missing)] = missing
-  return indices, start, token_ids.astype(np.int32), count
+  return indices, start, token_ids, count
 
 
 def make_slots(requests: Mapping[int, ActiveRequest], size: int) -> np.ndarray:

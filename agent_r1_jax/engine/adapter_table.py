@@ -2,7 +2,8 @@
 
 A request names an adapter. While the request is under way it uses that adapter's slot,
 which then belongs to no other name: an adapter that is removed answers the requests that
-have begun. New weights under a name come to its slot, and to the requests under way.
+have begun. New weights under a name come to its slot, and to the requests under way. A
+name that was removed and comes again is another adapter.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ class Weights(NamedTuple):
 
   version: int  # A number that differs where the weights do.
   step: int  # The policy_step of Engine.set_adapter, reported with each token.
+  adapter: int  # The first version of the name; 0 is no adapter.
 
 
 class Slots(NamedTuple):
@@ -66,7 +68,7 @@ class AdapterTable:
       stacked_adapters.make(config, count + 1, rank, mesh)
       for mesh in (meshes if count else ())
     ]
-    self.slots = Slots((Weights(0, 0),) * (count + 1), copies)
+    self.slots = Slots((Weights(0, 0, 0),) * (count + 1), copies)
     self._names: dict[str, int] = {}
     self._users = [0] * (count + 1)
     self._versions = itertools.count(1)
@@ -79,7 +81,7 @@ class AdapterTable:
     """The names in the order in which they came."""
     return [*self._names]
 
-  def set(self, name: str, adapter: dict[str, Any], policy_step: int):
+  def set(self, name: str, adapter: dict[str, Any], policy_step: int | None):
     """Gives a name these weights; see Engine.set_adapter."""
     if not isinstance(name, str) or not name:
       raise ValueError(f'an adapter is named {name!r}; give it a text.')
@@ -87,9 +89,14 @@ class AdapterTable:
       raise ValueError('the engine has no room for adapters: make it with adapters=n.')
     values = stacked_adapters.prepare(self._config, adapter, self.rank)
     with self._setting:
-      slot = self._names.get(name) or self._find_free_slot(name)
-      weights = [*self.slots.weights]
-      weights[slot] = Weights(next(self._versions), policy_step)
+      weights, version = [*self.slots.weights], next(self._versions)
+      if name in self._names:
+        slot = self._names[name]
+        _, step, first = weights[slot]
+      else:
+        slot, step, first = self._find_free_slot(name), -1, version
+      step = step + 1 if policy_step is None else policy_step
+      weights[slot] = Weights(version, step, first)
       copies = [stacked_adapters.put(x, slot, values) for x in self.slots.copies]
       # Before the name, which a request may use from then on.
       self.slots = Slots(tuple(weights), copies)

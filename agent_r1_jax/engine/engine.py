@@ -195,21 +195,24 @@ class Engine:
     self._params, self._step = params, policy_step
     self._sync()
 
-  def set_adapter(self, name: str, adapter: decoder.Params, policy_step: int = 0):
+  def set_adapter(
+    self, name: str, adapter: decoder.Params, policy_step: int | None = None
+  ):
     """Adds an adapter, or gives it new weights, even while replies are sampled.
 
     Any thread may call it; if several processes hold the adapter, all must. Requests that
     name it from then on are sampled with these weights, and so is what is left of those
-    under way. As with `sync_weights`, texts under way keep their cached keys and values,
-    and texts that begin later share none of them. For a moment there are two copies of
-    all adapters in memory.
+    under way. As with `sync_weights`, a text keeps the keys and values that older weights
+    of the name have computed, each token records the step of its weights, and nothing
+    else copies from a text of several. For a moment there are two copies of all adapters
+    in memory.
 
     Args:
       name: What requests call it.
       adapter: The leaves of lora.take or peft_files.load: projections of
         families.TARGETS, of ranks up to the engine's `adapter_rank`.
       policy_step: Is reported with each token that the adapter samples, in place of that
-        of `sync_weights`.
+        of `sync_weights`. None: 0 at first, and one more with each new weights.
 
     Raises:
       ValueError: The adapter does not fit the policy, its rank is too high, its numbers
@@ -220,7 +223,8 @@ class Engine:
   def remove_adapter(self, name: str):
     """Removes an adapter: new requests cannot name it, those under way are answered.
 
-    Any thread may call it.
+    Any thread may call it. If the name comes again, it is another adapter: texts that
+    continue are prefilled again.
 
     Raises:
       ValueError: No adapter has the name.

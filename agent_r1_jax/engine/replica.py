@@ -283,9 +283,10 @@ class Replica:
     for active in self._active:
       if active.generation.request.policy is not self._last_policy:
         continue
-      version = policy.version, slots.weights[active.slot].version
+      weights = slots.weights[active.slot]
+      version = policy.version, weights.version
       if active.row is None:
-        active.row = self.rows.assign(active.generation, version)
+        active.row = self.rows.assign(active.generation, version, weights.adapter)
       if active.row is not None:
         active.row.note_policy(version)
         chosen.append(active)

@@ -32,7 +32,7 @@ class Row:
   cached: int = 0  # How many of the text's first tokens have keys and values in it.
   # The version of the policy, and of the adapter, that computed these.
   version: Hashable = MIXED
-  adapter: str | None = None  # The name of that adapter.
+  adapter: int = 0  # That adapter; see adapter_table.Weights.
   # The generation that is under way in it.
   generation: request_lib.Generation | None = None
   # Whether its prefill has started; False while it waits to copy from another row.
@@ -108,13 +108,15 @@ class Rows:
       if row.generation is None or row.generation.done:
         row.version = MIXED
 
-  def assign(self, generation: request_lib.Generation, version: Hashable) -> Row | None:
+  def assign(
+    self, generation: request_lib.Generation, version: Hashable, adapter: int = 0
+  ) -> Row | None:
     """Assigns a row to a generation's text; None if requests run in all of them.
 
     Of what the row holds, the prefix that the text begins with stays in use, unless
     another adapter has computed it.
     """
-    text, adapter = generation.text, generation.request.adapter
+    text = generation.text
     row = self.find(text)
     if row is not None:
       row.prefill_started = row.adapter == adapter
