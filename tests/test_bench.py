@@ -24,7 +24,7 @@ app.run(accelerator.main)
 @pytest.fixture(scope='module')
 def lines():
   sizes = ['--rows=16', '--prompt=24', '--reply=8', '--microbatch=4', '--repeats=1']
-  what = ['--what=no_work_twice,programs,tools', '--latencies=0.02']
+  what = ['--what=no_work_twice,programs,tools,adapters', '--latencies=0.02']
   what += ['--segments=6']
   done = script.run('-m', 'experiments.bench', '--shape=tiny', *what, *sizes)
   assert done.returncode == 0, done.stderr
@@ -45,6 +45,12 @@ def test_ragged_episodes_compile_nothing(lines):
   found = lines['programs']
   assert found['compiled_by_warm_up'] == found['programs'] > 0
   assert found['compiled_by_ragged_episodes'] == 0
+
+
+def test_the_cost_of_adapters_is_beside_an_engine_without(lines):
+  found = lines['adapters']
+  assert found['without/ratio'] == 1.0
+  assert all(found[f'{used}_used/ratio'] > 0 for used in (0, 1, 4))
 
 
 def test_the_accelerators_measurements_of_a_tiny_shape_make_sense():

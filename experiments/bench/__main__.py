@@ -30,6 +30,7 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
+from experiments.bench import adapters as adapters_lib
 from experiments.bench import common, details, floor
 from experiments.bench import drafts as drafts_lib
 
@@ -345,6 +346,7 @@ MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
   update,
   details.trees,
   drafts_lib.drafts,
+  adapters_lib.adapters,
   group_step,
   multi_turn,
   no_work_twice,
