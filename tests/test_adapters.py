@@ -176,7 +176,7 @@ class TestTokens:
     moved = stacked_adapters.put(stacked_adapters.make(shape, 3, 2), 1, values)
     same = extend(plain, lora.Adapters(moved, jnp.array([1, 0])))
     np.testing.assert_array_equal(same, found)
-    tolerance = {'atol': 1e-4, 'rtol': 1e-4}
+    tolerance: dict[str, Any] = {'atol': 1e-4, 'rtol': 1e-4}
     if dtype == 'bfloat16':  # It rounds about as a merged copy does.
       wide = dataclasses.replace(shape, dtype='float32')
       exact = extend(sampling_params.unstack(adapted, wide), c=wide)
