@@ -65,8 +65,14 @@ def main(_):
   model, params, chat = setup.load(config.model, config.chat, mesh)
   adapters = {name: peft_files.load(d, model) for name, d in directories.items()}
   ranks = [lora.get_rank(adapter) for adapter in adapters.values()]
-  room = {'adapters': len(adapters), 'adapter_rank': max(ranks, default=1)}
-  engine = setup.make_engine(config, model, params, mesh, **room)
+  engine = setup.make_engine(
+    config,
+    model,
+    params,
+    mesh,
+    adapters=len(adapters),
+    adapter_rank=max(ranks, default=1),
+  )
   del params  # The engine has its own.
   for name, adapter in adapters.items():
     engine.set_adapter(name, adapter)
