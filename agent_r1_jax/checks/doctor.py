@@ -69,6 +69,8 @@ def examine(
     machine: The chips of the run if they are not here; the memory is that of them.
   """
   folder = pathlib.Path(workdir).resolve()
+  if algorithm is not None:
+    algorithm = preflight.correct_rounding(config, algorithm)
   checks = {
     'versions': check_versions,
     'devices': lambda: check_devices(machine),

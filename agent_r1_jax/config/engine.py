@@ -63,7 +63,7 @@ GREEDY = Sampling(temperature=0.0)
 
 @dataclasses.dataclass
 class Engine:
-  """Sizes of the engine's programs; those in SIZES are chosen where they are 0.
+  """Sizes of the engine's programs, and of its numbers; a 0 in SIZES is chosen.
 
   Attributes:
     rows: Rows of the KV cache, so episodes at a time, on each chip (or `mesh.tensor`).
@@ -81,6 +81,10 @@ class Engine:
     drafts: How many tokens are drafted for each call of the policy, from what was said
       before; sampling keeps those that it chooses anyway. 0 drafts none.
     replicas: Replicas that share each chip and its rows; on a CPU, at most one per core.
+    weights: The numbers in the kernels of the engine's copy of the policy: 'model', of
+      model.dtype; or 'int8' or 'fp8', of 8 bits with a scale for each output. The learner
+      never has these: an algorithm without a correction then gets
+      correction.token_truncated().
   """
 
   rows: int = 0
@@ -93,8 +97,17 @@ class Engine:
   narrow: bool = True
   drafts: int = 0
   replicas: int = 0
+  weights: str = 'model'
+
+  @property
+  def rounds_weights(self) -> bool:
+    """Whether it samples with other kernels than the learner's."""
+    return self.weights != 'model'
 
   def check(self) -> None:
     """Raises ValueError for a wrong value; the message names the field."""
     chosen = [name.removeprefix('engine.') for name in SIZES if 'engine.' in name]
-    fields.check(self, 'engine', at_least_1=('decode_steps',), chosen_if_0=chosen)
+    choices = {'weights': ('model', 'int8', 'fp8')}
+    fields.check(
+      self, 'engine', at_least_1=('decode_steps',), chosen_if_0=chosen, choices=choices
+    )

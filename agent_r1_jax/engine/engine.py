@@ -28,7 +28,7 @@ from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.engine import stats as stats_lib
-from agent_r1_jax.models import decoder, lora, sampling_params, sharding
+from agent_r1_jax.models import decoder, lora, quantization, sampling_params, sharding
 
 
 class Engine:
@@ -37,6 +37,7 @@ class Engine:
   Attributes:
     config: The policy's shape.
     mesh: The mesh that the parameters are on.
+    weights: The format of the kernels that sample.
     interrupted: Called while requests are served; if it returns True, the clients end
       with replica.PreemptedError.
     sizes: The sizes of everything that is compiled.
@@ -56,6 +57,7 @@ class Engine:
     replicas: int = 1,
     adapters: int = 0,
     adapter_rank: int = 16,
+    weights: str = 'model',
     **sizes: Any,
   ):
     """Allocates the cache.
@@ -71,18 +73,22 @@ class Engine:
       adapters: How many named adapters there may be; see `set_adapter`. `params` are then
         those of the base alone.
       adapter_rank: The highest rank of a named adapter; all take memory for it.
+      weights: 'model', or the format of 8 bits that kernels are rounded to for sampling;
+        see sampling_params.unstack.
       **sizes: rows, slots and the other sizes of sizes.make.
 
     Raises:
-      ValueError: A size is too small, or does not fit the number of replicas; or there
-        are adapters in `params` beside named ones.
+      ValueError: A size is too small, or does not fit the number of replicas; or the
+        kernels cannot have 8 bits; or there are adapters in `params` beside named ones.
     """
+    if weights != 'model':
+      quantization.check(weights, config.num_experts, 'weights')
     if replicas > 1 and mesh is not None and mesh.shape['tensor'] > 1:
       # Their collectives would wait for each other.
       raise ValueError(f'replicas is {replicas}: with tensor > 1 it must be 1.')
     with sharding.use_mesh(mesh):
       self.sizes = sizes_lib.make(config, replicas=replicas, **sizes)
-    self.config, self.mesh = config, mesh
+    self.config, self.mesh, self.weights = config, mesh, weights
     self.interrupted: Callable[[], bool] = lambda: False
     self.stats = stats_lib.Stats()
     self._meshes = [None] if mesh is None else sharding.make_replica_meshes(mesh, chips)
@@ -273,7 +279,7 @@ class Engine:
   def _copy_params(self, params: decoder.Params) -> list[decoder.Params]:
     """Copies parameters to each chip (or to `tensor` of them)."""
     self._check(params)
-    merged = sampling_params.unstack(params, self.config)
+    merged = sampling_params.unstack(params, self.config, self.weights)
     if self.mesh is None:
       return [merged]
     merged = sharding.gather_params(merged, self.mesh)

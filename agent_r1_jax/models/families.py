@@ -337,8 +337,10 @@ def _list_dims() -> dict[str, str]:
     dims[place + 'lora_a'] = f'L{target.inputs}R'
     dims[place + 'lora_b'] = f'LR{outputs}'
     dims[place + 'lora_scale'] = 'L'
+    dims[place + 'kernel_scale'] = f'L{outputs}'  # Of a kernel of 8 bits.
   return dims
 
 
-# The letters of each parameter's dimensions, by path; adapters' leaves included.
+# The letters of each parameter's dimensions, by path; leaves of adapters, and of kernels
+# of 8 bits, included.
 DIMS = _list_dims()

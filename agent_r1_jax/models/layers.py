@@ -9,7 +9,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from agent_r1_jax.models import lora, sharded_params, sharding
+from agent_r1_jax.models import lora, quantization, sharded_params, sharding
 
 
 def apply_flat(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
@@ -28,6 +28,7 @@ def apply_flat(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
 class Projection(nn.Module):
   """x · kernel (+ bias) in `dtype`, [*M, *inputs] to [*M, *outputs], with any adapter.
 
+  The engine's kernel may have 8 bits; see quantization.py.
   With the collection 'adapters', lora.Adapters.get_layer, each row adds its own one.
   """
 
@@ -51,6 +52,9 @@ class Projection(nn.Module):
     if self.has_variable('params', 'lora_a'):
       adapter = (self.get_variable('params', leaf) for leaf in lora.LEAVES)
       y = lora.project(x, kernel, name, *adapter)
+    elif self.has_variable('params', quantization.SCALE):
+      scale = self.get_variable('params', quantization.SCALE)
+      y = quantization.project(x, kernel, scale)
     else:
       kernel = sharded_params.gather_kernel(kernel.astype(self.dtype), name)
       y = jnp.tensordot(x, kernel, self.input_axes)

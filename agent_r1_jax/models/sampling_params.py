@@ -9,38 +9,56 @@ import functools
 import jax
 from jax import Array
 
-from agent_r1_jax.models import decoder, lora
+from agent_r1_jax.models import decoder, lora, quantization
 
 
-def unstack(params: decoder.Params, config: decoder.DecoderConfig) -> decoder.Params:
+def unstack(
+  params: decoder.Params, config: decoder.DecoderConfig, weights: str = 'model'
+) -> decoder.Params:
   """Makes the parameters of `decoder.extend` from those of the learner.
 
   `layers` becomes a tuple with a tree for each layer: an array [L, ...] becomes L arrays.
   Norms and routers stay float32, everything else is cast to config.dtype. Adapters are
   merged, one kernel after the other: all merged kernels together would be a second copy
   of the layers.
+
+  Args:
+    params: The learner's parameters.
+    config: The policy's shape.
+    weights: 'model', or the format of the layers' kernels: 'int8' or 'fp8', in 8 bits
+      with a scale for each output (quantization.py).
+
+  Raises:
+    ValueError: There is no such format, or it is not for this model.
   """
+  if weights != 'model':
+    quantization.check(weights, config.num_experts, 'engine.weights')
   others = {k: v for k, v in params.items() if k not in ('layers', 'final_norm')}
   cast = jax.tree.map(lambda x: x.astype(config.dtype), others)
-  layers = _unstack_tree(params['layers'], config, 'layers')
+  layers = _unstack_tree(params['layers'], config, 'layers', weights)
   return params | cast | {'layers': layers}
 
 
 def _unstack_tree(
-  tree: decoder.Params, config: decoder.DecoderConfig, path: str
+  tree: decoder.Params, config: decoder.DecoderConfig, path: str, weights: str
 ) -> tuple[decoder.Params, ...]:
   """Returns a tree for each layer; `path` are the names above the tree."""
   stacks = {}
   for name, x in lora.merge(tree).items() if 'lora_a' in tree else tree.items():
     place = f'{path}/{name}'
     if isinstance(x, dict):
-      stacks[name] = _unstack_tree(x, config, place)
+      stacks[name] = _unstack_tree(x, config, place, weights)
     else:
       # [L, D, N, H] -> [L, D, N H], and the bias likewise: a TPU stores the last two axes
       # in tiles, so that XLA would copy each kernel at every decode to join N and H.
       joined = place.startswith('layers/attn/q/')
       exact = '_norm' in place or '/router/' in place
       dtype = x.dtype.name if exact else config.dtype
+      if weights != 'model' and place in quantization.KERNELS:
+        inputs = len(quantization.KERNELS[place].inputs)
+        parts = _unstack_rounded(x, inputs=inputs, joined=joined, weights=weights)
+        stacks[name], stacks[quantization.SCALE] = jax.block_until_ready(parts)
+        continue
       # A merged kernel is freed only when this is done.
       stacks[name] = jax.block_until_ready(_unstack_leaf(x, joined=joined, dtype=dtype))
   return tuple({k: x[i] for k, x in stacks.items()} for i in range(config.num_layers))
@@ -48,5 +66,18 @@ def _unstack_tree(
 
 @functools.partial(jax.jit, static_argnames=('joined', 'dtype'))
 def _unstack_leaf(x: Array, *, joined: bool, dtype: str) -> tuple[Array, ...]:
-  x = x.reshape(*x.shape[:-2], -1) if joined else x
-  return tuple(x.astype(dtype))
+  return tuple(_join(x, joined).astype(dtype))
+
+
+@functools.partial(jax.jit, static_argnames=('inputs', 'joined', 'weights'))
+def _unstack_rounded(
+  x: Array, *, inputs: int, joined: bool, weights: str
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+  quantize = functools.partial(quantization.quantize, inputs=inputs, format_name=weights)
+  # One layer after the other: float32 copies of all would be a second copy of them.
+  values, scale = jax.lax.map(quantize, _join(x, joined))
+  return tuple(values), tuple(scale)
+
+
+def _join(x: Array, joined: bool) -> Array:
+  return x.reshape(*x.shape[:-2], -1) if joined else x

@@ -119,7 +119,7 @@ class Footprint:
     params = decoder.init(models.policy, jax.random.key(0))
     if models.shared_critic:
       params = decoder.add_value_head(params)
-    copy = sampling_params.unstack(params, models.policy)
+    copy = sampling_params.unstack(params, models.policy, config.engine.weights)
     if not models.algorithm:
       return (
         params,
@@ -193,7 +193,8 @@ class Footprint:
     cpu = self.machine.platform == 'cpu'
     code = _PROCESS + _LAYER_CODE * c.num_layers
     process = {'the process itself': code} if cpu else {}
-    engine = {f"engine's copy, {c.dtype}": copy, 'cache': _count_cache(config, c)}
+    numbers = config.engine.weights if config.engine.rounds_weights else c.dtype
+    engine = {f"engine's copy, {numbers}": copy, 'cache': _count_cache(config, c)}
     if not self.models.algorithm:
       return {'rollout': process | engine | state | takes('sampling')}
     moments, offloaded = f'state of {config.optimizer.kind}', {}
@@ -355,6 +356,7 @@ def _lower_sampling(
 ) -> list[Any]:
   """Lowers a replica's largest decode and prefill, on the mesh that is set."""
   options: Any = dataclasses.asdict(config.engine)
+  del options['weights']  # As `params` are.
   sizes = sizes_lib.make(model, **options | {'width': config.engine.width or None})
   cache: Any = jax.eval_shape(lambda: decoder.empty_cache(model, sizes.rows, sizes.slots))
   if mesh is not None:

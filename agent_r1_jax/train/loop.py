@@ -84,6 +84,7 @@ def run(
   runtime.quiet_logging()
   if not os.fspath(workdir):
     raise ValueError('workdir is empty; name a directory for the run.')
+  algorithm = preflight.correct_rounding(config, algorithm)
   preflight.check_config(config, algorithm)
   watcher.check(config)
   preflight.check_sets(tasks, evals)

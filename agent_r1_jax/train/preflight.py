@@ -15,7 +15,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.host import workers
 from agent_r1_jax.models import lora
-from agent_r1_jax.rl import algorithms
+from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.train import identity, player
 
 _LOGGER = logging.getLogger(__name__)
@@ -91,6 +91,16 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
       'schedule.ahead: the chips of a replica (mesh.tensor) cannot sample and train at '
       'the same time; give some of them to sampling alone (mesh.samplers).'
     )
+
+
+def correct_rounding(
+  config: config_lib.Config, algorithm: algorithms.Algorithm
+) -> algorithms.Algorithm:
+  """Adds token_truncated() where kernels of 8 bits sample, if there is no correction."""
+  known = isinstance(algorithm, algorithms.Algorithm)
+  if not known or algorithm.correction or not config.engine.rounds_weights:
+    return algorithm
+  return algorithm._replace(correction=correction.token_truncated())
 
 
 def _check_staleness(schedule: config_lib.Schedule, algorithm: algorithms.Algorithm):

@@ -242,6 +242,7 @@ def make_engine(
   sizes = dataclasses.asdict(config.engine)
   # Here 0 means all rows, and one replica.
   sizes |= {'width': sizes['width'] or None, 'replicas': sizes['replicas'] or 1}
+  sizes |= adapters
   return engine_lib.Engine(
     model,
     params,
@@ -249,5 +250,4 @@ def make_engine(
     mesh=mesh,
     chips=sharding.split_devices(config.mesh.samplers)[1],
     **sizes,
-    **adapters,
   )
