@@ -61,7 +61,7 @@ from agent_r1_jax import types
 from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.models import decoder, head, sampling_params, sharding
+from agent_r1_jax.models import decoder, head, quantization, sampling_params, sharding
 from agent_r1_jax.rl import algorithms, learner, prefix_trees
 from experiments import published
 from experiments.bench import chips as chips_lib
@@ -96,6 +96,12 @@ _USED = flags.DEFINE_integer('used', None, 'Tokens of a text; by default all slo
 _STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode.')
 _PREFILL = flags.DEFINE_integer('prefill_tokens', 256, 'Tokens of a row in one prefill.')
 _REMAT = flags.DEFINE_enum('remat', 'full', ['none', 'dots', 'full'], 'As model.remat.')
+_WEIGHTS = flags.DEFINE_enum(
+  'config.engine.weights',
+  'model',
+  ['model', *quantization.FORMATS],
+  "The numbers of the replicas' kernels.",
+)
 _TOP = flags.DEFINE_integer('top', 0, 'How many of the longest parts are listed.')
 _PREFILL_ROWS = flags.DEFINE_integer('prefill_rows', 8, 'Rows of one prefill.')
 
@@ -179,7 +185,7 @@ def batch(mesh, rows: int, tokens: int, *, trees: bool = False) -> types.Batch:
 def replica(config: decoder.DecoderConfig, mesh) -> Any:
   """The engine's parameters."""
   shapes = jax.eval_shape(
-    lambda p: sampling_params.unstack(p, config), parameters(config)
+    lambda p: sampling_params.unstack(p, config, _WEIGHTS.value), parameters(config)
   )
   return abstract(shapes, sharding.make_shardings(shapes, mesh))
 
@@ -266,10 +272,12 @@ def count_needed(
   if program == 'decode':
     texts, used = replica_texts(mesh), _USED.value or _SLOTS.value
     cache = jax.eval_shape(lambda: decoder.empty_cache(config, texts, used))
+    narrow = [k for k in jax.tree.leaves(replica(config, mesh)) if k.dtype.itemsize == 1]
     # A chip reads its heads; where there are fewer than chips, one.
     slots = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     taken = (1 - (1 - share) ** texts - share) * in_experts
-    needed = 2 * (size + taken) / mesh.size + slots / min(mesh.size, config.num_kv_heads)
+    read = 2 * (size + taken) - sum(k.size for k in narrow)
+    needed = read / mesh.size + slots / min(mesh.size, config.num_kv_heads)
     return texts * (2 * size + 4 * used * heads) / mesh.size, needed
   return 0.0, 0.0
 
@@ -349,6 +357,7 @@ def main(_):
         program = lowered_sampling(name, config, mesh)
     asked = {'topology': _TOPOLOGY.value, 'model': _MODEL.value, 'mesh': dict(mesh.shape)}
     asked['trees'] = _TREES.value and name == 'gradient'
+    asked['weights'] = _WEIGHTS.value if name in _SAMPLING else 'model'
     line = asked | report(name, program, elsewhere, chip, unknown)
     useful, needed = count_needed(name, config, mesh)
     line |= {'useful': useful, 'needed': needed}
