@@ -120,6 +120,7 @@ class Model(NamedTuple):
   params: decoder.Params
   played: Sequence[Played]  # Of equal lengths.
   row_tokens: int  # Of a packed row.
+  weights: str = 'model'  # The numbers of the engine's kernels.
 
   @property
   def tokens(self) -> np.ndarray:
@@ -142,8 +143,13 @@ def list_scores(model: Model, rows: int) -> Iterator[tuple[str, Scores]]:
       np.stack([p.likeliest for p in model.played]),
     ),
   )
-  params, tokens = sampling_params.unstack(model.params, model.config), model.tokens
-  for name, compute in (('decoded', decode), ('prefilled', prefill)):
+  tokens, ways = model.tokens, {'decoded': decode, 'prefilled': prefill}
+  if model.weights != 'model':
+    ways = {'decoded': decode, 'rounded': decode, 'prefilled': prefill}
+  for name, compute in ways.items():
+    # The text alone is decoded with the engine's kernels, all else with the learner's.
+    kind = model.weights if name == 'decoded' else 'model'
+    params = sampling_params.unstack(model.params, model.config, kind)
     parts = [
       compute(params, tokens[i : i + rows], config=model.config)
       for i in range(0, len(tokens), rows)

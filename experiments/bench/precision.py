@@ -11,7 +11,8 @@ line `together` is of the two ends. `float32 instead` compares the learner with 
 float32: what bfloat16 changes whoever computes. A line of JSON each, and at the end a
 table on stderr: |gap| in nats, the mean |ratio - 1| of the importance ratio, how often
 another token is the likeliest, and how many log-probs are equal to the bit.
---float32_attention measures a code that keeps attention's weights in float32.
+--float32_attention measures a code that keeps attention's weights in float32; with
+--weights=int8 or fp8 the engine's kernels have 8 bits, which is one more cause.
 
 With s5, about 3 minutes on one CPU core.
 """
@@ -31,7 +32,7 @@ import numpy as np
 
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.models import decoder, quantization, weights
 from experiments.bench import common, gaps
 
 _SHAPE = flags.DEFINE_enum('shape', 's5', [*common.SHAPES], 'The policy, untrained.')
@@ -45,6 +46,12 @@ _TURNS = flags.DEFINE_integer('turns', 4, 'Replies of a text.')
 _PROMPT = flags.DEFINE_integer('prompt', 64, 'Tokens of a prompt, which 8 texts share.')
 _REPLY = flags.DEFINE_integer('reply', 32, 'Tokens of a reply.')
 _ANSWER = flags.DEFINE_integer('answer', 32, 'Tokens between two replies.')
+_WEIGHTS = flags.DEFINE_enum(
+  'weights',
+  'model',
+  ['model', *quantization.FORMATS],
+  "The numbers of the engine's kernels.",
+)
 _FLOAT32_ATTENTION = flags.DEFINE_bool(
   'float32_attention', False, "Whether attention's weights stay float32."
 )
@@ -53,6 +60,7 @@ _ROW_TOKENS = flags.DEFINE_integer('row_tokens', 1024, 'Tokens of a packed row.'
 # The second of two ways to compute log-probs -> what it does otherwise than the first.
 CAUSES = {
   'decoded': 'calls: pieces of prompts and replies, shared prefixes, or the text alone',
+  'rounded': "kernels: of 8 bits, or the learner's",
   'prefilled': 'order of sums: one token at a time, or the whole text at once',
   'packed': 'attention: to a cache, or in blocks of packed rows',
   'blocks': 'head: logits of a token of each text, or of blocks of tokens',
@@ -78,10 +86,12 @@ def sample(config: decoder.DecoderConfig, params: decoder.Params) -> gaps.Model:
     prefill_tokens=max(1, _ANSWER.value * 3 // 4),
     bucket=128,
     narrow=False,
+    weights=_WEIGHTS.value,
   )
   play = lambda n: gaps.play(engine, config.vocab_size, n, turns=turns, **sizes)
   played = engine.run([play(n) for n in range(_TEXTS.value)])
-  return gaps.Model(config, params, played, max(length, _ROW_TOKENS.value))
+  row_tokens = max(length, _ROW_TOKENS.value)
+  return gaps.Model(config, params, played, row_tokens, _WEIGHTS.value)
 
 
 def measure(model: gaps.Model) -> Iterator[dict[str, Any]]:
@@ -137,6 +147,7 @@ def main(_):
       'measurement': 'precision',
       'policy': _POLICY.value or _SHAPE.value,
       'float32_attention': changed,
+      'weights': _WEIGHTS.value,
       'parameters': sum(x.size for x in jax.tree.leaves(params)),
       'device': f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores',
       'jax': jax.__version__,
