@@ -1,20 +1,25 @@
 """quantization.py: kernels of 8 bits, and engines and runs that sample with them."""
 
+import dataclasses
 import os
 from typing import Any
 
 import clients
 import jax
+from jax.extend import core as extend_core
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import numpy as safetensors_numpy
 import script
 import test_train
 import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.models import (
+  decoder,
+  families,
   layers,
   lora,
   quantization,
@@ -53,8 +58,8 @@ def kernel():
 
 def test_int8_is_the_nearest_of_255_numbers(kernel):
   values, scale = quantization.quantize(jnp.asarray(kernel), 2, 'int8')
-  expected = np.abs(kernel).max((0, 1)) / np.float32(127)
-  expected[1, 2] = 1
+  expected = np.abs(kernel).max((0, 1), keepdims=True) / np.float32(127)
+  expected[..., 1, 2] = 1
   np.testing.assert_allclose(scale, expected, rtol=1e-6)
   assert values.dtype == jnp.int8 and values.shape == kernel.shape
   largest = np.abs(np.int32(values)).max((0, 1))
@@ -65,8 +70,8 @@ def test_int8_is_the_nearest_of_255_numbers(kernel):
 
 def test_fp8_keeps_three_bits_after_the_first(kernel):
   values, scale = quantization.quantize(jnp.asarray(kernel), 2, 'fp8')
-  expected = np.abs(kernel).max((0, 1)) / np.float32(448)
-  expected[1, 2] = 1
+  expected = np.abs(kernel).max((0, 1), keepdims=True) / np.float32(448)
+  expected[..., 1, 2] = 1
   np.testing.assert_allclose(scale, expected, rtol=1e-6)
   assert values.dtype == jnp.float8_e4m3fn
   again = (kernel / np.asarray(scale)).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
@@ -111,18 +116,22 @@ def test_a_projection_multiplies_with_the_dequantised_kernel(
   np.testing.assert_array_equal(added, found + bias.astype(dtype)[None])
 
 
-@pytest.mark.parametrize('format_name', _FORMATS)
-@pytest.mark.parametrize('family', ['qwen2', 'qwen3', 'gemma2'])
-def test_the_engine_samples_with_the_rounded_kernels(family, format_name):
+def test_the_engine_samples_with_the_rounded_kernels():
   """What it says of its tokens is what the learner says of rounded kernels."""
-  shape = tiny.config(family)
+  shape = tiny.config('qwen2', 1)
   params = tiny.params(shape)
-  engine = tiny.engine(params, shape=shape, weights=format_name)
+  engine = tiny.engine(params, shape=shape, weights='int8', **clients.EXACT)
   segments = [*clients.run(engine, range(4)).values()]
-  rounded = _round_kernels(params, format_name)
-  tiny.assert_on_policy(rounded, segments, shape=shape)
+  tiny.assert_on_policy(_round_kernels(params, 'int8'), segments, shape=shape)
   with pytest.raises(AssertionError):
     tiny.assert_on_policy(params, segments, shape=shape)
+  # New weights compile no program, and are rounded as well.
+  others = tiny.params(shape, likely={100: 0.5})
+  with tiny.compilations() as compiled:
+    engine.sync_weights(others, 1)
+    after = [*clients.run(engine, range(4)).values()]
+  assert not compiled
+  tiny.assert_on_policy(_round_kernels(others, 'int8'), after, shape=shape)
 
 
 def test_adapters_are_merged_before_they_are_rounded():
@@ -137,24 +146,7 @@ def test_adapters_are_merged_before_they_are_rounded():
   assert jax.tree.structure(found) == jax.tree.structure(expected)
   q = found['layers'][0]['attn']['q']
   assert (q['kernel'].dtype, q['kernel'].shape) == (jnp.int8, (16, 32))
-  assert (q['kernel_scale'].dtype, q['kernel_scale'].shape) == (jnp.float32, (32,))
-
-
-def test_new_weights_compile_nothing_and_replace_all():
-  engine = clients.engine(weights='int8')
-  engine.warm_up()
-  before = clients.run(engine, range(4))
-  with tiny.compilations() as compiled:
-    engine.sync_weights(clients.other_params(), 1)
-    after = clients.run(engine, range(4))
-  assert not compiled
-  fresh = tiny.engine(clients.other_params(), weights='int8')
-  for number, segment in clients.run(fresh, range(4)).items():
-    np.testing.assert_array_equal(after[number].tokens, segment.tokens)
-    np.testing.assert_array_equal(
-      after[number].behaviour_logprobs, segment.behaviour_logprobs
-    )
-  assert any(not np.array_equal(before[n].tokens, after[n].tokens) for n in before)
+  assert (q['kernel_scale'].dtype, q['kernel_scale'].shape) == (jnp.float32, (1, 32))
 
 
 def test_experts_and_unknown_formats_are_refused():
@@ -186,22 +178,16 @@ def test_an_algorithm_without_a_correction_gets_one():
 
 
 @pytest.mark.usefixtures('no_curves')
-def test_a_run_is_corrected_and_resumes_as_if_uninterrupted(model, tmp_path):
-  config = lambda steps: test_train._config(model, steps=steps, weights='int8')
-  params = test_train._run(config(4), tmp_path / 'whole')
-  test_train._run(config(2), tmp_path / 'parts')
-  resumed = test_train._run(config(4), tmp_path / 'parts')
-  test_train._assert_equal(resumed, params)
-  lines = [line for line in metrics.read(tmp_path / 'whole') if line['step']]
+def test_a_run_is_corrected_and_learns_in_full_precision(model, tmp_path):
+  config = test_train._config(model, steps=1, eval_every=0, weights='int8')
+  params = test_train._run(config, tmp_path)
+  lines = [line for line in metrics.read(tmp_path) if line['step']]
   # The learner's policy is another one than the sampler's.
   assert all(1e-5 < abs(x['train/correction_ratio_max'] - 1) < 0.5 for x in lines)
   # The learner's parameters are no multiples of a scale.
-  _, exported = weights.load(tmp_path / 'whole' / 'model')
-  test_train._assert_equal(exported, params)
-  rounded = _round_kernels(params, 'int8')
-  assert not np.array_equal(
-    rounded['layers']['mlp']['up']['kernel'], params['layers']['mlp']['up']['kernel']
-  )
+  test_train._assert_equal(weights.load(tmp_path / 'model')[1], params)
+  up = lambda tree: tree['layers']['mlp']['up']['kernel']
+  assert not np.array_equal(up(_round_kernels(params, 'int8')), up(params))
 
 
 def test_the_engines_copy_is_counted_in_bytes():
@@ -224,30 +210,48 @@ def test_the_engines_copy_is_counted_in_bytes():
   assert copies[0] - copies[1] == 3 * sum(k.size for k in kernels) - scales
 
 
-_MESH = """
-import jax, numpy as np
-jax.config.update('jax_num_cpu_devices', 4)
-jax.config.update('jax_numpy_rank_promotion', 'raise')
-import clients, tiny
-from agent_r1_jax.models import sharding
+def test_frozen_kernels_are_counted_in_bytes():
+  shape = dataclasses.replace(tiny.config('qwen2'), dtype='bfloat16')
+  config = tiny.run_config(lora_rank=3, frozen='int8', dtype='bfloat16')
+  models = footprint.Models(shape, algorithms.grpo())
+  parts = footprint.Footprint(config, models, footprint.Machine('gpu', 1e9)).parts
+  frozen = _freeze(shape)
+  size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+  assert parts['parameters, int8'] == size(frozen)
+  # Embeddings and the head are shared; kernels stay as they are.
+  copy = sampling_params.unstack(frozen, shape)
+  assert parts['copy'] == size(copy['layers'])
+  assert copy['embed']['embedding'] is frozen['embed']['embedding']
+  up = copy['layers'][1]['mlp']['up']
+  kinds = {name: x.dtype.name for name, x in up.items()}
+  assert kinds.pop('kernel') == 'int8' and {*kinds.values()} == {'float32'}
 
-shape = tiny.config('qwen2')
-params = tiny.params(shape)
-for name in ('int8', 'fp8'):
-  one = clients.run(tiny.engine(params, shape=shape, weights=name), range(4))
-  for sizes in (dict(fsdp=2, tensor=2), dict(data=2, tensor=2)):
-    mesh = sharding.make_mesh(**sizes)
-    placed = sharding.shard_params(jax.device_get(params), None)
-    placed = jax.device_put(placed, sharding.make_shardings(placed, mesh))
-    engine = tiny.engine(placed, shape=shape, weights=name, mesh=mesh)
-    many = clients.run(engine, range(4))
-    clients.assert_same(many, one)
-    q, o = (engine.replicas[1].policy.copies[1]['layers'][1]['attn'][x] for x in 'qo')
-    assert q['kernel'].dtype.itemsize == o['kernel'].dtype.itemsize == 1
-    shard = lambda x: x.addressable_shards[0].data.shape
-    assert (shard(q['kernel']), shard(q['kernel_scale'])) == ((16, 16), (16,))
-    assert (shard(o['kernel']), shard(o['kernel_scale'])) == ((2, 8, 16), (16,))
-print('equal')
+
+_MESH = """
+import jax
+jax.config.update('jax_num_cpu_devices', 4)
+import clients, tiny
+from agent_r1_jax.models import families, lora, quantization, sharding
+
+shape = tiny.config('qwen2', 1)
+frozen = quantization.freeze(tiny.params(shape), shape, 'int8')
+frozen = lora.add(frozen, 4, tuple(families.TARGETS), 6.0, jax.random.key(0))
+for leaf in (*frozen['layers']['attn'].values(), *frozen['layers']['mlp'].values()):
+  if 'lora_b' in leaf:
+    leaf['lora_b'] = 0.3 * jax.random.normal(jax.random.key(1), leaf['lora_b'].shape)
+mesh = sharding.make_mesh(fsdp=2, tensor=2)
+placed = jax.device_put(frozen, sharding.make_shardings(frozen, mesh))
+engine = tiny.engine(placed, shape=shape, mesh=mesh)
+segments = [*clients.run(engine, range(2)).values()]
+with sharding.use_mesh(mesh):
+  tiny.assert_on_policy(placed, segments, shape=shape)
+copy = engine.replicas[1].policy.copies[1]['layers'][0]['attn']
+parts = ('kernel', 'kernel_scale')
+shards = lambda leaf: [leaf[x].addressable_shards[0].data.shape for x in parts]
+assert shards(copy['q']) == [(16, 16), (1, 16)], shards(copy['q'])
+assert shards(copy['o']) == [(2, 8, 16), (1, 1, 16)], shards(copy['o'])
+up = placed['layers']['mlp']['up']
+assert shards(up) == [(1, 8, 12), (1, 1, 12)], shards(up)
 """
 
 
@@ -255,3 +259,113 @@ def test_two_chips_of_a_replica_sample_as_one():
   paths = os.pathsep.join(map(str, (script.ROOT / 'tests', script.ROOT)))
   done = script.run('-c', _MESH, PYTHONPATH=paths)
   assert done.returncode == 0, done.stderr
+
+
+def _freeze(shape, format_name='int8', targets=tuple(families.TARGETS)):
+  """Frozen kernels of 8 bits, with adapters that change what is computed."""
+  params = quantization.freeze(tiny.params(shape), shape, format_name)
+  adapted = lora.add(params, 3, targets, 6.0, jax.random.key(0))
+  noise = lambda x: 0.3 * jax.random.normal(jax.random.key(1), x.shape)
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: noise(x) if 'lora_b' in str(path) else x, adapted
+  )
+
+
+def test_under_adapters_the_sampler_and_the_learner_compute_the_same():
+  shape = tiny.config('qwen2', 1)
+  frozen = _freeze(shape, 'fp8', ('q', 'v', 'o', 'up', 'down'))
+  segments = [*clients.run(tiny.engine(frozen, shape=shape), range(4)).values()]
+  tiny.assert_on_policy(frozen, segments, shape=shape)
+
+
+def _gradient(shape):
+  """Returns the function from parameters to the gradients of their adapters."""
+  tokens, zeros = jnp.arange(9)[None], jnp.zeros((1, 9), jnp.int32)
+
+  def loss(learned, kept):
+    params = lora.join(learned, kept)
+    x = decoder.hidden(params, shape, tokens, tokens, zeros + 1)
+    return (x.astype(jnp.float32) ** 2 * jnp.arange(16.0)[None, None]).sum()
+
+  return lambda params: jax.grad(loss)(*lora.split(params))
+
+
+def test_adapters_have_the_gradient_that_dequantised_kernels_give():
+  shape = tiny.config('qwen2', 1)
+  frozen = _freeze(shape)
+  plain = jax.tree.map(lambda x: x, frozen)
+  for target in families.TARGETS.values():
+    _, place, name, _ = target.path.split('/')
+    leaf = plain['layers'][place][name]
+    scale = leaf.pop('kernel_scale')
+    leaf['kernel'] = quantization.dequantize(leaf['kernel'], scale)
+  gradient = jax.jit(_gradient(shape))
+  found, expected = gradient(frozen), gradient(plain)
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.abs(y).max())
+    assert np.abs(y).max() > 0
+  # So have exports.
+  merged = lora.merge(frozen), lora.merge(plain)
+  jax.tree.map(np.testing.assert_array_equal, *merged)
+  assert jax.tree.structure(merged[0]) == jax.tree.structure(merged[1])
+
+
+def test_no_gradient_has_all_kernels_in_another_type():
+  """Kernels are cast a layer at a time, also where activations are kept."""
+  shape = dataclasses.replace(tiny.config('qwen2', 3), dtype='bfloat16')
+  params = _freeze(shape)
+  kernels = {params['layers']['mlp'][x]['kernel'].shape for x in ('up', 'down')}
+  jaxpr = jax.make_jaxpr(_gradient(shape))(params)
+  made = [x.aval for eqn in _walk(jaxpr.jaxpr) for x in eqn.outvars]
+  cast = {x.shape for x in made if x.dtype == jnp.bfloat16}
+  assert {shape[1:] for shape in kernels} <= cast and not kernels & cast
+
+
+def _walk(jaxpr):
+  """Yields the equations of a program and of those inside it."""
+  for eqn in jaxpr.eqns:
+    yield eqn
+    for inner in extend_core.jaxprs_in_params(eqn.params):
+      yield from _walk(inner)
+
+
+@pytest.mark.usefixtures('no_curves')
+def test_a_run_trains_adapters_over_frozen_kernels(model, tmp_path):
+  config = test_train._config(model, steps=1, eval_every=0, lora_rank=2, frozen='int8')
+  params = test_train._run(config, tmp_path)
+  # Loaded from its checkpoint, it is the same to the last bit.
+  test_train._assert_equal(test_train._run(config, tmp_path), params)
+  leaf, shape = params['layers']['mlp']['up'], tiny.config(layers=1)
+  assert leaf['kernel'].dtype == jnp.int8 and np.abs(leaf['lora_b']).max() > 0
+  base = weights.load(model)[1]
+  expected = quantization.freeze(base, shape, 'int8')['layers']['mlp']['up']
+  for name in ('kernel', 'kernel_scale'):
+    np.testing.assert_array_equal(leaf[name], expected[name])
+  # Sampler and learner agree, without a correction.
+  lines = [line for line in metrics.read(tmp_path) if line['step']]
+  assert all(abs(line['train/behaviour_kl']) < 1e-6 for line in lines)
+  # The model is what was trained, in float32; the adapter is that of rounded kernels.
+  _, exported = weights.load(tmp_path / 'model')
+  test_train._assert_equal(exported, lora.merge(params))
+  assert exported['layers']['mlp']['up']['kernel'].dtype == jnp.float32
+  stored = safetensors_numpy.load_file(tmp_path / 'adapter' / 'adapter_model.safetensors')
+  up = 'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
+  np.testing.assert_array_equal(stored[up], leaf['lora_a'][0].T)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'frozen': 'int8'}, "frozen is 'int8', but without model.lora_rank"),
+    (
+      {'frozen': 'int8', 'lora_rank': 2, 'weights': 'fp8'},
+      "engine.weights: with model.frozen='int8'",
+    ),
+    ({'frozen': 'int4', 'lora_rank': 2}, "model.frozen is 'int4'"),
+  ],
+)
+def test_frozen_kernels_without_a_purpose_are_refused(fields, message):
+  config = tiny.run_config(**fields)
+  with pytest.raises(ValueError, match=message):
+    preflight.check_config(config, algorithms.grpo())

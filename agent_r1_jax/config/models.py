@@ -21,6 +21,9 @@ class Model:
       trains all.
     lora_targets: The projections with adapters, separated by commas.
     lora_alpha: Adapters are scaled by lora_alpha / lora_rank.
+    frozen: The numbers in the kernels under adapters: 'float32'; or 'int8' or 'fp8', of 8
+      bits with a scale for each output, in learner and sampler alike (QLoRA). Embeddings
+      and the head are then stored in `dtype`.
   """
 
   path: str = ''
@@ -30,6 +33,7 @@ class Model:
   lora_rank: int = 0
   lora_targets: str = 'q,k,v,o,gate,up,down'
   lora_alpha: float = 16.0
+  frozen: str = 'float32'
 
   @property
   def adapter_targets(self) -> tuple[str, ...]:
@@ -39,6 +43,7 @@ class Model:
   def check(self) -> None:
     """Raises ValueError for a wrong value; the message names the field."""
     choices = {'dtype': ('float32', 'bfloat16'), 'remat': ('none', 'dots', 'full')}
+    choices['frozen'] = ('float32', 'int8', 'fp8')
     if not self.remat:
       del choices['remat']
     fields.check(self, 'model', above_0=('lora_alpha',), choices=choices)

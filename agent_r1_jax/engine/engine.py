@@ -64,7 +64,8 @@ class Engine:
 
     Args:
       config: The policy's shape.
-      params: Parameters of the policy; adapters in them are merged into their kernels.
+      params: Parameters of the policy; adapters in them are merged into their kernels,
+        unless these have 8 bits.
       guides: Further guides that requests may use, and the parameters of each.
       mesh: The mesh that `params` are on. Each of this process's chips then has a
         replica, or `tensor` of them share one. None: JAX's default device has one.

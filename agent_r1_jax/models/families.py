@@ -337,7 +337,8 @@ def _list_dims() -> dict[str, str]:
     dims[place + 'lora_a'] = f'L{target.inputs}R'
     dims[place + 'lora_b'] = f'LR{outputs}'
     dims[place + 'lora_scale'] = 'L'
-    dims[place + 'kernel_scale'] = f'L{outputs}'  # Of a kernel of 8 bits.
+    # That of a kernel of 8 bits has size 1 where its product contracts.
+    dims[place + 'kernel_scale'] = f'L{"1" * len(target.inputs)}{outputs}'
   return dims
 
 

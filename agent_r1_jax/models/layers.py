@@ -28,8 +28,8 @@ def apply_flat(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
 class Projection(nn.Module):
   """x · kernel (+ bias) in `dtype`, [*M, *inputs] to [*M, *outputs], with any adapter.
 
-  The engine's kernel may have 8 bits; see quantization.py.
-  With the collection 'adapters', lora.Adapters.get_layer, each row adds its own one.
+  The engine's kernel may have 8 bits, and one under an adapter; see quantization.py. With
+  the collection 'adapters', lora.Adapters.get_layer, each row adds its own one.
   """
 
   outputs: tuple[int, ...]
@@ -49,12 +49,14 @@ class Projection(nn.Module):
     x = x.astype(self.dtype)
     kernel = self.param('kernel', init, inputs + self.outputs)
     name = '/'.join((*self.path, 'kernel'))
-    if self.has_variable('params', 'lora_a'):
-      adapter = (self.get_variable('params', leaf) for leaf in lora.LEAVES)
-      y = lora.project(x, kernel, name, *adapter)
-    elif self.has_variable('params', quantization.SCALE):
+    adapted = self.has_variable('params', 'lora_a')
+    adapter = [self.get_variable('params', leaf) for leaf in lora.LEAVES if adapted]
+    if self.has_variable('params', quantization.SCALE):
       scale = self.get_variable('params', quantization.SCALE)
-      y = quantization.project(x, kernel, scale)
+      y = quantization.project(x, kernel, scale, self.input_axes, name)
+      y = (y + lora.project_alone(x, *adapter) if adapted else y).astype(self.dtype)
+    elif adapted:
+      y = lora.project(x, kernel, name, *adapter)
     else:
       kernel = sharded_params.gather_kernel(kernel.astype(self.dtype), name)
       y = jnp.tensordot(x, kernel, self.input_axes)

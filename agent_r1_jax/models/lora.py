@@ -17,6 +17,10 @@ costs, for M tokens and a kernel of D x F:
   dA = s xᵀ (dy Bᵀ) and dB = s (x A)ᵀ dy are 6 M R (D + F) operations in place of the
   2 M D F of its own, and nothing of the size of a kernel is made or summed.
 
+A frozen kernel of 8 bits (quantization.py) is merged in exports only: else the sampler
+would write and read a kernel of 16 bits for every token. Sampler and learner both compute
+x · W + s x · A · B there (`project_alone`).
+
 The engine can also decode rows of several adapters at once: `Adapters` and
 `project_rows`, which compute x · W + s x · A · B.
 
@@ -34,7 +38,7 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from agent_r1_jax.models import families, sharded_params
+from agent_r1_jax.models import families, quantization, sharded_params
 
 LEAVES = ('lora_a', 'lora_b', 'lora_scale')
 
@@ -112,10 +116,18 @@ def has_adapters(params: dict[str, Any]) -> bool:
 
 
 def merge(params: dict[str, Any]) -> dict[str, Any]:
-  """Merges the adapters into their kernels; other arrays are shared, not copied."""
-  if 'lora_a' in params:
-    kernel = _merge_kernel(params['kernel'], *(params[name] for name in LEAVES))
-    return {k: v for k, v in params.items() if k not in LEAVES} | {'kernel': kernel}
+  """Merges the adapters into their kernels; other arrays are shared, not copied.
+
+  Kernels of 8 bits become float32.
+  """
+  if 'lora_a' in params or quantization.SCALE in params:
+    kernel = params['kernel']
+    if quantization.SCALE in params:
+      kernel = quantization.dequantize(kernel, params[quantization.SCALE])
+    if 'lora_a' in params:
+      kernel = _merge_kernel(kernel, *(params[name] for name in LEAVES))
+    merged = {*LEAVES, quantization.SCALE}
+    return {k: v for k, v in params.items() if k not in merged} | {'kernel': kernel}
   return {k: merge(v) if isinstance(v, dict) else v for k, v in params.items()}
 
 
@@ -160,6 +172,18 @@ def project(
   name is that of sharded_params.gather_kernel.
   """
   return _project(x, kernel, name, a, b, scale)
+
+
+def project_alone(x: Array, a: Array, b: Array, scale: Array) -> Array:
+  """s x · A · B, [*M, *inputs] to float32 [*M, *outputs]; products are of x's type.
+
+  The barrier keeps XLA from making one product of x · A and x · W, for which it would
+  write W and A into a new kernel.
+  """
+  x = jax.lax.optimization_barrier(x)
+  product = functools.partial(jnp.tensordot, preferred_element_type=jnp.float32)
+  xa = product(x, a.astype(x.dtype), a.ndim - 1)
+  return product((scale * xa).astype(x.dtype), b.astype(x.dtype), 1)
 
 
 def project_rows(

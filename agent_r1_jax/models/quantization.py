@@ -1,10 +1,13 @@
 """Kernels of 8 bits, each with a scale for every output channel.
 
+The engine's copy may have them (config.engine.weights), or learner and engine under
+adapters (config.model.frozen).
+
 W ≈ values · scale. The values are integers (int8) or small floats (float8_e4m3fn), and a
 channel's scale is its largest |W| divided by the largest number of the format. The scale
 is a leaf beside the kernel:
 
-  {'kernel': int8 [D, N, H], 'kernel_scale': float32 [N, H]}
+  {'kernel': int8 [D, N, H], 'kernel_scale': float32 [1, N, H]}
 
 It does not depend on the inputs, so it multiplies the product and not the kernel:
 x · W = (x · values) · scale. Both formats are exact in bfloat16, so that a compiler can
@@ -14,10 +17,15 @@ scale before the product, in float32; and families.py's dimensions lack its arra
 are a type of their own.
 """
 
+import functools
+from typing import Any
+
+from flax import traverse_util
+import jax
 from jax import Array
 import jax.numpy as jnp
 
-from agent_r1_jax.models import families
+from agent_r1_jax.models import decoder_config, families, sharded_params
 
 # The name of a format -> its type and its largest number.
 FORMATS = {'int8': (jnp.int8, 127.0), 'fp8': (jnp.float8_e4m3fn, 448.0)}
@@ -53,14 +61,14 @@ def quantize(kernel: Array, inputs: int, format_name: str) -> tuple[Array, Array
     format_name: One of FORMATS.
 
   Returns:
-    The values, shaped as the kernel, and the scales [*outputs], float32. A channel that
-    is 0 everywhere has scale 1.
+    The values, shaped as the kernel, and the scales, float32, with 1 in place of each
+    axis of inputs. A channel that is 0 everywhere has scale 1.
   """
   dtype, largest = FORMATS[format_name]
   kernel = kernel.astype(jnp.float32)
-  most = jnp.abs(kernel).max(tuple(range(inputs)))
+  most = jnp.abs(kernel).max(tuple(range(inputs)), keepdims=True)
   scale = jnp.where(most > 0, most / largest, 1.0)
-  scaled = kernel / _expand(scale, kernel.ndim)
+  scaled = kernel / scale
   if format_name == 'int8':
     scaled = jnp.round(scaled)
   # The largest number itself may come out of the division a bit too large.
@@ -68,19 +76,102 @@ def quantize(kernel: Array, inputs: int, format_name: str) -> tuple[Array, Array
 
 
 def dequantize(values: Array, scale: Array) -> Array:
-  """Returns values · scale, float32 [*inputs, *outputs]."""
-  return values.astype(jnp.float32) * _expand(scale, values.ndim)
+  """Returns values · scale, float32, of a kernel or of a stack of them."""
+  return values.astype(jnp.float32) * scale
 
 
-def project(x: Array, values: Array, scale: Array) -> Array:
-  """(x · values) · scale in x's type, [*M, *inputs] to [*M, *outputs].
+@functools.partial(jax.jit, static_argnames=('inputs', 'format_name'))
+def quantize_stack(
+  kernels: Array, *, inputs: int, format_name: str
+) -> tuple[Array, Array]:
+  """Rounds kernels [L, *inputs, *outputs], each with scales of its own.
 
-  Sums and scales are float32.
+  One follows the other, for float32 copies of all would be a second copy of them.
   """
-  inputs = values.ndim - scale.ndim
-  y = jnp.tensordot(x, values.astype(x.dtype), inputs, preferred_element_type=jnp.float32)
-  return (y * _expand(scale, y.ndim)).astype(x.dtype)
+  return jax.lax.map(lambda x: quantize(x, inputs, format_name), kernels)
 
 
-def _expand(scale: Array, ndim: int) -> Array:
-  return jnp.expand_dims(scale, tuple(range(ndim - scale.ndim)))
+def freeze_leaf(
+  path: str, x: Array, dtype: str, format_name: str
+) -> tuple[Array, Array | None]:
+  """Stores a parameter of the learner as it is under adapters; returns any scale.
+
+  Kernels of layers get 8 bits. Embeddings and the head, which are cast to `dtype`
+  wherever they are used, are stored in it.
+  """
+  if path in KERNELS:
+    inputs = len(KERNELS[path].inputs)
+    return quantize_stack(x, inputs=inputs, format_name=format_name)
+  cast = path in ('embed/embedding', 'lm_head/kernel')
+  return (x.astype(dtype) if cast else x), None
+
+
+def freeze(
+  params: dict[str, Any], config: decoder_config.DecoderConfig, format_name: str
+) -> dict[str, Any]:
+  """Does `freeze_leaf` with all parameters; raises ValueError as `check` does."""
+  check(format_name, config.num_experts, 'model.frozen')
+  flat: Any = traverse_util.flatten_dict(params, sep='/')
+  scales: dict[str, Array] = {}
+  for path, x in flat.items():
+    flat[path], scale = freeze_leaf(path, x, config.dtype, format_name)
+    if scale is not None:
+      scales[path] = scale
+  return add_scales(traverse_util.unflatten_dict(flat, sep='/'), scales)
+
+
+def add_scales(params: dict[str, Any], scales: dict[str, Array]) -> dict[str, Any]:
+  """Returns parameters with the scales of kernels, which are named by their paths."""
+  flat: Any = traverse_util.flatten_dict(params, sep='/')
+  flat |= {path.removesuffix('kernel') + SCALE: x for path, x in scales.items()}
+  return traverse_util.unflatten_dict(flat, sep='/')
+
+
+def is_frozen(params: dict[str, Any]) -> bool:
+  """Whether kernels of the learner's layers have 8 bits."""
+  return SCALE in params['layers']['attn']['q']
+
+
+def project(x: Array, values: Array, scale: Array, inputs: int, name: str) -> Array:
+  """(x · values) · scale, [*M, *inputs] to float32 [*M, *outputs].
+
+  Values and scale are frozen: only x has a gradient. The backward pass casts the values
+  again: a scan over layers would stack the casts of all. `name` is that of
+  sharded_params.gather_kernel; the chips pass 8 bits on.
+  """
+  return _project(x, values, scale, inputs, name)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _project(x, values, scale, inputs, name):
+  product = functools.partial(jnp.tensordot, preferred_element_type=jnp.float32)
+  y = product(x, _cast(values, name, x.dtype), inputs)
+  return y * _match(scale, inputs, y)
+
+
+def _forward(x, values, scale, inputs, name):
+  # An empty array says the type of x.
+  y = _project(x, values, scale, inputs, name)
+  return y, (values, scale, jnp.zeros(0, x.dtype))
+
+
+def _backward(inputs, name, saved, dy):
+  values, scale, like = saved
+  dy = (dy * _match(scale, inputs, dy)).astype(like.dtype)
+  outputs = values.ndim - inputs
+  last = lambda y: tuple(range(y.ndim - outputs, y.ndim))
+  dx = jnp.tensordot(dy, _cast(values, name, like.dtype), (last(dy), last(values)))
+  return dx, None, None
+
+
+_project.defvjp(_forward, _backward)
+
+
+def _cast(values: Array, name: str, dtype: Any) -> Array:
+  return sharded_params.gather_kernel(values, name).astype(dtype)
+
+
+def _match(scale: Array, inputs: int, y: Array) -> Array:
+  """Reshapes a kernel's scale to multiply y [*M, *outputs]."""
+  outputs = scale.shape[inputs:]
+  return scale.reshape((1,) * (y.ndim - len(outputs)) + outputs)

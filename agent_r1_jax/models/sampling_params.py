@@ -20,7 +20,7 @@ def unstack(
   `layers` becomes a tuple with a tree for each layer: an array [L, ...] becomes L arrays.
   Norms and routers stay float32, everything else is cast to config.dtype. Adapters are
   merged, one kernel after the other: all merged kernels together would be a second copy
-  of the layers.
+  of the layers. Those beside frozen kernels of 8 bits stay as they are.
 
   Args:
     params: The learner's parameters.
@@ -44,15 +44,17 @@ def _unstack_tree(
 ) -> tuple[decoder.Params, ...]:
   """Returns a tree for each layer; `path` are the names above the tree."""
   stacks = {}
-  for name, x in lora.merge(tree).items() if 'lora_a' in tree else tree.items():
+  frozen = quantization.SCALE in tree
+  merges = 'lora_a' in tree and not frozen
+  for name, x in (lora.merge(tree) if merges else tree).items():
     place = f'{path}/{name}'
     if isinstance(x, dict):
       stacks[name] = _unstack_tree(x, config, place, weights)
     else:
       # [L, D, N, H] -> [L, D, N H], and the bias likewise: a TPU stores the last two axes
       # in tiles, so that XLA would copy each kernel at every decode to join N and H.
-      joined = place.startswith('layers/attn/q/')
-      exact = '_norm' in place or '/router/' in place
+      joined = place.startswith('layers/attn/q/') and name not in ('lora_a', 'lora_scale')
+      exact = '_norm' in place or '/router/' in place or (frozen and name != 'bias')
       dtype = x.dtype.name if exact else config.dtype
       if weights != 'model' and place in quantization.KERNELS:
         inputs = len(quantization.KERNELS[place].inputs)
@@ -73,9 +75,8 @@ def _unstack_leaf(x: Array, *, joined: bool, dtype: str) -> tuple[Array, ...]:
 def _unstack_rounded(
   x: Array, *, inputs: int, joined: bool, weights: str
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-  quantize = functools.partial(quantization.quantize, inputs=inputs, format_name=weights)
-  # One layer after the other: float32 copies of all would be a second copy of them.
-  values, scale = jax.lax.map(quantize, _join(x, joined))
+  x = _join(x, joined)
+  values, scale = quantization.quantize_stack(x, inputs=inputs, format_name=weights)
   return tuple(values), tuple(scale)
 
 

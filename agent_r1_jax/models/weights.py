@@ -25,6 +25,7 @@ from agent_r1_jax.models import (
   decoder,
   hf_config,
   lora,
+  quantization,
   sharding,
   tensor_files,
   tensor_layout,
@@ -119,7 +120,8 @@ def save(
     params: Parameters as from `decoder.init`; a critic's have a 'value_head'. Adapters
       are merged a tensor at a time. If several processes hold the parameters, all must
       call this, and the first one writes.
-    dtype: Type of every tensor: float32, bfloat16 or float16; None keeps each leaf's.
+    dtype: Type of every tensor: float32, bfloat16 or float16; None keeps each leaf's, or
+      is float32 where kernels have 8 bits.
     max_shard_bytes: Tensor data in a file; a larger tensor has a file of its own.
     tokenizer_from: A directory whose tokenizer, chat template and generation config are
       copied; None keeps those that are in `directory` already.
@@ -133,6 +135,8 @@ def save(
   if jax.process_index() == 0:
     _recover(directory)
   flat: Any = traverse_util.flatten_dict(params, sep='/')
+  if dtype is None and any(path.endswith(quantization.SCALE) for path in flat):
+    dtype = 'float32'
   leaves = tensor_layout.list_leaves(config, 'value_head' in params)
   _check_params(leaves, flat)
   stored = tensor_layout.fuse(config, tensor_layout.list_parts(leaves, flat, dtype))
@@ -226,7 +230,8 @@ def _mapped_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def _check_params(leaves: list[tensor_layout.Leaf], flat: dict[str, Any]) -> None:
   known = {leaf.path for leaf in leaves}
-  known |= {_sibling(leaf, name) for leaf in leaves for name in lora.LEAVES}
+  siblings = (*lora.LEAVES, quantization.SCALE)
+  known |= {_sibling(leaf, name) for leaf in leaves for name in siblings}
   for path in sorted(flat.keys() - known):
     raise ValueError(f'params: {path} has no place in the model of config')
   for leaf in leaves:
@@ -253,9 +258,11 @@ def _part_to_stored(part: tensor_layout.Part, flat: dict[str, Any]) -> np.ndarra
   x, shape = flat[part.leaf.path], part.leaf.stored
   # The layer is cut out on the device: jax would keep a host copy of the whole leaf.
   x = x[part.index] if part.index else x
-  if part.leaf.is_kernel and _sibling(part.leaf, 'lora_a') in flat:
-    adapter = {name: flat[_sibling(part.leaf, name)][part.index] for name in lora.LEAVES}
-    x = lora.merge({'kernel': x} | adapter)['kernel']
+  siblings = {n: _sibling(part.leaf, n) for n in (*lora.LEAVES, quantization.SCALE)}
+  beside = {n: path for n, path in siblings.items() if path in flat}
+  if part.leaf.is_kernel and beside:
+    beside = {n: flat[path][part.index] for n, path in beside.items()}
+    x = lora.merge({'kernel': x} | beside)['kernel']
   x = sharding.to_numpy(x)
   x = x.reshape(shape[::-1]).T if part.leaf.is_kernel else x.reshape(shape)
   return np.ascontiguousarray(x, part.spec.dtype)

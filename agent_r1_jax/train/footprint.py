@@ -23,7 +23,14 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.host import processes
-from agent_r1_jax.models import decoder, head, lora, sampling_params, sharding
+from agent_r1_jax.models import (
+  decoder,
+  head,
+  lora,
+  quantization,
+  sampling_params,
+  sharding,
+)
 from agent_r1_jax.rl import algorithms, credit, learner, optimizers, packing, train_state
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.train import initial_state
@@ -99,6 +106,8 @@ class Footprint:
     self.models, self.machine, self.missing = models, machine, set[str]()
     self._left, self._known = seconds, dict[tuple[str, str, int, int], float]()
     self._update_config: train_state.UpdateConfig | None = None
+    # A policy that only plays has no adapters.
+    self._frozen = config.model.frozen if models.algorithm else 'float32'
     made = jax.eval_shape(functools.partial(self._make, config))
     self._params, self._copy, parts = made
     axes = config.mesh.axes(machine.chips)
@@ -107,9 +116,8 @@ class Footprint:
     replica = AbstractMesh(tuple(one.values()), tuple(one))
     self.parts = {name: _on_chip(tree, mesh) for name, tree in parts.items()}
     copy = self._copy
-    if (
-      models.policy.dtype == 'float32' and machine.chips == 1 and not config.mesh.samplers
-    ):
+    shares = models.policy.dtype == 'float32' or self._frozen != 'float32'
+    if shares and machine.chips == 1 and not config.mesh.samplers:
       copy = {'layers': copy['layers']}  # The rest is shared with the training's.
     self.parts['copy'] = _on_chip(copy, replica)
 
@@ -119,11 +127,13 @@ class Footprint:
     params = decoder.init(models.policy, jax.random.key(0))
     if models.shared_critic:
       params = decoder.add_value_head(params)
-    copy = sampling_params.unstack(params, models.policy, config.engine.weights)
+    if self._frozen != 'float32':
+      params = quantization.freeze(params, models.policy, self._frozen)
+    copy = lambda p: sampling_params.unstack(p, models.policy, config.engine.weights)
     if not models.algorithm:
       return (
         params,
-        copy,
+        copy(params),
         {'parameters, float32': params, 'learned': (), 'checkpoint': ()},
       )
     # Of the optimizer, only the kind matters; another check looks at the rest.
@@ -144,7 +154,7 @@ class Footprint:
     learned = lora.split(params)[0]
     opt_states = [model.opt_state for model in state.states.values()]
     parts: dict[str, Any] = {
-      'parameters, float32': params,
+      f'parameters, {self._frozen}': params,
       f'state of {kind}': opt_states,
     }
     # What is not learned is shared with the policy.
@@ -155,7 +165,7 @@ class Footprint:
     if update_config.keeps_old_sampler:
       parts["policy as the engine's is, float32"] = learned
     others = {'learned': learned, 'checkpoint': state.checkpoint_arrays(update_config)}
-    return params, copy, parts | others
+    return params, copy(params), parts | others
 
   def measure(self, config: config_lib.Config, memory: float) -> Peak:
     """Returns the phase of a step that holds most, if the run has these sizes.
@@ -194,6 +204,7 @@ class Footprint:
     code = _PROCESS + _LAYER_CODE * c.num_layers
     process = {'the process itself': code} if cpu else {}
     numbers = config.engine.weights if config.engine.rounds_weights else c.dtype
+    numbers = self._frozen if self._frozen != 'float32' else numbers
     engine = {f"engine's copy, {numbers}": copy, 'cache': _count_cache(config, c)}
     if not self.models.algorithm:
       return {'rollout': process | engine | state | takes('sampling')}

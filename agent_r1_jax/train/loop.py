@@ -17,7 +17,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.host import preemption, processes, runtime
-from agent_r1_jax.models import decoder, lora, peft_files, sharding, weights
+from agent_r1_jax.models import decoder, lora, peft_files, quantization, sharding, weights
 from agent_r1_jax.rl import algorithms, learner, updates, value_targets
 from agent_r1_jax.train import (
   curriculum,
@@ -67,7 +67,8 @@ def run(
       view, alarms, logs of episodes, TensorBoard and other sinks, traces, and curves.
 
   Returns:
-    The policy's parameters; adapters are merged into them.
+    The policy's parameters; adapters are merged into them, unless these are beside
+    kernels of 8 bits.
 
   Raises:
     ValueError: The configuration does not fit the workdir, the model, the tasks, the
@@ -114,7 +115,7 @@ def run(
   del run
   runtime.release_freed_memory(cycles=True)
   watcher.finish(pathlib.Path(workdir), label)
-  return lora.merge(params)
+  return params if quantization.is_frozen(params) else lora.merge(params)
 
 
 def _run_steps(run: setup.Run):

@@ -44,6 +44,7 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
         "optimizer.kind is 'muon', which updates kernels of layers, and with "
         "model.lora_rank only adapters are learned; take 'adamw'."
       )
+  _check_numbers(config)
   fields.check_takes('algorithm.loss', algorithm.loss, 'stats', 'batch')
   fields.check_takes('algorithm.advantages', algorithm.advantages, 'table')
   if 0 < batch.row_tokens < config.engine.slots:
@@ -90,6 +91,22 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
     raise ValueError(
       'schedule.ahead: the chips of a replica (mesh.tensor) cannot sample and train at '
       'the same time; give some of them to sampling alone (mesh.samplers).'
+    )
+
+
+def _check_numbers(config: config_lib.Config):
+  """Raises ValueError for kernels of 8 bits that another setting excludes."""
+  frozen = config.model.frozen
+  if frozen == 'float32':
+    return
+  if not config.model.lora_rank:
+    raise ValueError(
+      f'model.frozen is {frozen!r}, but without model.lora_rank no kernel is frozen.'
+    )
+  if config.engine.rounds_weights:
+    raise ValueError(
+      f'engine.weights: with model.frozen={frozen!r} the engine samples with kernels of '
+      "8 bits anyway; leave it 'model'."
     )
 
 

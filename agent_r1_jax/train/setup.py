@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
+import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
@@ -19,7 +21,7 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.host import preemption, runtime
-from agent_r1_jax.models import decoder, sharding, weights
+from agent_r1_jax.models import decoder, quantization, sharding, weights
 from agent_r1_jax.rl import algorithms, updates
 from agent_r1_jax.rl import train_state as train_state_lib
 from agent_r1_jax.train import decoding as decoding_lib
@@ -93,7 +95,7 @@ def start(
   """
   config = sizes.resolve(config, algorithm, workdir)
   mesh = make_mesh(config.mesh)
-  model, params, chat = load(config.model, config.chat, mesh)
+  model, params, chat = load(config.model, config.chat, mesh, config.model.frozen)
   engine = make_engine(config, model, params, mesh, guides)
   with preflight.open_environment(make_env, config.limits) as env:
     tasks, lines = preflight.check_prompts(chat, env, tasks, evals, config)
@@ -199,18 +201,36 @@ def make_mesh(config: config_lib.Mesh) -> Mesh | None:
 
 
 def load(
-  config: config_lib.Model, chat: config_lib.Chat, mesh: Mesh | None = None
+  config: config_lib.Model,
+  chat: config_lib.Chat,
+  mesh: Mesh | None = None,
+  frozen: str = 'float32',
 ) -> tuple[decoder.DecoderConfig, decoder.Params, chat_lib.Chat]:
   """Loads the shape, the float32 parameters and the chat of the model in `config.path`.
 
-  On a mesh the parameters are sharded as they are read.
+  On a mesh the parameters are sharded as they are read. If `frozen` is a format of 8
+  bits, they are stored in it as they are read; see quantization.freeze_leaf.
   """
   chat.check()
   runtime.initialize()
   # A run before this one, in the same process, may have left its engine in a cycle.
   runtime.release_freed_memory(cycles=True)
-  place = sharding.make_placer(mesh)
-  shape, params = weights.load(config.path, dtype='float32', place=place)
+  place, scales = sharding.make_placer(mesh), {}
+
+  def place_frozen(path: str, x: np.ndarray) -> Any:
+    leaf, scale = quantization.freeze_leaf(path, place(path, x), config.dtype, frozen)
+    if scale is not None:
+      scales[path] = scale
+    return leaf
+
+  rounds = frozen != 'float32'
+  shape, params = weights.load(
+    config.path, dtype='float32', place=place_frozen if rounds else place
+  )
+  if rounds:
+    params = quantization.add_scales(params, scales)
+    if mesh:  # What programs have made may lie elsewhere.
+      params = jax.device_put(params, sharding.make_shardings(params, mesh))
   shape = dataclasses.replace(shape, dtype=config.dtype, remat=config.remat or 'none')
   return (
     shape,
