@@ -57,11 +57,19 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import optax
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.models import decoder, head, quantization, sampling_params, sharding
+from agent_r1_jax.models import (
+  decoder,
+  head,
+  lora,
+  quantization,
+  sampling_params,
+  sharding,
+)
 from agent_r1_jax.rl import algorithms, learner, prefix_trees
 from experiments import published
 from experiments.bench import chips as chips_lib
@@ -97,10 +105,11 @@ _STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode.')
 _PREFILL = flags.DEFINE_integer('prefill_tokens', 256, 'Tokens of a row in one prefill.')
 _REMAT = flags.DEFINE_enum('remat', 'full', ['none', 'dots', 'full'], 'As model.remat.')
 _WEIGHTS = flags.DEFINE_enum(
-  'config.engine.weights',
-  'model',
-  ['model', *quantization.FORMATS],
-  "The numbers of the replicas' kernels.",
+  'config.engine.weights', 'model', ['model', *quantization.FORMATS], 'As in a run.'
+)
+_RANK = flags.DEFINE_integer('config.model.lora_rank', 0, 'Rank of adapters, if any.')
+_FROZEN = flags.DEFINE_enum(
+  'config.model.frozen', 'float32', ['float32', *quantization.FORMATS], 'As in a run.'
 )
 _TOP = flags.DEFINE_integer('top', 0, 'How many of the longest parts are listed.')
 _PREFILL_ROWS = flags.DEFINE_integer('prefill_rows', 8, 'Rows of one prefill.')
@@ -158,9 +167,23 @@ def parameters(config: decoder.DecoderConfig) -> Any:
   return jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
 
 
+def learned_parameters(config: decoder.DecoderConfig) -> Any:
+  """Returns the shapes of what the learner holds, adapters included."""
+
+  def make(params):
+    if _FROZEN.value != 'float32':
+      params = quantization.freeze(params, config, _FROZEN.value)
+    targets = config_lib.Model().adapter_targets
+    adapters = (_RANK.value, targets, 16.0, jax.random.key(0))
+    return lora.add(params, *adapters) if _RANK.value else params
+
+  return jax.eval_shape(make, parameters(config))
+
+
 def training_state(config, optimizer, mesh) -> learner.ModelState:
   """Returns the shapes of the training state, with their sharding on the mesh."""
-  shapes = jax.eval_shape(lambda p: learner.init(p, optimizer), parameters(config))
+  params = learned_parameters(config)
+  shapes = jax.eval_shape(lambda p: learner.init(p, optimizer), params)
   return abstract(shapes, sharding.make_shardings(shapes, mesh))
 
 
@@ -184,9 +207,8 @@ def batch(mesh, rows: int, tokens: int, *, trees: bool = False) -> types.Batch:
 
 def replica(config: decoder.DecoderConfig, mesh) -> Any:
   """The engine's parameters."""
-  shapes = jax.eval_shape(
-    lambda p: sampling_params.unstack(p, config, _WEIGHTS.value), parameters(config)
-  )
+  copy = lambda p: sampling_params.unstack(p, config, _WEIGHTS.value)
+  shapes = jax.eval_shape(copy, learned_parameters(config))
   return abstract(shapes, sharding.make_shardings(shapes, mesh))
 
 
@@ -194,7 +216,9 @@ def lowered(program: str, config, mesh, optimizer) -> tuple[Any, int]:
   """A training program, and the bytes of the training state it does not get."""
   state = training_state(config, optimizer, mesh)
   if program == 'apply':
-    return learner._apply.lower(state, state.params, optimizer=optimizer), 0
+    learned, kept = lora.split(state.params)
+    state = state._replace(params=learned)
+    return learner._apply.lower(state, learned, optimizer=optimizer), on_chip(kept)
   return learner._gradient.lower(
     state.params,
     batch(mesh, _ROWS.value, _TOKENS.value, trees=_TREES.value),
@@ -264,7 +288,9 @@ def count_needed(
   heads = config.num_layers * config.num_heads * config.head_dim
   if program == 'gradient':
     rows, tokens = batch(mesh, _ROWS.value, _TOKENS.value).tokens.shape
-    return 3 * rows * tokens * (2 * size + 2 * tokens * heads) / mesh.size, 0.0
+    products = 2 if _RANK.value else 3  # Frozen kernels have no gradient.
+    a_token = products * 2 * size + 3 * 2 * tokens * heads
+    return rows * tokens * a_token / mesh.size, 0.0
   if program == 'prefill':
     rows, tokens = _PREFILL_ROWS.value, _PREFILL.value
     operations = rows * tokens * (2 * (size - config.vocab_size * config.embed_dim))
@@ -357,7 +383,8 @@ def main(_):
         program = lowered_sampling(name, config, mesh)
     asked = {'topology': _TOPOLOGY.value, 'model': _MODEL.value, 'mesh': dict(mesh.shape)}
     asked['trees'] = _TREES.value and name == 'gradient'
-    asked['weights'] = _WEIGHTS.value if name in _SAMPLING else 'model'
+    asked |= {'weights': _WEIGHTS.value if name in _SAMPLING else 'model'}
+    asked |= {'lora_rank': _RANK.value, 'frozen': _FROZEN.value}
     line = asked | report(name, program, elsewhere, chip, unknown)
     useful, needed = count_needed(name, config, mesh)
     line |= {'useful': useful, 'needed': needed}
