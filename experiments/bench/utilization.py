@@ -71,7 +71,7 @@ class Chips(device_lib.Device):
   def prefill(self, *args):
     """Nothing."""
 
-  def decode(self, params, batch, bucket, places):
+  def decode(self, params, batch, bucket, places=None, adapters=None):
     """Takes its time, and continues each text by what its length leaves."""
     until = time.perf_counter() + _SEGMENT.value
     # All requests may sample _LONGEST tokens: what is missing of that has been sampled.
