@@ -4,9 +4,10 @@ Task -> Trajectory (text and tokens, on the host) -> Batch (packed arrays, on de
 Letters: B packed rows, T tokens and E entries of each.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 import dataclasses
 import functools
+import hashlib
 import itertools
 import string
 from typing import Any, NamedTuple
@@ -25,6 +26,24 @@ Message = dict[str, Any]
 STATUSES = ('done', 'truncated', 'max_turns', 'error')
 # The statuses of episodes that ran out of tokens or turns.
 BUDGET_STATUSES = ('truncated', 'max_turns')
+# Token ids from here on stand for squares of pictures; no vocabulary has so many.
+FIRST_PICTURE_ID = 2**30
+
+
+def make_picture_ids(pixels: np.ndarray, side: int) -> np.ndarray:
+  """Makes the token ids of a picture, int32 [n], one for each square of its pixels.
+
+  They are a hash of what it shows: equal tokens are equal pictures. So rows of the cache
+  share prefixes, and packed rows trees, by their tokens alone.
+
+  Args:
+    pixels: The picture, uint8 [H, W, 3].
+    side: The pixels of a square in each direction, which divide H and W.
+  """
+  content = f'{pixels.shape}'.encode() + pixels.tobytes()
+  count = pixels.shape[0] * pixels.shape[1] // side**2
+  numbers = np.frombuffer(hashlib.shake_256(content).digest(4 * count), '<u4')
+  return (FIRST_PICTURE_ID + numbers % FIRST_PICTURE_ID).astype(np.int32)
 
 
 class ControlText(str):
@@ -134,12 +153,14 @@ class Segment:
       action mask.
     policy_steps: int32 [T], the number of rollouts that the policy which sampled the
       token had learned from; 0 off the action mask, and by default everywhere.
+    pictures: The pictures that its tokens stand for, uint8 [H, W, 3] each.
   """
 
   tokens: np.ndarray
   action_mask: np.ndarray
   behaviour_logprobs: np.ndarray
   policy_steps: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
+  pictures: Sequence[np.ndarray] = ()
 
   def __post_init__(self):
     if not len(self.policy_steps):
@@ -263,6 +284,20 @@ class Tree(NamedTuple):
   nodes: Int[Array, 'B E']
 
 
+class Pictures(NamedTuple):
+  """The pictures of packed rows; rl/picture_rows.py makes it.
+
+  Attributes:
+    patches: The patches of each row's pictures, as models/picture_patches.PatchBatch.
+    index: The token of the row's pictures that each token of the text is; -1 for text.
+    coordinates: The three numbers by which M-RoPE turns each token.
+  """
+
+  patches: Any
+  index: Int[Array, 'B T']
+  coordinates: Int[Array, 'B T 3']
+
+
 class Batch(NamedTuple):
   """Packed rows on the device; several segments share one.
 
@@ -286,6 +321,7 @@ class Batch(NamedTuple):
     values: The critic's values at rollout, if there is a critic.
     returns: The critic's targets, if there is a critic.
     tree: The text that models read, if it is not that of the entries.
+    pictures: The pictures of the text that models read, if it has any.
   """
 
   tokens: Int[Array, 'B E']
@@ -301,3 +337,4 @@ class Batch(NamedTuple):
   values: Float[Array, 'B E'] | None = None
   returns: Float[Array, 'B E'] | None = None
   tree: Tree | None = None
+  pictures: Pictures | None = None

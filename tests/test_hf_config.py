@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from agent_r1_jax.models import decoder, hf_config
+from agent_r1_jax.models import decoder, hf_config, vision_config
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
 _LLAMA3 = {
@@ -30,6 +30,21 @@ _OLMO_YARN = {
   'truncate': True,
 }
 _GEMMA2_CAPS = {'query_scale': 256, 'attention_cap': 50.0, 'logit_cap': 30.0}
+
+
+def _tower(out_dim):
+  """That of Qwen2.5-VL."""
+  return vision_config.VisionConfig(
+    num_layers=32,
+    embed_dim=1280,
+    num_heads=16,
+    mlp_dim=3420,
+    out_dim=out_dim,
+    full_attention=(7, 15, 23, 31),
+    tokens_per_second=2,
+  )
+
+
 # The fields of DecoderConfig that not all models have.
 _PARTICULARS = {
   'Llama-3.2-1B': {'rope_scaling': _LLAMA3},
@@ -54,6 +69,8 @@ _PARTICULARS = {
     'expert_dim': 1408,
     'shared_dim': 5632,
   },
+  'Qwen2.5-VL-3B': {'mrope_section': (16, 24, 24), 'vision': _tower(2048)},
+  'Qwen2.5-VL-7B': {'mrope_section': (16, 24, 24), 'vision': _tower(3584)},
   'gemma-2-2b': {'window': 4096, 'sliding': (True, False) * 13, **_GEMMA2_CAPS},
   'gemma-3-1b': {
     'window': 512,

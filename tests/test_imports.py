@@ -39,6 +39,7 @@ OWNERS = {
   'transformers': f'{PACKAGE}/agent/tool_schema.py {PACKAGE}/agent/tokenizer.py '
   f'{PACKAGE}/agent/template_process.py',
   'gguf': f'{PACKAGE}/models/gguf_files.py',
+  'PIL': f'{PACKAGE}/agent/picture_files.py experiments/worlds/grid.py',
   'huggingface_hub': 'third_party/fetch.py',
   'jsonschema': f'{PACKAGE}/agent/tool_schema.py',
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py {PACKAGE}/retrieval/encoder.py',
@@ -69,6 +70,7 @@ OWNERS = {
 BESIDE = ('experiments/beside/by_',)
 # Imported inside the functions that need them: slow, and not everybody's.
 LAZY = (
+  'PIL',
   'alfworld',
   'bm25s',
   'faiss',

@@ -1,5 +1,6 @@
 """Import and export of Hugging Face directories."""
 
+import dataclasses
 import gc
 import json
 import pathlib
@@ -35,6 +36,10 @@ _PARTICULARS = {
   'qwen2_moe': {**_MIXTURE, 'shared_dim': 14},
   'qwen3_moe': {**_MIXTURE, 'normalize_experts': True},
   'llama': {'rope_scaling': _LLAMA3},
+  'qwen2_5_vl': {
+    'vision': dataclasses.replace(tiny.VISION, out_dim=12),
+    'mrope_section': (1, 1, 1),
+  },
   'qwen3': _SLIDES,
   'mistral': {'sliding': (True,) * 3, 'window': 16},
   'smollm3': {**_SLIDES, 'nope': (False, True, False)},
@@ -225,16 +230,21 @@ def test_transformers_reads_our_config(tmp_path, family):
     fields['local_rope_theta'] = 777.0
   config = _config(family, tie_embeddings=True, **fields)
   weights.save(tmp_path, config, _params(config, 'bfloat16'))
-  theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-  assert theirs.model_type == family
-  assert theirs.tie_word_embeddings is True
+  whole = transformers.AutoConfig.from_pretrained(tmp_path)
+  assert whole.model_type == family
+  assert whole.tie_word_embeddings is True
+  theirs = whole.text_config if config.vision else whole
   assert str(theirs.dtype).removeprefix('torch.') == 'bfloat16'
-  assert (theirs.head_dim, theirs.num_key_value_heads) == (6, 2)
+  # Qwen2.5-VL has no field for it in its text_config.
+  head_dim = getattr(theirs, 'head_dim', 6)
+  assert (head_dim, theirs.num_key_value_heads) == (6, 2)
   assert (theirs.rms_norm_eps, theirs.max_position_embeddings) == (1e-4, 512)
   assert theirs.eos_token_id is None  # and not Llama 2's
   rope = {'rope_theta': 777.0, 'rope_type': 'default'}
   rope |= _LLAMA3 if family == 'llama' else {}
   rope |= {'partial_rotary_factor': 0.75} if family == 'phi3' else {}
+  if config.vision:
+    rope |= {'type': 'mrope', 'mrope_section': [1, 1, 1]}
   rotations = theirs.rope_parameters
   assert rotations.get('full_attention', rotations) == rope
   if config.facts.local_rope:
@@ -243,7 +253,7 @@ def test_transformers_reads_our_config(tmp_path, family):
     kinds = [kind == 'sliding_attention' for kind in theirs.layer_types]
     assert kinds == list(config.sliding or (False,) * 3)
   assert (getattr(theirs, 'sliding_window', None) or 0) == config.window
-  theirs.save_pretrained(tmp_path)
+  whole.save_pretrained(tmp_path)
   assert hf_config.read(tmp_path) == config
 
 

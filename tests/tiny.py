@@ -19,7 +19,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.models import decoder, families, weights
+from agent_r1_jax.models import decoder, families, vision_config, weights
 from agent_r1_jax.rl import learner, packing, table
 
 TEXTS = (
@@ -38,6 +38,18 @@ SIZES = {
   'prefill_tokens': 8,
 }
 BUCKET = 64
+# A tower whose windows are 2 x 2 tokens of 8 x 8 pixels.
+VISION = vision_config.VisionConfig(
+  num_layers=3,
+  embed_dim=16,
+  num_heads=2,
+  mlp_dim=24,
+  out_dim=16,
+  patch_size=4,
+  window_size=16,
+  full_attention=(1,),
+  image_token_id=299,
+)
 
 
 def run_config(
@@ -61,6 +73,7 @@ def config(family: str = 'llama', layers: int = 2) -> decoder.DecoderConfig:
   mixture = {'experts_per_token': 2, 'normalize_experts': family == 'qwen3_moe'}
   sizes = {'num_experts': 8, 'expert_dim': 12, 'shared_dim': 8, 'mlp_dim': 24}
   has = {field for field, _ in families.FAMILIES[family].sizes.values()}
+  sees = {'vision': VISION, 'mrope_section': (1, 1, 2)}
   return decoder.DecoderConfig(
     family=family,
     vocab_size=VOCAB,
@@ -71,6 +84,7 @@ def config(family: str = 'llama', layers: int = 2) -> decoder.DecoderConfig:
     head_dim=8,
     **{field: size for field, size in sizes.items() if field in has},
     **(mixture if 'num_experts' in has else {}),
+    **(sees if families.FAMILIES[family].sees else {}),
   )
 
 

@@ -11,13 +11,14 @@ F feed-forward, N query heads, K key-value heads, G = N / K, H head dim, V vocab
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import linen as nn
 import jax
 from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Float, Int
+import numpy as np
 
 from agent_r1_jax.models import (
   attention,
@@ -26,26 +27,52 @@ from agent_r1_jax.models import (
   rope,
   sharded_params,
   sharding,
+  vision,
 )
 from agent_r1_jax.models.decoder_config import DecoderConfig, layer_kinds
-from agent_r1_jax.models.layers import MLP, Projection, RMSNorm, apply_flat
+from agent_r1_jax.models.layers import (
+  MLP,
+  REMAT_POLICIES,
+  Projection,
+  RMSNorm,
+  apply_flat,
+)
 
 Params = dict[str, Any]
 # The scan over at most this many layers is unrolled: a scan copies its residuals into one
 # array and out of it, which takes 15 % of a small model's gradient.
 UNROLLED_LAYERS = 8
-# The policies of jax.checkpoint for the activations of a layer; None stores all.
-_REMAT: dict[str, Any] = {
-  'none': None,
-  'full': jax.checkpoint_policies.nothing_saveable,
-  'dots': jax.checkpoint_policies.save_only_these_names('projection'),
-}
 _ACTIVATIONS = {'silu': nn.silu, 'gelu_pytorch_tanh': nn.gelu}
 # One (k, v) pair a layer, each [B, K, S, H].
 Cache = tuple[tuple[Array, Array], ...]
 
 
-def _compute_angles(positions_BT: Array, c: DecoderConfig) -> tuple[Array, Array]:
+class Pictures(NamedTuple):
+  """The pictures in rows of tokens; rl/picture_rows.py and engine/sight.py make them."""
+
+  # The time, row and column by which M-RoPE turns; see picture_places.locate.
+  coordinates: Int[Array, 'B T 3']
+  # The embeddings of pictures' tokens, from vision.features, and the row of them that a
+  # token takes. -1 is a token of text; the number of any other token is not read. Both
+  # are None where there is text only, which may follow pictures.
+  index: Int[Array, 'B T'] | None = None
+  features: Float[Array, 'F D'] | None = None
+
+  def hide(self, tokens_BT: Array) -> Array:
+    """Replaces tokens of pictures, which may lie outside the vocabulary, by token 0."""
+    return tokens_BT if self.index is None else jnp.where(self.index < 0, tokens_BT, 0)
+
+  def show(self, x_BTD: Array) -> Array:
+    """Puts the features of pictures in the place of their tokens' embeddings."""
+    if self.index is None or self.features is None:
+      return x_BTD
+    seen_BTD = self.features[jnp.maximum(self.index, 0)].astype(x_BTD.dtype)
+    return jnp.where(self.index[..., None] < 0, x_BTD, seen_BTD)
+
+
+def _compute_angles(
+  positions_BT: Array, c: DecoderConfig, pictures: Pictures | None = None
+) -> tuple[Array, Array]:
   """Sin and cos [R, B, T, 1, P] of all rotations that layers have."""
   size = int(c.head_dim * c.rope_fraction)
   frequencies = functools.partial(rope.frequencies, size=size)
@@ -55,7 +82,10 @@ def _compute_angles(positions_BT: Array, c: DecoderConfig) -> tuple[Array, Array
     rotations.append((frequencies(c.local_rope_theta), 1.0))
   if any(c.nope):
     rotations.append((jnp.zeros(size // 2), 1.0))
-  return rope.compute_angles(positions_BT, rotations)
+  if pictures is None or not c.mrope_section:
+    return rope.compute_angles(positions_BT, rotations)
+  axes_P = np.repeat(np.arange(3), c.mrope_section)
+  return rope.compute_angles(pictures.coordinates[..., axes_P], rotations)
 
 
 def _scale_embeddings(x_BTD: Array, config: DecoderConfig) -> Array:
@@ -195,14 +225,16 @@ class Decoder(nn.Module):
   config: DecoderConfig
 
   @nn.compact
-  def __call__(self, tokens_BT, positions_BT, segment_ids_BT, ends_BT=None):
+  def __call__(
+    self, tokens_BT, positions_BT, segment_ids_BT, ends_BT=None, pictures=None
+  ):
     """Final hidden states [B, T, D]; the loads of any experts [L, E]."""
     c = self.config
     init = nn.initializers.normal(0.02)
     embed = nn.Embed(
       c.vocab_size, c.embed_dim, dtype=c.dtype, embedding_init=init, name='embed'
     )
-    policy = _REMAT[c.remat]
+    policy = REMAT_POLICIES[c.remat]
     block = nn.remat(Block, prevent_cse=False, policy=policy) if policy else Block
     # All layers get the same arguments, but for their kinds.
     in_axes: Any = (nn.broadcast, nn.broadcast, nn.broadcast, 0)
@@ -214,12 +246,14 @@ class Decoder(nn.Module):
       length=c.num_layers,
       unroll=c.num_layers if c.num_layers <= UNROLLED_LAYERS else 1,
     )
-    angles = _compute_angles(positions_BT, c)
+    angles = _compute_angles(positions_BT, c, pictures)
+    tokens_BT = pictures.hide(tokens_BT) if pictures else tokens_BT
     if self.is_initializing() or sharding.active_mesh() is None:
       x_BTD = embed(tokens_BT)
     else:
       x_BTD = sharded_params.look_up(embed.embedding.astype(c.dtype), tokens_BT)
     x_BTD = _scale_embeddings(x_BTD, c)
+    x_BTD = pictures.show(x_BTD) if pictures else x_BTD
     segments = (segment_ids_BT, ends_BT)
     kinds = layer_kinds(c)
     kinds = kinds and jax.tree.map(lambda *x: jnp.asarray(x), *kinds)
@@ -235,7 +269,10 @@ class Decoder(nn.Module):
 def init(config: DecoderConfig, key: Array) -> Params:
   """Random float32 parameters."""
   one = jnp.zeros((1, 1), jnp.int32)
-  return dict(Decoder(config).init(key, one, one, one)['params'])
+  params = dict(Decoder(config).init(key, one, one, one)['params'])
+  if config.vision:
+    params['vision'] = vision.init(config, jax.random.fold_in(key, 1))
+  return params
 
 
 def add_value_head(params: Params) -> Params:
@@ -252,21 +289,29 @@ def hidden(
   positions: Int[Array, 'B T'],
   segment_ids: Int[Array, 'B T'] | None,
   ends: Int[Array, 'B T'] | None = None,
+  pictures: Pictures | None = None,
 ) -> Float[Array, 'B T D']:
   """Final hidden states of packed rows; position t sees tokens <= t of its segment.
 
   In rows of trees, which have `ends` in place of segment_ids, it sees those of its path.
   """
-  return hidden_and_loads(params, config, tokens, positions, segment_ids, ends)[0]
+  text = (tokens, positions, segment_ids, ends)
+  return hidden_and_loads(params, config, *text, pictures)[0]
 
 
 def hidden_and_loads(
-  params: Params, config: DecoderConfig, tokens, positions, segment_ids, ends=None
+  params: Params,
+  config: DecoderConfig,
+  tokens,
+  positions,
+  segment_ids,
+  ends=None,
+  pictures: Pictures | None = None,
 ) -> tuple[Float[Array, 'B T D'], Float[Array, 'L E'] | None]:
   """Computes `hidden`, and how many tokens of the rows each expert has computed."""
   params = sharded_params.constrain_params(params)
   out: Any = Decoder(config).apply(
-    {'params': params}, tokens, positions, segment_ids, ends
+    {'params': params}, tokens, positions, segment_ids, ends, pictures
   )
   return out
 
@@ -285,15 +330,18 @@ def extend(
   positions: Int[Array, 'B T'],
   cache: Cache,
   adapters: lora.Adapters | None = None,
+  pictures: Pictures | None = None,
 ) -> tuple[Float[Array, 'B T D'], Cache]:
   """Writes tokens at their positions and returns their final hidden states.
 
   A token whose position is at or past the last slot is computed but not written. With
   `adapters`, each row's own one is added to the kernels.
   """
+  tokens = pictures.hide(tokens) if pictures else tokens
   x: Any = params['embed']['embedding'].astype(config.dtype)[tokens]
   x = _scale_embeddings(x, config)
-  angles = _compute_angles(positions, config)
+  x = pictures.show(x) if pictures else x
+  angles = _compute_angles(positions, config, pictures)
   kinds = layer_kinds(config) or [None] * config.num_layers
   new_cache: list[Any] = []
   for layer, kind, layer_cache in zip(params['layers'], kinds, cache, strict=True):

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from agent_r1_jax.models import families
+from agent_r1_jax.models.vision_config import VisionConfig
 
 # Which activations of a layer are computed again in the backward pass; see `remat`.
 REMATS = ('none', 'full', 'dots')
@@ -32,6 +33,9 @@ class DecoderConfig:
   rope_scaling: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
   rope_fraction: float = 1.0  # The part of a head's numbers that is turned.
   local_rope_theta: float | None = None  # θ of the layers with a window, or the same.
+  # The pairs of a head that turn by a token's time, row and column (M-RoPE); () where all
+  # turn by its position.
+  mrope_section: tuple[int, ...] = ()
   # The layers in which a token attends to `window` tokens only, itself included; and
   # those that do not turn queries and keys. One bool a layer, or () for none.
   sliding: tuple[bool, ...] = ()
@@ -50,6 +54,7 @@ class DecoderConfig:
   # all but its input; 'dots', all but its projections' outputs. docs/memory.md has the
   # costs.
   remat: str = 'none'
+  vision: VisionConfig | None = None  # The tower that reads pictures, if there is one.
 
   def __post_init__(self):
     if self.family not in families.FAMILIES:
@@ -68,6 +73,23 @@ class DecoderConfig:
         raise ValueError(
           f'{name} is of {len(getattr(self, name))} layers, not num_layers.'
         )
+
+    self._check_pictures()
+
+  def _check_pictures(self):
+    section, pairs = self.mrope_section, int(self.head_dim * self.rope_fraction) // 2
+    if section and (len(section) != 3 or sum(section) != pairs):
+      raise ValueError(
+        f'mrope_section is {section}; it needs three numbers whose sum is the {pairs} '
+        'pairs of a head.'
+      )
+    if (self.vision is not None) != self.facts.sees:
+      raise ValueError(f'vision is {self.vision}, and family {self.family}.')
+    if self.vision and self.vision.out_dim != self.embed_dim:
+      raise ValueError(
+        f'vision_config: out_hidden_size is {self.vision.out_dim}, yet hidden_size of '
+        f'the decoder is {self.embed_dim}.'
+      )
 
   @property
   def facts(self) -> families.Family:

@@ -9,12 +9,13 @@ the tests of all families follow the table.
 A dimension is a letter: L layers, D embed, F feed-forward, N query heads, K key-value
 heads, H head dim, V vocabulary, E experts, I feed-forward of an expert, S that of the
 expert that all tokens share; d and e are embed and experts where no mesh splits them.
+vision_parameters.py has those of a vision tower.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from agent_r1_jax.models import rope
+from agent_r1_jax.models import rope, vision_parameters
 
 # Letter -> the field of DecoderConfig with its size, and that of config.json.
 SIZES = {
@@ -42,6 +43,8 @@ class Parameter(NamedTuple):
   # [outputs, inputs], each as one dimension, and a bias, which has no inputs, as
   # [outputs]. A parameter without '>' is stored as it is.
   dims: str
+  # Whether each input has a dimension of its own in the checkpoint (a convolution).
+  convolves: bool = False
 
   @property
   def letters(self) -> str:
@@ -91,6 +94,10 @@ class Family(NamedTuple):
   scalings: tuple[str, ...] = tuple(rope.SCALINGS)  # The ways to stretch its rotation.
   # Tensors of a checkpoint in which those of several parameters lie one after the other.
   fused: dict[str, tuple[str, ...]] = {}
+  # Whether it has a vision tower and turns queries and keys by three numbers (M-RoPE).
+  sees: bool = False
+  # Beginnings of tensors' names that some versions of transformers write -> ours.
+  renamed: dict[str, str] = {}
 
   @property
   def sizes(self) -> dict[str, tuple[str, str]]:
@@ -178,6 +185,10 @@ _MIXTURE = (*_EMBEDDING, *_NORMS, *_ATTENTION, *_HEAD)
 _LLAMA = (*_EMBEDDING, *_NORMS, *_LAYERS, *_HEAD)
 _OLMO = (*_EMBEDDING, *_NORMS_AFTER, *_LAYERS, *_QK_NORM_OF_ALL, *_HEAD)
 _GEMMA2 = (*_EMBEDDING, *_NORMS_AROUND, *_LAYERS, *_HEAD)
+_VISION = (
+  Parameter(*vision_parameters.PATCH, convolves=True),
+  *(Parameter(*row) for row in vision_parameters.PARAMETERS),
+)
 # A critic has it too, whatever its family.
 VALUE_HEAD = (
   Parameter('value_head/kernel', 'value_head.weight', 'd>1'),
@@ -323,6 +334,15 @@ FAMILIES = {
     local_theta='rope_local_base_freq',
   ),
 }
+FAMILIES['qwen2_5_vl'] = _QWEN2._replace(
+  architecture='Qwen2_5_VLForConditionalGeneration',
+  parameters=(*_LLAMA, *_QKV_BIAS, *_VISION),
+  fixed=_SILU | {'use_sliding_window': (False, None)},
+  is_sliding=None,
+  mixes_types=False,
+  sees=True,
+  renamed={'model.language_model.': 'model.', 'model.visual.': 'visual.'},
+)
 _EVERY = {p.path: p for family in FAMILIES.values() for p in family.parameters}
 # The kernels that may have an adapter: name -> parameter. A new one comes last, for the
 # random numbers of an adapter depend on its place.

@@ -6,7 +6,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from agent_r1_jax.models import decoder, families, gguf_files, hf_rope, json_fields
+from agent_r1_jax.models import (
+  decoder,
+  families,
+  gguf_files,
+  hf_rope,
+  hf_vision,
+  json_fields,
+)
 
 # The types of layers.
 _FULL, _SLIDING = 'full_attention', 'sliding_attention'
@@ -57,6 +64,7 @@ def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
     **family.written,
     **{key: getattr(config, field) for field, (key, _) in family.numbers.items()},
     **_make_layer_types(config),
+    **(hf_vision.make(config.vision) if config.vision else {}),
     **({'norm_topk_prob': config.normalize_experts} if config.num_experts else {}),
   }
 
@@ -77,6 +85,7 @@ def token_ids(
     json_fields.read_json(directory / name) if (directory / name).is_file() else {}
     for name in names
   )
+  known = hf_vision.flatten(known)
   ids = {token['content']: token['id'] for token in tokenizer.get('added_tokens', ())}
   vocab = tokenizer.get('model', {}).get('vocab', ())
   largest = max([len(vocab) - 1, *ids.values()])
@@ -101,6 +110,7 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
     hint = '' if name else '. The model of a run is in WORKDIR/model.'
     raise ValueError(f'model_type is {name!r}; supported are {known}{hint}')
   family = families.FAMILIES[name]
+  raw = hf_vision.flatten(raw) if family.sees else raw
   # A cap that is null is none, and not the default.
   caps = {key for key, _ in family.numbers.values()}
   absent = lambda key: key not in raw or (raw[key] is None and key not in caps)
@@ -130,6 +140,7 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
     normalize_experts=bool(raw.get('norm_topk_prob', False)),
     tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
     max_positions=json_fields.read_number(raw, 'max_position_embeddings'),
+    vision=hf_vision.parse(raw) if family.sees else None,
   )
   if config.num_heads % config.num_kv_heads:
     raise ValueError(

@@ -38,6 +38,9 @@ def parse(raw: dict[str, Any], family: families.Family, slides: bool) -> dict[st
 def make(config: Any) -> dict[str, Any]:
   """Makes the fields of config.json, as transformers 4 writes them and 5 reads them."""
   raw = {'rope_theta': config.rope_theta, 'rope_scaling': config.rope_scaling}
+  if config.mrope_section:
+    sections = {'mrope_section': list(config.mrope_section)}
+    raw['rope_scaling'] = (config.rope_scaling or {'type': 'mrope'}) | sections
   if config.rope_fraction != 1:
     raw['partial_rotary_factor'] = config.rope_fraction
   if config.local_rope_theta is None:
@@ -99,6 +102,7 @@ def _parse_rotation(
   raw: dict[str, Any], name: str, found: dict[str, Any], family: families.Family
 ) -> dict[str, Any]:
   """Reads θ and the scaling from `found`, or else from the file's own fields."""
+  sections, found = _take_sections(found) if family.sees else ({}, found)
   kinds = [found[key] for key in ('rope_type', 'type') if found.get(key) is not None]
   if kinds and kinds[0] != kinds[-1]:
     raise ValueError(f'{name} has two types, {kinds}; leave one of them')
@@ -125,7 +129,24 @@ def _parse_rotation(
     'rope_theta': json_fields.read_number(found, 'rope_theta', float),
     'rope_scaling': None if kind == 'default' else _parse_scaling(raw, kind, found),
     'rope_fraction': float(fraction),
+    **sections,
   }
+
+
+def _take_sections(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Takes the sections of M-RoPE out of a rotation, which then is one of another type.
+
+  Published files have the type 'mrope'; transformers calls the same 'default', and
+  leaves the other word beside it.
+  """
+  section = found.get('mrope_section')
+  if not isinstance(section, list) or not all(type(x) is int and x > 0 for x in section):
+    raise ValueError(
+      f'mrope_section is {section!r:.40}; three positive numbers are needed, in '
+      'rope_scaling or rope_parameters'
+    )
+  found = {key: x for key, x in found.items() if key != 'mrope_section' and x != 'mrope'}
+  return {'mrope_section': tuple(section)}, found
 
 
 def _parse_scaling(

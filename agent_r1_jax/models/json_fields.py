@@ -16,6 +16,12 @@ _MAXIMA = {
   'num_experts': 65_536,
   'vocab_size': 4_194_304,
   'max_position_embeddings': 1 << 30,
+  'depth': 1_000,
+  'num_heads': 1_024,
+  'patch_size': 1_024,
+  'temporal_patch_size': 64,
+  'spatial_merge_size': 64,
+  'window_size': 65_536,
 }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import math
+from typing import Any
 
 from flax import linen as nn
 import jax
@@ -10,6 +11,14 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from agent_r1_jax.models import lora, quantization, sharded_params, sharding
+
+# The policies of jax.checkpoint for the activations of a layer, by DecoderConfig.remat;
+# None stores all.
+REMAT_POLICIES: dict[str, Any] = {
+  'none': None,
+  'full': jax.checkpoint_policies.nothing_saveable,
+  'dots': jax.checkpoint_policies.save_only_these_names('projection'),
+}
 
 
 def apply_flat(layer: Callable[[Array], Array], x_BTX: Array) -> Array:

@@ -74,17 +74,19 @@ def _keep_by_yarn(theta: float, size: int, scaling: dict[str, Any]) -> Array:
 
 
 def compute_angles(
-  positions: Int[Array, 'B T'], rotations: list[tuple[Array, float]]
+  positions: Int[Array, 'B T *P'], rotations: list[tuple[Array, float]]
 ) -> tuple[Float[Array, 'R B T 1 P'], Float[Array, 'R B T 1 P']]:
   """Sin and cos at each position, times the factor of each rotation.
 
   Args:
-    positions: The tokens' positions.
+    positions: The tokens' positions; [B, T, P] if each pair turns by another number, as
+      in M-RoPE (arXiv 2409.12191).
     rotations: The frequencies and the factor of each; without frequencies, of zeros,
       nothing is turned.
   """
   freq_RP = jnp.stack([freq for freq, _ in rotations])[:, None, None, None]
-  angles = positions[None, :, :, None, None].astype(jnp.float32) * freq_RP
+  one = (None,) if positions.ndim == 2 else ()
+  angles = positions[None, :, :, None, *one].astype(jnp.float32) * freq_RP
   factor_R = jnp.asarray([factor for _, factor in rotations], jnp.float32)
   factor_R = factor_R.reshape(-1, 1, 1, 1, 1)
   return jnp.sin(angles) * factor_R, jnp.cos(angles) * factor_R

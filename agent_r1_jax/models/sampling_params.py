@@ -34,7 +34,9 @@ def unstack(
   if weights != 'model':
     quantization.check(weights, config.num_experts, 'engine.weights')
   others = {k: v for k, v in params.items() if k not in ('layers', 'final_norm')}
-  cast = jax.tree.map(lambda x: x.astype(config.dtype), others)
+  cast = jax.tree_util.tree_map_with_path(
+    lambda path, x: x.astype(_choose_dtype(jax.tree_util.keystr(path), x, config)), others
+  )
   layers = _unstack_tree(params['layers'], config, 'layers', weights)
   return params | cast | {'layers': layers}
 
@@ -54,8 +56,8 @@ def _unstack_tree(
       # [L, D, N, H] -> [L, D, N H], and the bias likewise: a TPU stores the last two axes
       # in tiles, so that XLA would copy each kernel at every decode to join N and H.
       joined = place.startswith('layers/attn/q/') and name not in ('lora_a', 'lora_scale')
-      exact = '_norm' in place or '/router/' in place or (frozen and name != 'bias')
-      dtype = x.dtype.name if exact else config.dtype
+      kept = frozen and name != 'bias'
+      dtype = x.dtype.name if kept else _choose_dtype(place, x, config)
       if weights != 'model' and place in quantization.KERNELS:
         inputs = len(quantization.KERNELS[place].inputs)
         parts = _unstack_rounded(x, inputs=inputs, joined=joined, weights=weights)
@@ -64,6 +66,11 @@ def _unstack_tree(
       # A merged kernel is freed only when this is done.
       stacks[name] = jax.block_until_ready(_unstack_leaf(x, joined=joined, dtype=dtype))
   return tuple({k: x[i] for k, x in stacks.items()} for i in range(config.num_layers))
+
+
+def _choose_dtype(place: str, x: Array, config: decoder.DecoderConfig) -> str:
+  exact = '_norm' in place or '/router/' in place
+  return x.dtype.name if exact else config.dtype
 
 
 @functools.partial(jax.jit, static_argnames=('joined', 'dtype'))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from agent_r1_jax.models import decoder, families, tensor_files
+from agent_r1_jax.models import decoder, families, tensor_files, vision_parameters
 
 
 class Leaf(NamedTuple):
@@ -17,7 +17,7 @@ class Leaf(NamedTuple):
   path: str  # Path in the parameter tree, joined by '/'.
   tensor: str  # Name of its tensors; '{}' stands for the layer.
   shape: tuple[int, ...]  # Shape of the parameter; stacked dimensions come first.
-  stored: tuple[int, ...]  # Shape of a tensor. A kernel is stored [outputs, inputs].
+  stored: tuple[int, ...]  # Shape of a tensor. A kernel is stored [outputs, *inputs].
   # Index of each tensor in the parameter, for example (layer,) -> its name.
   tensors: dict[tuple[int, ...], str]
 
@@ -44,7 +44,9 @@ class Stored(NamedTuple):
 def list_leaves(config: decoder.DecoderConfig, value_head: bool) -> list[Leaf]:
   """Lists the parameters of a model by the table of its family."""
   sizes = {x: getattr(config, field) for x, (field, _) in config.facts.sizes.items()}
-  sizes |= {'d': sizes['D'], 'e': sizes.get('E', 0), '1': 1}
+  sizes |= {'d': sizes['D'], 'e': sizes.get('E', 0), '1': 1, '3': 3}
+  if config.vision:
+    sizes |= {x: getattr(config.vision, y) for x, y in vision_parameters.SIZES.items()}
   parameters = [*config.facts.parameters, *(families.VALUE_HEAD if value_head else ())]
   untied = lambda parameter: parameter.path != 'lm_head/kernel'
   if config.tie_embeddings:
@@ -53,13 +55,15 @@ def list_leaves(config: decoder.DecoderConfig, value_head: bool) -> list[Leaf]:
 
 
 def _leaf(parameter: families.Parameter, sizes: dict[str, int]) -> Leaf:
-  path, tensor, dims = parameter
+  path, tensor, dims, convolves = parameter
   shape = tuple(sizes[letter] for letter in parameter.letters)
   stacked = tensor.count('{}')
   stored = shape[stacked:]
   if '>' in dims:
     sides = [side for side in dims[stacked:].split('>') if side]
     stored = tuple(math.prod(sizes[letter] for letter in side) for side in sides[::-1])
+    if convolves:
+      stored = (stored[0], *(sizes[letter] for letter in sides[0]))
   names = {index: tensor.format(*index) for index in np.ndindex(shape[:stacked])}
   return Leaf(path, tensor, shape, stored, names)
 
@@ -81,6 +85,18 @@ def check_tensor(
       f'{file}: tensor {name} has shape {list(tensors[name].shape)}, by {source} it is '
       f'{list(shape)}; take both from one model'
     )
+
+
+def rename(
+  config: decoder.DecoderConfig, tensors: Mapping[str, tensor_files.Tensor]
+) -> dict[str, tensor_files.Tensor]:
+  """Gives tensors the names that the family's table has."""
+  names = {}
+  for name in tensors:
+    starts = (old for old in config.facts.renamed if name.startswith(old))
+    old = next(starts, '')
+    names[name] = config.facts.renamed.get(old, '') + name.removeprefix(old)
+  return {names[name]: tensor for name, tensor in tensors.items()}
 
 
 def split_fused(

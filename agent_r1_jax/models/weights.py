@@ -38,8 +38,10 @@ _TOKENIZER_FILES = (
   'special_tokens_map.json',
   'added_tokens.json',
   'chat_template.jinja',
+  'chat_template.json',
   'vocab.json',
   'merges.txt',
+  'preprocessor_config.json',
 )
 
 
@@ -70,7 +72,7 @@ def load(
   config = hf_config.read(directory)
   value_head = bool(hf_config.read_raw(directory)[1].get('value_head'))
   leaves = tensor_layout.list_leaves(config, value_head)
-  tensors = tensor_files.find(directory)
+  tensors = tensor_layout.rename(config, tensor_files.find(directory))
   if config.tie_embeddings:
     _drop_tied(tensors)
   tensors = tensor_layout.split_fused(directory, config, leaves, tensors)
@@ -213,7 +215,9 @@ def _read_leaf(
   array = _mapped_zeros(leaf.shape, dtype)
   for index, name in leaf.tensors.items():
     x = tensor_files.read(tensors[name])
-    array[index] = (x.T if leaf.is_kernel else x).reshape(array[index].shape)
+    # A kernel is [outputs, *inputs] in the file, and a scale or bias as it is here.
+    x = x.reshape(len(x), -1).T if leaf.is_kernel else x
+    array[index] = x.reshape(array[index].shape)
   return array
 
 
@@ -264,8 +268,8 @@ def _part_to_stored(part: tensor_layout.Part, flat: dict[str, Any]) -> np.ndarra
     beside = {n: flat[path][part.index] for n, path in beside.items()}
     x = lora.merge({'kernel': x} | beside)['kernel']
   x = sharding.to_numpy(x)
-  x = x.reshape(shape[::-1]).T if part.leaf.is_kernel else x.reshape(shape)
-  return np.ascontiguousarray(x, part.spec.dtype)
+  x = x.reshape(-1, shape[0]).T if part.leaf.is_kernel else x
+  return np.ascontiguousarray(x.reshape(shape), part.spec.dtype)
 
 
 def _check_target(directory: pathlib.Path) -> None:

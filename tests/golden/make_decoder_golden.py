@@ -169,8 +169,8 @@ def _randomize(model, generator):
 
 def main():
   generator = torch.Generator().manual_seed(0)
-  shutil.rmtree(_DIRECTORY, ignore_errors=True)
   for name, config in _MODELS.items():
+    shutil.rmtree(_DIRECTORY / name, ignore_errors=True)
     model = transformers.AutoModelForCausalLM.from_config(
       config, attn_implementation='eager'
     )

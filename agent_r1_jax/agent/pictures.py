@@ -1,0 +1,219 @@
+"""Pictures in messages: parts of a content, read and resized for a model that sees.
+
+A picture is a part in OpenAI's form, whose address is the file itself. No address of the
+network or of this machine is ever read:
+
+  {'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}}
+
+`make_part` makes one, of a PIL image or of the bytes of a file. In a chat's text control
+tokens stand for it, and in its tokens the ids of types.make_picture_ids.
+"""
+
+import base64
+import binascii
+import functools
+import io
+import json
+import math
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import picture_files
+from agent_r1_jax.host import model_paths
+
+# What Qwen2-VL and its successors write around a picture and in its place.
+BEGIN, PLACE, END = '<|vision_start|>', '<|image_pad|>', '<|vision_end|>'
+CONTROL_TOKENS = (BEGIN, PLACE, END)
+# The numbers by which these models scale red, green and blue; see models/vision.py.
+_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# No picture may be longer than so many times its width, as in transformers.
+_MAX_RATIO = 200
+_DATA = re.compile(r'data:image/[a-z+.-]+;base64,')
+
+
+def make_part(image: Any) -> dict[str, Any]:
+  """Makes a part of a message's content of a PIL image, or of the bytes of a file."""
+  if isinstance(image, bytes):
+    kind, data = picture_files.read_size(image)[0].lower(), image
+  else:
+    buffer, kind = io.BytesIO(), 'png'
+    image.save(buffer, kind)
+    data = buffer.getvalue()
+  text = base64.b64encode(data).decode()
+  url = f'data:image/{kind};base64,{text}'
+  return {'type': 'image_url', 'image_url': {'url': url}}
+
+
+def is_image(value: Any) -> bool:
+  """Whether a value is a PIL image; does not import PIL."""
+  return any(c.__module__ == 'PIL.Image' for c in type(value).__mro__)
+
+
+def find_addresses(message: types.Message) -> list[str]:
+  """Finds the addresses of a message's pictures, in their order.
+
+  Raises:
+    ValueError: A part is neither a text nor a picture.
+  """
+  content = message.get('content')
+  parts = content if isinstance(content, list) else ()
+  return [url for part in parts if (url := _find_address(part)) is not None]
+
+
+def _find_address(part: Any) -> str | None:
+  match part:
+    case {'type': 'image_url', 'image_url': {'url': str(url)}}:
+      return url
+    case {'type': 'text', 'text': str()}:
+      return None
+  raise ValueError(
+    f'{part!r:.80} is no part of a message: give {{"type": "text", "text": ...}} or '
+    '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}.'
+  )
+
+
+def write_places(message: types.Message) -> types.Message:
+  """Makes a text of a content in parts; control tokens stand for its pictures."""
+  content, pieces = message.get('content'), []
+  if not isinstance(content, list):
+    return message
+  for part in content:
+    if _find_address(part) is not None:
+      pieces.append((''.join(CONTROL_TOKENS), True))
+    elif isinstance(text := part.get('text'), types.ControlText):
+      pieces += [(piece, i % 2 == 0) for i, piece in enumerate(text.parts)]
+    else:
+      pieces.append((str(text), False))
+  if message['role'] == 'assistant' and any(control for _, control in pieces):
+    raise ValueError('a message of the assistant has a picture; a policy writes none.')
+  return {**message, 'content': types.ControlText.joined(pieces)}
+
+
+class Reader:
+  """Reads pictures as a model sees them.
+
+  Attributes:
+    side: The pixels of a token's square, in each direction.
+    min_pixels: A picture with fewer is enlarged.
+    max_pixels: A picture with more is made smaller.
+  """
+
+  def __init__(self, side: int, min_pixels: int, max_pixels: int):
+    """Checks the sizes."""
+    if not (side >= 1 and side**2 <= min_pixels <= max_pixels):
+      raise ValueError(
+        f'min_pixels is {min_pixels} and max_pixels {max_pixels}; a token has {side} x '
+        f'{side} pixels: give at least so many, and max_pixels not below min_pixels.'
+      )
+    self.side, self.min_pixels, self.max_pixels = side, min_pixels, max_pixels
+    # An episode's pictures are read when its messages are encoded, and when it ends.
+    self.read = functools.lru_cache(256)(self._read)
+
+  def _read(self, url: str) -> np.ndarray:
+    """Reads the picture at an address, which holds it, as uint8 [H, W, 3].
+
+    H and W are multiples of `side`. The array cannot be written.
+
+    Raises:
+      ValueError: It is no picture, or too large; the message has cause and mend.
+    """
+    match = _DATA.match(url[:64])
+    if not match:
+      raise ValueError(
+        f'the picture {url[:40]!r} is no data: only "data:image/png;base64,..." is read, '
+        'and no address is fetched; send the picture itself.'
+      )
+    if len(url) > picture_files.MAX_BYTES * 4 // 3 + 64:
+      raise ValueError(
+        f'a picture has {len(url):,} characters of base64; send at most '
+        f'{picture_files.MAX_BYTES:,} bytes.'
+      )
+    try:
+      data = base64.b64decode(url[match.end() :], validate=True)
+    except binascii.Error as error:
+      raise ValueError(f'a picture is no base64 ({error}); encode it again.') from None
+    return self.resize(picture_files.decode(data))
+
+  def resize(self, image: Any) -> np.ndarray:
+    """Resizes a PIL image to whole tokens, as uint8 [H, W, 3]."""
+    image = picture_files.to_rgb(image)
+    rows, columns = self.fit(image.height, image.width)
+    # transformers resizes with Pillow's filter for bicubic, which is 3.
+    image = image.resize((columns * self.side, rows * self.side), 3)
+    pixels = np.asarray(image, np.uint8)
+    pixels.flags.writeable = False
+    return pixels
+
+  def fit(self, height: int, width: int) -> tuple[int, int]:
+    """Finds the rows and columns of tokens that a picture of this size becomes.
+
+    The number of its pixels is then within the bounds, and its ratio nearly as before.
+    They are those of transformers, except that a picture of one row or column of tokens
+    is cut short where it would have more pixels than the bounds allow.
+
+    Raises:
+      ValueError: The picture is longer than 200 times its width, or the reverse.
+    """
+    ratio, size = max(height, width) / min(height, width), self.side
+    if ratio > _MAX_RATIO:
+      raise ValueError(
+        f'the picture is {width} x {height} pixels, one side {ratio:.0f} times the '
+        f'other; cut it so that it is at most {_MAX_RATIO} times.'
+      )
+    rows, columns = round(height / size), round(width / size)
+    pixels = rows * columns * size**2
+    if pixels > self.max_pixels:
+      shrink = math.sqrt(height * width / self.max_pixels)
+      rows, columns = (max(1, int(x / shrink / size)) for x in (height, width))
+    elif pixels < self.min_pixels:
+      grow = math.sqrt(self.min_pixels / (height * width))
+      rows, columns = (math.ceil(x * grow / size) for x in (height, width))
+    most = max(1, self.max_pixels // size**2)
+    rows = min(rows, max(1, most // columns))
+    return rows, min(columns, max(1, most // rows))
+
+
+def load(directory: Any) -> Reader | None:
+  """Loads the reader of a model's directory; None if the model sees no pictures.
+
+  Raises:
+    ValueError: preprocessor_config.json is of another kind of model.
+  """
+  path = model_paths.get_directory(directory) / 'preprocessor_config.json'
+  if not path.is_file():
+    return None
+  try:
+    raw = json.loads(path.read_text(encoding='utf-8'))
+    side = raw['patch_size'] * raw['merge_size']
+    bounds = raw.get('size') or {}
+    least = raw.get('min_pixels') or bounds['shortest_edge']
+    most = raw.get('max_pixels') or bounds['longest_edge']
+    scales = tuple(raw['image_mean']), tuple(raw['image_std'])
+  except (OSError, ValueError, TypeError, LookupError) as error:
+    raise ValueError(
+      f'{path} cannot be read ({type(error).__name__}: {error}); the models whose '
+      'pictures are understood are those of docs/models.md.'
+    ) from error
+  if scales != (_MEAN, _STD):
+    raise ValueError(f'{path}: colours are scaled by {scales}; only {_MEAN, _STD} are.')
+  return Reader(side, least, most)
+
+
+def save(reader: Reader, directory: Any, patch: int) -> None:
+  """Writes preprocessor_config.json; a patch has `patch` pixels in each direction."""
+  raw = {
+    'image_processor_type': 'Qwen2VLImageProcessor',
+    'patch_size': patch,
+    'merge_size': reader.side // patch,
+    'temporal_patch_size': 2,
+    'min_pixels': reader.min_pixels,
+    'max_pixels': reader.max_pixels,
+    'image_mean': _MEAN,
+    'image_std': _STD,
+  }
+  path = pathlib.Path(directory) / 'preprocessor_config.json'
+  path.write_text(json.dumps(raw, indent=1) + '\n', encoding='utf-8')

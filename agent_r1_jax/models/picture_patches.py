@@ -1,0 +1,143 @@
+"""Pictures as patches: cut, and put in the order of the vision tower's windows.
+
+All of it runs on the host. Patches are bytes; the tower normalises them.
+
+Letters: B rows of patches, P patches of a row, F = P / merge_size² tokens of a row, H and
+W pixels of a picture.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxtyping import Int, UInt8
+import numpy as np
+
+from agent_r1_jax.models.vision_config import VisionConfig
+
+
+class Picture(NamedTuple):
+  """A picture as the vision tower takes it."""
+
+  # The colours of each patch, [patches, 3 · patch_size²], red before green before blue.
+  # Windows are neighbours, and in a window the patches of a token are.
+  patches: UInt8[np.ndarray, 'P C']
+  grid: tuple[int, int]  # Its rows and columns of tokens.
+
+  @property
+  def tokens(self) -> int:
+    """The number of tokens that stand for it in a text."""
+    return self.grid[0] * self.grid[1]
+
+
+class PatchBatch(NamedTuple):
+  """Rows of patches for vision.features; patches of several pictures share a row."""
+
+  patches: UInt8[Any, 'B P C']
+  coordinates: Int[Any, 'B P 2']  # Row and column of each patch in its picture.
+  # The number of each patch's picture, from 1 on in a row of patches, and of its window;
+  # 0 is padding.
+  pictures: Int[Any, 'B P']
+  windows: Int[Any, 'B P']
+  # The place, in the order of windows, of each token in the order of the text, which goes
+  # through a picture row by row.
+  order: Int[Any, 'B F']
+
+
+def cut(pixels: UInt8[np.ndarray, 'H W 3'], config: VisionConfig) -> Picture:
+  """Cuts a picture, whose sides are multiples of a token's, into its patches."""
+  size = config.token_size
+  grid = pixels.shape[0] // size, pixels.shape[1] // size
+  return Picture(_cut(pixels, config), grid)
+
+
+def round_up(patches: int, config: VisionConfig) -> int:
+  """Rounds up to a few sizes, as each is compiled: windows times a power of 2."""
+  windows = max(1, -(-patches // config.window_patches))
+  return config.window_patches << (windows - 1).bit_length()
+
+
+def _cut(pixels: np.ndarray, config: VisionConfig) -> np.ndarray:
+  """Cuts pixels [height, width, 3] into patches, in the order of windows."""
+  p, m = config.patch_size, config.merge_size
+  height, width, channels = pixels.shape
+  rows, columns = height // (p * m), width // (p * m)
+  cut = pixels.reshape(rows, m, p, columns, m, p, channels)
+  # Token row and column, patch row and column, channel, pixel row and column.
+  cut = cut.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, m * m, -1)
+  order, _ = _windows((rows, columns), config)
+  return cut[order].reshape(rows * columns * m * m, -1)
+
+
+def _windows(grid: tuple[int, int], config: VisionConfig) -> tuple[Any, Any]:
+  """Sorts a picture's tokens by windows.
+
+  Returns:
+    The tokens' numbers, row by row, in the order of windows; and the window of each, from
+    0 on. A grid of 3 x 3 in windows of 2 x 2 gives 0 1 3 4, 2 5, 6 7, 8.
+  """
+  row, column = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
+  side = config.window_tokens
+  window = row // side * -(-grid[1] // side) + column // side
+  order = np.argsort(window, kind='stable')
+  return order, window[order]
+
+
+def pack(
+  pictures: Sequence[Picture], config: VisionConfig, *, rows: int, patches: int
+) -> tuple[PatchBatch, list[int]]:
+  """Packs pictures into `rows` rows of `patches` patches, which fixes all shapes.
+
+  Each picture is put in the first row that has room for it.
+
+  Returns:
+    The batch, and the row of vision.features in which each picture's tokens begin; they
+    are in the order of the text.
+
+  Raises:
+    ValueError: There is no room for a picture, or no row of whole windows has so many
+      patches.
+  """
+  if patches % config.window_patches:
+    raise ValueError(
+      f'patches is {patches}; give a multiple of the {config.window_patches} of a window.'
+    )
+  per_token = config.merge_size**2
+  size = config.channels * config.patch_size**2
+  batch = PatchBatch(
+    np.zeros((rows, patches, size), np.uint8),
+    np.zeros((rows, patches, 2), np.int32),
+    np.zeros((rows, patches), np.int32),
+    np.zeros((rows, patches), np.int32),
+    np.tile(np.arange(patches // per_token, dtype=np.int32), (rows, 1)),
+  )
+  used, starts = [0] * rows, []
+  for number, picture in enumerate(pictures):
+    count = len(picture.patches)
+    row = next((r for r in range(rows) if used[r] + count <= patches), None)
+    if row is None:
+      raise ValueError(
+        f'picture {number} has {count} patches, and no row of {patches} has room for it; '
+        'give more patches or rows, or a smaller max_pixels.'
+      )
+    _write(batch, row, used[row], picture, config)
+    starts.append((row * patches + used[row]) // per_token)
+    used[row] += count
+  return batch, starts
+
+
+def _write(
+  batch: PatchBatch, row: int, first: int, picture: Picture, config: VisionConfig
+) -> None:
+  """Writes a picture into a row of the batch, from patch `first` on."""
+  order, window = _windows(picture.grid, config)
+  m, before = config.merge_size, max(first - 1, 0)
+  token_row, token_column = np.divmod(order, picture.grid[1])
+  patch_row, patch_column = np.divmod(np.arange(m * m), m)
+  place = slice(first, first + len(picture.patches))
+  batch.patches[row, place] = picture.patches
+  for axis, token, patch in ((0, token_row, patch_row), (1, token_column, patch_column)):
+    batch.coordinates[row, place, axis] = (token[:, None] * m + patch).reshape(-1)
+  batch.pictures[row, place] = batch.pictures[row, before] + 1
+  batch.windows[row, place] = batch.windows[row, before] + 1 + np.repeat(window, m * m)
+  begin = first // (m * m)
+  batch.order[row, begin : begin + len(order)] = begin + np.argsort(order)

@@ -1,0 +1,76 @@
+"""The shape of a vision tower, and the tokens that stand for a picture in a text."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig:
+  """The shape of a tower that turns the patches of pictures into embeddings of tokens.
+
+  A patch is a square of `patch_size` pixels. A square of `merge_size` patches on a side
+  becomes one token of the decoder.
+  """
+
+  num_layers: int
+  embed_dim: int
+  num_heads: int
+  mlp_dim: int
+  out_dim: int  # The decoder's embed_dim.
+  patch_size: int = 14
+  # The frames that a patch spans in a film; a picture is taken as so many equal ones.
+  temporal_patch_size: int = 2
+  channels: int = 3
+  merge_size: int = 2
+  window_size: int = 112  # The side of a window, in pixels.
+  # The layers in which a patch attends to its whole picture, and not to its window only.
+  full_attention: tuple[int, ...] = ()
+  tokens_per_second: int = 4  # Of films, which are not supported; kept for exports.
+  # Tokens of the text: one for each token of a picture, what stands before and after it.
+  image_token_id: int = 151655
+  video_token_id: int = 151656
+  start_token_id: int = 151652
+  end_token_id: int = 151653
+
+  def __post_init__(self):
+    if self.embed_dim % self.num_heads or self.head_dim % 4:
+      raise ValueError(
+        f'vision_config: hidden_size {self.embed_dim} over num_heads {self.num_heads} is '
+        'no multiple of 4, which rows and columns need.'
+      )
+    if self.channels != 3:
+      raise ValueError(f'vision_config: in_channels is {self.channels}; only 3 is read.')
+    if self.window_tokens < 1:
+      raise ValueError(
+        f'vision_config: window_size {self.window_size} is less than a token of '
+        f'{self.token_size} pixels.'
+      )
+    if any(not 0 <= layer < self.num_layers for layer in self.full_attention):
+      raise ValueError(
+        f'vision_config: fullatt_block_indexes {self.full_attention} are not all among '
+        f'the {self.num_layers} layers.'
+      )
+
+  @property
+  def head_dim(self) -> int:
+    """The numbers of a head."""
+    return self.embed_dim // self.num_heads
+
+  @property
+  def merged_dim(self) -> int:
+    """The numbers of the patches that become a token."""
+    return self.embed_dim * self.merge_size**2
+
+  @property
+  def token_size(self) -> int:
+    """The side of a token, in pixels."""
+    return self.patch_size * self.merge_size
+
+  @property
+  def window_tokens(self) -> int:
+    """The side of a window, in tokens."""
+    return self.window_size // self.token_size
+
+  @property
+  def window_patches(self) -> int:
+    """The number of patches in a window."""
+    return (self.window_tokens * self.merge_size) ** 2

@@ -1,0 +1,432 @@
+"""Qwen2.5-VL: the tower and M-RoPE against transformers; golden/make_vision_golden.py."""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from PIL import Image
+import pytest
+import safetensors.numpy
+import script
+import tiny
+
+from agent_r1_jax.agent import pictures
+from agent_r1_jax.models import (
+  decoder,
+  hf_config,
+  picture_patches,
+  picture_places,
+  sampling_params,
+  vision,
+  weights,
+)
+
+_GOLDEN = pathlib.Path(__file__).parent / 'golden'
+_MODEL = _GOLDEN / 'decoder' / 'qwen2_5_vl'
+_GRIDS = ((3, 5), (6, 5)), ((2, 3),)
+_READER = pictures.Reader(8, 64, 10**6)
+_T = 96
+
+
+@functools.cache
+def _model():
+  return weights.load(_MODEL, dtype='float32')
+
+
+@functools.cache
+def _golden():
+  with np.load(_MODEL / 'pictures.npz') as file:
+    return dict(file)
+
+
+@functools.cache
+def _pictures():
+  config, golden = _model()[0], _golden()
+  images = (Image.fromarray(golden[f'pixels_{i}']) for i in range(3))
+  return [picture_patches.cut(_READER.resize(x), config.vision) for x in images]
+
+
+@functools.cache
+def _features(rows=1, patches=256):
+  """The features of the three golden pictures, and where they begin."""
+  config, params = _model()
+  batch, starts = picture_patches.pack(
+    _pictures(), config.vision, rows=rows, patches=patches
+  )
+  return _compute_features(params, config, batch), starts
+
+
+_compute_features = jax.jit(vision.features, static_argnums=1)
+
+
+def _row(number):
+  """Tokens, coordinates, logits and index of a golden row."""
+  config, golden = _model()[0], _golden()
+  tokens = golden[f'tokens_{number}']
+  grids, first = _GRIDS[number], (0, 2)[number]
+  is_picture = tokens == config.vision.image_token_id
+  starts = _features()[1][first : first + len(grids)]
+  # Names of the pictures; tokens of pictures are not looked up.
+  names = 10**6 + 1000 * np.arange(len(grids))
+  ids = [name + np.arange(a * b) for name, (a, b) in zip(names, grids, strict=True)]
+  tokens = tokens.astype(np.int32)
+  tokens[is_picture] = np.concatenate(ids)
+  places = {
+    name: picture_places.Place(start, *grid)
+    for name, start, grid in zip(names.tolist(), starts, grids, strict=True)
+  }
+  n = len(tokens)
+  index, where = picture_places.locate(tokens, np.arange(n), np.full(n, n), places)
+  return tokens, where, golden[f'logits_{number}'], index
+
+
+def _assert_close(actual, expected, tolerance=1e-5):
+  scale = np.abs(expected).max()
+  np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * scale)
+
+
+def _pack_rows(*numbers):
+  """Packs golden rows one after the other in a row of _T tokens; -1 is a text."""
+  tokens, positions, ids = np.zeros((3, 1, _T), np.int32)
+  places, index = np.zeros((1, _T, 3), np.int32), np.full((1, _T), -1, np.int32)
+  start, expected = 0, []
+  for i, number in enumerate(numbers, start=1):
+    if number < 0:
+      with np.load(_MODEL / 'logits.npz') as file:
+        row, logits = file['tokens_1'], file['logits_1']
+      coordinates = np.tile(np.arange(len(row))[:, None], (1, 3))
+      parts = row, coordinates, logits, np.full(len(row), -1)
+    else:
+      parts = _row(number)
+    stop = start + len(parts[0])
+    tokens[0, start:stop], places[0, start:stop], logits, index[0, start:stop] = parts
+    positions[0, start:stop], ids[0, start:stop] = np.arange(stop - start), i
+    expected.append(logits)
+    start = stop
+  return (tokens, positions, ids), (places, index), np.concatenate(expected)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _logits(params, config, text, places, index, features):
+  pictures = decoder.Pictures(places, index, features)
+  x = decoder.hidden(params, config, *text, pictures=pictures)
+  return decoder.logits(params, config, x)
+
+
+# Pictures become patches as in transformers.
+
+
+@pytest.mark.parametrize('number', range(3))
+def test_patches_are_those_of_transformers(number):
+  config = tiny.VISION
+  config = dataclasses.replace(config, patch_size=14, window_size=112)
+  with np.load(_GOLDEN / 'pictures.npz') as file:
+    pixels, expected, grid, bounds = (
+      file[f'{name}_{number}'] for name in ('pixels', 'patches', 'grid', 'bounds')
+    )
+  reader = pictures.Reader(28, *map(int, bounds))
+  picture = picture_patches.cut(reader.resize(Image.fromarray(pixels)), config)
+  assert picture.grid == (grid[1] // 2, grid[2] // 2)
+  assert len(picture.patches) == len(expected) == 4 * picture.tokens
+  batch, _ = picture_patches.pack([picture], config, rows=1, patches=128)
+  order = batch.order[0, : picture.tokens]
+  found = np.asarray(vision.normalise(jnp.asarray(batch.patches)))[0]
+  found = found.reshape(-1, 4, 3, 1, 196)[order].reshape(-1, 3, 1, 196)
+  found = np.repeat(found, 2, axis=2).reshape(len(expected), -1)
+  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def test_windows_are_neighbours():
+  """3 x 5 tokens in windows of 2 x 2."""
+  picture = _pictures()[0]
+  batch, _ = picture_patches.pack([picture] * 2, tiny.VISION, rows=1, patches=128)
+  tokens = batch.coordinates[0, :60:4] // 2
+  assert [tuple(x) for x in tokens.tolist()] == [
+    *((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3), (0, 4), (1, 4)),
+    *((2, 0), (2, 1), (2, 2), (2, 3), (2, 4)),
+  ]
+  sizes = np.bincount(batch.windows[0])
+  assert sizes.tolist() == [8, *[16, 16, 8, 8, 8, 4] * 2]
+  assert np.bincount(batch.pictures[0]).tolist() == [8, 60, 60]
+  for row in (0, 1, 2):
+    for column in range(5):
+      assert tokens[batch.order[0, row * 5 + column]].tolist() == [row, column]
+
+
+def test_what_does_not_fit_is_refused():
+  first = _pictures()[0]
+  with pytest.raises(ValueError, match='picture 1 has 60 patches, and no row of 64'):
+    picture_patches.pack([first] * 2, tiny.VISION, rows=1, patches=64)
+  with pytest.raises(ValueError, match='patches is 100; give a multiple of the 16'):
+    picture_patches.pack([], tiny.VISION, rows=1, patches=100)
+
+
+# Coordinates.
+
+
+@pytest.mark.parametrize('number', range(2))
+def test_coordinates_are_those_of_transformers(number):
+  _, found, _, index = _row(number)
+  np.testing.assert_array_equal(found, _golden()[f'coordinates_{number}'])
+  shown = _golden()[f'tokens_{number}'] == _model()[0].vision.image_token_id
+  np.testing.assert_array_equal(index >= 0, shown)
+
+
+def test_pictures_side_by_side_and_in_a_tree():
+  """A text of two pictures; a branch that begins between them; another text."""
+  places = {100: picture_places.Place(0, 1, 2), 200: picture_places.Place(2, 3, 1)}
+  tokens = np.array([100, 101, 200, 201, 202, 7, 8, 9, 7])
+  positions = np.array([0, 1, 2, 3, 4, 5, 2, 3, 0])
+  ends = np.array([8, 8, 6, 6, 6, 6, 8, 8, 9])
+  index, found = picture_places.locate(tokens, positions, ends, places)
+  assert index.tolist() == [0, 1, 2, 3, 4, -1, -1, -1, -1]
+  assert found[:, 0].tolist() == [0, 0, 2, 2, 2, 5, 2, 3, 0]
+  assert found[:, 1].tolist() == [0, 0, 2, 3, 4, 5, 2, 3, 0]
+  assert found[:, 2].tolist() == [0, 1, 2, 2, 2, 5, 2, 3, 0]
+  assert places[100].saved == 0 and picture_places.Place(0, 2, 3).saved == 3
+
+
+# The tower and the decoder compute what transformers does.
+
+
+@pytest.mark.parametrize(('rows', 'patches'), [(1, 256), (2, 128), (1, 512)])
+def test_features_are_those_of_transformers(rows, patches):
+  found, starts = _features(rows, patches)
+  expected = np.split(_golden()['features'], np.cumsum([15, 30]))
+  for start, part in zip(starts, expected, strict=True):
+    _assert_close(found[start : start + len(part)], part)
+  assert np.isfinite(found).all()  # padding too
+
+
+def test_other_pictures_and_padding_change_nothing():
+  config, params = _model()
+  batch, _ = picture_patches.pack(_pictures(), config.vision, rows=1, patches=256)
+  padding = batch.pictures[0] == 0
+  assert padding.sum() > 30
+  batch.patches[0, padding] = 255
+  batch.coordinates[0, padding] = 77
+  batch.patches[0, batch.pictures[0] == 2] = 9
+  found = np.asarray(_compute_features(params, config, batch))
+  expected, (first, second, third) = _features()
+  np.testing.assert_array_equal(found[first:second], expected[first:second])
+  last = slice(third, third + 6)
+  np.testing.assert_array_equal(found[last], expected[last])
+  assert (found[second:third] != expected[second:third]).any()
+
+
+def test_windows_by_blocks_are_windows_by_one_mask():
+  rng = np.random.default_rng(0)
+  q, k, v = rng.normal(size=(3, 2, 96, 2, 8)).astype(np.float32)
+  ids = np.sort(rng.integers(1, 12, (2, 96)), axis=1)
+  ids = np.where(np.arange(96)[None] < 90, ids, 0).astype(np.int32)
+  size = int(max(np.bincount(row).max() for row in ids))
+  size = next(n for n in (16, 32, 48) if n >= size)
+  blocks = vision.attend_windows(q, k, v, ids, size)
+  np.testing.assert_allclose(blocks, vision.attend(q, k, v, ids, ids), atol=1e-6)
+
+
+@pytest.mark.parametrize('rows', [(0,), (1, -1), (-1, 0)])
+def test_logits_are_those_of_transformers(rows):
+  config, params = _model()
+  text, where, expected = _pack_rows(*rows)
+  found = _logits(params, config, text, *where, _features()[0])[0]
+  _assert_close(found[: len(expected)], expected)
+  assert np.isfinite(found).all()
+
+
+def test_the_cache_gives_the_logits_of_transformers():
+  """In chunks of 8, which cut pictures; the last tokens are decoded one by one."""
+  config, params = _model()
+  layers, features = sampling_params.unstack(params, config), _features()[0]
+  rows = [_row(0), _row(1)]
+  slots, cache = 80, decoder.empty_cache(config, 2, 80)
+  lengths = [len(row[0]) for row in rows]
+  tokens, places = np.zeros((2, slots), np.int32), np.zeros((2, slots, 3), np.int32)
+  index, positions = np.full((2, slots), -1, np.int32), np.full((2, slots), slots)
+  for b, (length, row) in enumerate(zip(lengths, rows, strict=True)):
+    tokens[b, :length], places[b, :length], _, index[b, :length] = row
+    positions[b, :length] = np.arange(length)
+  positions = positions.astype(np.int32)
+
+  @jax.jit
+  def extend(tokens, positions, cache, pictures):
+    x, cache = decoder.extend(layers, config, tokens, positions, cache, pictures=pictures)
+    return decoder.logits(layers, config, x), cache
+
+  found, first = [], 64
+  assert (index[:, first:] < 0).all() and first % 8 == 0
+  for start in [*range(0, first, 8), *range(first, lengths[0])]:
+    part = slice(start, start + (8 if start < first else 1))
+    where = decoder.Pictures(places[:, part], index[:, part], features)
+    if start >= first:  # A decode has coordinates only.
+      where = decoder.Pictures(places[:, part])
+    out, cache = extend(tokens[:, part], positions[:, part], cache, where)
+    found.append(out)
+  found = np.concatenate(found, axis=1)
+  for logits, length, row in zip(found, lengths, rows, strict=True):
+    _assert_close(logits[:length], row[2])
+
+
+def test_text_is_that_of_qwen2():
+  """Without pictures, and with coordinates that are the positions."""
+  config, params = _model()
+  plain = dataclasses.replace(config, family='qwen2', vision=None, mrope_section=())
+  text, (places, _), _ = _pack_rows(-1, -1)
+  hidden = jax.jit(decoder.hidden, static_argnums=1)
+  expected = hidden(params, plain, *text)
+  np.testing.assert_array_equal(hidden(params, config, *text), expected)
+  found = hidden(params, config, *text, pictures=decoder.Pictures(places))
+  np.testing.assert_array_equal(found, expected)
+
+
+def test_gradients_reach_the_tower_and_the_decoder():
+  config, params = _model()
+  config = dataclasses.replace(config, remat='full')
+  text, where, _ = _pack_rows(0)
+  batch, _ = picture_patches.pack(_pictures(), config.vision, rows=1, patches=256)
+
+  @jax.jit
+  def gradient(params):
+    def loss(params):
+      logits = _logits(
+        params, config, text, *where, vision.features(params, config, batch)
+      )
+      return jnp.mean(jax.nn.log_softmax(logits)[0, :60, 5])
+
+    return jax.grad(loss)(params)
+
+  found = gradient(params)
+  for path, x in jax.tree_util.tree_leaves_with_path(found):
+    assert np.isfinite(x).all(), path
+    # A bias of keys adds the same to all scores of a query; that of M-RoPE's is turned.
+    if 'qkv' not in jax.tree_util.keystr(path):
+      assert np.abs(x).max() > 1e-7, path
+  # The embeddings of pictures' tokens are not read, and token 0 stands in none of them.
+  assert not np.asarray(found['embed']['embedding'][0]).any() or (text[0] == 0).any()
+
+
+def test_bfloat16_is_close_and_the_sampler_has_the_learners_features():
+  config, params = _model()
+  half = dataclasses.replace(config, dtype='bfloat16')
+  batch, _ = picture_patches.pack(_pictures(), config.vision, rows=1, patches=256)
+  learner = _compute_features(params, half, batch)
+  sampler = _compute_features(sampling_params.unstack(params, half), half, batch)
+  assert learner.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(learner, sampler)
+  _assert_close(np.asarray(learner, np.float32), _features()[0], 5e-2)
+
+
+# Checkpoints.
+
+
+def test_names_and_config_of_other_versions_are_read(tmp_path):
+  """model.language_model and model.visual; the published config and the nested one."""
+  config, params = _model()
+  tensors = safetensors.numpy.load_file(_MODEL / 'model.safetensors')
+  other = {}
+  for name, x in tensors.items():
+    new = name.replace('model.', 'model.language_model.', 1)
+    new = f'model.{name}' if name.startswith('visual.') else new
+    other[name if name == 'lm_head.weight' else new] = x
+  assert len(other) == len(tensors) and not other.keys() >= tensors.keys()
+  safetensors.numpy.save_file(other, tmp_path / 'model.safetensors')
+  shutil.copyfile(_MODEL / 'config.json', tmp_path / 'config.json')
+  found_config, found = weights.load(tmp_path, dtype='float32')
+  assert found_config == config
+  jax.tree.map(np.testing.assert_array_equal, found, params)
+  flat = hf_config.make(config, 'float32')
+  assert flat['rope_scaling'] == {'type': 'mrope', 'mrope_section': [1, 2, 3]}
+  (tmp_path / 'config.json').write_text(json.dumps(flat))
+  assert hf_config.read(tmp_path) == config
+  hash(config)
+
+
+@pytest.mark.parametrize(
+  ('part', 'changes', 'message'),
+  [
+    ('vision_config', {'hidden_act': 'gelu'}, "hidden_act is 'gelu'; only 'silu'"),
+    ('vision_config', {'depth': None}, 'depth is None; a positive int'),
+    ('vision_config', {'num_heads': 3}, 'over num_heads 3 is no multiple of 4'),
+    ('vision_config', {'window_size': 4}, 'window_size 4 is less than a token of 8'),
+    ('vision_config', {'fullatt_block_indexes': [9]}, r'\(9,\) are not all among the 4'),
+    ('vision_config', {'out_hidden_size': 8}, 'is 8, yet hidden_size of the decoder is'),
+    ('vision_config', {'in_channels': 1}, 'in_channels is 1; only 3'),
+    ('text_config', {'use_sliding_window': True}, 'use_sliding_window is True; only'),
+    ('text_config', {'rope_parameters': {'rope_theta': 9.0}}, 'mrope_section is None'),
+    (None, {'vision_config': None}, 'vision_config is None; an object is needed'),
+    (None, {'text_config': []}, r'text_config is \[\]; an object'),
+  ],
+)
+def test_what_the_tower_does_not_compute_is_refused(tmp_path, part, changes, message):
+  raw = json.loads((_MODEL / 'config.json').read_text())
+  raw = raw | {part: raw[part] | changes} if part else raw | changes
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  with pytest.raises(ValueError, match=message):
+    hf_config.read(tmp_path)
+
+
+_EIGHT = """
+import dataclasses
+import jax, numpy as np
+jax.config.update('jax_num_cpu_devices', 8)
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+import tiny
+from agent_r1_jax.models import decoder, picture_patches, sharding, vision
+
+config = tiny.config('qwen2_5_vl', layers=1)
+tower = dataclasses.replace(config.vision, num_layers=2)
+config = dataclasses.replace(config, vision=tower)
+params = jax.device_get(tiny.params(config))
+rng = np.random.default_rng(0)
+pictures = [
+  picture_patches.Picture(rng.integers(0, 256, (4 * a * b, 48), np.uint8), (a, b))
+  for a, b in ((3, 2), (2, 5), (4, 3), (1, 1))
+]
+batch, starts = picture_patches.pack(pictures, config.vision, rows=4, patches=64)
+B, T = 4, 32
+tokens = rng.integers(0, 290, (B, T)).astype(np.int32)
+positions = np.tile(np.arange(T, dtype=np.int32), (B, 1))
+index = np.full((B, T), -1, np.int32)
+for row, (picture, start) in enumerate(zip(pictures, starts)):
+  index[row, 3 : 3 + picture.tokens] = np.arange(picture.tokens) + start
+places = np.stack([positions, positions // 2, positions % 7], axis=-1)
+
+@jax.jit
+def gradient(params, batch, tokens, index):
+  def loss(params):
+    seen = decoder.Pictures(places, index, vision.features(params, config, batch))
+    ids = positions * 0 + 1
+    return jax.numpy.square(
+      decoder.hidden(params, config, tokens, positions, ids, pictures=seen)[:, :, 0]
+    ).mean()
+  return jax.value_and_grad(loss)(params)
+
+want, want_gradient = gradient(params, batch, tokens, index)
+mesh = sharding.make_mesh(fsdp=4, tensor=2)
+where = sharding.make_shardings(params, mesh)
+rows = sharding.batch_sharding(mesh)
+with jax.set_mesh(mesh):
+  found, found_gradient = gradient(
+    jax.device_put(params, where), jax.device_put(batch, rows),
+    *jax.device_put((tokens, index), rows),
+  )
+np.testing.assert_allclose(found, want, rtol=1e-6)
+for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(want_gradient),
+                        jax.tree.leaves(found_gradient), strict=True):
+  scale = max(np.abs(x).max(), 1e-6)
+  np.testing.assert_allclose(y, x, rtol=0, atol=2e-5 * scale, err_msg=str(path))
+kernel = found_gradient['vision']['blocks']['gate']['kernel']
+assert kernel.addressable_shards[0].data.shape == (2, 4, 24), kernel.sharding
+"""
+
+
+def test_eight_chips_compute_what_one_does():
+  paths = os.pathsep.join(map(str, (script.ROOT / 'tests', script.ROOT)))
+  done = script.run('-c', _EIGHT, PYTHONPATH=paths)
+  assert done.returncode == 0, done.stderr[-4000:]
