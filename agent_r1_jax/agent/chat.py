@@ -25,6 +25,7 @@ import numpy as np
 from agent_r1_jax import types
 from agent_r1_jax.agent import automata, call_formats, calls, control_tokens
 from agent_r1_jax.agent import messages as messages_lib
+from agent_r1_jax.agent import pictures as pictures_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 
 TOOLS_IN_PROMPT = ('default', 'refuse', 'own')
@@ -73,6 +74,7 @@ class Chat:
     tool_format: calls.CallFormat | None = None,
     stop_strings: Sequence[str] = (),
     template_kwargs: Mapping[str, Any] | None = None,
+    pictures: pictures_lib.Reader | None = None,
   ):
     """Analyses the template.
 
@@ -86,9 +88,11 @@ class Chat:
         Hermes format if it shows none that is known.
       stop_strings: Strings that end a reply, besides the stop ids and the format's.
       template_kwargs: Arguments of every rendering, such as {'enable_thinking': False}.
+      pictures: Reads pictures; None if the model sees none.
 
     Raises:
-      ValueError: There is no chat template, or its turns do not end with a control token.
+      ValueError: There is no chat template, its turns do not end with a control token, or
+        the tokenizer has no control tokens for pictures that the model sees.
     """
     if not tokenizer.chat_template:
       raise ValueError(
@@ -107,6 +111,10 @@ class Chat:
     self._longest_token = tokenizer_lib.longest_token(tokenizer)
     ids = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
     self._control = control_tokens.ControlTokens(ids, self._encode_plain)
+    self._pictures = pictures
+    if pictures and (missing := {*pictures_lib.CONTROL_TOKENS} - {*ids}):
+      text = f'tokenizer {tokenizer.name_or_path} has no {" ".join(sorted(missing))}'
+      raise ValueError(f'{text}, which stand for a picture: add them as special tokens.')
     self._output_limit = messages_lib.ToolOutputLimit(
       max_tool_tokens, self._encode_plain, tokenizer.decode
     )
@@ -118,7 +126,11 @@ class Chat:
     user = [{'role': 'user', 'content': 'x'}]
     frame = self._control.pattern.findall(self._apply(user, add_generation_prompt=False))
     names = self._control.names
-    self._control.never_sample(*frame, *(names[i] for i in self.stop_ids if i in names))
+    self._control.never_sample(
+      *frame,
+      *(names[i] for i in self.stop_ids if i in names),
+      *(pictures_lib.CONTROL_TOKENS if pictures else ()),
+    )
 
   def _choose_format(self, tool_format: calls.CallFormat | None):
     self.detected = call_formats.detect(
@@ -178,7 +190,8 @@ class Chat:
       tools = ()
     elif tools and not self.supports_tools:
       messages, tools = self._describe_tools(messages, tools), ()
-    return self._encode(*self._render(messages, tools, **template_kwargs), max_tokens)
+    ids = self._encode(*self._render(messages, tools, **template_kwargs), max_tokens)
+    return self._insert_pictures(ids, messages)
 
   def encode_delta(
     self,
@@ -203,8 +216,23 @@ class Chat:
     """
     tail, mark = self._render_after_reply(messages, **template_kwargs)
     ids = self._encode(tail.removeprefix(self._end), mark, max_tokens)
+    ids = self._insert_pictures(ids, messages)
     ended = last_token is None or last_token in self.stop_ids
     return ids if ended else np.append(self.stop_ids[0], ids).astype(np.int32)
+
+  def list_pictures(self, messages: Sequence[types.Message]) -> list[np.ndarray]:
+    """Reads the pictures of messages, in their order, uint8 [H, W, 3] each.
+
+    Raises:
+      ValueError: One cannot be read, or the model sees none.
+    """
+    urls = [u for message in messages for u in pictures_lib.find_addresses(message)]
+    if urls and self._pictures is None:
+      raise ValueError(
+        f'a message has a picture, and the model of {self.tokenizer.name_or_path} sees '
+        'none: there is no preprocessor_config.json in its directory.'
+      )
+    return [self._pictures.read(url) for url in urls] if self._pictures else []
 
   def encode_reply(self, text: str) -> np.ndarray:
     """Encodes a reply and its stop token as int32 [T], for supervised text.
@@ -237,8 +265,12 @@ class Chat:
     return self._control.mark_sampled(ids, self.decode_exactly)
 
   def decode_exactly(self, ids: Sequence[int]) -> str:
-    """Returns the exact text of any tokens, including control tokens, for people."""
-    return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+    """Returns the exact text of any tokens, including control tokens, for people.
+
+    That of a picture's token is empty.
+    """
+    ids = [i for i in ids if i < types.FIRST_PICTURE_ID]
+    return self.tokenizer.decode(ids, skip_special_tokens=False)
 
   def get_bytes(self, token: int) -> bytes:
     """Returns the bytes of one token, which may be a part of a character.
@@ -303,6 +335,7 @@ class Chat:
     messages = [
       self._output_limit.apply(messages_lib.check(message)) for message in messages
     ]
+    messages = [pictures_lib.write_places(message) for message in messages]
     if self.format.answer:
       messages = messages_lib.join_answers(messages, self.format.answer)
     mark = control_tokens.find_unused_mark(repr((messages, tools)))
@@ -321,6 +354,22 @@ class Chat:
         f'the chat template of {self.tokenizer.name_or_path} refuses messages of the '
         f'roles {roles}: {error}. Give it messages of other roles, or fix the template.'
       ) from error
+
+  def _insert_pictures(self, ids: np.ndarray, messages) -> np.ndarray:
+    """Puts the ids of pictures into the places that `_render` left for them."""
+    pictures = self.list_pictures(messages)
+    if not pictures or not self._pictures:
+      return ids
+    places = np.flatnonzero(ids == self._control.ids[pictures_lib.PLACE])
+    if len(places) != len(pictures):
+      raise ValueError(
+        f'the chat template of {self.tokenizer.name_or_path} writes {len(places)} of '
+        f'{len(pictures)} pictures.'
+      )
+    shown = [types.make_picture_ids(x, self._pictures.side) for x in pictures]
+    first, *others = np.split(ids, places)  # Each of the others begins with a place.
+    pieces = [y for x, text in zip(shown, others, strict=True) for y in (x, text[1:])]
+    return np.concatenate([first, *pieces]).astype(np.int32)
 
   def _encode(self, text: str, mark: str, max_tokens: float = math.inf) -> np.ndarray:
     """Encodes what `_render` returns."""

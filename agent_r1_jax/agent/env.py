@@ -296,7 +296,7 @@ async def close_env(envs: list[Any], seconds: float, owner: str) -> bool:
 
 def _make_message(call: Call, result: tool_lib.ToolResult) -> types.Message:
   name = {'name': call.name} if isinstance(call, calls_lib.ToolCall) else {}
-  return {'role': 'tool', **name, 'content': result.text}
+  return {'role': 'tool', **name, 'content': [*result.parts] or result.text}
 
 
 def _count_calls(calls, results) -> dict[str, float]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 import itertools
 
 from agent_r1_jax import types
+from agent_r1_jax.agent import pictures
 
 CUT = '\n[output cut]'
 
@@ -62,23 +63,31 @@ class ToolOutputLimit:
       raise ValueError(f'max_tool_tokens={max_tokens} has no room for {CUT!r}.')
 
   def apply(self, message: types.Message) -> types.Message:
-    """Cuts the message of a tool, and returns others as they are.
+    """Cuts the texts of a tool's message, and returns others as they are.
 
     Only the first 32 characters a token are encoded, so that 10 MB cost no more than
     10 kB.
     """
     if message['role'] != 'tool':
       return message
-    text = message['content']
-    if not isinstance(text, str):
-      raise ValueError(f"a tool message's content must be a string, not {type(text)}.")
+    content = message['content']
+    if isinstance(content, str):
+      return {**message, 'content': self._cut(content)}
+    if not pictures.find_addresses(message):
+      raise ValueError(
+        f"a tool message's content must be a string or have pictures: {content!r:.80}."
+      )
+    parts = [p | {'text': self._cut(p['text'])} if 'text' in p else p for p in content]
+    return {**message, 'content': parts}
+
+  def _cut(self, text: str) -> str:
     head = text[: 32 * self._max_tokens]
     ids = self._encode(head)
     if len(head) == len(text) and len(ids) <= self._max_tokens:
-      return message
+      return text
     head = self._decode(ids[: self._max_head_tokens])
     # An incomplete character at the end decodes to the replacement character.
-    return {**message, 'content': head.rstrip('\ufffd') + CUT}
+    return head.rstrip('\ufffd') + CUT
 
 
 def join_answers(

@@ -16,7 +16,7 @@ import time
 from typing import Any, overload
 
 from agent_r1_jax.agent import breaker as breaker_lib
-from agent_r1_jax.agent import tool_schema
+from agent_r1_jax.agent import pictures, tool_schema
 from agent_r1_jax.host import workers
 
 # A result is cut to so many characters, since a trajectory keeps its messages.
@@ -76,7 +76,8 @@ class Report:
   """A function's return value with a reward: `Report('you won', reward=1)`.
 
   Attributes:
-    value: The value for the model, of any type that a tool may return.
+    value: The value for the model, of any type that a tool may return: text, bytes of
+      text, what JSON knows, a PIL image, or a list of texts and PIL images.
     reward: The reward; the environment decides what it means.
   """
 
@@ -93,7 +94,7 @@ class ToolResult:
   """The result of a call.
 
   Attributes:
-    text: The text for the model.
+    text: The text for the model; empty where it is in `parts`.
     ok: Whether the call succeeded.
     seconds: The time that it took.
     reward: The reward of the tool's Report, else 0.
@@ -104,6 +105,7 @@ class ToolResult:
     retries: How often it was called again.
     isolated: Whether it was not called, because it is isolated; it failed so
       often in a row, in any episode, that only one call in a while is tried.
+    parts: The texts and pictures of a result with pictures, as a message has them.
   """
 
   text: str
@@ -114,6 +116,7 @@ class ToolResult:
   failed: bool = False
   retries: int = 0
   isolated: bool = False
+  parts: tuple[dict[str, Any], ...] = ()
 
 
 # Episodes may also make tools of code of their own, which nobody calls again.
@@ -213,9 +216,19 @@ async def _attempt(
 
 
 def _to_result(value: Any) -> ToolResult:
+  reward = 0.0
   if isinstance(value, Report):
-    return ToolResult(_to_text(value.value), ok=True, reward=float(value.reward))
-  return ToolResult(_to_text(value), ok=True)
+    value, reward = value.value, float(value.reward)
+  items = value if isinstance(value, list | tuple) else [value]
+  if not any(map(pictures.is_image, items)):
+    return ToolResult(_to_text(value), ok=True, reward=reward)
+  parts = [
+    pictures.make_part(x)
+    if pictures.is_image(x)
+    else {'type': 'text', 'text': _to_text(x)[:MAX_CHARS]}
+    for x in items
+  ]
+  return ToolResult('', ok=True, reward=reward, parts=tuple(parts))
 
 
 def _to_text(value: Any) -> str:

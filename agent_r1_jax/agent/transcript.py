@@ -5,6 +5,7 @@ written here. The action mask is decided here and nowhere else. A token is an ac
 the passage in which the policy sampled it, and in no other; a fork's copy of it is not.
 """
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Protocol
 
@@ -37,11 +38,15 @@ class Passage:
 
   Attributes:
     turns: The replies that were sampled in it.
+    pictures: The pictures that its tokens stand for, uint8 [H, W, 3] each.
   """
 
-  def __init__(self, copied: np.ndarray | None = None):
+  def __init__(
+    self, copied: np.ndarray | None = None, pictures: Sequence[np.ndarray] = ()
+  ):
     """Begins with tokens copied from another passage, by default with none."""
     self.turns: list[types.Turn] = []
+    self.pictures = tuple(pictures)
     # Tokens, and for those that were sampled here log-probs and policy steps.
     self._pieces = [] if copied is None else [(copied, None, None)]
 
@@ -53,8 +58,14 @@ class Passage:
   def __len__(self) -> int:
     return sum(len(piece[0]) for piece in self._pieces)
 
-  def add_turn(self, observed: np.ndarray, reply: Reply) -> types.Turn:
-    """Appends what the policy read, which is no action, and then what it sampled."""
+  def add_turn(
+    self, observed: np.ndarray, reply: Reply, pictures: Sequence[np.ndarray] = ()
+  ) -> types.Turn:
+    """Appends what the policy read, which is no action, and then what it sampled.
+
+    `pictures` are those in what it read.
+    """
+    self.pictures += tuple(pictures)
     start = len(self) + len(observed)
     turn = types.Turn(0, start, start + len(reply.tokens))
     sampled = reply.tokens, reply.behaviour_logprobs, reply.policy_steps
@@ -64,7 +75,7 @@ class Passage:
 
   def copy(self) -> 'Passage':
     """Returns an independent copy, whose turns may get other rewards."""
-    other = Passage()
+    other = Passage(pictures=self.pictures)
     other._pieces = [*self._pieces]
     other.turns = [dataclasses.replace(turn) for turn in self.turns]
     return other
@@ -80,7 +91,8 @@ class Passage:
       columns[3].append(steps if sampled else zeros)
     dtypes = (np.int32, bool, np.float32, np.int32)
     return types.Segment(
-      *(np.concatenate(c).astype(d) for c, d in zip(columns, dtypes, strict=True))
+      *(np.concatenate(c).astype(d) for c, d in zip(columns, dtypes, strict=True)),
+      pictures=self.pictures,
     )
 
 
@@ -112,16 +124,22 @@ class Transcript:
 
     What the policy sampled before the fork is an action there, and not here.
     """
-    self._passages.append(Passage(passage.tokens[:length]))
+    self._passages.append(Passage(passage.tokens[:length], passage.pictures))
     return self.passage
 
   def drop(self, passage: Passage):
     """Forgets a passage in which nothing was sampled."""
     self._passages.remove(passage)
 
-  def add_turn(self, passage: Passage, observed: np.ndarray, reply: Reply) -> types.Turn:
-    """Appends a turn to one of the passages."""
-    self.turns.append(passage.add_turn(observed, reply))
+  def add_turn(
+    self,
+    passage: Passage,
+    observed: np.ndarray,
+    reply: Reply,
+    pictures: Sequence[np.ndarray] = (),
+  ) -> types.Turn:
+    """Appends a turn to one of the passages; see Passage.add_turn."""
+    self.turns.append(passage.add_turn(observed, reply, pictures))
     return self.turns[-1]
 
   def copy(self) -> 'Transcript':

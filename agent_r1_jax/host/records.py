@@ -79,7 +79,8 @@ def trajectory(fields: Any, task: types.Task) -> types.Trajectory:
     if restored.status not in types.STATUSES:
       raise ValueError(f'the status is {restored.status!r}')
     for segment in restored.segments:
-      shapes = {np.shape(values) for values in _fields(segment).values()}
+      columns = {n: x for n, x in _fields(segment).items() if n != 'pictures'}
+      shapes = {np.shape(values) for values in columns.values()}
       if shapes != {(len(segment.tokens),)}:
         raise ValueError(f'the arrays of a segment have the shapes {shapes}')
   except (TypeError, KeyError, ValueError) as error:

@@ -12,7 +12,8 @@ A line is an episode, and has
 - `turn_rewards`, `turn_tokens`: the reward and the sampled tokens of each turn;
 - `tokens`, `action_tokens`, `segments`, `mean_logprob`, `policy_steps`;
 - `messages`: each has a `role` and its `content` as text, a tool's its `name`, a reply of
-  the policy its `turn`, `reward` and `tokens`, and the `calls` that were answered;
+  the policy its `turn`, `reward` and `tokens`, and the `calls` that were answered; where
+  the text says [picture], `pictures` has it as an address that holds the file;
 - `columns`, in the first config.log_episodes of a log: numbers of each token
   (TokenTable.list_tokens), such as ids, action mask, log-probs and advantages.
 
@@ -35,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import call_formats, calls
+from agent_r1_jax.agent import call_formats, calls, pictures
 from agent_r1_jax.host import disk, terminal
 
 # JSON escapes control characters below 0x20 only. A model's bytes can decode to lone
@@ -182,7 +183,8 @@ def _describe_messages(t: types.Trajectory, parse: calls.Parse) -> list[dict[str
   for message in t.messages:
     shown = {'role': message['role'], 'content': _to_text(message.get('content'))}
     name = {'name': message.get('name', 'tool')} if message['role'] == 'tool' else {}
-    messages.append(shown | name)
+    urls = _list_pictures(message.get('content'))
+    messages.append(shown | name | ({'pictures': urls} if urls else {}))
   replies = [message for message in messages if message['role'] == 'assistant']
   # From the end, because a prompt may contain examples of replies, which are no turns.
   pairs = zip(reversed(t.turns), reversed(replies), strict=False)
@@ -206,7 +208,17 @@ def _describe_call(call: calls.Call) -> dict[str, Any]:
 def _to_text(content: Any) -> str:
   if isinstance(content, str):
     return content
+  if _list_pictures(content):
+    return '\n'.join(part.get('text', '[picture]') for part in content)
   return '' if content is None else _to_json(content)
+
+
+def _list_pictures(content: Any) -> list[str]:
+  """Lists the addresses of the pictures of a content, if it is well formed."""
+  try:
+    return pictures.find_addresses({'content': content})
+  except ValueError:  # An episode that ended for that has its log too.
+    return []
 
 
 def _to_line(row: Mapping[str, Any]) -> bytes:

@@ -30,6 +30,7 @@ from typing import Any
 import zlib
 
 from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.host import disk
 from agent_r1_jax.host import workdir as workdir_lib
@@ -208,6 +209,7 @@ def _vocabulary(
     known = {
       i: str(word).replace('▁', ' ').encode() for i, word in zip(ids, words, strict=True)
     }
+  known |= {i: '▦'.encode() for i in ids if i >= types.FIRST_PICTURE_ID}
   piece = lambda i: added[i].encode() if i in added else known.get(i, b'')
   return {str(i): piece(i).decode('latin-1') for i in ids}
 

@@ -122,6 +122,12 @@ function showConversation(episode) {
     const span = spans[message.turn - 1];
     if (span) addTokensLater(block, body, episode, ...span);
     else addText(body, message.content);
+    for (const address of message.pictures ?? []) {
+      const picture = make('img', 'picture');
+      picture.src = address;
+      picture.alt = 'what the policy saw';
+      block.append(picture);
+    }
     for (const {name, arguments: given, error} of message.calls ?? []) {
       const call = make('p', error ? 'call failed' : 'call');
       call.append(make('b', '', error ? 'unreadable call' : name), ' ');

@@ -1,0 +1,246 @@
+"""Pictures in messages: how they are read, bounded, encoded and shown."""
+
+import base64
+import io
+import json
+
+import numpy as np
+from PIL import Image
+import pytest
+import tiny
+
+from agent_r1_jax import sft, types
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import env, pictures, tool, transcript
+from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from agent_r1_jax.engine import request
+from agent_r1_jax.host import records
+from agent_r1_jax.report import episodes
+from agent_r1_jax.serve import requests
+
+READER = pictures.Reader(8, 64, 64 * 16)
+
+
+def image(seed: int = 0, width: int = 24, height: int = 16) -> Image.Image:
+  rng = np.random.default_rng(seed)
+  return Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
+
+
+def url(made: Image.Image) -> str:
+  return pictures.make_part(made)['image_url']['url']
+
+
+@pytest.fixture(scope='module')
+def chat(tmp_path_factory):
+  directory = tmp_path_factory.mktemp('sees')
+  tokenizer_lib.train(
+    tiny.TEXTS,
+    vocab_size=tiny.VOCAB,
+    directory=directory,
+    more_tokens=pictures.CONTROL_TOKENS,
+  )
+  return chat_lib.Chat(tokenizer_lib.load(directory), pictures=READER)
+
+
+def user(*parts) -> dict:
+  content = [p if isinstance(p, dict) else {'type': 'text', 'text': p} for p in parts]
+  return {'role': 'user', 'content': content}
+
+
+def test_the_pixels_of_a_picture_that_fits_are_its_own():
+  made = image()
+  np.testing.assert_array_equal(READER.read(url(made)), np.asarray(made))
+
+
+def encode(data: bytes, kind: str = 'png') -> str:
+  return f'data:image/{kind};base64,{base64.b64encode(data).decode()}'
+
+
+def save(made: Image.Image, kind: str, **options) -> bytes:
+  buffer = io.BytesIO()
+  made.save(buffer, kind, **options)
+  return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+  ('address', 'message'),
+  [
+    ('https://example.com/a.png', 'no address is fetched'),
+    ('file:///etc/passwd', 'no address is fetched'),
+    ('data:text/html;base64,YQ==', 'no address is fetched'),
+    ('data:image/png;base64,@@', 'is no base64'),
+    (encode(b'no picture'), 'send PNG, JPEG or WebP'),
+    (encode(save(image(), 'PNG')[:-900]), 'broken'),
+    (encode(b'x' * (21 << 20)), 'send at most'),
+  ],
+)
+def test_what_is_no_picture_is_refused(address, message):
+  with pytest.raises(ValueError, match=message):
+    READER.read(address)
+
+
+def test_equal_tokens_are_equal_pictures():
+  ids = types.make_picture_ids(np.asarray(image()), 8)
+  assert ids.shape == (6,) and ids.dtype == np.int32
+  assert (ids >= types.FIRST_PICTURE_ID).all() and len({*ids.tolist()}) == 6
+  np.testing.assert_array_equal(ids, types.make_picture_ids(np.asarray(image()), 8))
+  changed = np.array(image())
+  changed[0, 0, 0] ^= 1
+  assert not (ids == types.make_picture_ids(changed, 8)).any()
+  # The same bytes in another form show something else.
+  turned = np.asarray(image()).reshape(24, 16, 3)
+  assert not (ids == types.make_picture_ids(turned, 8)).any()
+
+
+def test_a_prompt_has_the_tokens_of_its_pictures(chat):
+  first, second = image(1), image(2, 8, 8)
+  parts = ['Look: ', pictures.make_part(first), ' and ', pictures.make_part(second)]
+  ids = chat.encode_prompt([user(*parts)])
+  shown = ids[ids >= types.FIRST_PICTURE_ID]
+  want = [types.make_picture_ids(np.asarray(x), 8) for x in (first, second)]
+  np.testing.assert_array_equal(shown, np.concatenate(want))
+  text = chat.decode_exactly(ids)
+  assert text.count('<|vision_start|><|vision_end|>') == 2
+  # Elsewhere it is the prompt of the same texts.
+  plain = chat.encode_prompt([{'role': 'user', 'content': 'Look:  and '}])
+  control = {chat.tokenizer.convert_tokens_to_ids(x) for x in pictures.CONTROL_TOKENS}
+  rest = [i for i in ids.tolist() if i < types.FIRST_PICTURE_ID and i not in control]
+  assert chat.decode_exactly(rest) == chat.decode_exactly(plain)
+
+
+def test_a_delta_has_pictures_of_tools_and_texts_are_cut(chat):
+  long = 'one two three ' * 400
+  content = [{'type': 'text', 'text': long}, pictures.make_part(image())]
+  ids = chat.encode_delta([{'role': 'tool', 'name': 'look', 'content': content}])
+  assert (ids >= types.FIRST_PICTURE_ID).sum() == 6
+  assert '[output cut]' in chat.decode_exactly(ids)
+
+
+def test_data_cannot_spell_a_picture(chat):
+  spelt = ''.join(pictures.CONTROL_TOKENS)
+  for message in (
+    {'role': 'user', 'content': spelt},
+    user(spelt),
+    {'role': 'assistant', 'content': spelt},
+  ):
+    ids = chat.encode_prompt([{'role': 'user', 'content': 'x'}, message])
+    place = chat.tokenizer.convert_tokens_to_ids(pictures.PLACE)
+    assert place not in ids
+  ids = chat.encode_prompt([user(spelt, pictures.make_part(image()))])
+  assert (ids >= types.FIRST_PICTURE_ID).sum() == 6
+
+
+def test_a_model_that_sees_nothing_says_so():
+  with pytest.raises(ValueError, match=r'sees none: there is no preprocessor_config'):
+    tiny.chat().encode_prompt([user('x', pictures.make_part(image()))])
+  with pytest.raises(ValueError, match=r'has no .*<\|vision_start\|>'):
+    chat_lib.Chat(tiny.chat().tokenizer, pictures=READER)
+
+
+def test_other_parts_are_refused(chat):
+  with pytest.raises(ValueError, match='is no part of a message'):
+    chat.encode_prompt([user({'type': 'input_audio', 'input_audio': {}})])
+  with pytest.raises(ValueError, match='a policy writes none'):
+    message = {'role': 'assistant', 'content': [pictures.make_part(image())]}
+    chat.encode_prompt([{'role': 'user', 'content': 'x'}, message])
+
+
+async def test_a_tool_returns_pictures():
+  @tool.tool
+  def look(at: int) -> list:
+    """Looks.
+
+    Args:
+      at: Where.
+    """
+    return [f'at {at}', image(at)]
+
+  result = await tool.call(look, {'at': 3})
+  assert result.ok and result.text == ''
+  assert result.parts == (
+    {'type': 'text', 'text': 'at 3'},
+    pictures.make_part(image(3)),
+  )
+  world = env.ToolEnv([look], lambda task, messages: 0.0)
+  await world.reset(types.Task('1', [{'role': 'user', 'content': 'x'}]))
+  call = '<tool_call>\n{"name": "look", "arguments": {"at": 3}}\n</tool_call>'
+  (message,) = (await world.step(call)).messages
+  assert message == {'role': 'tool', 'name': 'look', 'content': [*result.parts]}
+
+
+def test_segments_have_the_pictures_of_their_text():
+  ids, numbers = np.zeros(1, np.int32), np.zeros(1, np.float32)
+  reply = request.Chunk(
+    *(ids, numbers, ids), True, *(ids[None], numbers[None], numbers, numbers)
+  )
+  text = transcript.Transcript()
+  passage = text.begin()
+  text.add_turn(passage, np.zeros(2, np.int32), reply, [np.asarray(image())])
+  fork = text.fork(passage, 2)
+  text.add_turn(fork, np.zeros(1, np.int32), reply, [np.asarray(image(1))])
+  text.add_turn(passage, np.zeros(1, np.int32), reply)
+  segments, turns = text.collect()
+  assert [len(s.pictures) for s in segments] == [2, 1]
+  made = types.Trajectory(types.Task('1', []), 0, 0, segments, turns, [], 'done')
+  packed = records.pack(records.fields(made))
+  again = records.trajectory(records.unpack(packed), made.task)
+  np.testing.assert_array_equal(again.segments[0].pictures[1], np.asarray(image(1)))
+
+
+def test_a_conversation_of_supervised_text_has_pictures(chat):
+  messages = [
+    user('x', pictures.make_part(image())),
+    {'role': 'assistant', 'content': 'y'},
+  ]
+  segment = sft.segment(chat, sft.Conversation(messages))
+  np.testing.assert_array_equal(segment.pictures, [np.asarray(image())])
+  config = sft.Config(steps=2, rows=1, row_tokens=64)
+  (batch,) = sft.batches([segment], config, tiny.VISION)
+  shown = batch.tokens >= types.FIRST_PICTURE_ID
+  assert shown.sum() == 6 and (batch.weights[shown] == 0).all()
+
+
+def test_a_log_has_the_pictures_beside_the_text(tmp_path):
+  part = pictures.make_part(image())
+  messages = [user('What is it?', part), {'role': 'assistant', 'content': 'It.'}]
+  task = types.Task('1', messages[:1])
+  made = types.Trajectory(task, 0, 0, [], [], messages, 'error')
+  episodes.write(tmp_path / 'log.jsonl', [made], step=1)
+  line = json.loads((tmp_path / 'log.jsonl').read_text())
+  assert line['question'] == line['messages'][0]['content'] == 'What is it?\n[picture]'
+  assert line['messages'][0]['pictures'] == [part['image_url']['url']]
+
+
+def test_a_log_has_contents_of_any_form(tmp_path):
+  task = types.Task('1', [])
+  messages = [{'role': 'user', 'content': [{'type': 'sound'}, 3]}]
+  made = types.Trajectory(task, 0, 0, [], [], messages, 'error')
+  episodes.write(tmp_path / 'log.jsonl', [made], step=1)
+  line = json.loads((tmp_path / 'log.jsonl').read_text())
+  assert line['messages'] == [{'role': 'user', 'content': '[{"type": "sound"}, 3]'}]
+
+
+def test_the_api_takes_parts_with_pictures():
+  part = pictures.make_part(image())
+  given = part | {'image_url': part['image_url'] | {'detail': 'high'}}
+  made = requests.ChatRequest.model_validate({'messages': [user('a', given, 'b')]})
+  assert made.messages == [user('a', part, 'b')]
+  texts = requests.ChatRequest.model_validate({'messages': [user('a', 'b')]})
+  assert texts.messages == [{'role': 'user', 'content': 'a\nb'}]
+  with pytest.raises(ValueError, match='texts or pictures'):
+    requests.ChatRequest.model_validate({'messages': [user({'type': 'file'})]})
+
+
+def test_a_reader_is_that_of_the_model_directory(tmp_path):
+  assert pictures.load(tmp_path) is None
+  pictures.save(READER, tmp_path, patch=4)
+  again = pictures.load(tmp_path)
+  assert again and (again.side, again.min_pixels, again.max_pixels) == (8, 64, 1024)
+  path = tmp_path / 'preprocessor_config.json'
+  raw = json.loads(path.read_text())
+  path.write_text(json.dumps(raw | {'image_mean': [0.5, 0.5, 0.5]}))
+  with pytest.raises(ValueError, match='colours are scaled'):
+    pictures.load(tmp_path)
+  path.write_text('{}')
+  with pytest.raises(ValueError, match='cannot be read'):
+    pictures.load(tmp_path)
