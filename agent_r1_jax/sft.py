@@ -10,6 +10,7 @@ import optax
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.models import decoder
+from agent_r1_jax.models.vision_config import VisionConfig
 from agent_r1_jax.rl import learner, losses, packing, spans, table
 
 # Called with the number of finished steps, the last one's metrics and the parameters.
@@ -89,7 +90,12 @@ def encode(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
     start = i + 1
   sizes = [len(part) for part in parts]
   tokens = np.concatenate(parts).astype(np.int32)
-  return types.Segment(tokens, np.repeat(mask, sizes), np.zeros(len(tokens), np.float32))
+  return types.Segment(
+    tokens,
+    np.repeat(mask, sizes),
+    np.zeros(len(tokens), np.float32),
+    pictures=chat.list_pictures(messages),
+  )
 
 
 def repeats(seed: int, vocab_size: int, tokens: float) -> Iterator[types.Segment]:
@@ -106,10 +112,13 @@ def repeats(seed: int, vocab_size: int, tokens: float) -> Iterator[types.Segment
     tokens -= len(text)
 
 
-def batches(segments: Iterable[types.Segment], config: Config) -> Iterator[types.Batch]:
+def batches(
+  segments: Iterable[types.Segment], config: Config, vision: VisionConfig | None = None
+) -> Iterator[types.Batch]:
   """Packs a stream of segments into batches of config.rows rows, in order.
 
   A segment that is longer than a row is left out. The last batch may have empty rows.
+  `vision` is the shape of the tower that sees their pictures, if they have any.
 
   Raises:
     ValueError: _MOST_SKIPPED consecutive segments are longer than a row; an endless
@@ -129,9 +138,9 @@ def batches(segments: Iterable[types.Segment], config: Config) -> Iterator[types
     too_long = 0
     pool.append(s)
     if sum(len(s.tokens) for s in pool) >= full:
-      yield _take(pool, config)
+      yield _take(pool, config, vision)
   while pool:
-    yield _take(pool, config)
+    yield _take(pool, config, vision)
 
 
 def run(
@@ -179,7 +188,7 @@ def run(
     ),
   )
   state = learner.init(params, optimizer)
-  stream = batches(segments, config)
+  stream = batches(segments, config, model.vision)
   for step, batch in zip(range(1, config.steps + 1), stream, strict=False):
     gradients = learner.forward_backward(
       state.params, [batch], config=model, loss=_likelihood
@@ -193,7 +202,7 @@ def run(
   return state.params
 
 
-def _take(pool: list[types.Segment], config) -> types.Batch:
+def _take(pool: list[types.Segment], config, vision) -> types.Batch:
   """Removes the longest prefix of the pool that fits a batch, and packs it."""
   count = len(pool)
   layout = _lay_out(pool, config)
@@ -204,10 +213,10 @@ def _take(pool: list[types.Segment], config) -> types.Batch:
   del pool[:count]
   weight = np.where(tokens.action_mask, 1.0, config.other_weight)
   weight[spans.starts(tokens.segment)] = 0.0  # Nothing predicts the first token.
+  weight[tokens.tokens >= types.FIRST_PICTURE_ID] = 0.0  # Nor a picture.
   weights = (weight > 0) / weight.sum()
-  return packing.pack(
-    dataclasses.replace(tokens, advantages=weight, weights=weights), layout
-  )
+  weighted = dataclasses.replace(tokens, advantages=weight, weights=weights)
+  return packing.pack(weighted, layout, vision)
 
 
 def _lay_out(segments, config):

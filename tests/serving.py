@@ -52,12 +52,13 @@ def tasks() -> list[types.Task]:
 
 
 @contextlib.contextmanager
-def serve(**options: Any):
-  """The address of a server of `engine`, which is open meanwhile."""
-  app = server.make_app(engine(), policy()[2], **options)
+def serve(served: engine_lib.Engine | None = None, chat: Any = None, **options: Any):
+  """The address of a server of an engine, by default `engine`, open meanwhile."""
+  served = served or engine()
+  app = server.make_app(served, chat or policy()[2], **options)
   running = http.make_server(app, 5)
-  with engine().open(), http.listen('127.0.0.1', 0) as listener:
-    future = engine().start([running.serve([listener])])
+  with served.open(), http.listen('127.0.0.1', 0) as listener:
+    future = served.start([running.serve([listener])])
     try:
       yield f'http://127.0.0.1:{listener.getsockname()[1]}'
     finally:

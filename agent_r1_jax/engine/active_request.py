@@ -119,6 +119,7 @@ def make_decode_batch(
   size: int,
   guides: Sequence[guide_lib.Guide],
   unused_row: int,
+  sees: bool = False,
 ) -> programs_lib.DecodeBatch:
   """Makes the batch of `programs.decode`, in numpy.
 
@@ -127,10 +128,11 @@ def make_decode_batch(
     size: Number of entries (M).
     guides: All guides of the engine (G).
     unused_row: The row of an entry without a request.
+    sees: Whether texts may have pictures.
   """
   rows = np.full(size, unused_row, np.int32)
   # An entry without a request has a budget of 0, so that it does not run.
-  length, budget = np.zeros((2, size), np.int32)
+  length, budget, saved = np.zeros((3, size), np.int32)
   ends = np.full((size, drafts.WIDTH), drafts.NONE, np.int32)
   keys, temperature = np.zeros((size, 2), np.uint32), np.ones(size, np.float32)
   top, guide_mask = np.zeros(size, bool), np.zeros((len(guides), size), bool)
@@ -142,6 +144,7 @@ def make_decode_batch(
     budget[m], keys[m] = active.generation.remaining, request.key
     temperature[m], top[m] = request.sampling.temperature, request.top_logprobs > 0
     guide_mask[:, m] = active.guide_mask
+    saved[m] = row.text.saved
   states = tuple(
     jax.tree.map(
       lambda *leaves: np.stack(leaves),
@@ -151,4 +154,5 @@ def make_decode_batch(
   )
   # In the order of DecodeBatch's fields.
   columns: Any = (rows, length, ends, budget, keys, temperature, top, guide_mask, states)
-  return programs_lib.DecodeBatch(*columns)
+  how_far: Any = saved if sees else None
+  return programs_lib.DecodeBatch(*columns, saved=how_far)

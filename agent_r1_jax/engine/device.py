@@ -15,6 +15,7 @@ from agent_r1_jax import types
 from agent_r1_jax.engine import active_request, automaton_guide, drafts
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
+from agent_r1_jax.engine import sight as sight_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.models import decoder, lora, sharding
 
@@ -26,6 +27,7 @@ class Device:
     cache: The keys and values.
     guides: All guides that requests can use (G).
     pool: The automata that requests use.
+    sight: The pictures of the texts; None if the policy sees none.
   """
 
   def __init__(
@@ -40,6 +42,7 @@ class Device:
     self.cache = decoder.empty_cache(config, sizes.rows, sizes.slots)
     if mesh is not None:
       self.cache = sharding.shard_cache(self.cache, mesh)
+    self.sight = sight_lib.Sight(config, mesh) if config.vision else None
     self.pool = automaton_guide.AutomatonPool(config.vocab_size)
     self._guide_params = {
       automaton_guide.AUTOMATA: None,  # The tables; see _load_automata.
@@ -70,8 +73,9 @@ class Device:
       for size in sizes.prefill_rows:
         zeros = np.zeros(size, np.int32)
         tokens = np.zeros((size, sizes.prefill_tokens), np.int32)
-        adapters = select(zeros)
-        self.prefill(params, unused(size), zeros, tokens, zeros, bucket, adapters)
+        batch = unused(size), zeros, tokens, zeros
+        pictures = self.sight and self.sight.look(params, None, (), batch)
+        self.prefill(params, *batch, bucket, select(zeros), pictures)
         on_done()
       most = sizes.prefill_rows[-1]
       self.copy(np.zeros(most, np.int32), unused(most), bucket)
@@ -81,7 +85,9 @@ class Device:
     for bucket, size, place in itertools.product(
       sizes.decode_buckets, sizes.decode_rows, places
     ):
-      batch = active_request.make_decode_batch({}, size, self.guides, sizes.rows)
+      batch = active_request.make_decode_batch(
+        {}, size, self.guides, sizes.rows, sees=self.sight is not None
+      )
       self.decode(params, batch, bucket, place, select(np.zeros(size, np.int32)))
       on_done()
     for state in acquired:
@@ -93,14 +99,22 @@ class Device:
       self.cache = programs_lib.copy(self.cache, source, rows, bucket=bucket)
 
   def prefill(
-    self, params, rows, start, tokens, count, bucket: int, adapters: Any = None
+    self,
+    params,
+    rows,
+    start,
+    tokens,
+    count,
+    bucket: int,
+    adapters: Any = None,
+    pictures: decoder.Pictures | None = None,
   ):
     """Writes tokens to rows; see programs.prefill."""
     with sharding.use_mesh(self.mesh):
       self.cache = programs_lib.prefill(
         params,
         self.cache,
-        *(rows, start, tokens, count, adapters),
+        *(rows, start, tokens, count, adapters, pictures),
         config=self.config,
         bucket=bucket,
       )

@@ -40,6 +40,8 @@ class DecodeBatch(NamedTuple):
   top: Bool[Array, 'M']  # Whether log-probs of the likeliest tokens are wanted.
   guide_mask: Bool[Array, 'G M']  # Whether guide g changes the logits of entry m.
   guide_states: tuple[guide_lib.State, ...]  # The state of each guide, arrays [M, ...].
+  # How far a text's coordinates are behind its positions, if the policy sees pictures.
+  saved: Int[Array, 'M'] | None = None
 
 
 class Decoded(NamedTuple):
@@ -69,6 +71,7 @@ def prefill(
   tokens: Int[Array, 'M T'],
   count: Int[Array, 'M'],
   adapters: lora.Adapters | None = None,
+  pictures: decoder.Pictures | None = None,
   *,
   config: decoder.DecoderConfig,
   bucket: int,
@@ -78,12 +81,12 @@ def prefill(
   Rows are distinct; B or more marks an unused entry. start[m] tokens are in the cache
   already. The first `bucket` slots of each row are read and written: at least start +
   count. The cache is donated; the params come from sampling_params.unstack. `adapters`,
-  if there are any, say which one each entry uses.
+  if there are any, say which one each entry uses, and `pictures` what tokens show.
   """
   view = _gather_rows(cache, rows, bucket)
   steps_1T = jnp.arange(tokens.shape[1])[None]
   positions = jnp.where(steps_1T < count[:, None], start[:, None] + steps_1T, bucket)
-  _, view = decoder.extend(params, config, tokens, positions, view, adapters)
+  _, view = decoder.extend(params, config, tokens, positions, view, adapters, pictures)
   return _scatter_rows(cache, rows, view)
 
 
@@ -211,9 +214,14 @@ def _extend_replies(
   runs_MT = alive[:, None] & (steps_1T < left_M1) & (tokens_MT != drafts.NONE)
   length_M1 = (batch.length + out.count)[:, None]
   positions_MT = jnp.where(runs_MT, length_M1 + steps_1T, bucket)
-  known_MT = jnp.maximum(tokens_MT, 0)
+  # What a draft copies of a picture is no token of the vocabulary either.
+  known_MT = jnp.clip(tokens_MT, 0, policy.config.vocab_size - 1)
+  pictures = None
+  if batch.saved is not None:
+    turned_MT1 = (positions_MT - batch.saved[:, None])[..., None]
+    pictures = decoder.Pictures(jnp.repeat(turned_MT1, 3, axis=2))
   x_MTD, view = decoder.extend(
-    policy.params, policy.config, known_MT, positions_MT, view, policy.adapters
+    policy.params, policy.config, known_MT, positions_MT, view, policy.adapters, pictures
   )
   logits_MTV = decoder.logits(policy.params, policy.config, x_MTD)
   replies = replies._replace(out=out._replace(calls=out.calls + alive))

@@ -159,6 +159,7 @@ class Replica:
       vocab_size=self.config.vocab_size,
       slots=self.sizes.slots,
       guides=self.device.guides,
+      shown=self.device.sight.list_ids(request.pictures) if self.device.sight else (),
     )
     parent, tokens = request.parent, np.asarray(request.tokens, np.int32)
     if any(a.generation.text is parent and not a.generation.done for a in self._active):
@@ -178,6 +179,8 @@ class Replica:
     else:
       prefix = parent.text.tokens[: parent.length] if parent else tokens[:0]
       text = request_lib.Text(self, np.concatenate([prefix, tokens]))
+    if self.device.sight:
+      self.device.sight.add(text, parent, request.pictures)
     if self.index:
       self.index.add(text.tokens, len(tokens))
     number = next(self._request_numbers)
@@ -229,7 +232,7 @@ class Replica:
       self.stats.host_seconds += time.perf_counter() - self._decode_ended_at
       self._decode_ended_at = None
     params = policy.copies[self._copy_index]
-    if not self._prefill(params, slots, chosen):
+    if not self._prefill(params, policy.version, slots, chosen):
       await self._decode(params, policy.step, slots, chosen)
 
   async def _wait_for_clients(self):
@@ -297,6 +300,7 @@ class Replica:
   def _prefill(
     self,
     params,
+    version: int,
     slots: adapter_table.Slots,
     chosen: list[active_request.ActiveRequest],
   ) -> bool:
@@ -316,10 +320,10 @@ class Replica:
     if not rows:
       return False
     size = sizes_lib.round_up(sizes.prefill_rows, len(rows))
-    # The row past the last one is not written.
-    batch = active_request.make_prefill_batch(
-      rows, size, sizes.prefill_tokens, sizes.rows
-    )
+    options = size, sizes.prefill_tokens, sizes.rows  # The last one is not written.
+    batch = active_request.make_prefill_batch(rows, *options)
+    sight = self.device.sight
+    pictures = sight and sight.look(params, version, rows, batch)
     for row, count in zip(rows, batch[-1].tolist(), strict=False):
       row.cached += count
       self.stats.prefilled += count
@@ -327,7 +331,7 @@ class Replica:
     entries = {m: missing[row] for m, row in enumerate(rows)}
     slot_M = active_request.make_slots(entries, size)
     adapters = slots.select(self._copy_index, slot_M)
-    self.device.prefill(params, *batch, bucket, adapters)
+    self.device.prefill(params, *batch, bucket, adapters, pictures)
     self.stats.prefill_seconds += time.perf_counter() - start_time
     return True
 
@@ -362,7 +366,9 @@ class Replica:
       row.index if in_place else m: active for m, (active, row) in enumerate(rows.items())
     }
     guides = self.device.guides
-    batch = active_request.make_decode_batch(entries, size, guides, sizes.rows)
+    batch = active_request.make_decode_batch(
+      entries, size, guides, sizes.rows, sees=self.device.sight is not None
+    )
     # The call is made in the thread too: on a CPU it returns when it has computed.
     places = self.index.offer() if self.index else None
     slot_M = active_request.make_slots(entries, size)

@@ -84,11 +84,16 @@ class Text:
   Attributes:
     replica: The replica whose cache holds the text.
     closed: Whether its row is reused before those of other texts.
+    pictures: The pictures that its tokens may stand for, by their first tokens.
+    saved: How far its last token's coordinates are behind its position; see
+      models/picture_places.py.
   """
 
   def __init__(self, replica: Any, tokens: np.ndarray):
     """Makes a text that has no row yet."""
     self.replica, self.closed = replica, False
+    self.pictures: dict[int, np.ndarray] = {}
+    self.saved = 0
     self._tokens = np.array(tokens, np.int32)
 
   def __len__(self) -> int:
@@ -138,6 +143,7 @@ class Request:
     adapter: The name of an adapter of Engine.set_adapter, which is added to the policy;
       None is the policy alone. Where the parent is a text of another adapter, or a fork
       of one, its tokens are prefilled again.
+    pictures: Those that the tokens stand for, uint8 [H, W, 3] each, and perhaps others.
   """
 
   tokens: np.ndarray
@@ -152,21 +158,29 @@ class Request:
   top_logprobs: int = 0
   policy: Any = None
   adapter: str | None = None
+  pictures: Sequence[np.ndarray] = ()
 
 
 def check(
-  request: Request, *, vocab_size: int, slots: int, guides: Collection[guide_lib.Guide]
+  request: Request,
+  *,
+  vocab_size: int,
+  slots: int,
+  guides: Collection[guide_lib.Guide],
+  shown: Sequence[int] | np.ndarray = (),
 ):
   """Raises ValueError for a request that the engine cannot answer.
 
-  An error during a decode would end the requests of all clients.
+  An error during a decode would end the requests of all clients. `shown` are the ids of
+  the request's pictures.
   """
   request.sampling.check()
   parent, added, most = request.parent, len(request.tokens), request.max_tokens
   if added == 0 or most < 1:
     raise ValueError(f'{added} tokens to append, {most} to sample: at least 1 of each.')
   tokens = np.asarray(request.tokens)
-  if len(outside := tokens[(tokens < 0) | (tokens >= vocab_size)]):
+  outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+  if len(outside := outside[~np.isin(outside, shown)]):
     raise ValueError(f'token {outside[0]} is outside the vocabulary of {vocab_size}.')
   if np.shape(request.key) != (2,):
     raise ValueError(f'key has the shape {np.shape(request.key)}; make it with make_key.')
@@ -177,6 +191,12 @@ def check(
       raise ValueError(
         f'a fork of the first {before} tokens of a text that has {len(parent.text)}.'
       )
+  ends = [tokens, parent.text.tokens[:before] if isinstance(parent, Fork) else ()]
+  if any(len(x) and x[-1] >= types.FIRST_PICTURE_ID for x in ends):
+    raise ValueError(
+      'the tokens, or those of the fork, end in a picture: a decode, which computes the '
+      'last token, sees none; add the token after it.'
+    )
   if before + added + most > slots:
     raise ValueError(
       f'A text of {before} + {added} tokens and a reply of {most} do not fit a row of '

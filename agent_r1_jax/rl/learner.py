@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from agent_r1_jax import types
-from agent_r1_jax.models import decoder, head, lora, sharding
+from agent_r1_jax.models import decoder, head, lora, sharding, vision
 from agent_r1_jax.rl import algorithms, losses
 
 Loss = Callable[[losses.TokenStats, types.Batch], tuple[Array, losses.TokenMetrics]]
@@ -84,6 +84,8 @@ def _stats_and_loads(params, batch: types.Batch, *, config, temperature, wanted)
   """Computes token_stats, and the loads of the experts [L, E] or None."""
   # Nothing predicts the first token of a segment.
   wanted = batch.positions > 0 if wanted is None else wanted & (batch.positions > 0)
+  if batch.pictures is not None:  # Nor those of a picture, which no vocabulary has.
+    wanted &= batch.tokens < types.FIRST_PICTURE_ID
   (x_BTD, loads_LE), tree = _hidden(params, batch, config), batch.tree
   if tree is None:
     x_BTD, tokens, computed = _shift_right(x_BTD), batch.tokens, wanted
@@ -111,7 +113,19 @@ def _hidden(params, batch: types.Batch, config) -> tuple[Array, Array | None]:
   text = (batch.tokens, batch.positions, batch.segment_ids, None)
   if (tree := batch.tree) is not None:
     text = (tree.tokens, tree.positions, None, tree.ends)
-  return decoder.hidden_and_loads(params, config, *text)
+  return decoder.hidden_and_loads(params, config, *text, _see(params, batch, config))
+
+
+def _see(params, batch: types.Batch, config) -> decoder.Pictures | None:
+  """Computes the features of the batch's pictures, if there are any."""
+  if (pictures := batch.pictures) is None:
+    return None
+  features_FD = vision.features(params, config, pictures.patches)
+  # Each row of patches has as many features.
+  rows = len(pictures.index)
+  before_B1 = jnp.arange(rows)[:, None] * (len(features_FD) // rows)
+  index_BT = jnp.where(pictures.index < 0, -1, pictures.index + before_B1)
+  return decoder.Pictures(pictures.coordinates, index_BT, features_FD)
 
 
 def _measure_balance(loads_LE: Float[Array, 'L E']) -> dict[str, Array]:

@@ -19,7 +19,8 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.models import attention
-from agent_r1_jax.rl import prefix_trees
+from agent_r1_jax.models.vision_config import VisionConfig
+from agent_r1_jax.rl import picture_rows, prefix_trees
 from agent_r1_jax.rl.table import TokenTable
 
 _LOGGER = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class MicrobatchShape(NamedTuple):
   row_tokens: int
   # Whether tokens with which several segments begin are computed once.
   trees: bool = True
+  vision: VisionConfig | None = None  # That of a model that sees pictures.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +120,15 @@ def check_lengths(lengths: Sequence[int], row_tokens: int) -> None:
     )
 
 
-def pack(table: TokenTable, layout: Layout | prefix_trees.TreeLayout) -> types.Batch:
-  """Packs a table into one batch; advantages and weights that are None become 0."""
+def pack(
+  table: TokenTable,
+  layout: Layout | prefix_trees.TreeLayout,
+  vision: VisionConfig | None = None,
+) -> types.Batch:
+  """Packs a table into one batch; advantages and weights that are None become 0.
+
+  `vision` is the shape of the tower that sees the table's pictures, if it has any.
+  """
   # The arrays stay NumPy arrays until the learner puts them on the mesh.
   arrays: dict[str, Any] = {'tree': layout.tree(table.tokens)}
   arrays['positions'] = layout.place(layout.positions, np.int32)
@@ -127,11 +136,11 @@ def pack(table: TokenTable, layout: Layout | prefix_trees.TreeLayout) -> types.B
   zeros = np.zeros(arrays['positions'].shape, np.float32)
   arrays |= {'advantages': zeros, 'weights': zeros}
   for name in types.Batch._fields:
-    if (column := getattr(table, name, None)) is not None:
+    if name != 'pictures' and (column := getattr(table, name, None)) is not None:
       # Tokens and masks keep their types.
       dtype = np.float32 if column.dtype.kind == 'f' else column.dtype
       arrays[name] = layout.place(column, dtype)
-  return types.Batch(**arrays)
+  return picture_rows.add(types.Batch(**arrays), table.pictures, vision)
 
 
 def split_microbatches(batch: types.Batch, rows: int) -> Iterator[types.Batch]:
@@ -162,7 +171,8 @@ def pack_microbatches(
     if shape.trees:
       _warn_of_whole_rows()
     layout = plan_layout(lengths, **options)
-  return list(split_microbatches(pack(table, layout), shape.rows)), layout
+  batch = pack(table, layout, shape.vision)
+  return list(split_microbatches(batch, shape.rows)), layout
 
 
 @functools.cache

@@ -82,6 +82,8 @@ class TokenTable:
   kl_weights: Float[np.ndarray, 'n'] | None = None
   # The importance weight of the token; 1 off the action mask.
   correction: Float[np.ndarray, 'n'] | None = None
+  # The pictures that tokens stand for, each once, uint8 [H, W, 3].
+  pictures: tuple[np.ndarray, ...] = ()
 
   def __len__(self) -> int:
     """n."""
@@ -134,7 +136,10 @@ class TokenTable:
     prompt of a segment (the paper's ablation): the environment's tokens take part as if
     the policy had sampled them.
     """
-    return self.action_mask if action_mask else self.turn >= 0
+    if action_mask:
+      return self.action_mask
+    # A square of a picture is no token of the vocabulary, so that none has a log-prob.
+    return (self.turn >= 0) & (self.tokens < types.FIRST_PICTURE_ID)
 
   def scatter(
     self, which: Bool[np.ndarray, 'n'], x: Float[np.ndarray, 'm'], rest: float = 0.0
@@ -333,4 +338,9 @@ def from_segments(segments: Sequence[types.Segment]) -> TokenTable:
     states=none,
     group=numbers,
     truncated=np.zeros(len(segments), bool),
+    pictures=_find_distinct([x for s in segments for x in s.pictures]),
   )
+
+
+def _find_distinct(pictures: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+  return tuple({(x.shape, x.tobytes()): x for x in pictures}.values())

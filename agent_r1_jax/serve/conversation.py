@@ -174,7 +174,7 @@ class Conversation:
   def _sample(self, branch: _Branch, api_request, automata) -> request_lib.Generation:
     """Begins the reply that a text waits for."""
     assert branch.pending
-    _, _, ids = branch.pending
+    _, rendered, ids = branch.pending
     length = len(branch.passage)
     room = self.slots - length - len(ids)
     if room < 1:
@@ -191,6 +191,7 @@ class Conversation:
       branch.key,
       automata=automata,
       top_logprobs=api_request.top_logprobs or 0,
+      pictures=self._chat.list_pictures(rendered),
     )
 
   def refuse_length(self, text: str) -> http.RefusedError:
@@ -257,9 +258,8 @@ class Conversation:
   def _begin(self, api_request, tools: str, ids: np.ndarray) -> _Branch:
     """Begins a text of its own."""
     # The key of the task's own prompt is that of a native environment's first segment.
-    same = [str(m['content']) for m in self._task.messages] == [
-      m['content'] for m in api_request.messages
-    ]
+    contents = lambda messages: [str(m['content']) for m in messages]
+    same = contents(self._task.messages) == contents(api_request.messages)
     key = self._make_key(ids, own=same)
     passage = self._transcript.begin()
     self._branches.append(_Branch(tools, [], [], 0, [], passage, None, *key))
@@ -313,7 +313,8 @@ class Conversation:
         same = requests.make_comparable(message)
         written[i] = next((rendered for m, rendered in sampled if m == same), written[i])
       else:
-        written[i]['content'] = task_contents.get(message['content'], message['content'])
+        given = message['content']
+        written[i]['content'] = task_contents.get(str(given), given)
     return written
 
   def accept(self, generation: request_lib.Generation, reply: replies.Reply):
@@ -326,7 +327,8 @@ class Conversation:
     branch.pending = None
     is_first = not self._transcript.turns
     begins_fork = not branch.passage.turns and bool(branch.shared_messages)
-    self._transcript.add_turn(branch.passage, ids, chunk)
+    pictures = self._chat.list_pictures(rendered)
+    self._transcript.add_turn(branch.passage, ids, chunk, pictures)
     text = self._chat.decode(chunk.tokens.tolist())
     branch.messages += [*messages, requests.make_comparable(reply.as_message())]
     branch.rendered += [*rendered, {'role': 'assistant', 'content': text}]

@@ -30,12 +30,25 @@ def _refuse(value: Any) -> Any:
 
 
 def _join_parts(content: Any) -> Any:
-  if isinstance(content, list):
-    try:
-      return '\n'.join(part['text'] for part in content)
-    except (TypeError, KeyError):
-      raise ValueError('only texts and parts that are texts are supported') from None
-  return '' if content is None else content
+  """Makes a text of parts that are texts; with pictures they stay parts."""
+  if not isinstance(content, list):
+    return '' if content is None else content
+  parts = [_read_part(part) for part in content]
+  texts = [part['text'] for part in parts if 'text' in part]
+  return '\n'.join(texts) if len(texts) == len(parts) else parts
+
+
+def _read_part(part: Any) -> dict[str, Any]:
+  match part:
+    case {'text': str(text)}:
+      return {'type': 'text', 'text': text}
+    case {'image_url': {'url': str(url)}}:
+      return {'type': 'image_url', 'image_url': {'url': url}}
+  raise ValueError(
+    'only texts, and parts that are texts or pictures, are supported: {"type": "text", '
+    '"text": ...} or {"type": "image_url", "image_url": {"url": "data:image/png;base64,'
+    '..."}}'
+  )
 
 
 def _read_prompt(prompt: Any) -> str | list[int]:
@@ -93,7 +106,7 @@ class _Call(TypedDict):
 
 class _Message(TypedDict):
   role: str
-  content: NotRequired[Annotated[str, BeforeValidator(_join_parts)]]
+  content: NotRequired[Annotated[str | list[Any], BeforeValidator(_join_parts)]]
   name: NotRequired[str | None]
   tool_calls: NotRequired[Annotated[list[_Call] | None, _Items()]]
   tool_call_id: NotRequired[str | None]
@@ -211,9 +224,9 @@ class ChatRequest(_Request):
   def messages(self) -> list[types.Message]:
     """The conversation in a form that can be compared.
 
-    All messages have a role and a text as content. Those of the assistant have its calls
-    under 'calls', as pairs of name and arguments, and those of tools the name of the
-    tool. The arguments of a malformed call are a text.
+    All messages have a role and a text, or parts with pictures, as content. Those of the
+    assistant have its calls under 'calls', as pairs of name and arguments, and those of
+    tools the name of the tool. The arguments of a malformed call are a text.
     """
     result, names = [], {}
     for given in self.given:

@@ -82,9 +82,11 @@ class StatelessSource:
   async def submit(self, api_request, automata):
     """Encodes the conversation; what the cache holds of it is not computed again."""
     adapter = self._find_adapter(api_request.model)
+    pictures = []
     if api_request.messages is not None:
       messages = requests.to_chat(api_request.messages, self._chat.format)
       ids = await encode(self, self._chat.encode_prompt, messages, api_request.tools)
+      pictures = self._chat.list_pictures(messages)
     elif isinstance(api_request.prompt, str):
       ids = await encode(self, self._chat.encode_text, api_request.prompt)
     else:
@@ -106,6 +108,7 @@ class StatelessSource:
           automata=automata,
           top_logprobs=api_request.top_logprobs or 0,
           adapter=adapter,
+          pictures=pictures,
         )
       )
       for i in range(api_request.n)

@@ -36,6 +36,7 @@ class Episode:
       of two threads that want to close it one gets it.
     over: Whether the episode has ended: an environment made later is closed at once.
     pending_ids: Token ids of the messages that will be appended before the next reply.
+    pending_pictures: The pictures in these, uint8 [H, W, 3] each.
     schemas: The JSON schemas of the tools, for the prompt.
     transcript: Tokens, action mask, log-probs and turns so far.
     status: One of types.STATUSES; None while the episode goes on.
@@ -68,6 +69,7 @@ class Episode:
     self.made: list[env_lib.Env | player_lib.Player] = []
     self.over = False
     self.pending_ids = np.zeros(0, np.int32)
+    self.pending_pictures: list[np.ndarray] = []
     self.schemas: list[dict[str, Any]] = []
     self.transcript = transcript_lib.Transcript()
     self.status: str | None = None
@@ -155,10 +157,13 @@ class Episode:
     With `choose` the reply is chosen among candidates.
     """
     t, ids, transcript = self.trajectory, self.pending_ids, self.transcript
-    max_tokens = min(self._room, self.limits.max_turn_tokens)
-    reply = self.reply = await self.context.reply(ids, max_tokens, choose)
+    max_tokens, pictures = (
+      min(self._room, self.limits.max_turn_tokens),
+      self.pending_pictures,
+    )
+    reply = self.reply = await self.context.reply(ids, max_tokens, choose, pictures)
     self.sampled['tokens'] += len(reply.tokens)
-    transcript.add_turn(transcript.passage, ids, reply)
+    transcript.add_turn(transcript.passage, ids, reply, pictures)
     scoring.policy_step.set(int(reply.policy_steps[-1]))
     text = self.chat.decode(reply.tokens.tolist())
     t.messages.append({'role': 'assistant', 'content': str(text)})
@@ -175,12 +180,10 @@ class Episode:
         transcript.begin()
         self.context.close()
         self.context.restart(transcript.count - 1)
-        self.pending_ids = self._encode(
-          self.chat.encode_prompt, step.messages, self.schemas
-        )
+        self._encode(self.chat.encode_prompt, step.messages, self.schemas)
       else:
         last = int(reply.tokens[-1])
-        self.pending_ids = self._encode(self.chat.encode_delta, step.messages, last)
+        self._encode(self.chat.encode_delta, step.messages, last)
     if len(transcript.turns) == self.limits.max_turns:
       self.status = 'max_turns'
     else:
@@ -260,7 +263,7 @@ class Episode:
     with faults.of_environment():
       t.messages = faults.copy_messages(messages)
       self.schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
-      self.pending_ids = self._encode(self.chat.encode_prompt, t.messages, self.schemas)
+      self._encode(self.chat.encode_prompt, t.messages, self.schemas)
 
   async def _close_env(self) -> bool:
     """Closes the environment, unless another thread does; returns whether that failed."""
@@ -304,9 +307,10 @@ class Episode:
         t.metrics[name] = t.metrics.get(name, 0.0) + float(value)
     return step
 
-  def _encode(self, encode, *args) -> np.ndarray:
-    """Calls `encode` on messages of the environment, which are to blame if it raises."""
+  def _encode(self, encode, messages, *args):
+    """Encodes messages of the environment, which is to blame if that raises."""
     try:
-      return encode(*args)
+      self.pending_ids = encode(messages, *args)
+      self.pending_pictures = self.chat.list_pictures(messages)
     except ValueError as error:
       raise faults.EnvironmentFaultError(str(error)) from error

@@ -72,13 +72,20 @@ class Context:
     return other
 
   async def reply(
-    self, ids: np.ndarray, max_tokens: int, choose: Choose | None = None
+    self,
+    ids: np.ndarray,
+    max_tokens: int,
+    choose: Choose | None = None,
+    pictures: Sequence[np.ndarray] = (),
   ) -> request_lib.Chunk:
-    """Appends tokens to the text and samples the policy's reply, or has it chosen."""
+    """Appends tokens to the text and samples the policy's reply, or has it chosen.
+
+    `pictures` are those that the tokens stand for.
+    """
     parent = self._text
     if self._forked and parent is not None:
       parent = request_lib.Fork(parent, len(parent))
-    request = self._make_request(ids, parent, max_tokens, self._key)
+    request = self._make_request(ids, parent, max_tokens, self._key, pictures)
     if choose:
       generation = await choose(request)
       # What the key of the reply holds for later positions is not used by any other.
@@ -97,22 +104,24 @@ class Context:
     *,
     automata: Sequence[types.Automaton],
     top_logprobs: int,
+    pictures: Sequence[np.ndarray] = (),
   ) -> request_lib.Generation:
     """Requests a reply to any text, for a program's endpoint (serve/conversation.py).
 
     `automata` end the reply in place of the chat's; the decoding's grammar stays.
     """
     _stops, *grammar = self._automata
-    request = self._make_request(ids, parent, max_tokens, key)
+    request = self._make_request(ids, parent, max_tokens, key, pictures)
     request = dataclasses.replace(
       request, automata=(*automata, *grammar), top_logprobs=top_logprobs
     )
     return self.replica.submit(request)
 
-  def _make_request(self, ids, parent, max_tokens, key) -> request_lib.Request:
+  def _make_request(self, ids, parent, max_tokens, key, pictures) -> request_lib.Request:
     return request_lib.Request(
       ids,
       parent,
+      pictures=pictures,
       max_tokens=max_tokens,
       sampling=self._decoding.sampling,
       key=key,

@@ -89,6 +89,7 @@ def make(
       config.batch.microbatch,
       config.batch.row_tokens or config.engine.slots,
       config.batch.trees,
+      model.vision,
     ),
     made,
     config.schedule,

@@ -15,7 +15,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
-from agent_r1_jax.agent import call_formats
+from agent_r1_jax.agent import call_formats, pictures
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
@@ -242,6 +242,7 @@ def load(
       tool_format=call_formats.FORMATS.get(chat.tool_format),
       stop_strings=fields.parse_json('chat.stop_strings', chat.stop_strings, list),
       template_kwargs=fields.parse_json('chat.template', chat.template, dict),
+      pictures=pictures.load(config.path),
     ),
   )
 

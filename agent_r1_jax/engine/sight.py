@@ -1,0 +1,120 @@
+"""What an engine's rows see of pictures: features for prefills, and coordinates.
+
+The features of a picture are computed once for each policy that samples, and then kept
+for the texts that show it too, such as a group's. They pass through the host, which puts
+those of a prefill's tokens in rows: 2 or 4 bytes for each number of an embedding.
+
+Letters: M entries of a call, T tokens of one prefill, D embed.
+"""
+
+import collections
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+import numpy as np
+
+from agent_r1_jax import types
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.engine import rows as rows_lib
+from agent_r1_jax.models import decoder, picture_patches, picture_places, sharding, vision
+
+_KEPT = 1 << 26  # Numbers of the features that are kept: 256 MiB in float32.
+
+
+class Sight:
+  """The pictures of a replica's texts."""
+
+  def __init__(self, config: decoder.DecoderConfig, mesh: Mesh | None):
+    """Knows no picture yet; the policy's parameters are on `mesh`."""
+    assert config.vision is not None
+    self._config, self._mesh, self._side = config, mesh, config.vision.token_size
+    # (version of the policy, first id of a picture) -> [n, D], the last used at the end.
+    self._features = collections.OrderedDict[tuple[Any, int], np.ndarray]()
+    self._numbers = 0
+
+  def list_ids(self, pictures: Sequence[np.ndarray]) -> np.ndarray:
+    """Lists the ids of pictures, which a request may have as tokens."""
+    ids = [types.make_picture_ids(x, self._side) for x in pictures]
+    return np.concatenate([np.zeros(0, np.int32), *ids])
+
+  def add(
+    self, text: request_lib.Text, parent: Any, pictures: Sequence[np.ndarray]
+  ) -> None:
+    """Adds the pictures that a text may show, of a request and of its parent's text."""
+    known = (
+      parent.text.pictures if isinstance(parent, request_lib.Fork) else text.pictures
+    )
+    text.pictures = known | picture_places.name(pictures, self._side)
+    places = self._list_places(text)
+    begins = picture_places.find(text.tokens, places)
+    text.saved = sum(places[name].saved for name in text.tokens[begins].tolist())
+
+  def _list_places(self, text: request_lib.Text) -> dict[int, picture_places.Place]:
+    return picture_places.list_places(text.pictures, self._side)
+
+  def look(
+    self,
+    params: decoder.Params,
+    version: Any,
+    rows: Sequence[rows_lib.Row],
+    batch: tuple[np.ndarray, ...],
+  ) -> decoder.Pictures:
+    """Computes what a prefill sees.
+
+    Args:
+      params: The policy's parameters, as decoder.extend takes them.
+      version: The policy's version.
+      rows: The rows of the first entries.
+      batch: What active_request.make_prefill_batch returns.
+    """
+    _, start_M, tokens_MT, count_M = batch
+    index = np.full(tokens_MT.shape, -1, np.int32)
+    steps = start_M[:, None] + np.arange(tokens_MT.shape[1], dtype=np.int32)
+    coordinates = np.repeat(steps[..., None], 3, axis=2)
+    dtype = jnp.dtype(self._config.dtype)
+    features = np.zeros((tokens_MT.size, self._config.embed_dim), dtype)
+    for m, row in enumerate(rows):
+      if not (text := row.text) or not text.pictures:
+        continue
+      n, positions = len(text), np.arange(len(text))
+      places = self._list_places(text)
+      found = picture_places.locate(text.tokens, positions, np.full(n, n), places)
+      part, into = slice(start_M[m], start_M[m] + count_M[m]), slice(count_M[m])
+      source, coordinates[m, into] = found[0][part], found[1][part]
+      seen = np.flatnonzero(source >= 0)
+      if len(seen):
+        index[m, seen] = places_F = m * tokens_MT.shape[1] + seen
+        features[places_F] = self._compute(params, version, text)[source[seen]]
+    arrays: Any = coordinates, index, features  # jit takes numpy arrays too.
+    return decoder.Pictures(*arrays)
+
+  def _compute(self, params, version, text: request_lib.Text) -> np.ndarray:
+    """Computes the features of all pictures of a text, or finds them, [n, D]."""
+    kept, names = self._features, [(version, name) for name in text.pictures]
+    for name, pixels in zip(names, text.pictures.values(), strict=True):
+      if name not in kept:
+        kept[name] = self._see(params, pixels)
+        self._numbers += kept[name].size
+      kept.move_to_end(name)
+    found = np.concatenate([kept[name] for name in names])
+    while self._numbers > _KEPT and len(kept) > len(names):
+      self._numbers -= kept.popitem(last=False)[1].size
+    return found
+
+  def _see(self, params, pixels: np.ndarray) -> np.ndarray:
+    """Computes the features of one picture, [n, D]."""
+    config: Any = self._config.vision
+    cut = picture_patches.cut(pixels, config)
+    room = picture_patches.round_up(len(cut.patches), config)
+    batch, _ = picture_patches.pack([cut], config, rows=1, patches=room)
+    with sharding.use_mesh(self._mesh):
+      return np.asarray(_features(params, batch, config=self._config))[: cut.tokens]
+
+
+@functools.partial(jax.jit, static_argnames='config')
+def _features(params, batch, *, config):
+  return vision.features(params, config, batch)

@@ -1,0 +1,77 @@
+"""Adds the pictures of packed rows to a batch.
+
+Each packed row has a row of patches beside it, with every picture of its text once: the
+members of a group, which share a row, share the pictures of their prompt too.
+
+Letters: R packed rows, T tokens of each, P patches of each.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from agent_r1_jax import types
+from agent_r1_jax.models import picture_patches, picture_places
+from agent_r1_jax.models.vision_config import VisionConfig
+
+
+def add(
+  batch: types.Batch, pictures: Sequence[np.ndarray], config: VisionConfig | None
+) -> types.Batch:
+  """Returns the batch with the pictures that its tokens stand for, if there are any.
+
+  Raises:
+    ValueError: There are some, and no `config` of a model that sees.
+  """
+  if not pictures:
+    return batch
+  if config is None:
+    raise ValueError(
+      'the texts have pictures, and the batches are made without the shape of a vision '
+      'tower: give MicrobatchShape(vision=model.vision).'
+    )
+  tree = batch.tree
+  # NumPy arrays, until the learner puts them on the mesh.
+  ids: Any = batch.segment_ids
+  text: Any = (batch.tokens, batch.positions, _find_ends(ids))
+  if tree is not None:
+    text = (tree.tokens, tree.positions, tree.ends)
+  named = picture_places.name(pictures, config.token_size)
+  rows = [_list_shown(tokens, named) for tokens in text[0]]
+  made = {x: picture_patches.cut(pixels, config) for x, pixels in named.items()}
+  room = picture_patches.round_up(
+    max(sum(len(made[x].patches) for x in row) for row in rows), config
+  )
+  patches, index, coordinates = [], [], []
+  for tokens, positions, ends, shown in zip(*text, rows, strict=True):
+    packed, starts = picture_patches.pack(
+      [made[x] for x in shown], config, rows=1, patches=room
+    )
+    places = {
+      x: picture_places.Place(start, *made[x].grid)
+      for x, start in zip(shown, starts, strict=True)
+    }
+    found = picture_places.locate(tokens, positions, ends, places)
+    patches.append(packed)
+    index.append(found[0])
+    coordinates.append(found[1])
+  arrays: Any = np.stack(index), np.stack(coordinates)
+  joined = jax.tree.map(lambda *x: np.concatenate(x), *patches)
+  return batch._replace(pictures=types.Pictures(joined, *arrays))
+
+
+def _list_shown(tokens: np.ndarray, named: Mapping[int, np.ndarray]) -> list[int]:
+  """Lists the pictures that a row shows, each once."""
+  return [*dict.fromkeys(tokens[picture_places.find(tokens, named)].tolist())]
+
+
+def _find_ends(segment_ids: np.ndarray) -> np.ndarray:
+  """Finds the column after the last of each token's segment, [R, T]."""
+  R, T = segment_ids.shape
+  last = np.ones((R, T), bool)
+  last[:, :-1] = segment_ids[:, 1:] != segment_ids[:, :-1]
+  # From the right: the least of the ends that are at the token or after it.
+  ends = np.where(last, np.arange(1, T + 1), T)
+  return np.minimum.accumulate(ends[:, ::-1], axis=1)[:, ::-1]

@@ -1,0 +1,174 @@
+"""Pictures in the engine and in the learner, which compute the same."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import transcript
+from agent_r1_jax.engine import request
+from agent_r1_jax.models import attention
+from agent_r1_jax.rl import learner, packing, table
+
+_CONFIG = tiny.config('qwen2_5_vl')
+
+
+@pytest.fixture(scope='module')
+def params():
+  return tiny.params(_CONFIG)
+
+
+def picture(seed: int, rows: int = 2, columns: int = 3) -> np.ndarray:
+  rng = np.random.default_rng(seed)
+  return rng.integers(0, 256, (8 * rows, 8 * columns, 3), np.uint8)
+
+
+def write(*parts) -> np.ndarray:
+  """Token ids of texts, given as numbers, and of pictures."""
+  ids = [types.make_picture_ids(x, 8) if np.ndim(x) == 3 else [x] for x in parts]
+  return np.concatenate(ids).astype(np.int32)
+
+
+async def play(engine, number: int, turns):
+  """Plays an episode; each turn is what the policy reads before its reply."""
+  text, made = None, transcript.Transcript()
+  passage = made.begin()
+  for turn, parts in enumerate(turns):
+    shown = [x for x in parts if np.ndim(x) == 3]
+    ids, key = write(*parts), request.make_key(number, turn)
+    asked = request.Request(ids, text, max_tokens=9, key=key, pictures=shown)
+    generation = engine.submit(asked)
+    reply = await generation
+    text = generation.text
+    made.add_turn(passage, ids, reply, shown)
+  return made.collect()[0][0]
+
+
+EPISODES = [
+  [(1, picture(0), 2, 3), (4, picture(1, 3, 1), 5)],
+  [(1, picture(0), 2, 3), (4, picture(0), picture(2, 1, 1), 5), (6,)],
+  [(1, picture(3), 2, 3), (7, 8)],
+  [(1, 2, 3, 4, 5), (7, picture(4, 4, 2), 8)],
+  [(9, 8, 7), (6, 5)],
+]
+
+
+def learned(params, segments, *, trees: bool, temperature: float = 1.0):
+  """The learner's log-probs of each segment's tokens."""
+  tokens = table.from_segments(segments)
+  shape = packing.MicrobatchShape(2, 128, trees, _CONFIG.vision)
+  batches, layout = packing.pack_microbatches(tokens, shape)
+  found = [learner.logprobs(params, batch, config=_CONFIG) for batch in batches]
+  lengths = [len(s.tokens) for s in segments]
+  return np.split(layout.extract(np.concatenate(found)), np.cumsum(lengths)[:-1])
+
+
+@pytest.mark.parametrize('trees', [False, True])
+@pytest.mark.parametrize('sizes', [{}, {'rows': 2, 'prefill_tokens': 4}])
+def test_log_probs_are_the_learners(params, sizes, trees):
+  engine = tiny.engine(params, shape=_CONFIG, **sizes)
+  plays = [play(engine, n, turns) for n, turns in enumerate(EPISODES)]
+  segments = engine.run(plays)
+  for segment, logprobs in zip(segments, learned(params, segments, trees=trees)):
+    mask = segment.action_mask
+    np.testing.assert_allclose(
+      segment.behaviour_logprobs[mask], logprobs[mask], rtol=0, atol=2e-5
+    )
+    assert (logprobs[segment.tokens >= types.FIRST_PICTURE_ID] == 0).all()
+
+
+def test_what_a_picture_shows_changes_what_is_sampled(params):
+  engine = tiny.engine(params, shape=_CONFIG)
+  turns = lambda seed: [(1, picture(seed), 2, 3)]
+  first, again, other = engine.run([play(engine, 0, turns(s)) for s in (0, 0, 5)])
+  np.testing.assert_array_equal(first.behaviour_logprobs, again.behaviour_logprobs)
+  assert np.abs(first.behaviour_logprobs - other.behaviour_logprobs).max() > 1e-3
+
+
+def test_prefixes_are_shared_by_what_pictures_show(params):
+  """Of one place and size; a placeholder alone would make them equal."""
+  for second, shared in ((0, 28), (6, 0)):
+    engine = tiny.engine(params, shape=_CONFIG)
+    texts = [[(1, picture(seed, 5, 5), 2, 3, 4)] for seed in (0, second)]
+    engine.run([play(engine, n, text) for n, text in enumerate(texts)])
+    assert (engine.stats.shared, engine.stats.prefilled) == (shared, 56 - shared)
+
+
+def test_features_are_computed_once_for_a_policy(params, monkeypatch):
+  engine = tiny.engine(params, shape=_CONFIG, prefill_tokens=4)
+  sight, seen = engine.replicas[0].device.sight, []
+  see = sight._see
+  monkeypatch.setattr(sight, '_see', lambda *args: seen.append(1) or see(*args))
+  turns = [(1, picture(0), 2, 3), (4, picture(0), picture(1), 5)]
+  engine.run([play(engine, n, turns) for n in range(3)])
+  assert len(seen) == 2
+  engine.sync_weights(jax.tree.map(lambda x: x * 1.01, params), 1)
+  engine.run([play(engine, 0, turns[:1])])
+  assert len(seen) == 3
+
+
+def test_pictures_that_a_request_does_not_bring_are_refused(params):
+  engine = tiny.engine(params, shape=_CONFIG)
+  ids = write(1, picture(0))
+
+  async def ask(**options):
+    await engine.submit(request.Request(ids, max_tokens=2, **options))
+
+  with pytest.raises(ValueError, match='end in a picture'):
+    engine.run([ask(pictures=[picture(0)])])
+  ids = np.append(ids, 2)
+  with pytest.raises(ValueError, match='is outside the vocabulary of 300'):
+    engine.run([ask()])
+  with pytest.raises(ValueError, match='is outside the vocabulary of 300'):
+    engine.run([ask(pictures=[picture(1)])])
+  blind = tiny.engine(tiny.params(tiny.config()))
+  with pytest.raises(ValueError, match='is outside the vocabulary of 300'):
+    blind.run([_ask(blind, ids)])
+
+
+async def _ask(engine, ids):
+  await engine.submit(request.Request(ids, max_tokens=2, pictures=[picture(0)]))
+
+
+def test_a_fork_sees_what_its_parent_saw(params):
+  engine = tiny.engine(params, shape=_CONFIG)
+
+  async def branch():
+    shown = [picture(0)]
+    ids = write(1, *shown, 9)
+    first = engine.submit(request.Request(ids, max_tokens=3, pictures=shown))
+    await first
+    fork = request.Fork(first.text, 8)
+    second = engine.submit(request.Request(write(2, 3), fork, max_tokens=4))
+    await second
+    with pytest.raises(ValueError, match='those of the fork, end in a picture'):
+      engine.submit(request.Request(write(2), request.Fork(first.text, 6)))
+    alone = request.Request(write(1, *shown, 9, 2, 3), max_tokens=4, pictures=shown)
+    return await second, await engine.submit(alone)
+
+  ((forked, alone),) = engine.run([branch()])
+  np.testing.assert_array_equal(forked.tokens, alone.tokens)
+  np.testing.assert_allclose(forked.logprobs, alone.logprobs, rtol=0, atol=1e-5)
+
+
+def test_a_group_in_a_row_shares_its_picture():
+  """Of two texts with one prompt: the row has the patches of its picture once."""
+  assert attention.supports_trees()
+  ids = write(1, picture(0), 2)
+  segments = [
+    types.Segment(
+      np.append(ids, [n]).astype(np.int32),
+      np.arange(9) == 8,
+      np.zeros(9, np.float32),
+      pictures=[picture(0)],
+    )
+    for n in (3, 4)
+  ]
+  shape = packing.MicrobatchShape(1, 32, True, _CONFIG.vision)
+  ((batch,), _) = packing.pack_microbatches(table.from_segments(segments), shape)
+  assert batch.pictures.patches.patches.shape == (1, 32, 48)
+  assert (batch.pictures.patches.pictures == 1).sum() == 4 * 6
+  assert (batch.pictures.index >= 0).sum() == 6
+  with pytest.raises(ValueError, match=r'give MicrobatchShape\(vision='):
+    packing.pack_microbatches(table.from_segments(segments), shape._replace(vision=None))
