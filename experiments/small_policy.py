@@ -17,8 +17,8 @@ import jax
 
 from agent_r1_jax import sft
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.agent import tokenizer
-from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.agent import pictures, tokenizer
+from agent_r1_jax.models import decoder, vision_config, weights
 from agent_r1_jax.report import progress as progress_lib
 from experiments.miniwiki import induction
 
@@ -33,17 +33,32 @@ _COPYING = flags.DEFINE_float('copying', 0.05, 'Share of the steps that only cop
 _SAVE_EVERY = 200  # steps
 
 
-def make_config(vocab_size: int) -> decoder.DecoderConfig:
+def make_config(
+  vocab_size: int, reader: pictures.Reader | None = None
+) -> decoder.DecoderConfig:
   """Makes the policy's architecture: Llama's, small.
 
   With experts it is Qwen2-MoE's; a token then takes as many operations, for two experts
-  and the one that all share are as wide as the one feed-forward.
+  and the one that all share are as wide as the one feed-forward. With a reader of
+  pictures it is Qwen2.5-VL's.
   """
   dim = _DIM.value
   wide: dict[str, Any] = {'family': 'llama', 'mlp_dim': 3 * dim}
   if experts := _EXPERTS.value:
     wide = {'family': 'qwen2_moe', 'num_experts': experts, 'experts_per_token': 2}
     wide |= {'expert_dim': dim, 'shared_dim': dim, 'normalize_experts': True}
+  if reader:
+    tower = vision_config.VisionConfig(
+      num_layers=2,
+      embed_dim=64,
+      num_heads=4,
+      mlp_dim=128,
+      out_dim=dim,
+      patch_size=reader.side // 2,
+      # The small worlds' pictures are of 3 x 3 tokens at most: one window.
+      window_size=3 * reader.side,
+    )
+    wide |= {'family': 'qwen2_5_vl', 'vision': tower, 'mrope_section': (4, 6, 6)}
   return decoder.DecoderConfig(
     **wide,
     vocab_size=vocab_size,
@@ -68,6 +83,7 @@ def train(
   seed: int,
   vocab: int,
   more_tokens: Sequence[str] = (),
+  reader: pictures.Reader | None = None,
 ) -> None:
   """Writes the tokenizer, the model and log.jsonl, a line for each step.
 
@@ -81,17 +97,20 @@ def train(
     seed: The seed of the initialisation and of the text that only copies.
     vocab: The most entries of the vocabulary.
     more_tokens: Texts that are one token each, besides those of all such tokenizers.
+    reader: Reads the pictures of the examples, if there are any.
   """
   start = time.time()
   tokenizer.train(
     texts, vocab_size=vocab, directory=out / 'tokenizer', more_tokens=more_tokens
   )
   tok = tokenizer.load(out / 'tokenizer')
-  model = make_config(len(tok))
+  model = make_config(len(tok), reader)
+  if reader and model.vision:
+    pictures.save(reader, out / 'tokenizer', model.vision.patch_size)
   params = induction.init(model, seed)
   print(f'{sum(x.size for x in jax.tree.leaves(params)):,} parameters', flush=True)
 
-  chat = chat_lib.Chat(tok)
+  chat = chat_lib.Chat(tok, pictures=reader)
   conversations = (
     sft.segment(chat, sft.Conversation(e.messages, schemas if e.tools else ()))
     for e in examples

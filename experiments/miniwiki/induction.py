@@ -14,7 +14,7 @@ import numpy as np
 
 from agent_r1_jax.models import decoder, rope
 
-_FAMILIES = ('llama', 'qwen2_moe')
+_FAMILIES = ('llama', 'qwen2_moe', 'qwen2_5_vl')
 # Standard deviation of an embedding; of the same size are the residual's other parts.
 _SCALE = 0.05
 # Rotations a token above which a frequency tells neighbours apart, and below which it
@@ -33,8 +33,8 @@ def init(config: decoder.DecoderConfig, seed: int) -> decoder.Params:
   (slow frequencies) and copies that position's token.
 
   Args:
-    config: A shape of family 'llama' or 'qwen2_moe' (no q/k norms; the biases of the
-      latter begin as 0) with 2 layers or more.
+    config: A shape of one of _FAMILIES (no q/k norms; biases begin as 0) with 2 layers
+      or more.
     seed: The seed of everything random.
 
   Raises:
@@ -58,6 +58,12 @@ def init(config: decoder.DecoderConfig, seed: int) -> decoder.Params:
   attn['o']['kernel'] *= 0.02
   for name in {'mlp', 'moe', 'shared'} & params['layers'].keys():
     params['layers'][name]['down']['kernel'] *= 0.02
+  if 'vision' in params:
+    # What a picture shows is as large as an embedding, and has none of the circuit's own.
+    out = params['vision']['merger']['out']
+    out['kernel'] *= _SCALE
+    out['kernel'][:, 0], out['kernel'][:, before] = 0.0, 0.0
+    out['bias'][0] = 4 * _SCALE
   reader = _orthogonal(rng, D - H - 1)[:, :H]
   copier = _orthogonal(rng, D - H - 1)
   frequencies = np.asarray(rope.frequencies(config.rope_theta, config.head_dim))

@@ -116,7 +116,7 @@ def make_base(world: world_lib.World, seed: int, out: pathlib.Path) -> pathlib.P
   config = fields.replace(
     world.base, config_flags.get_override_values(flags.FLAGS['sft'])
   )
-  shape = dataclasses.asdict(small_policy.make_config(world.vocab))
+  shape = dataclasses.asdict(small_policy.make_config(world.vocab, world.reader))
   made_of = {'seed': seed, 'model': shape, 'sft': dataclasses.asdict(config)}
   workdir_lib.check_config(out, made_of, name='made_of.json')
   done = out / 'done'
@@ -131,6 +131,7 @@ def make_base(world: world_lib.World, seed: int, out: pathlib.Path) -> pathlib.P
       seed=seed,
       vocab=world.vocab,
       more_tokens=world.more_tokens,
+      reader=world.reader,
     )
     done.touch()
   return out / 'model'

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import sft, types
+from agent_r1_jax.agent import pictures
 from agent_r1_jax.train import rollout
 from experiments import comparison
 
@@ -50,6 +51,7 @@ class World(NamedTuple):
     more_tokens: Texts that are one token each, such as the marks of an action.
     options: Makes what else the episodes depend on, such as the values of flags.
     also: Keys of methods that the trained policy plays too, besides 'tools'.
+    reader: Reads the pictures of its messages; None if there are none.
   """
 
   examples: Callable[[int], Iterator[Example]]
@@ -67,6 +69,7 @@ class World(NamedTuple):
   more_tokens: Sequence[str] = ()
   options: Callable[[], dict[str, Any]] = dict
   also: Sequence[str] = ()
+  reader: pictures.Reader | None = None
 
 
 def practise(world: World, seed: int, n: int) -> tuple[list[types.Task], rollout.MakeEnv]:
