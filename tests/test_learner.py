@@ -36,7 +36,8 @@ _PPO = algorithms.ppo(
   aggregate=aggregation.seq_mean_token_mean,
 )
 # Every field of a batch that is a number of a token.
-_NUMBERS = tuple(x for x in types.Batch._fields[4:] if x not in ('weights', 'tree'))
+_OTHERS = ('weights', 'tree', 'pictures')
+_NUMBERS = tuple(x for x in types.Batch._fields[4:] if x not in _OTHERS)
 _SURROGATES = {
   name: make()
   for name, make in inspect.getmembers(losses, inspect.isfunction)
