@@ -1,5 +1,7 @@
 """Strict settings for every test, and the fixtures that several files share."""
 
+import dataclasses
+import functools
 import gc
 import os
 import pathlib
@@ -67,6 +69,35 @@ def no_curves(monkeypatch):
 
   touch = lambda runs, path, *_, **__: pathlib.Path(path).touch()
   monkeypatch.setattr(plots, 'plot_curves', touch)
+
+
+@pytest.fixture
+def traced_once(monkeypatch):
+  """Runs with the same algorithm object and equal optimizers trace their update once."""
+  from agent_r1_jax.rl import learner, optimizers
+
+  for name, cached in _cached_makers().items():
+    monkeypatch.setattr(learner, name, cached)
+  make, made = optimizers.make, _OPTIMIZERS
+
+  def make_once(options, rate):
+    key = dataclasses.astuple(options), rate
+    if key not in made:
+      made[key] = make(options, rate)
+    return made[key]
+
+  monkeypatch.setattr(optimizers, 'make', make_once)
+
+
+_OPTIMIZERS: dict = {}
+
+
+@functools.cache
+def _cached_makers():
+  from agent_r1_jax.rl import learner
+
+  names = 'objective', 'critic_objective'
+  return {name: functools.cache(getattr(learner, name)) for name in names}
 
 
 @pytest.fixture

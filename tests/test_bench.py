@@ -16,8 +16,19 @@ _SHORT = """
 import functools
 from absl import app
 from experiments.bench import accelerator, gaps
-gaps.play = functools.partial(gaps.play, reply=8)
+gaps.play = functools.partial(gaps.play, prompt=16, reply=8, answer=16)
 app.run(accelerator.main)
+"""
+# One program to decode and one to prefill, but where programs are counted.
+_FEW_PROGRAMS = """
+from absl import app
+from experiments.bench import __main__ as bench
+class Bench(bench.Bench):
+  def engine(self, **kwargs):
+    one = {'bucket': 1024, 'narrow': False} if kwargs.get('warm', True) else {}
+    return super().engine(**one | kwargs)
+bench.Bench = Bench
+app.run(bench.main)
 """
 
 
@@ -26,7 +37,7 @@ def lines():
   sizes = ['--rows=16', '--prompt=24', '--reply=8', '--microbatch=4', '--repeats=1']
   what = ['--what=no_work_twice,programs,tools,adapters', '--latencies=0.02']
   what += ['--segments=6']
-  done = script.run('-m', 'experiments.bench', '--shape=tiny', *what, *sizes)
+  done = script.run('-c', _FEW_PROGRAMS, '--shape=tiny', *what, *sizes)
   assert done.returncode == 0, done.stderr
   found = map(json.loads, done.stdout.splitlines())
   return {line['measurement']: line for line in found}

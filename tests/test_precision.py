@@ -87,9 +87,10 @@ def test_differences_are_described():
   assert found['kl_k3'] == pytest.approx(((0.5 - 1 + np.log(2)) + (1 - np.log(2))) / 4)
 
 
-def test_the_script_says_what_bfloat16_changes_and_by_which_cause():
+def test_the_script_says_what_bfloat16_changes_and_by_which_cause(tmp_path):
   sizes = ['--texts=5', '--rows=2', '--turns=2', '--prompt=9', '--reply=8', '--answer=5']
-  what = ['--policy=experiments/miniwiki/model', '--row_tokens=128']
+  policy = tiny.save(tmp_path / 'model')
+  what = [f'--policy={policy}', '--row_tokens=128']
   done = script.run('-m', 'experiments.bench.precision', *what, *sizes)
   assert done.returncode == 0, done.stderr
   lines = [json.loads(line) for line in done.stdout.splitlines()]

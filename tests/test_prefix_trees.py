@@ -167,14 +167,24 @@ _MAKERS = {
   if make.__annotations__.get('return') is algorithms.Algorithm and name[0] != '_'
 }
 _UNMASKED = {'loss_mask': False, 'advantage_mask': False}
-# Each algorithm, then what an algorithm may have besides.
-_CASES_OF_LEARNING = {name: (make(), '') for name, make in _MAKERS.items()} | {
-  'KL in the loss': (algorithms.grpo()._replace(kl=kl_lib.InLoss()), ''),
+
+
+def _distinct() -> dict[str, tuple[algorithms.Algorithm, str]]:
+  """Algorithms of which no two compute the same from their advantages and weights."""
+  found: dict[tuple, tuple[str, algorithms.Algorithm]] = {}
+  for name, make in _MAKERS.items():
+    made = make()
+    code = getattr(made.loss, 'surrogate', made.loss).__qualname__
+    in_loss = isinstance(made.kl, kl_lib.InLoss)
+    found.setdefault((code, in_loss, made.needs_critic), (name, made))
+  return {name: (made, '') for name, made in found.values()}
+
+
+# Then what an algorithm may have besides.
+_CASES_OF_LEARNING = _distinct() | {
   'entropy': (plain.GRPO._replace(entropy_coef=0.1), ''),
   'correction': (plain.GRPO._replace(correction=correction_lib.token_truncated()), ''),
-  'no masks': (plain.GRPO._replace(**_UNMASKED), ''),
   'own critic': (algorithms.ppo(), 'own'),
-  'shared critic': (algorithms.ppo(), 'shared'),
   'shared critic, no masks': (algorithms.ppo()._replace(**_UNMASKED), 'shared'),
 }
 
@@ -226,7 +236,7 @@ def test_scores_loss_and_gradients_equal_those_of_whole_rows(case):
       np.testing.assert_allclose(a[name], b[name], rtol=2e-4, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize('shape', [(1, 32), (3, 40), (2, 200)])
+@pytest.mark.parametrize('shape', [(3, 40), (2, 200)])
 def test_the_gradient_does_not_depend_on_rows_and_their_cuts(shape):
   table = plain.credit(_grown(), plain.GRPO, shape=ROWS).table
   run = lambda shape: plain.gradient(

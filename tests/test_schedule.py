@@ -34,7 +34,7 @@ from agent_r1_jax.train import schedule as schedule_lib
 
 _STALE = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
 model = test_train.model
-pytestmark = pytest.mark.usefixtures('no_curves')
+pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')
 
 
 def _run(model, workdir, learned=None, **kwargs):

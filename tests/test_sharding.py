@@ -151,24 +151,22 @@ def check(family, batch, sizes, **fields):
   # The engine's replica: experts and heads on two chips.
   layers = sampling_params.unstack(jax.device_put(params), config)
   args = np.arange(12, dtype=np.int32).reshape(2, 6), np.tile(np.arange(6), (2, 1))
-  want, _ = decoder.extend(layers, config, *args, decoder.empty_cache(config, 2, 16))
+  extend = jax.jit(lambda p, c: decoder.extend(p, config, *args, c)[0])
+  want = extend(layers, decoder.empty_cache(config, 2, 16))
   pair = sharding.make_mesh(tensor=2, devices=jax.devices()[:2])
   with jax.set_mesh(pair):
     cache = sharding.shard_cache(decoder.empty_cache(config, 2, 16), pair)
     layers = jax.device_put(layers, sharding.make_shardings(layers, pair))
-    extend = jax.jit(lambda p, c: decoder.extend(p, config, *args, c)[0])
     np.testing.assert_allclose(extend(layers, cache), want, rtol=0, atol=1e-4)
 
 half, deep, long = (
   dict(data=2, fsdp=2, tensor=2), dict(fsdp=2, tensor=4), dict(fsdp=4, context=2)
 )
 slides = dict(sliding=(True, False), window=5, vocab_size=304)
-check('qwen3_moe', rows, half, vocab_size=304)
 check('qwen3_moe', rows, long, vocab_size=304)
 check('qwen2_moe', trees, deep, vocab_size=304)
 check('gemma2', rows, long, attention_cap=2.0, logit_cap=3.0, **slides)
-check('gemma3_text', trees, half, local_rope_theta=50.0, query_scale=6, **slides)
-check('olmo3', rows, deep, local_rope_theta=1e4, nope=(True, False), **slides)
+check('olmo3', trees, half, local_rope_theta=50.0, nope=(True, False), **slides)
 """
 
 
@@ -257,22 +255,22 @@ adapted = jax.tree_util.tree_map_with_path(
   jax.device_get(adapted),
 )
 start = lambda: learner.init(jax.tree.map(jax.numpy.array, params), optimizer)
+stepped = jax.device_get(update(start(), batch))
+want_of_trees = jax.device_get(gradient(params, trees)[0])
 want = None
 for params, sizes in (
-  *((params, s) for s in ((8, 1, 1, 1), (1, 8, 1, 1), (2, 2, 2, 1), (1, 1, 8, 1))),
-  *((params, s) for s in ((1, 1, 1, 8), (1, 2, 1, 4), (2, 1, 2, 2))),
+  *((params, s) for s in ((1, 8, 1, 1), (2, 2, 2, 1), (1, 1, 8, 1))),
+  *((params, s) for s in ((1, 1, 1, 8), (2, 1, 2, 2))),
   (adapted, (1, 2, 2, 2)),
 ):
   if want is None or params is adapted:
     (want, want_sums), _ = jax.device_get(gradient(params, batch))
-    stepped = jax.device_get(update(start(), batch))
-    want_of_trees = jax.device_get(gradient(params, trees)[0])
   mesh = sharding.make_mesh(**dict(zip(sharding.AXES, sizes)))
   where = sharding.make_shardings(start(), mesh)
   with jax.set_mesh(mesh):
     rows = jax.device_put(batch, sharding.batch_sharding(mesh))
     (grads, sums), text = gradient(jax.device_put(params, where.params), rows)
-    if sizes[0] == 2:
+    if sizes == (2, 2, 2, 1):
       after = update(jax.device_put(start(), where), rows)
       same(after, stepped, sizes)
       lies(after[0], where, sizes)
@@ -285,7 +283,7 @@ for params, sizes in (
   assert gathered or fsdp * context == 1, sizes
   whole = (f'f32[{B * T},', f'f32[{B},{T},', f'f32[{B // data // fsdp},{T},')
   assert not [x for x in gathered if x.startswith(whole)], sizes
-  if sizes in ((1, 8, 1, 1), (2, 2, 2, 1)):
+  if sizes == (2, 2, 2, 1):
     with jax.set_mesh(mesh):
       rows = jax.device_put(trees, sharding.batch_sharding(mesh))
       found, text = gradient(jax.device_put(params, where.params), rows)
@@ -323,7 +321,7 @@ np.testing.assert_allclose(scores[2:], scores[:2], rtol=1e-5)
 q, slots = normal(B, 1, 8, 128), normal(2, B, 2, 128, 128)
 at = np.arange(0, 128, 16, dtype=np.int32)[:, None]
 plain = attention.cached(q, *slots, at)
-for sizes in ({'tensor': 2}, {'tensor': 4}, {'data': 2, 'tensor': 2}):
+for sizes in ({'tensor': 4}, {'data': 2, 'tensor': 2}):
   mesh = sharding.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
   with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode():
     paged = jax.jit(attention_kernels.over_used_slots)(q, *slots, at)

@@ -150,8 +150,6 @@ def test_a_check_without_an_answer_says_how_to_go_on(check, monkeypatch):
 
 
 def test_the_check_measures_the_largest_difference(monkeypatch):
-  monkeypatch.setattr(slot_attention, 'attend', _interpreted)
-  assert 0 < slot_attention.measure_gap(64) < 0.02
   off = lambda *args: _interpreted(*args).at[2, 3, 5, 7].add(0.5)
   monkeypatch.setattr(slot_attention, 'attend', off)
-  assert slot_attention.measure_gap(64) == pytest.approx(0.5, abs=0.03)
+  assert slot_attention.measure_gap(64) == pytest.approx(0.5, abs=0.02)

@@ -40,7 +40,7 @@ from agent_r1_jax.serve import program
 from agent_r1_jax.train import episode_store, initial_state, loop, metrics, rollout
 
 _GRPO = algorithms.grpo(kl_coef=0.01)
-pytestmark = pytest.mark.usefixtures('no_curves')
+pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')
 _PPO = algorithms.ppo(kl_coef=0.0)
 _WORDS = (' the', ' city', ' capital', ' is')
 
@@ -315,7 +315,7 @@ class TestRun:
     lines = {}
     for drafts in (0, 3):
       config = _config(
-        model, steps=6, samples=8, learning_rate=1e-2, eval_every=0, drafts=drafts
+        model, steps=3, samples=8, learning_rate=1e-2, eval_every=0, drafts=drafts
       )
       _run(config, tmp_path / str(drafts), evals=None)
       lines[drafts] = metrics.read(tmp_path / str(drafts))

@@ -32,7 +32,7 @@ from agent_r1_jax.train import (
 _PLAIN = algorithms.grpo(kl_coef=0.0)
 _STALE = _PLAIN._replace(correction=correction.token_truncated())
 model = test_train.model
-pytestmark = pytest.mark.usefixtures('no_curves')
+pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')
 
 
 def _run(model, workdir, algorithm=_PLAIN, **kwargs):
