@@ -26,8 +26,8 @@ _NUMBERS = range(10)
 # A token has 16 x 16 pixels, and each picture is one.
 READER = pictures.Reader(_CELL, _CELL**2, _CELL**2)
 # What becomes of a demonstration. 'guess': answers without a look; 'stop': looks at the
-# first cell only; 'wrong': looks at another cell. Most guess, so that a greedy policy does
-# too, while some of the samples show how it is done: what RL has to find.
+# first cell only; 'wrong': looks at another cell. Most guess, so that a greedy policy
+# does too, while some of the samples show how it is done: what RL has to find.
 MIXTURE = {'right': 0.25, 'guess': 0.6, 'stop': 0.1, 'wrong': 0.05}
 # Shares of what is practised.
 PRACTICE = {'demonstration': 0.3, 'read': 0.6, 'compare': 0.1}
