@@ -53,15 +53,7 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
       f'({config.engine.slots}): a long text would not fit a training row. Raise it, or '
       'leave it 0.'
     )
-  for name in ('model.reference', 'schedule.reference_every'):
-    if fields.get(config, name) and not algorithm.needs_reference:
-      raise ValueError(f'{name}: the algorithm reads no reference policy; leave it out.')
-  if algorithm.reads_reference and not model.reference:
-    raise ValueError(
-      'model.reference: the algorithm learns from a teacher; give its directory.'
-    )
-  if schedule.reference_every and algorithm.reads_reference:
-    raise ValueError('schedule.reference_every: a teacher stays as it is; make it 0.')
+  _check_reference(config, algorithm)
   for name in config.sink_names:
     # TensorBoard's files need no package that is not required anyway.
     if name != 'tensorboard' and importlib.util.find_spec(name) is None:
@@ -71,10 +63,6 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
       )
   times = {'epochs': schedule.epochs, 'minibatches': schedule.minibatches}
   algorithms.check(algorithm, schedule.samples, **times)
-  if schedule.reference_every and model.reference and model.lora_rank:
-    raise ValueError(
-      'schedule.reference_every: with adapters it needs model.reference to be empty.'
-    )
   if config.sampling.temperature == 0:
     raise ValueError(
       'sampling.temperature is 0: a policy is trained on samples of its own '
@@ -91,6 +79,24 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
     raise ValueError(
       'schedule.ahead: the chips of a replica (mesh.tensor) cannot sample and train at '
       'the same time; give some of them to sampling alone (mesh.samplers).'
+    )
+
+
+def _check_reference(config: config_lib.Config, algorithm: algorithms.Algorithm):
+  """Raises ValueError for a reference policy that is missing, or that nobody reads."""
+  model, schedule = config.model, config.schedule
+  for name in ('model.reference', 'schedule.reference_every'):
+    if fields.get(config, name) and not algorithm.needs_reference:
+      raise ValueError(f'{name}: the algorithm reads no reference policy; leave it out.')
+  if algorithm.reads_reference and not model.reference:
+    raise ValueError(
+      'model.reference: the algorithm learns from a teacher; give its directory.'
+    )
+  if schedule.reference_every and algorithm.reads_reference:
+    raise ValueError('schedule.reference_every: a teacher stays as it is; make it 0.')
+  if schedule.reference_every and model.reference and model.lora_rank:
+    raise ValueError(
+      'schedule.reference_every: with adapters it needs model.reference to be empty.'
     )
 
 
