@@ -78,7 +78,7 @@ def test_a_base_that_sees_is_made(tmp_path):
   config, params = weights.load(tmp_path / 'model', dtype='float32')
   assert config.family == 'qwen2_5_vl' and config.vision is not None
   assert np.isfinite(params['vision']['merger']['out']['kernel']).all()
-  reader = pictures.load(tmp_path / 'model')
+  reader = pictures.load(tmp_path / 'model', config.vision.token_size)
   chat = chat_lib.Chat(tokenizer.load(tmp_path / 'model'), pictures=reader)
   task = grid.make_tasks(0, 1, 'train', (1,))[0]
   assert len(chat.list_pictures(task.messages)) == 1

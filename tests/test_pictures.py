@@ -232,15 +232,21 @@ def test_the_api_takes_parts_with_pictures():
 
 
 def test_a_reader_is_that_of_the_model_directory(tmp_path):
-  assert pictures.load(tmp_path) is None
+  assert pictures.load(tmp_path, 8) is None
   pictures.save(READER, tmp_path, patch=4)
-  again = pictures.load(tmp_path)
+  again = pictures.load(tmp_path, 8)
   assert again and (again.side, again.min_pixels, again.max_pixels) == (8, 64, 1024)
   path = tmp_path / 'preprocessor_config.json'
   raw = json.loads(path.read_text())
   path.write_text(json.dumps(raw | {'image_mean': [0.5, 0.5, 0.5]}))
   with pytest.raises(ValueError, match='colours are scaled'):
-    pictures.load(tmp_path)
+    pictures.load(tmp_path, 8)
+  path.write_text(json.dumps(raw | {'min_pixels': 'all'}))
+  with pytest.raises(ValueError, match="min_pixels is 'all'"):
+    pictures.load(tmp_path, 8)
+  path.write_text(json.dumps(raw))
+  with pytest.raises(ValueError, match='is 8, and a token of the model has 28 pixels'):
+    pictures.load(tmp_path, 28)
   path.write_text('{}')
   with pytest.raises(ValueError, match='cannot be read'):
-    pictures.load(tmp_path)
+    pictures.load(tmp_path, 8)

@@ -104,14 +104,15 @@ class Reader:
 
   def __init__(self, side: int, min_pixels: int, max_pixels: int):
     """Checks the sizes."""
-    if not (side >= 1 and side**2 <= min_pixels <= max_pixels):
+    whole = all(type(x) is int for x in (side, min_pixels, max_pixels))
+    if not (whole and side >= 1 and side**2 <= min_pixels <= max_pixels):
       raise ValueError(
-        f'min_pixels is {min_pixels} and max_pixels {max_pixels}; a token has {side} x '
-        f'{side} pixels: give at least so many, and max_pixels not below min_pixels.'
+        f'min_pixels is {min_pixels!r} and max_pixels {max_pixels!r}; a token has '
+        f'{side} x {side} pixels: give at least so many, and max_pixels not below that.'
       )
     self.side, self.min_pixels, self.max_pixels = side, min_pixels, max_pixels
     # An episode's pictures are read when its messages are encoded, and when it ends.
-    self.read = functools.lru_cache(256)(self._read)
+    self.read = functools.lru_cache(64)(self._read)
 
   def _read(self, url: str) -> np.ndarray:
     """Reads the picture at an address, which holds it, as uint8 [H, W, 3].
@@ -177,8 +178,12 @@ class Reader:
     return rows, min(columns, max(1, most // rows))
 
 
-def load(directory: Any) -> Reader | None:
-  """Loads the reader of a model's directory; None if the model sees no pictures.
+def load(directory: Any, side: int) -> Reader | None:
+  """Loads the reader of a model that sees; None if its directory has none.
+
+  Args:
+    directory: The model's directory.
+    side: The pixels of a token's square, in each direction, by the model's own shape.
 
   Raises:
     ValueError: preprocessor_config.json is of another kind of model.
@@ -188,7 +193,7 @@ def load(directory: Any) -> Reader | None:
     return None
   try:
     raw = json.loads(path.read_text(encoding='utf-8'))
-    side = raw['patch_size'] * raw['merge_size']
+    found = raw['patch_size'] * raw['merge_size']
     bounds = raw.get('size') or {}
     least = raw.get('min_pixels') or bounds['shortest_edge']
     most = raw.get('max_pixels') or bounds['longest_edge']
@@ -198,6 +203,11 @@ def load(directory: Any) -> Reader | None:
       f'{path} cannot be read ({type(error).__name__}: {error}); the models whose '
       'pictures are understood are those of docs/models.md.'
     ) from error
+  if found != side:
+    raise ValueError(
+      f'{path}: patch_size times merge_size is {found}, and a token of the model has '
+      f'{side} pixels in each direction; copy the file of this model.'
+    )
   if scales != (_MEAN, _STD):
     raise ValueError(f'{path}: colours are scaled by {scales}; only {_MEAN, _STD} are.')
   return Reader(side, least, most)

@@ -242,7 +242,7 @@ def load(
       tool_format=call_formats.FORMATS.get(chat.tool_format),
       stop_strings=fields.parse_json('chat.stop_strings', chat.stop_strings, list),
       template_kwargs=fields.parse_json('chat.template', chat.template, dict),
-      pictures=pictures.load(config.path),
+      pictures=shape.vision and pictures.load(config.path, shape.vision.token_size),
     ),
   )
 
