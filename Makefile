@@ -1,6 +1,7 @@
 # make quickstart   an agent learns to search, on this machine's CPU
 # make test         the whole test suite
-# make test-inspect that Inspect reads converted logs, in its own environment (.venv-inspect)
+# make test-with-X  the test with a package that has an environment of its own, .venv-X:
+#                   X is one of tests/packages/*.txt, such as inspect
 # make lint         format, lint and types
 # make format       rewrite the code in its format
 # make docs         the documentation as a site, in runs/site
@@ -20,7 +21,8 @@ supported = import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(firstword $(foreach name,python3.12 python3.11 python3 python,\
 	$(shell $(name) -c "$(supported)" 2>/dev/null && echo $(name))))
 
-.PHONY: quickstart test test-inspect lint format docs clean
+.PHONY: quickstart test lint format docs clean
+.PRECIOUS: $(VENV)-%/installed
 .DEFAULT_GOAL := test
 
 quickstart: $(VENV)/installed
@@ -31,9 +33,9 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
 
-test-inspect: $(VENV)/installed-test $(VENV)-inspect/installed
-	INSPECT_PYTHON=$(VENV)-inspect/bin/python \
-		$(VENV)/bin/python -m pytest tests/test_episodes.py -k inspect
+test-with-%: $(VENV)/installed-test $(VENV)-%/installed
+	PACKAGE_PYTHON=$(abspath $(VENV)-$*)/bin/python \
+		$(VENV)/bin/python -m pytest tests/test_with_$(subst -,_,$*).py $(ARGS)
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff format --check .
@@ -49,7 +51,7 @@ docs: $(VENV)/installed-test
 	@echo "runs/site/index.html; with search: python3 -m http.server --directory runs/site"
 
 clean:
-	rm -rf $(VENV) $(VENV)-inspect
+	rm -rf $(VENV) $(VENV)-*
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { \
@@ -67,7 +69,7 @@ $(VENV)/installed-test: requirements-test.txt $(VENV)/installed
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements-test.txt
 	@touch $@
 
-$(VENV)-inspect/installed: pyproject.toml | $(VENV)/bin/python
-	$(VENV)/bin/python -m venv $(VENV)-inspect
-	$(VENV)-inspect/bin/python -m pip install --quiet absl-py==2.5.1 inspect_ai==0.3.285
+$(VENV)-%/installed: tests/packages/%.txt | $(VENV)/bin/python
+	$(VENV)/bin/python -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet --requirement $<
 	@touch $@
