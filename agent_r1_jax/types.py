@@ -28,6 +28,8 @@ STATUSES = ('done', 'truncated', 'max_turns', 'error')
 BUDGET_STATUSES = ('truncated', 'max_turns')
 # Token ids from here on stand for squares of pictures; no vocabulary has so many.
 FIRST_PICTURE_ID = 2**30
+# Stands in `routes` for an expert that the router has yet to choose.
+NO_EXPERT = -1
 
 
 def make_picture_ids(pixels: np.ndarray, side: int) -> np.ndarray:
@@ -154,6 +156,9 @@ class Segment:
     policy_steps: int32 [T], the number of rollouts that the policy which sampled the
       token had learned from; 0 off the action mask, and by default everywhere.
     pictures: The pictures that its tokens stand for, uint8 [H, W, 3] each.
+    routes: The experts that computed each token in the sampler, int8 or int16 [T, L, k]
+      for the k experts in each of L layers, and NO_EXPERT where they are not known. None
+      if there are no experts, or nothing was recorded.
   """
 
   tokens: np.ndarray
@@ -161,6 +166,7 @@ class Segment:
   behaviour_logprobs: np.ndarray
   policy_steps: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
   pictures: Sequence[np.ndarray] = ()
+  routes: np.ndarray | None = None
 
   def __post_init__(self):
     if not len(self.policy_steps):
@@ -322,6 +328,8 @@ class Batch(NamedTuple):
     returns: The critic's targets, if there is a critic.
     tree: The text that models read, if it is not that of the entries.
     pictures: The pictures of the text that models read, if it has any.
+    routes: The experts that compute each token of the text that models read, and
+      NO_EXPERT where the router chooses; None if it always does.
   """
 
   tokens: Int[Array, 'B E']
@@ -338,3 +346,4 @@ class Batch(NamedTuple):
   returns: Float[Array, 'B E'] | None = None
   tree: Tree | None = None
   pictures: Pictures | None = None
+  routes: Int[Array, 'B T L k'] | None = None

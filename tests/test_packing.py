@@ -101,7 +101,7 @@ def test_pack(lengths, multiple):
 
 
 def test_every_column_that_a_batch_has_a_field_for_is_packed():
-  names = types.Batch._fields[4:-2]
+  names = types.Batch._fields[4:-3]
   segments = _segments([5, 7, 9])
   columns = {name: np.arange(21) + 100.0 * i for i, name in enumerate(names)}
   text = dataclasses.replace(table.from_segments(segments), **columns)

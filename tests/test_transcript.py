@@ -11,6 +11,7 @@ class Reply(NamedTuple):
   tokens: np.ndarray
   behaviour_logprobs: np.ndarray
   policy_steps: np.ndarray
+  routes: np.ndarray | None = None
 
 
 def reply(*tokens, step=3):
@@ -74,3 +75,17 @@ def test_a_copy_goes_on_and_is_rewarded_by_itself():
   assert [t.reward for t in record.turns] == [0.0]
   assert len(record.passage) == 2 and len(other.passage) == 4
   assert other.collect()[1] == other.turns
+
+
+def test_experts_are_those_that_sampled_and_the_last_tokens_have_none():
+  """A row that was computed again, perhaps by a newer policy, changes none of them."""
+  one = lambda n, expert: np.full((n, 2, 1), expert, 'i1')
+  record = transcript.Transcript()
+  passage = record.begin()
+  record.add_turn(passage, ids(1, 2), reply(10)._replace(routes=one(2, 5)))
+  other = record.fork(passage, 2)
+  record.add_turn(passage, ids(3), reply(11)._replace(routes=one(4, 6)))
+  record.add_turn(other, ids(4), reply(12)._replace(routes=one(3, 7)))
+  segments, _ = record.copy().collect()
+  found = [segment.routes[:, :, 0].T.tolist() for segment in segments]
+  assert found == [[[5, 5, 6, 6, -1]] * 2, [[7, 7, 7, -1]] * 2]

@@ -32,6 +32,11 @@ class Reply(Protocol):
     """int32 [n], see types.Segment."""
     ...
 
+  @property
+  def routes(self) -> np.ndarray | None:
+    """The experts of the text up to the reply's last tokens, see types.Segment."""
+    ...
+
 
 class Passage:
   """A segment while it grows: the text of one context.
@@ -39,6 +44,7 @@ class Passage:
   Attributes:
     turns: The replies that were sampled in it.
     pictures: The pictures that its tokens stand for, uint8 [H, W, 3] each.
+    routes: The experts that computed its first tokens, or None; see types.Segment.
   """
 
   def __init__(
@@ -47,6 +53,7 @@ class Passage:
     """Begins with tokens copied from another passage, by default with none."""
     self.turns: list[types.Turn] = []
     self.pictures = tuple(pictures)
+    self.routes: np.ndarray | None = None
     # Tokens, and for those that were sampled here log-probs and policy steps.
     self._pieces = [] if copied is None else [(copied, None, None)]
 
@@ -70,13 +77,20 @@ class Passage:
     turn = types.Turn(0, start, start + len(reply.tokens))
     sampled = reply.tokens, reply.behaviour_logprobs, reply.policy_steps
     self._pieces += [(observed, None, None), sampled]
+    self._add_routes(reply.routes)
     self.turns.append(turn)
     return turn
+
+  def _add_routes(self, routes: np.ndarray | None):
+    """Adds those of tokens that had none; what was known first is what sampled."""
+    if self.routes is not None and routes is not None:
+      routes = np.concatenate([self.routes, routes[len(self.routes) :]])
+    self.routes = self.routes if routes is None else routes
 
   def copy(self) -> 'Passage':
     """Returns an independent copy, whose turns may get other rewards."""
     other = Passage(pictures=self.pictures)
-    other._pieces = [*self._pieces]
+    other._pieces, other.routes = [*self._pieces], self.routes
     other.turns = [dataclasses.replace(turn) for turn in self.turns]
     return other
 
@@ -93,7 +107,15 @@ class Passage:
     return types.Segment(
       *(np.concatenate(c).astype(d) for c, d in zip(columns, dtypes, strict=True)),
       pictures=self.pictures,
+      routes=self._pad_routes(),
     )
+
+  def _pad_routes(self) -> np.ndarray | None:
+    """Returns the routes with an entry for each token; the last ones are unknown."""
+    if self.routes is None:
+      return None
+    after = [(0, len(self) - len(self.routes)), (0, 0), (0, 0)]
+    return np.pad(self.routes, after, constant_values=types.NO_EXPERT)
 
 
 class Transcript:

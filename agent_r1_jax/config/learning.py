@@ -105,11 +105,14 @@ class Batch:
     microbatch: Packed rows of one micro-batch, over all chips: a multiple of data x fsdp.
     trees: Whether tokens with which several texts begin are computed once
       (rl/prefix_trees.py); where attention does not support it, they never are.
+    replay: Whether a mixture of experts computes each token with the experts that
+      computed it in the sampler.
   """
 
   row_tokens: int = 0
   microbatch: int = 0
   trees: bool = True
+  replay: bool = True
 
   def check(self) -> None:
     """Raises ValueError for a wrong value; the message names the field."""

@@ -1,6 +1,6 @@
 """Requests under way: the arguments of a decode, and what its result adds to each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,7 +46,14 @@ class ActiveRequest:
       del used[automaton_guide.AUTOMATA]
     self.guide_mask = np.array([g in used and g.logits is not None for g in guides], bool)
 
-  def add_chunk(self, decoded: Any, m: int, policy_step: int, guide_states: list):
+  def add_chunk(
+    self,
+    decoded: Any,
+    m: int,
+    policy_step: int,
+    guide_states: list,
+    read_routes: Callable[[int, int], np.ndarray | None],
+  ):
     """Adds the tokens that a decode sampled to the text and the reply.
 
     Args:
@@ -54,18 +61,23 @@ class ActiveRequest:
       m: The request's entry in the decode.
       policy_step: The policy_step of the policy that sampled them.
       guide_states: The states of the guides after the tokens.
+      read_routes: Reads the experts of a row's first tokens; see Device.read_routes.
     """
     assert self.row is not None
-    n, top = decoded.count[m], self.generation.request.top_logprobs
+    request, n, routes = self.generation.request, decoded.count[m], None
+    top, stopped = request.top_logprobs, bool(decoded.stopped[m])
+    if request.routes and (stopped or n == self.generation.remaining):
+      routes = read_routes(self.row.index, self.row.cached + int(n))
     chunk = request_lib.Chunk(
       tokens=decoded.tokens[m, :n],
       logprobs=decoded.logprobs[m, :n],
       policy_steps=np.full(n, policy_step, np.int32),
-      stopped=bool(decoded.stopped[m]),
+      stopped=stopped,
       top_tokens=decoded.top_tokens[m, :n, :top],
       top_logprobs=decoded.top_logprobs[m, :n, :top],
       values=decoded.values[m, :n],
       behaviour_logprobs=decoded.behaviour_logprobs[m, :n],
+      routes=routes,
     )
     self.guide_states = guide_states
     self.row.extend(chunk.tokens)

@@ -79,6 +79,7 @@ class Device:
         on_done()
       most = sizes.prefill_rows[-1]
       self.copy(np.zeros(most, np.int32), unused(most), bucket)
+      self.read_routes(0, bucket)
       on_done()
     acquired = [self.pool.acquire([automaton]) for automaton in automata]
     places = [None, drafts.Index().offer()] if sizes.drafts else [None]
@@ -118,6 +119,15 @@ class Device:
         config=self.config,
         bucket=bucket,
       )
+
+  def read_routes(self, row: int, tokens: int) -> np.ndarray | None:
+    """Reads the experts that computed a row's first tokens, [tokens, L, k], if any."""
+    if not self.config.num_experts:
+      return None
+    bucket = sizes_lib.round_up(self.sizes.buckets, tokens)
+    with sharding.use_mesh(self.mesh):
+      routes = programs_lib.read_routes(self.cache, row, bucket=bucket)
+    return np.asarray(routes)[:tokens]
 
   def decode(
     self,

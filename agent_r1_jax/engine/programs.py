@@ -100,6 +100,14 @@ def copy(
   )
 
 
+@functools.partial(jax.jit, static_argnames='bucket')
+def read_routes(
+  cache: decoder.Cache, row: Int[Array, ''], *, bucket: int
+) -> Int[Array, 'bucket L k']:
+  """Reads which experts computed the first `bucket` slots of a row."""
+  return jnp.stack([layer[2][row, 0, :bucket] for layer in cache], axis=1)
+
+
 @functools.partial(
   jax.jit,
   static_argnames=('config', 'guides', 'steps', 'bucket', 'in_place', 'k'),

@@ -390,7 +390,7 @@ class Replica:
       if not active.generation.done:
         states = [jax.tree.map(lambda x, m=m: x[m], state) for state in guide_states]
         step = slots.weights[active.slot].step if active.slot else policy_step
-        active.add_chunk(decoded, m, step, states)
+        active.add_chunk(decoded, m, step, states, self.device.read_routes)
         if self.index:
           active.add_to(self.index)
         self._unanswered_replies += active.generation.done

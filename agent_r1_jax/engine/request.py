@@ -54,6 +54,8 @@ class Chunk(NamedTuple):
     behaviour_logprobs: The tokens' log-probs, float32 [n], under the distribution that
       they were sampled from, after guides and truncation. Importance weights divide by
       its probabilities. Equal to `logprobs` if no guide or truncation is used.
+    routes: Of a whole reply, if the request wants them: the experts that computed the
+      text from its first token on, [m, L, k]. The last tokens may not be computed yet.
   """
 
   tokens: np.ndarray
@@ -64,13 +66,15 @@ class Chunk(NamedTuple):
   top_logprobs: np.ndarray
   values: np.ndarray
   behaviour_logprobs: np.ndarray
+  routes: np.ndarray | None = None
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
   """Joins the chunks of one reply, of which there is at least one."""
   column = lambda name: np.concatenate([getattr(chunk, name) for chunk in chunks])
-  columns = {name: column(name) for name in Chunk._fields if name != 'stopped'}
-  return Chunk(**columns, stopped=chunks[-1].stopped)
+  whole = ('stopped', 'routes')
+  columns = {name: column(name) for name in Chunk._fields if name not in whole}
+  return Chunk(**columns, stopped=chunks[-1].stopped, routes=chunks[-1].routes)
 
 
 class Text:
@@ -144,6 +148,8 @@ class Request:
       None is the policy alone. Where the parent is a text of another adapter, or a fork
       of one, its tokens are prefilled again.
     pictures: Those that the tokens stand for, uint8 [H, W, 3] each, and perhaps others.
+    routes: Whether the reply reports the experts that computed the text, if the policy
+      has any.
   """
 
   tokens: np.ndarray
@@ -159,6 +165,7 @@ class Request:
   policy: Any = None
   adapter: str | None = None
   pictures: Sequence[np.ndarray] = ()
+  routes: bool = False
 
 
 def check(

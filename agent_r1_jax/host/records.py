@@ -24,6 +24,9 @@ _DTYPES = {
   for code in '?' + np.typecodes['AllInteger'] + np.typecodes['AllFloat']
 }
 
+# Fields of a segment that have no number for each token.
+_NO_COLUMNS = ('pictures', 'routes')
+
 
 def pack(value: Any) -> bytes:
   """Serialises any nesting of JSON's types, tuples, sets, bytes and NumPy's arrays.
@@ -79,8 +82,10 @@ def trajectory(fields: Any, task: types.Task) -> types.Trajectory:
     if restored.status not in types.STATUSES:
       raise ValueError(f'the status is {restored.status!r}')
     for segment in restored.segments:
-      columns = {n: x for n, x in _fields(segment).items() if n != 'pictures'}
+      columns = {n: x for n, x in _fields(segment).items() if n not in _NO_COLUMNS}
       shapes = {np.shape(values) for values in columns.values()}
+      if segment.routes is not None:
+        shapes.add(np.shape(segment.routes)[:1])
       if shapes != {(len(segment.tokens),)}:
         raise ValueError(f'the arrays of a segment have the shapes {shapes}')
   except (TypeError, KeyError, ValueError) as error:

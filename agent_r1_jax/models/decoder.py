@@ -43,8 +43,9 @@ Params = dict[str, Any]
 # array and out of it, which takes 15 % of a small model's gradient.
 UNROLLED_LAYERS = 8
 _ACTIVATIONS = {'silu': nn.silu, 'gelu_pytorch_tanh': nn.gelu}
-# One (k, v) pair a layer, each [B, K, S, H].
-Cache = tuple[tuple[Array, Array], ...]
+# Keys and values of each layer, [B, K, S, H], and where there are experts those that have
+# computed each slot, [B, 1, S, k].
+Cache = tuple[tuple[Array, ...], ...]
 
 
 class Pictures(NamedTuple):
@@ -134,9 +135,9 @@ class Attention(nn.Module):
     else:
       k_BKSH, v_BKSH = (
         _write_slots(x_BKSH, x_BTKH, positions_BT)
-        for x_BKSH, x_BTKH in zip(cache, (k_BTKH, v_BTKH), strict=True)
+        for x_BKSH, x_BTKH in zip(cache[:2], (k_BTKH, v_BTKH), strict=True)
       )
-      cache = (k_BKSH, v_BKSH)
+      cache = (k_BKSH, v_BKSH, *cache[2:])
       rules = rules._replace(window=c.window if kind and kind.slides else 0)
       out_BTNH = attention.cached(q_BTNH, k_BKSH, v_BKSH, positions_BT, rules)
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
@@ -155,17 +156,20 @@ def _write_slots(cache_BKSH: Array, x_BTKH: Array, positions_BT: Array) -> Array
 
 
 class Block(nn.Module):
-  """One layer. `cache` is None in training, else this layer's (k, v).
+  """One layer. `cache` is None in training, else this layer's.
 
   `segments` holds the segment_ids and ends of attention.packed, of which one is None;
-  `kind` is this layer's, or None if all are alike. What is returned beside the residual
-  stream is the cache, or in training the loads of the experts, if there are any.
+  `kind` is this layer's, or None if all are alike; `route_BTk` names the experts to take,
+  if they are known. What is returned beside the residual stream is the cache, or in
+  training the loads of the experts, if there are any.
   """
 
   config: DecoderConfig
 
   @nn.compact
-  def __call__(self, x_BTD, positions_BT, angles, segments, kind, cache=None):
+  def __call__(
+    self, x_BTD, positions_BT, angles, segments, kind, route_BTk=None, cache=None
+  ):
     """Adds attention, then the feed-forward, to the residual stream."""
     c = self.config
     attend = Attention(c, name='attn')
@@ -176,13 +180,16 @@ class Block(nn.Module):
     if not c.num_experts:
       out, loads = MLP(c.mlp_dim, **self._feed_forward(), name='mlp')(normed), None
     else:
-      out, expert_BTk = self._mix_experts(normed)
+      out, expert_BTk = self._mix_experts(normed, route_BTk)
       counts = segments and _find_text(positions_BT, *segments)
       loads = segments and experts.count_loads(expert_BTk, c.num_experts, counts)
+      if cache is not None:
+        taken_BT1k = expert_BTk[:, :, None].astype(cache[2].dtype)
+        cache = (*cache[:2], _write_slots(cache[2], taken_BT1k, positions_BT))
     x_BTD += self._normalise('mlp_out_norm', out)
     return x_BTD, cache if segments is None else loads
 
-  def _mix_experts(self, x_BTD: Array) -> tuple[Array, Array]:
+  def _mix_experts(self, x_BTD: Array, route_BTk: Array | None) -> tuple[Array, Array]:
     """Computes the experts of each token, and the one that is shared, if any."""
     c = self.config
     mixture = experts.Experts(
@@ -193,7 +200,7 @@ class Block(nn.Module):
       **self._feed_forward(),
       name='moe',
     )
-    out, expert_BTk = mixture(x_BTD)
+    out, expert_BTk = mixture(x_BTD, route_BTk)
     if c.shared_dim:
       shared = MLP(c.shared_dim, **self._feed_forward(), name='shared')
       weight_BT1 = Projection((1,), c.dtype, name='shared_weight')(x_BTD)
@@ -226,7 +233,13 @@ class Decoder(nn.Module):
 
   @nn.compact
   def __call__(
-    self, tokens_BT, positions_BT, segment_ids_BT, ends_BT=None, pictures=None
+    self,
+    tokens_BT,
+    positions_BT,
+    segment_ids_BT,
+    ends_BT=None,
+    pictures=None,
+    route_BTLk=None,
   ):
     """Final hidden states [B, T, D]; the loads of any experts [L, E]."""
     c = self.config
@@ -236,8 +249,8 @@ class Decoder(nn.Module):
     )
     policy = REMAT_POLICIES[c.remat]
     block = nn.remat(Block, prevent_cse=False, policy=policy) if policy else Block
-    # All layers get the same arguments, but for their kinds.
-    in_axes: Any = (nn.broadcast, nn.broadcast, nn.broadcast, 0)
+    # All layers get the same arguments, but for their kinds and routes.
+    in_axes: Any = (nn.broadcast, nn.broadcast, nn.broadcast, 0, 0)
     layers = nn.scan(
       block,
       variable_axes={'params': 0},
@@ -257,8 +270,9 @@ class Decoder(nn.Module):
     segments = (segment_ids_BT, ends_BT)
     kinds = layer_kinds(c)
     kinds = kinds and jax.tree.map(lambda *x: jnp.asarray(x), *kinds)
+    route_LBTk = None if route_BTLk is None else jnp.moveaxis(route_BTLk, 2, 0)
     x_BTD, loads_LE = layers(c, name='layers')(
-      x_BTD, positions_BT, angles, segments, kinds
+      x_BTD, positions_BT, angles, segments, kinds, route_LBTk
     )
     x_BTD = _norm(c, 'final_norm')(x_BTD)
     if self.is_initializing() and not c.tie_embeddings:
@@ -307,20 +321,27 @@ def hidden_and_loads(
   segment_ids,
   ends=None,
   pictures: Pictures | None = None,
+  routes: Int[Array, 'B T L k'] | None = None,
 ) -> tuple[Float[Array, 'B T D'], Float[Array, 'L E'] | None]:
-  """Computes `hidden`, and how many tokens of the rows each expert has computed."""
+  """Computes `hidden`, and how many tokens of the rows each expert has computed.
+
+  `routes` are the experts to take, where they are known; see types.Batch.
+  """
   params = sharded_params.constrain_params(params)
   out: Any = Decoder(config).apply(
-    {'params': params}, tokens, positions, segment_ids, ends, pictures
+    {'params': params}, tokens, positions, segment_ids, ends, pictures, routes
   )
   return out
 
 
 def empty_cache(config: DecoderConfig, rows: int, slots: int) -> Cache:
-  """A zero cache: one (k, v) pair a layer, each [rows, K, slots, H]."""
-  shape = (rows, config.num_kv_heads, slots, config.head_dim)
-  zeros = functools.partial(jnp.zeros, shape, config.dtype)
-  return tuple((zeros(), zeros()) for _ in range(config.num_layers))
+  """A cache of zeros; see `Cache`."""
+  heads: Any = (rows, config.num_kv_heads, slots, config.head_dim), config.dtype
+  arrays = [heads, heads]
+  if config.num_experts:
+    dtype = jnp.int8 if config.num_experts <= 128 else jnp.int16
+    arrays.append(((rows, 1, slots, config.experts_per_token), dtype))
+  return tuple(tuple(jnp.zeros(*a) for a in arrays) for _ in range(config.num_layers))
 
 
 def extend(
@@ -349,7 +370,7 @@ def extend(
     if adapters is not None:
       variables['adapters'] = adapters.get_layer(len(new_cache))
     apply = functools.partial(Block(config).apply, variables)
-    x, layer_cache = apply(x, positions, angles, None, kind, layer_cache)
+    x, layer_cache = apply(x, positions, angles, None, kind, None, layer_cache)
     new_cache.append(layer_cache)
   x = _norm(config).apply({'params': params['final_norm']}, x)
   return x, tuple(new_cache)

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
+from agent_r1_jax import types
 from agent_r1_jax.models import sharded_params, sharding
 
 # The most slots of a block on a CPU, and the least; the least of an expert in a round.
@@ -73,11 +74,16 @@ class Experts(nn.Module):
   out_scale: float  # As _Kernel's `scale`, of the experts' last product.
 
   @nn.compact
-  def __call__(self, x_BTD):
-    """[B, T, D] to [B, T, D]; and the experts that each token takes, [B, T, k]."""
+  def __call__(self, x_BTD, route_BTk=None):
+    """[B, T, D] to [B, T, D]; and the experts that each token takes, [B, T, k].
+
+    Where `route_BTk` names experts, these are taken.
+    """
     D, E, I = x_BTD.shape[-1], self.num_experts, self.expert_dim
     router_DE = _Kernel((D, E), 'float32', name='router')()
-    weight_BTk, expert_BTk = route(x_BTD, router_DE, self.per_token, self.normalize)
+    weight_BTk, expert_BTk = route(
+      x_BTD, router_DE, self.per_token, self.normalize, route_BTk
+    )
     kernels = Kernels(
       _Kernel((E, D, I), self.dtype, name='gate')(),
       _Kernel((E, D, I), self.dtype, name='up')(),
@@ -97,9 +103,16 @@ def count_loads(
 
 
 def route(
-  x: Float[Array, '*M D'], router_DE: Float[Array, 'D E'], k: int, normalize: bool
+  x: Float[Array, '*M D'],
+  router_DE: Float[Array, 'D E'],
+  k: int,
+  normalize: bool,
+  given: Int[Array, '*M k'] | None = None,
 ) -> tuple[Float[Array, '*M k'], Int[Array, '*M k']]:
   """Takes the k likeliest experts of each token; returns their weights, float32, too.
+
+  Experts that are given are taken instead, with the weights of this router, which learns
+  from them (rollout routing replay, arXiv 2510.11370).
 
   Logits are float32 everywhere: what the sampler and the learner compute then differs as
   little as their hidden states do.
@@ -107,7 +120,11 @@ def route(
   logits = jnp.matmul(
     x.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST
   )
-  weight, expert = jax.lax.top_k(jax.nn.softmax(logits), k)
+  weights = jax.nn.softmax(logits)
+  weight, expert = jax.lax.top_k(weights, k)
+  if given is not None:
+    expert = jnp.where(given == types.NO_EXPERT, expert, given)
+    weight = jnp.take_along_axis(weights, expert, axis=-1)
   if normalize:
     weight /= weight.sum(-1, keepdims=True)
   return weight, expert

@@ -61,17 +61,19 @@ def score(
   """
   columns = {}
 
-  def logprobs(params, config):
+  def logprobs(table, params, config):
     options = {'config': config, 'temperature': temperature}
     return _score_tokens(table, lambda b: learner.logprobs(params, b, **options), shape)
 
   if algorithm.needs_reference:
-    columns['ref_logprobs'] = logprobs(models.reference, models.reference_config)
+    # The reference has routers of its own.
+    free = dataclasses.replace(table, routes=None)
+    columns['ref_logprobs'] = logprobs(free, models.reference, models.reference_config)
   if algorithm.correction or not algorithm.loss_mask:
     # With a correction, all tokens get the log-probs of the policy before the update.
     # Without one, only the environment's tokens need them, which then have a loss too:
     # the sampled tokens keep their behaviour log-probs.
-    old = logprobs(models.policy, models.config)
+    old = logprobs(table, models.policy, models.config)
     keep = table.action_mask & (algorithm.correction is None)
     columns['old_logprobs'] = np.where(keep, table.old_logprobs, old)
   if algorithm.needs_critic:
@@ -179,8 +181,8 @@ def make_critic_minibatch(
   As `make_minibatch`, with `prefixes` before the segments.
   """
   minibatch = _select(table, members, algorithm, algorithm.advantage_mask)
-  # Columns that the value loss does not read.
-  unused = dict.fromkeys(('advantages', 'ref_logprobs', 'correction'))
+  # Columns that the value loss does not read, and the experts of another model.
+  unused = dict.fromkeys(('advantages', 'ref_logprobs', 'correction', 'routes'))
   minibatch = dataclasses.replace(minibatch, **unused)
   if prefixes is not None:
     minibatch, _ = minibatch.add_prefixes(prefixes)

@@ -72,9 +72,10 @@ def token_stats(
 ) -> losses.TokenStats:
   """Computes log-probs, entropies and values; 0 at the first token of each segment.
 
-  Of the batch, only tokens, positions, segment_ids and the tree are read. Values are
-  computed if the params have a value head. Where `wanted` is False the result is 0 and no
-  logits are computed; None means all tokens. `temperature` is that of the sampling.
+  Of the batch, only tokens, positions, segment_ids, the tree, pictures and routes are
+  read. Values are computed if the params have a value head. Where `wanted` is False the
+  result is 0 and no logits are computed; None means all tokens. `temperature` is that of
+  the sampling.
   """
   options = {'config': config, 'temperature': temperature, 'wanted': wanted}
   return _stats_and_loads(params, batch, **options)[0]
@@ -113,7 +114,8 @@ def _hidden(params, batch: types.Batch, config) -> tuple[Array, Array | None]:
   text = (batch.tokens, batch.positions, batch.segment_ids, None)
   if (tree := batch.tree) is not None:
     text = (tree.tokens, tree.positions, None, tree.ends)
-  return decoder.hidden_and_loads(params, config, *text, _see(params, batch, config))
+  pictures = _see(params, batch, config)
+  return decoder.hidden_and_loads(params, config, *text, pictures, batch.routes)
 
 
 def _see(params, batch: types.Batch, config) -> decoder.Pictures | None:

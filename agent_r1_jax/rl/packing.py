@@ -24,6 +24,8 @@ from agent_r1_jax.rl import picture_rows, prefix_trees
 from agent_r1_jax.rl.table import TokenTable
 
 _LOGGER = logging.getLogger(__name__)
+# Fields of a batch that belong to the text which models read, as its tree does.
+_OF_TEXT = ('pictures', 'routes')
 
 
 class MicrobatchShape(NamedTuple):
@@ -44,6 +46,11 @@ class Layout:
   starts: tuple[tuple[int, int], ...]  # The (row, column) of each segment's first token.
   rows: int  # R, padding rows included.
   row_tokens: int  # T.
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    """(R, T)."""
+    return self.rows, self.row_tokens
 
   @functools.cached_property
   def positions(self) -> Int[np.ndarray, 'n']:
@@ -136,11 +143,23 @@ def pack(
   zeros = np.zeros(arrays['positions'].shape, np.float32)
   arrays |= {'advantages': zeros, 'weights': zeros}
   for name in types.Batch._fields:
-    if name != 'pictures' and (column := getattr(table, name, None)) is not None:
+    if name in _OF_TEXT:
+      continue
+    if (column := getattr(table, name, None)) is not None:
       # Tokens and masks keep their types.
       dtype = np.float32 if column.dtype.kind == 'f' else column.dtype
       arrays[name] = layout.place(column, dtype)
+  if table.routes is not None:
+    arrays['routes'] = _place_routes(table.routes, layout)
   return picture_rows.add(types.Batch(**arrays), table.pictures, vision)
+
+
+def _place_routes(routes, layout: Layout | prefix_trees.TreeLayout) -> np.ndarray:
+  """Packs the experts of tokens; of those that segments share, any that are known."""
+  out = np.full((*layout.shape, *routes.shape[1:]), types.NO_EXPERT, routes.dtype)
+  known = (routes != types.NO_EXPERT).all((1, 2))
+  out.reshape(-1, *routes.shape[1:])[layout.index[known]] = routes[known]
+  return out
 
 
 def split_microbatches(batch: types.Batch, rows: int) -> Iterator[types.Batch]:

@@ -50,6 +50,11 @@ class TreeLayout:
   columns: int  # E.
 
   @property
+  def shape(self) -> tuple[int, int]:
+    """(R, T)."""
+    return self.parents.shape[0], self.parents.shape[1]
+
+  @property
   def computed(self) -> int:
     """The number of tokens in the packed rows."""
     return len(np.unique(self.index))

@@ -84,6 +84,8 @@ class TokenTable:
   correction: Float[np.ndarray, 'n'] | None = None
   # The pictures that tokens stand for, each once, uint8 [H, W, 3].
   pictures: tuple[np.ndarray, ...] = ()
+  # The experts that computed each token in the sampler; see types.Segment.
+  routes: Int[np.ndarray, 'n L k'] | None = None
 
   def __len__(self) -> int:
     """n."""
@@ -159,8 +161,9 @@ class TokenTable:
     """
     first = spans.starts(self.segment)
     inserted = [prefixes[i] for i in self.trajectory[first]]
+    table = dataclasses.replace(self, routes=None)  # What comes after a prefix changes.
     before = np.repeat(first, [len(tokens) for tokens in inserted])
-    longer = self._map_tokens(lambda column: np.insert(column, before, 0))
+    longer = table._map_tokens(lambda column: np.insert(column, before, 0))
     longer = dataclasses.replace(
       longer,
       tokens=np.insert(self.tokens, before, np.concatenate([_NO_TOKENS, *inserted])),
@@ -189,7 +192,8 @@ class TokenTable:
     }
 
   def _map_tokens(self, change: Callable[[np.ndarray], np.ndarray]) -> 'TokenTable':
-    columns = {name: getattr(self, name) for name in _list_token_columns()}
+    names = (*_list_token_columns(), 'routes')
+    columns = {name: getattr(self, name) for name in names}
     return dataclasses.replace(
       self, **{name: change(x) for name, x in columns.items() if x is not None}
     )
@@ -339,7 +343,17 @@ def from_segments(segments: Sequence[types.Segment]) -> TokenTable:
     group=numbers,
     truncated=np.zeros(len(segments), bool),
     pictures=_find_distinct([x for s in segments for x in s.pictures]),
+    routes=_join_routes(segments),
   )
+
+
+def _join_routes(segments: Sequence[types.Segment]) -> np.ndarray | None:
+  known = [s.routes for s in segments if s.routes is not None]
+  if not known:
+    return None
+  unknown = np.full((1, *known[0].shape[1:]), types.NO_EXPERT, known[0].dtype)
+  fill = lambda s: np.repeat(unknown, len(s.tokens), 0) if s.routes is None else s.routes
+  return np.concatenate([fill(s) for s in segments])
 
 
 def _find_distinct(pictures: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:

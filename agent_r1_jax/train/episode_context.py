@@ -128,6 +128,7 @@ class Context:
       automata=self._automata,
       guides=self._decoding.guides,
       policy=self._decoding.policy,
+      routes=self._decoding.routes,
     )
 
   @property

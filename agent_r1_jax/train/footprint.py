@@ -294,7 +294,7 @@ class Footprint:
     params = _place(self._params, mesh)
     with sharding.use_mesh(mesh):
       if program == 'the gradient':
-        batch = _make_batch(update_config)
+        batch = _make_batch(update_config, config.batch.replay)
         batch = _place(batch, mesh, mesh and sharding.batch_sharding(mesh))
         options = {
           'loss': update_config.objectives['policy'],
@@ -346,10 +346,13 @@ def _place(tree: Any, mesh: Any, where: Any = None) -> Any:
   return jax.tree.map(struct, tree, sharding.make_shardings(tree, mesh))
 
 
-def _make_batch(update_config: train_state.UpdateConfig) -> types.Batch:
+def _make_batch(update_config: train_state.UpdateConfig, replay: bool) -> types.Batch:
   """Makes a micro-batch of one episode, with the columns that the algorithm needs."""
-  one, algorithm = np.ones(1), update_config.algorithm
+  one, algorithm, model = np.ones(1), update_config.algorithm, update_config.model
   text = types.Segment(np.ones(1, np.int32), np.ones(1, bool), one)
+  if model.num_experts and replay:
+    shape = 1, model.num_layers, model.experts_per_token
+    text.routes = np.zeros(shape, np.int8)
   columns: dict[str, Any] = {'advantages': one}
   if algorithm.needs_reference:
     columns['ref_logprobs'] = one
@@ -371,7 +374,8 @@ def _lower_sampling(
   sizes = sizes_lib.make(model, **options | {'width': config.engine.width or None})
   cache: Any = jax.eval_shape(lambda: decoder.empty_cache(model, sizes.rows, sizes.slots))
   if mesh is not None:
-    cache = _place(cache, mesh, sharding.cache_sharding(model.num_kv_heads, mesh))
+    place = lambda x: _place(x, mesh, sharding.cache_sharding(x.shape[1], mesh))
+    cache = jax.tree.map(place, cache)
   guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION)
   pool = automaton_guide.AutomatonPool(model.vocab_size)
   rows, bucket = sizes.decode_rows[-1], sizes.decode_buckets[-1]

@@ -7,7 +7,6 @@ computes whole rows.
 Letters as in models/decoder.py, and k experts of a token.
 """
 
-from collections.abc import Callable
 import functools
 from typing import Any, NamedTuple
 from unittest import mock
@@ -54,7 +53,8 @@ def decode(params, tokens_BT: Array, *, config: decoder.DecoderConfig):
     x: Any = params['embed']['embedding'].astype(config.dtype)[token_B1]
     angles, noted, new = decoder._compute_angles(at_B1, config), [], []
     for layer, part in zip(layers, cache, strict=True):
-      x, part, taken = apply_block(config, layer, x, at_B1, angles, None, None, part)
+      args = x, at_B1, angles, None, None, None, part
+      x, part, taken = apply_block(config, layer, *args)
       noted.append(taken)
       new.append(part)
     x = decoder._norm(config).apply({'params': params['final_norm']}, x)
@@ -80,8 +80,8 @@ def learn(params, tokens_BT: Array, replayed=None, *, config: decoder.DecoderCon
   segments = jnp.ones_like(tokens_BT), None
   for number in range(config.num_layers):
     layer = jax.tree.map(lambda x, i=number: x[i], params['layers'])
-    with force(None if replayed is None else replayed[:, :, number]):
-      x, _, taken = apply_block(config, layer, x, at_BT, angles, segments, None)
+    given = None if replayed is None else replayed[:, :, number]
+    x, _, taken = apply_block(config, layer, x, at_BT, angles, segments, None, given)
     noted.append(taken)
   x = decoder._norm(config).apply({'params': params['final_norm']}, x)
   every = decoder.logits(params, config, x)
@@ -94,21 +94,6 @@ def stack(noted: list[Any], axis: int) -> tuple[Any, Any]:
   """Stacks the experts and the weights of all layers."""
   expert, weight = ([layer[i] for layer in noted] for i in range(2))
   return jnp.stack(expert, axis), jnp.stack(weight, axis)
-
-
-def force(expert_BTk: Array | None) -> Any:
-  """Makes routers take these experts inside `with`, with their own weights."""
-
-  def route(x, router_DE, k, normalize):
-    if expert_BTk is None:
-      return free(x, router_DE, k, normalize)
-    every, taken = free(x, router_DE, router_DE.shape[1], False)
-    place = jnp.argsort(taken, axis=-1)
-    weight = jnp.take_along_axis(jnp.take_along_axis(every, place, -1), expert_BTk, -1)
-    return (weight / weight.sum(-1, keepdims=True) if normalize else weight), expert_BTk
-
-  free: Callable = experts.route
-  return mock.patch.object(experts, 'route', route)
 
 
 def compare(sampled: Computed, learned: Computed, replayed: Computed) -> dict[str, Any]:

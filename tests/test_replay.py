@@ -1,0 +1,196 @@
+"""A mixture's tokens are trained with the experts that computed them in the sampler."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from agent_r1_jax import train, types
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.host import records
+from agent_r1_jax.models import decoder, experts, sampling_params, weights
+from agent_r1_jax.rl import algorithms, credit, packing
+from agent_r1_jax.rl import table as table_lib
+
+SHAPE = tiny.config('qwen3_moe')
+L, E, k = SHAPE.num_layers, SHAPE.num_experts, SHAPE.experts_per_token
+
+
+def _choose(shape, params, tokens):
+  """The experts that the layers take where all tokens are computed at once, [n, L, k]."""
+  cache = decoder.empty_cache(shape, 1, len(tokens))
+  at = np.arange(len(tokens), dtype=np.int32)[None]
+  copy = sampling_params.unstack(params, shape)
+  _, cache = jax.jit(decoder.extend, static_argnums=1)(
+    copy, shape, tokens[None], at, cache
+  )
+  return np.stack([layer[2][0, 0] for layer in cache], axis=1)
+
+
+def _segment(n, routes=None, tokens=None):
+  tokens = np.arange(3, 3 + n, dtype=np.int32) if tokens is None else tokens
+  return types.Segment(tokens, tokens > 4, np.zeros(n, np.float32), routes=routes)
+
+
+def test_a_reply_reports_the_experts_of_its_text_from_the_first_token_on():
+  """Prefilled in chunks, decoded, copied to a fork, and in a turn after that."""
+  params = tiny.params(SHAPE)
+  prompt = np.arange(20, 60, dtype=np.int32)
+
+  async def play():
+    ask = lambda tokens, **options: engine.submit(
+      request_lib.Request(tokens, max_tokens=9, **{'routes': True} | options)
+    )
+    first = ask(prompt)
+    replies = [await first]
+    length = len(first.text)
+    fork = ask(prompt[:3], parent=request_lib.Fork(first.text, 30))
+    replies.append(await fork)
+    replies.append(await ask(prompt[:5], parent=first.text))
+    assert (await ask(prompt, routes=False)).routes is None
+    texts = first.text.tokens[:length], fork.text.tokens, first.text.tokens
+    return replies, texts
+
+  engine = tiny.engine(params, shape=SHAPE)
+  replies, texts = engine.run([play()])[0]
+  for reply, text in zip(replies, texts, strict=True):
+    assert reply.routes.dtype == np.int8
+    assert reply.routes.shape == (len(text) - 1, L, k)  # The last is not computed yet.
+    np.testing.assert_array_equal(reply.routes, _choose(SHAPE, params, text)[:-1])
+
+
+def test_a_router_gives_the_experts_that_are_named_its_own_weights():
+  rng = np.random.default_rng(0)
+  make = lambda *shape: jax.numpy.asarray(rng.normal(size=shape), 'float32')
+  x, router = make(1, 3, 6), make(6, 5)
+  named = jax.numpy.array([[[4, 0], [-1, -1], [2, 3]]], 'int8')
+  free_weight, free = experts.route(x, router, 2, False)
+  for normalize in (False, True):
+    weight, expert = experts.route(x, router, 2, normalize, named)
+    np.testing.assert_array_equal(expert[0], [[4, 0], free[0, 1], [2, 3]])
+    chances = np.asarray(jax.nn.softmax(x @ router))
+    want = np.take_along_axis(chances, np.asarray(expert), -1)
+    want = want / want.sum(-1, keepdims=True) if normalize else want
+    np.testing.assert_allclose(weight, want, rtol=1e-5)
+  slope = jax.grad(lambda r: experts.route(x, r, 2, False, named)[0][0, 0, 0])(router)
+  assert np.abs(slope[:, 4]).max() > 0  # The router learns what the expert is worth.
+
+
+@pytest.mark.parametrize('trees', [False, True])
+def test_the_learner_computes_each_token_by_the_experts_of_its_column(trees):
+  """Of each layer; and what is not known is left to the router."""
+  routes = np.stack([np.full((6, k), (layer, layer + 2)) for layer in range(L)], 1)
+  routes = routes.astype(np.int8)
+  routes[-1] = types.NO_EXPERT
+  other = _segment(3)  # It begins as the first does, and has recorded nothing.
+  table = table_lib.from_segments([_segment(6, routes), other])
+  assert (table.routes[6:] == types.NO_EXPERT).all()
+  shape = packing.MicrobatchShape(1, 12, trees)
+  (batch,), layout = packing.pack_microbatches(table, shape)
+  assert (batch.tree is not None) == trees and layout.computed == (6 if trees else 9)
+  text = (batch.tokens, batch.positions, batch.segment_ids, None)
+  if trees:
+    text = (batch.tree.tokens, batch.tree.positions, None, batch.tree.ends)
+  options = {'routes': batch.routes}
+  run = jax.jit(decoder.hidden_and_loads, static_argnums=1)
+  _, loads = run(tiny.params(SHAPE), SHAPE, *text, **options)
+  free = 1 if trees else 4
+  for layer, counts in enumerate(np.asarray(loads)):
+    named = np.bincount([layer, layer + 2], minlength=E) * 5
+    assert (counts >= named).all() and counts.sum() == 2 * (5 + free), layer
+
+
+def test_log_probs_are_those_of_the_experts_that_sampled():
+  """A learner whose routers changed takes them all the same, unless told otherwise."""
+  params = tiny.params(SHAPE)
+  tokens = np.random.default_rng(0).integers(3, 200, 12).astype(np.int32)
+  routes = _choose(SHAPE, params, tokens)
+  far = jax.tree.map(lambda x: x, params)
+  far['layers']['moe']['router']['kernel'] = -params['layers']['moe']['router']['kernel']
+  assert not np.array_equal(np.sort(_choose(SHAPE, far, tokens)), np.sort(routes))
+  score = lambda params, routes: tiny.learned(
+    params, [_segment(12, routes, tokens)], shape=SHAPE
+  )[0]
+  np.testing.assert_allclose(score(params, routes), score(params, None), atol=1e-5)
+  assert np.abs(score(far, routes) - score(far, None)).max() > 1e-2
+
+
+def test_records_and_tables_keep_experts_and_other_models_choose_their_own():
+  routes = np.arange(5 * L * k, dtype=np.int8).reshape(5, L, k) % E
+  segments = [_segment(5, routes), _segment(4)]
+  t = types.Trajectory(
+    types.Task('t', []), 0, 0, segments, [types.Turn(0, 2, 5), types.Turn(1, 2, 4)], [],
+    'done',
+  )  # fmt: skip
+  back = records.trajectory(records.unpack(records.pack(records.fields(t))), t.task)
+  np.testing.assert_array_equal(back.segments[0].routes, routes)
+  assert back.segments[1].routes is None
+  broken = records.fields(t)
+  broken['segments'][0]['routes'] = routes[:3]
+  with pytest.raises(ValueError, match='the arrays of a segment'):
+    records.trajectory(broken, t.task)
+  table = table_lib.build([t])
+  np.testing.assert_array_equal(table.take(np.array([1, 3])).routes, routes[[1, 3]])
+  assert table.add_prefixes([np.array([7, 8])])[0].routes is None
+  assert 'routes' not in table.list_tokens()
+
+
+@pytest.mark.parametrize('replay', [True, False])
+def test_a_run_replays_what_it_sampled(replay, tmp_path, monkeypatch, no_curves):
+  """The update's text, the prompt and what the environment said included."""
+  likely = {i: 2.5 for i in range(30, 34)} | {tiny.chat().stop_ids[0]: 2.7}
+  shape = dataclasses.replace(SHAPE, num_layers=1)
+  weights.save(
+    tmp_path / 'base',
+    shape,
+    tiny.params(shape, likely),
+    tokenizer_from=tiny.tokenizer_dir(),
+  )
+  tables = []
+
+  def make_minibatch(table, *args, **kwargs):
+    tables.append(table)
+    batches, metrics = made(table, *args, **kwargs)
+    assert all((batch.routes is None) != replay for batch in batches)
+    return batches, metrics
+
+  made = credit.make_minibatch
+  monkeypatch.setattr(credit, 'make_minibatch', make_minibatch)
+
+  class Env:
+    async def reset(self, task):
+      self.turns = 0
+      return task.messages
+
+    async def step(self, reply):
+      self.turns += 1
+      again = [{'role': 'user', 'content': 'name'}]
+      return types.Step(again, len(reply) % 3 / 3, self.turns == 2)
+
+  tasks = [types.Task(f't{i}', [{'role': 'user', 'content': 'x' * i}]) for i in range(2)]
+  config = tiny.run_config(
+    model=str(tmp_path / 'base'), steps=1, tasks=2, samples=2, max_turns=2,
+    max_turn_tokens=6, rows=4, slots=96, decode_steps=6, prefill_rows=4,
+    prefill_tokens=32, bucket=96, narrow=False, microbatch=2, replay=replay,
+  )  # fmt: skip
+  train.run(
+    config,
+    tmp_path / 'run',
+    tasks=tasks,
+    make_env=Env,
+    algorithm=algorithms.grpo(kl_coef=0.01),
+  )
+  for table in tables:
+    if replay:
+      unknown = (table.routes == types.NO_EXPERT).all((1, 2))
+      # The last token of each segment is computed by nothing that samples.
+      np.testing.assert_array_equal(np.flatnonzero(unknown), _ends(table.segment))
+    else:
+      assert table.routes is None
+  assert tables
+
+
+def _ends(segment):
+  return np.flatnonzero(np.append(np.diff(segment) != 0, True))
