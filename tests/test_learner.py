@@ -36,7 +36,7 @@ _PPO = algorithms.ppo(
   aggregate=aggregation.seq_mean_token_mean,
 )
 # Every field of a batch that is a number of a token.
-_OTHERS = ('weights', 'tree', 'pictures')
+_OTHERS = ('weights', 'tree', 'pictures', 'routes')
 _NUMBERS = tuple(x for x in types.Batch._fields[4:] if x not in _OTHERS)
 _SURROGATES = {
   name: make()

@@ -207,8 +207,8 @@ def test_take_gives_tokens_with_all_their_numbers():
     expected = column[rows] if len(column) == len(table) else column
     np.testing.assert_array_equal(getattr(taken, name), expected)
   # All but turn_trajectory, states, group, truncated, parts, baselines, final_values,
-  # and pictures.
-  assert of_rows == len(dataclasses.fields(table)) - 8
+  # pictures and routes.
+  assert of_rows == len(dataclasses.fields(table)) - 9
   same = table.take(table.action_mask)
   np.testing.assert_array_equal(same.tokens, table.tokens[table.action_mask])
 
