@@ -73,15 +73,18 @@ async def play(
   draw = lambda n, *seed: (
     np.random.default_rng(seed).integers(0, vocab_size, n).astype(np.int32)
   )
-  pieces, new = [], draw(prompt, number // group)
+  pieces, new, routes = [], draw(prompt, number // group), None
   text: request_lib.Text | None = None
   key = request_lib.make_key('bench', number)
   async with engine.reserve(number // group) as replica:
     for turn in range(turns):
       generation = replica.submit(
-        request_lib.Request(new, text, max_tokens=reply, key=key, top_logprobs=1)
+        request_lib.Request(
+          new, text, max_tokens=reply, key=key, top_logprobs=1, routes=True
+        )
       )
       said, text = await generation, generation.text
+      routes = said.routes
       pieces += [(new, None, None), (*said[:2], said.top_tokens[:, 0])]
       new = draw(answer, 1, number, turn)
       await asyncio.sleep(0)
@@ -95,6 +98,9 @@ async def play(
     np.concatenate([np.full(len(p[0]), p[1] is not None) for p in pieces]),
     fill(1, np.float32(0)),
   )
+  if routes is not None:
+    none = [(0, len(segment.tokens) - len(routes)), (0, 0), (0, 0)]
+    segment.routes = np.pad(routes, none, constant_values=types.NO_EXPERT)
   return Played(segment, fill(2, np.int32(-1)))
 
 

@@ -7,6 +7,7 @@ computes whole rows.
 Letters as in models/decoder.py, and k experts of a token.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,7 +17,10 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
+from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.models import decoder, experts, sampling_params
+from agent_r1_jax.rl import learner, packing
+from agent_r1_jax.rl import table as table_lib
 from experiments.bench import gaps
 
 
@@ -118,6 +122,26 @@ def compare(sampled: Computed, learned: Computed, replayed: Computed) -> dict[st
     'weight_moved': float(moved[differs].mean()) if differs.any() else 0.0,
     **{name: keep(x) for name, x in parts.items() if x.size},
   }
+
+
+def measure_replay(config: decoder.DecoderConfig, params, texts: int) -> dict[str, Any]:
+  """Compares an engine's log-probs with the learner's, without and with replay."""
+  sizes = {'turns': 3, 'prompt': 64, 'reply': 48, 'answer': 32}
+  engine = engine_lib.Engine(
+    config, params, rows=16, slots=272, decode_steps=16, prefill_rows=8, prefill_tokens=64
+  )
+  play = lambda n: gaps.play(engine, config.vocab_size, n, **sizes)
+  segments = [text.segment for text in engine.run([play(n) for n in range(texts)])]
+  table = table_lib.from_segments(segments)
+  found = {}
+  for name, routes in {'routed_again': None, 'replayed': table.routes}.items():
+    shape = packing.MicrobatchShape(4, 272)
+    given = dataclasses.replace(table, routes=routes)
+    batches, layout = packing.pack_microbatches(given, shape)
+    computed = [learner.logprobs(params, batch, config=config) for batch in batches]
+    gap = layout.extract(np.concatenate(computed)) - table.behaviour_logprobs
+    found[name] = gaps.describe(gap[table.action_mask])
+  return found
 
 
 def measure(config: decoder.DecoderConfig, params, tokens: np.ndarray) -> dict[str, Any]:

@@ -9,7 +9,8 @@ both note the experts that they take. A line of JSON for each dtype: the share o
 layer) pairs with another set of experts, and of tokens with one in any layer; the routing
 weight that moves there; and the gap of the log-probs, mean and p99 of |nats|, for all
 tokens, for those whose routing is the same and those where it differs, and for a learner
-that replays the sampler's experts.
+that replays the sampler's experts. A second line is of texts that the engine samples in
+three turns: the learner's log-probs without and with what `batch.replay` does.
 """
 
 import dataclasses
@@ -67,7 +68,11 @@ def main(_):
       'per_token': config.experts_per_token,
       'device': f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores',
     }
-    found = routes.measure(dataclasses.replace(config, dtype=dtype), params, tokens)
+    config = dataclasses.replace(config, dtype=dtype)
+    found = routes.measure(config, params, tokens)
+    print(json.dumps(about | found), flush=True)
+    about['measurement'] = 'replay'
+    found = routes.measure_replay(config, params, _TEXTS.value)
     print(json.dumps(about | found), flush=True)
 
 
