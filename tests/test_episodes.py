@@ -90,6 +90,7 @@ class TestLines:
       'reward': 1.0,
       'turn_rewards': [0.0, 1.0],
       'turn_tokens': [3, 2],
+      'turn_segments': [0, 0],
       'policy_steps': [6, 7],
       'metrics': {'em': 1.0, 'tool_calls': 1.0},
       'error': None,
@@ -258,13 +259,3 @@ class TestCommand:
       process.stdout.close()
       assert process.stderr.read() == b''
     assert process.returncode == 0
-
-
-CONVERT = '-m', 'experiments.to_inspect'
-
-
-def test_a_converter_without_inspect_says_what_to_install(tmp_path):
-  done = subprocess.run(
-    [sys.executable, *CONVERT, tmp_path], cwd=ROOT, capture_output=True, text=True
-  )
-  assert done.returncode == 1 and 'There is no inspect_ai here' in done.stderr

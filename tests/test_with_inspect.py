@@ -6,7 +6,7 @@ import os
 import subprocess
 
 import pytest
-from test_episodes import CONVERT, ROOT, failed, trajectory, write
+from test_episodes import ROOT, failed, trajectory, write
 
 from agent_r1_jax import types
 
@@ -43,7 +43,7 @@ def test_inspect_reads_a_log_that_was_converted(tmp_path):
   run = lambda *command: subprocess.run(
     [INSPECT, *command], cwd=ROOT, capture_output=True, timeout=300, check=True
   )
-  run(*CONVERT, log.parent)
+  run('-m', 'experiments.convert_episodes', '--to=inspect', log.parent)
   (made,) = (log.parent / 'inspect').iterdir()
   read = json.loads(run('-c', READER, made, made.parent).stdout)
   assert read['status'] == 'success' and read['eval']['task'] == log.stem

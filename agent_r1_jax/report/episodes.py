@@ -9,7 +9,8 @@ A line is an episode, and has
 - `id`, `answer`, `info`, `question`: the task's, and the last message of a user in it;
 - `group`, `sample`, `step`: its group, its number there, the update it was sampled for;
 - `status`, `error`, `reward` (null if the status is 'error'), `metrics`;
-- `turn_rewards`, `turn_tokens`: the reward and the sampled tokens of each turn;
+- `turn_rewards`, `turn_tokens`, `turn_segments`: of each turn, the reward, the number of
+  sampled tokens and the segment, counted from 0;
 - `tokens`, `action_tokens`, `segments`, `mean_logprob`, `policy_steps`;
 - `messages`: each has a `role` and its `content` as text, a tool's its `name`, a reply of
   the policy its `turn`, `reward` and `tokens`, and the `calls` that were answered; where
@@ -18,7 +19,7 @@ A line is an episode, and has
   (TokenTable.list_tokens), such as ids, action mask, log-probs and advantages.
 
 Control characters are stored as JSON's escapes, so that `grep` prints none. `jq -r` does:
-`main` shows pictures of them. experiments/to_inspect.py converts logs for Inspect.
+`main` shows pictures of them. experiments/convert_episodes.py converts logs for others.
 """
 
 import argparse
@@ -163,6 +164,7 @@ def _describe(t: types.Trajectory, step: int, parse: calls.Parse) -> dict[str, A
     'reward': None if t.status == 'error' else t.reward,
     'turn_rewards': [float(turn.reward) for turn in t.turns],
     'turn_tokens': [turn.stop - turn.start for turn in t.turns],
+    'turn_segments': [turn.segment for turn in t.turns],
     'tokens': sum(len(segment.tokens) for segment in t.segments),
     'action_tokens': actions,
     'segments': len(t.segments),

@@ -1,0 +1,275 @@
+"""Writes an episode in Harbor's Agent Trajectory Interchange Format, ATIF 1.8.
+
+A reply is a step of the agent, with the results of its calls as the step's observation.
+Other messages are steps of the user or of the system. Where the log has the columns of an
+episode, a reply has the ids and log-probs of the tokens that the policy sampled, and the
+ids of all that it had read.
+
+Each segment, that is each context, is a document of its own. The last one is the root,
+and its `subagent_trajectories` are those before it, whether they were contexts of
+sub-agents, forks or contexts that were forgotten: the log does not say. A fork repeats no
+message, but its `prompt_token_ids` have all that the policy had read.
+"""
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import itertools
+import json
+import pathlib
+import re
+from typing import Any
+
+import agent_r1_jax
+
+_VERSION = 'ATIF-v1.8'
+_AGENT = 'agent_r1_jax'
+# What the root has of an episode beside the conversation.
+_EXTRA = ('id', 'group', 'sample', 'step', 'status', 'error', 'answer', 'info', 'reward')
+_CALL = re.compile(r'\s*<tool_call>.*?</tool_call>', re.DOTALL)
+_PICTURE = '[picture]'
+_SEVERAL = (
+  'The episode had several contexts. This is the one that it ended with; the others are '
+  'in subagent_trajectories.'
+)
+_REWRITTEN = (
+  'The program gave replies that the policy never gave, so that the metrics of a step '
+  'may be those of another reply.'
+)
+_ADDRESS = re.compile('data:image/(jpeg|png|gif|webp);base64,(.*)', re.DOTALL)
+
+
+def write(
+  episode: Mapping[str, Any], out: pathlib.Path, *, run: str, model: str
+) -> pathlib.Path:
+  """Writes an episode, and returns the path of its document.
+
+  Args:
+    episode: A line of a log (agent_r1_jax/report/episodes.py).
+    out: The folder that the document is written to, and its pictures.
+    run: Identifies the episode among those of other logs.
+    model: The model that was trained.
+
+  Raises:
+    ValueError: The log is of an earlier version, or the episode's parts do not fit.
+  """
+  # A model's bytes can decode to halves of surrogate pairs, which readers refuse.
+  document = make_document(episode, run=run, model=model, folder=out)
+  text = json.dumps(document, allow_nan=False, ensure_ascii=False)
+  whole = json.loads(text.encode(errors='replace'))
+  path = out / f'{int(episode["group"])}-{int(episode["sample"])}.json'
+  path.write_text(json.dumps(whole) + '\n')
+  return path
+
+
+def make_document(
+  episode: Mapping[str, Any], *, run: str, model: str, folder: pathlib.Path
+) -> dict[str, Any]:
+  """Returns an episode as a document of ATIF; see `write`.
+
+  `folder` is where its pictures are written.
+  """
+  if len(episode.get('turn_segments', ())) != len(episode['turn_tokens']):
+    raise ValueError(
+      'the log is of an earlier version, whose episodes do not say which segment a turn '
+      'belongs to (turn_segments); Inspect can be given it.'
+    )
+  metrics = make_metrics(episode)
+  documents = []
+  for number, messages in enumerate(split(episode)):
+    steps = list(make_steps(messages, metrics, folder))
+    if not steps:
+      text = episode['error'] or 'The episode has no messages.'
+      steps = [{'step_id': 1, 'source': 'system', 'message': text}]
+    document = {
+      'schema_version': _VERSION,
+      'session_id': run,
+      'trajectory_id': f'{run}/{number}',
+      'agent': {'name': _AGENT, 'version': agent_r1_jax.__version__, 'model_name': model},
+      'steps': steps,
+      'final_metrics': sum_metrics(steps),
+    }
+    documents.append(document)
+  *others, root = documents
+  root['extra'] = {name: episode[name] for name in _EXTRA}
+  root['final_metrics']['extra'] = {'reward': episode['reward'], **episode['metrics']}
+  notes = []
+  if others:
+    root['subagent_trajectories'] = others
+    notes.append(_SEVERAL)
+  if episode['metrics'].get('rewritten'):
+    notes.append(_REWRITTEN)
+  return root | ({'notes': ' '.join(notes)} if notes else {})
+
+
+def sum_metrics(steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+  """Returns the sums of a document's metrics, as far as they are known."""
+  of_steps = [step['metrics'] for step in steps if 'metrics' in step]
+  sums = {
+    f'total_{name}': sum(metrics[name] for metrics in of_steps)
+    for name in ('prompt_tokens', 'completion_tokens')
+    if all(name in metrics for metrics in of_steps)
+  }
+  return sums | {'total_steps': len(steps)}
+
+
+def split(episode: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+  """Splits an episode's messages by its segments.
+
+  The log has the messages of one segment after those of another, and each segment but the
+  last ends with a reply. An example of a reply in a prompt is no turn.
+  """
+  segments = episode['turn_segments']
+  parts, turn = [[] for _ in range(max(segments, default=0) + 1)], 0
+  for message in episode['messages']:
+    parts[segments[min(turn, len(segments) - 1)] if segments else 0].append(message)
+    turn = message.get('turn', turn)
+  return parts
+
+
+def make_metrics(episode: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """Returns ATIF's metrics of each turn: with the ids of its tokens, if they are logged.
+
+  Raises:
+    ValueError: The columns do not fit the turns.
+  """
+  made = []
+  spans = locate(episode)
+  for i, length in enumerate(episode['turn_tokens']):
+    extra = {'turn': i + 1, 'reward': episode['turn_rewards'][i]}
+    made.append({'completion_tokens': length, 'extra': extra})
+    if not spans:
+      continue
+    columns, (begin, start, stop) = episode['columns'], spans[i]
+    prompt = columns['tokens'][begin:start]
+    made[-1] |= {
+      'prompt_tokens': len(prompt),
+      'prompt_token_ids': prompt,
+      'completion_token_ids': columns['tokens'][start:stop],
+    }
+    logprobs = columns['behaviour_logprobs'][start:stop]
+    if all(isinstance(x, int | float) for x in logprobs):  # Text stands for NaN.
+      made[-1]['logprobs'] = logprobs
+    extra['policy_steps'] = sorted({*columns['policy_steps'][start:stop]})
+  return made
+
+
+def locate(episode: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+  """Returns where each turn is in the columns: its segment's begin, its start and stop.
+
+  Returns:
+    None of them if the episode was logged without the columns of its tokens.
+  """
+  if 'columns' not in episode:
+    return []
+  columns, spans = episode['columns'], []
+  begins = [0, *itertools.accumulate(columns['segments'])]
+  mask = columns['action_mask']
+  ends = dict(enumerate(begins))
+  for segment, length in zip(
+    episode['turn_segments'], episode['turn_tokens'], strict=True
+  ):
+    after = ends[segment]
+    start = mask.index(1, after) if 1 in mask[after:] else len(mask)
+    stop = start + length
+    if stop > begins[segment + 1] or not all(mask[start:stop]):
+      raise ValueError('the columns of its tokens do not fit its turns')
+    spans.append((begins[segment], start, stop))
+    ends[segment] = stop
+  return spans
+
+
+def make_steps(
+  messages: Sequence[Mapping[str, Any]],
+  metrics: Sequence[Mapping[str, Any]],
+  folder: pathlib.Path,
+) -> Iterator[dict[str, Any]]:
+  """Yields the steps of a segment; see `make_document`."""
+  numbers = itertools.count(1)
+  i = 0
+  while i < len(messages):
+    message, i = messages[i], i + 1
+    role = message['role']
+    results = list(itertools.takewhile(lambda m: m['role'] == 'tool', messages[i:]))
+    if role == 'tool':  # Without a reply before it in this context.
+      step, results = {'source': 'system', 'message': ''}, [message, *results]
+      i -= 1
+    elif role == 'assistant':
+      step = make_reply(message, metrics, len(results))
+    else:
+      source = role if role == 'user' else 'system'
+      step, results = {'source': source, 'message': _make_content(message, folder)}, []
+      if role not in ('user', 'system'):
+        step['extra'] = {'role': role}
+    i += len(results)
+    ids = itertools.chain(
+      (call['tool_call_id'] for call in step.get('tool_calls', ())),
+      itertools.repeat(None),
+    )
+    if results:
+      step['observation'] = {
+        'results': [
+          {
+            'source_call_id': id_,
+            'content': _make_content(result, folder),
+            'extra': {'name': result.get('name')},
+          }
+          for id_, result in zip(ids, results, strict=False)
+        ]
+      }
+    yield {'step_id': next(numbers)} | step
+
+
+def make_reply(
+  message: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], results: int
+) -> dict[str, Any]:
+  """Returns a step of the agent without its observation.
+
+  Calls in the form of Hermes are taken out of the message, because readers write a step's
+  calls after it; `extra` has the text as it was. Other forms stay in the message.
+  """
+  turn, text = message.get('turn'), message['content']
+  calls = [
+    {
+      'tool_call_id': f'call-{turn or 0}-{i}',
+      'function_name': str(call.get('name', '')),
+      'arguments': call.get('arguments', {}),
+    }
+    | ({'extra': {'error': call['error']}} if 'error' in call else {})
+    for i, call in enumerate(message.get('calls', ()))
+  ]
+  step: dict[str, Any] = {'source': 'agent', 'message': text}
+  if calls and len(_CALL.findall(text)) == len(calls):
+    step |= {'message': _CALL.sub('', text), 'extra': {'text': text}}
+  if calls:
+    step['tool_calls'] = calls
+  if turn is None:  # An example in the prompt, which is not trained.
+    return step | {'is_copied_context': True}
+  return step | {'metrics': metrics[turn - 1], 'llm_call_count': 1}
+
+
+def _make_content(message: Mapping[str, Any], folder: pathlib.Path) -> Any:
+  """Returns a text, or the parts of a message with pictures, which become files."""
+  text, addresses = message['content'], message.get('pictures', ())
+  if not addresses:
+    return text
+  texts = text.split(_PICTURE)
+  if len(texts) != len(addresses) + 1:  # The text has these words itself.
+    texts = [text, *[''] * len(addresses)]
+  parts = []
+  for piece, address in itertools.zip_longest(texts, addresses):
+    if piece:
+      parts.append({'type': 'text', 'text': piece})
+    if address:
+      parts.append({'type': 'image', 'source': _write_picture(address, folder)})
+  return parts
+
+
+def _write_picture(address: str, folder: pathlib.Path) -> dict[str, str]:
+  """Writes a picture, unless it is there, and returns its source."""
+  if not (match := _ADDRESS.match(address)):
+    raise ValueError(f'ATIF has no pictures of this kind: {address:.40}')
+  kind, data = match[1], base64.b64decode(match[2])
+  path = f'{hashlib.sha256(data).hexdigest()[:16]}.{kind}'
+  (folder / path).write_bytes(data)
+  return {'media_type': f'image/{kind}', 'path': path}
