@@ -191,6 +191,7 @@ def make_steps(
     message, i = messages[i], i + 1
     role = message['role']
     results = list(itertools.takewhile(lambda m: m['role'] == 'tool', messages[i:]))
+    step: dict[str, Any]
     if role == 'tool':  # Without a reply before it in this context.
       step, results = {'source': 'system', 'message': ''}, [message, *results]
       i -= 1
@@ -202,9 +203,9 @@ def make_steps(
       if role not in ('user', 'system'):
         step['extra'] = {'role': role}
     i += len(results)
+    calls: Any = step.get('tool_calls', ())
     ids = itertools.chain(
-      (call['tool_call_id'] for call in step.get('tool_calls', ())),
-      itertools.repeat(None),
+      (call['tool_call_id'] for call in calls), itertools.repeat(None)
     )
     if results:
       step['observation'] = {
