@@ -1,6 +1,7 @@
 """Environments written for verifiers 0.4, as their packages would be installed."""
 
 import asyncio
+import contextlib
 import json
 
 import numpy as np
@@ -150,29 +151,39 @@ async def _play(make_env, task, replies):
     message = next(replies, None)
     if message is None:
       return responses.JSONResponse({'error': {'message': 'no'}}, status_code=400)
-    reason = 'tool_calls' if 'tool_calls' in message else 'stop'
-    choice = {'index': 0, 'message': message, 'finish_reason': reason}
-    body = {'id': '1', 'object': 'chat.completion', 'created': 0, 'model': 'policy'}
-    return responses.JSONResponse(body | {'choices': [choice]})
+    return _complete(message)
 
   async def report(request):
     reports.append(await request.json())
     return responses.JSONResponse({})
 
-  app = applications.Starlette(
-    routes=[
-      routing.Route('/v1/chat/completions', answer, methods=['POST']),
-      routing.Route('/v1/reward', report, methods=['POST']),
-    ]
-  )
+  async with _serve(answer, report) as url:
+    await make_env().run(task, url)
+  (body,) = reports
+  return requests, body
+
+
+@contextlib.asynccontextmanager
+async def _serve(answer, report):
+  """The address of an endpoint, open meanwhile."""
+  routes = [
+    routing.Route('/v1/chat/completions', answer, methods=['POST']),
+    routing.Route('/v1/reward', report, methods=['POST']),
+  ]
+  app = applications.Starlette(routes=routes)
   server = http.make_server(app, shutdown_seconds=1, lifespan='off')
   with http.listen('127.0.0.1', 0) as listener:
     serving_task = asyncio.create_task(server.serve([listener]))
-    await make_env().run(task, f'http://127.0.0.1:{listener.getsockname()[1]}/v1')
+    yield f'http://127.0.0.1:{listener.getsockname()[1]}/v1'
     server.should_exit = True
     await serving_task
-  (body,) = reports
-  return requests, body
+
+
+def _complete(message):
+  reason = 'tool_calls' if 'tool_calls' in message else 'stop'
+  choice = {'index': 0, 'message': message, 'finish_reason': reason}
+  body = {'id': '1', 'object': 'chat.completion', 'created': 0, 'model': 'policy'}
+  return responses.JSONResponse(body | {'choices': [choice]})
 
 
 def _say(content, **call):
@@ -208,6 +219,54 @@ async def test_tools_are_called_and_an_episode_out_of_turns_is_scored():
   assert last == ['3', 'Are you sure?', 'Error: there is no tool "subtract".']
   # The endpoint refused the fourth reply: what was said until then counts.
   assert body == {'reward': {'right': 0.0, 'short': 0.5}, 'metrics': {'turns': 3.0}}
+
+
+async def test_agents_that_wait_for_each_other_play():
+  """None is answered before all have asked."""
+  config = {'id': 'best-of-n', 'taskset': {'id': 'adding_env'}, 'n': 3}
+  tasks, make_env = verifiers.load(config)
+  all_asked, texts, reports = asyncio.Barrier(3), iter(['It is 3.', '3', '4']), []
+
+  async def answer(request):
+    await request.json()
+    text = next(texts)
+    await asyncio.wait_for(all_asked.wait(), 60)
+    return _complete(_say(text))
+
+  async def report(request):
+    reports.append(await request.json())
+    return responses.JSONResponse({})
+
+  async with _serve(answer, report) as url:
+    await make_env().run(tasks[2], url)
+  # The rewards of the three are added, their metrics are means.
+  (body,) = reports
+  assert body['reward'] == {'right': 2.0, 'short': 1.5}
+  assert body['metrics']['turns'] == 1.0 and body['metrics']['best'] == pytest.approx(
+    2 / 3
+  )
+
+
+async def test_an_agent_that_is_not_trained_has_a_client_of_its_own():
+  """A simulated user: verifiers' own environment, with the loop in place of `null`."""
+  user = iter([_say('What is it?'), _say('###DONE###')])
+
+  async def answer(request):
+    assert (await request.json())['model'] == 'a user'
+    return _complete(next(user))
+
+  config = {'id': 'user-sim', 'taskset': {'id': 'adding_env'}}
+  async with _serve(answer, answer) as url:
+    client = {'type': 'eval', 'base_url': url, 'api_key_var': 'NO_KEY'}
+    user_config = {'client': client, 'model': 'a user'}
+    tasks, make_env = verifiers.load(config | {'user': user_config})
+    (request,), body = await _play(make_env, tasks[0], [_say('It is 1.')])
+  assert request['messages'][-1] == {'role': 'user', 'content': 'What is it?'}
+  assert body['reward'] == {'assistant/right': 1.0, 'assistant/short': 0.5}
+  assert body['metrics']['assistant/user_turns'] == 2.0
+  tasks, make_env = verifiers.load(config)
+  with pytest.raises(RuntimeError, match='does not train its agent user'):
+    await _play(make_env, tasks[0], [_say('What?'), _say('1'), _say('###DONE###')])
 
 
 def test_agents_that_ask_at_once_and_for_a_stream_are_trained():

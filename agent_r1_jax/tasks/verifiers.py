@@ -8,6 +8,11 @@ which asks the episode's endpoint for every reply (serve/program.py). Tool serve
 interceptors, stops, rewards and metrics are the environment's own. Without a program of
 its own, an agent is played by a loop in this process that calls the environment's
 tools.
+
+Several agents of an environment play at the same time, and each context of theirs is a
+segment of the episode. The reward of the episode is the sum of theirs. An agent that the
+environment does not train needs a client of its own, because the policy's replies are
+trained.
 """
 
 import collections
@@ -33,6 +38,7 @@ def load(
   Args:
     config: The fields of verifiers' EnvConfig, such as {'taskset': {'id': ...}}. Agents
       without a client of their own are played by the policy; there must be one such.
+      All agents of an episode play at once, unless it has max_concurrent_agents.
 
   Returns:
     Its tasks, and what makes the program of an episode.
@@ -47,10 +53,14 @@ def load(
 
   _define_loop()
   env_config = loaders.resolve_env_config(config)
-  for spec in agent.agent_config_fields(env_config).values():
-    if (
-      spec.harness is None and loaders.default_harness_id(env_config.taskset.id) == 'bash'
-    ):
+  if 'max_concurrent_agents' not in env_config.model_fields_set:
+    env_config.max_concurrent_agents = None
+  agents = agent.agent_config_fields(env_config)
+  default = loaders.default_harness_id(env_config.taskset.id)
+  for spec in agents.values():
+    # `null` is a loop of verifiers' own, which would be installed at each start.
+    named = spec.harness.id if spec.harness else None
+    if named == 'null' or (named is None and default == 'bash'):
       spec.harness = loaders.harness_config_type(_LOOP)(id=_LOOP)
       if 'runtime' not in spec.model_fields_set:
         spec.runtime = v1.SubprocessConfig()
@@ -68,7 +78,7 @@ def load(
       episode = await environment.run_episode(
         rows[task.info['index']], v1.ModelContext('policy', client)
       )
-    await _report(episode, url)
+    await _report(episode, url, several=len(agents) > 1)
 
   # Whoever imports this module waits for no engine yet.
   from agent_r1_jax.serve import program
@@ -85,24 +95,39 @@ def _read_prompt(data: Any) -> list[types.Message]:
   ]
 
 
-async def _report(episode: Any, url: str) -> None:
-  """Reports the rewards of the policy's agents, and all metrics.
+async def _report(episode: Any, url: str, several: bool) -> None:
+  """Reports the rewards of the agents that are trained, and the metrics of all.
+
+  Several runs of one agent add their rewards, and their metrics become means. If the
+  environment has `several` agents, both are named AGENT/NAME.
 
   Raises:
-    RuntimeError: The environment or one of its agents failed.
+    RuntimeError: The environment or one of its agents failed, or the policy played an
+      agent that is not trained.
   """
   import httpx  # pyright: ignore[reportMissingImports]
 
   if not episode.ok:
     errors = [*episode.errors, *(e for t in episode.traces for e in t.errors)]
     raise RuntimeError('; '.join(f'{e.type}: {e.message}' for e in errors)[:2000])
-  rewards, metrics = collections.Counter(), {}
+  rewards, metrics = collections.Counter(), collections.defaultdict(list)
   for trace in episode.traces:
-    metrics |= {name: x for name, x in trace.metrics.items() if x is not None}
-    if trace.agent.trainable:
-      rewards.update({name: r.value for name, r in trace.rewards.items() if r})
+    agent = trace.agent
+    if not agent.trainable and agent.config.client.base_url == url:
+      raise RuntimeError(
+        f'the environment does not train its agent {agent.name}, but the policy played '
+        f'it: give {agent.name} a client, such as {{{agent.name!r}: {{"client": '
+        '{"type": "eval", "base_url": "http://127.0.0.1:8000/v1"}}}.'
+      )
+    prefix = f'{agent.name}/' if several else ''
+    for name, x in trace.metrics.items():
+      if x is not None:
+        metrics[prefix + name].append(x)
+    if agent.trainable:
+      rewards.update({prefix + n: r.value for n, r in trace.rewards.items() if r})
+  means = {name: sum(numbers) / len(numbers) for name, numbers in metrics.items()}
   async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
-    body = {'reward': dict(rewards), 'metrics': metrics}
+    body = {'reward': dict(rewards), 'metrics': means}
     (await client.post(f'{url}/reward', json=body)).raise_for_status()
 
 
