@@ -1,0 +1,70 @@
+"""A resources server of nemo_gym's own code is played: `make test-with-nemo-gym`."""
+
+import os
+import signal
+import socket
+import subprocess
+
+import numpy as np
+import pytest
+import serving
+from test_episodes import ROOT
+from test_nemo_gym import REPLIES, ROW, write
+import tiny
+
+from agent_r1_jax import testing
+from agent_r1_jax.tasks import nemo_gym
+from agent_r1_jax.train import rollout
+
+PYTHON = os.environ.get('PACKAGE_PYTHON', '')
+HAS_GYM = (
+  bool(PYTHON)
+  and not subprocess.run(
+    [PYTHON, '-c', 'import nemo_gym'], capture_output=True, check=False
+  ).returncode
+)
+pytestmark = pytest.mark.skipif(
+  not HAS_GYM, reason='`make test-with-nemo-gym` installs nemo-gym, for Python 3.12'
+)
+
+
+@pytest.fixture(scope='module')
+def url():
+  """The socket listens before the server is there: who connects waits."""
+  with socket.create_server(('127.0.0.1', 0)) as listener:
+    number = str(listener.fileno())
+    command = [PYTHON, str(ROOT / 'tests' / 'nemo_gym_server.py'), number]
+    server = subprocess.Popen(command, pass_fds=[listener.fileno()])
+    yield f'http://127.0.0.1:{listener.getsockname()[1]}'
+  server.send_signal(signal.SIGTERM)
+  assert server.wait(60) in (0, -signal.SIGTERM)
+
+
+async def test_its_session_tools_and_verdict(tmp_path, url):
+  (task,) = nemo_gym.load_tasks(write(tmp_path, ROW))
+  steps = await testing.check_env(lambda: nemo_gym.ServedEnv(url), task, REPLIES)
+  texts = [message['content'] for message in steps[1].messages]
+  assert texts[0] == '{"count":6}' and 'this never works' in texts[1]
+  assert steps[-1].reward == 1.0 and steps[-1].metrics['calls'] == 4.0
+  wrong = await testing.check_env(lambda: nemo_gym.ServedEnv(url), task, REPLIES[1:])
+  assert wrong[-1].reward == 0.0
+
+
+def test_a_policy_plays_it(tmp_path, url):
+  row = ROW | {'expected_count': 3}
+  tasks = nemo_gym.load_tasks(write(tmp_path, row, row))
+  model, params, chat = serving.policy()
+  played = tiny.within(
+    rollout.collect,
+    serving.engine(),
+    chat,
+    tasks,
+    lambda: nemo_gym.ServedEnv(url),
+    limits=serving.LIMITS,
+    samples=32,
+    seed=3,
+  )
+  assert len(played) == 64
+  assert {t.error for t in played} == {None} and {t.reward for t in played} == {1.0}
+  assert all(np.isfinite(t.metrics['calls']) for t in played)
+  tiny.assert_on_policy(params, [s for t in played[:4] for s in t.segments], shape=model)
