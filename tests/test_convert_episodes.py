@@ -116,6 +116,14 @@ def test_each_context_is_a_document_with_the_tokens_that_are_trained(tmp_path):
     assert part['steps'][-1]['metrics']['extra']['reward'] == 1 + i
 
 
+def test_an_example_in_the_prompt_begins_no_context(tmp_path):
+  played = contexts(2)
+  played.messages.insert(1, {'role': 'assistant', 'content': 'an example'})
+  root = document(tmp_path, played)
+  (first,) = root['subagent_trajectories']
+  assert [len(part['steps']) for part in (first, root)] == [5, 4]
+
+
 def test_what_is_odd_still_is_a_document(tmp_path):
   url = 'data:image/png;base64,' + base64.b64encode(PNG).decode()
   picture = {'type': 'image_url', 'image_url': {'url': url}}

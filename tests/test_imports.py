@@ -45,7 +45,7 @@ OWNERS = {
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py {PACKAGE}/retrieval/encoder.py',
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
   'httpx2': f'{PACKAGE}/tools/remote_sandbox.py {PACKAGE}/retrieval/client.py '
-  f'{PACKAGE}/web/bounded_http.py {PACKAGE}/guided/judge.py '
+  f'{PACKAGE}/web/bounded_http.py {PACKAGE}/guided/judge.py {PACKAGE}/tasks/nemo_gym.py '
   'experiments/bench/retriever.py',
   'pydantic': f'{PACKAGE}/web/http.py {PACKAGE}/serve/requests.py '
   f'{PACKAGE}/serve/endpoint.py {PACKAGE}/retrieval/server.py experiments/',

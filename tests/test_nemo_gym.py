@@ -73,7 +73,9 @@ class Sessions:
 
   async def seed_session(self, request):
     number = str(len(self.counts))
-    self.counts[number] = (await request.json())['initial_count']
+    if 'initial_count' not in (body := await request.json()):
+      return responses.JSONResponse({'detail': 'no initial_count'}, status_code=422)
+    self.counts[number] = body['initial_count']
     answer = responses.JSONResponse({})
     answer.set_cookie('session', number)
     return answer
@@ -121,6 +123,7 @@ async def test_a_session_is_played_and_verified(tmp_path, url, sessions):
   assert steps[0].messages[0]['content'] == '{"count":4}' and texts[0] == '{"count":6}'
   assert 'never' in texts[1] and "'x' is not of type" in texts[2]
   assert [step.reward for step in steps] == [0.0, 0.0, 1.0]
+  assert steps[1].metrics['tool_calls'] == 3.0 and steps[1].metrics['tool_errors'] == 2.0
   numbers = steps[-1].metrics
   assert numbers['n'] == 2.0 and numbers['expected_count'] == 6.0
   output = sessions.verified[0]['output']
@@ -159,6 +162,12 @@ async def test_what_a_server_does_wrong_is_an_error(tmp_path, url, sessions):
     with pytest.raises((ValueError, ConnectionError)):
       await env.step('It is 6.')
     env.close()
+  other = types.Task('x', [], info={'row': {'responses_create_params': {'input': ''}}})
+  with contextlib.closing(nemo_gym.ServedEnv(url)) as env:
+    with pytest.raises(
+      ConnectionError, match='seed_session: status 422: .*no initial_count'
+    ):
+      env.reset(other)
   with contextlib.closing(nemo_gym.ServedEnv(f'{url}/other')) as env:
     with pytest.raises(ConnectionError, match='other/seed_session: status 404'):
       env.reset(task)

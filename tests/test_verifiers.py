@@ -230,7 +230,7 @@ async def test_agents_that_wait_for_each_other_play():
   async def answer(request):
     await request.json()
     text = next(texts)
-    await asyncio.wait_for(all_asked.wait(), 60)
+    await asyncio.wait_for(all_asked.wait(), 20)
     return _complete(_say(text))
 
   async def report(request):
