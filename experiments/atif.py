@@ -1,4 +1,4 @@
-"""Writes an episode in Harbor's Agent Trajectory Interchange Format, ATIF 1.8.
+"""Harbor's Agent Trajectory Interchange Format, ATIF 1.8: writes episodes, reads others'.
 
 A reply is a step of the agent, with the results of its calls as the step's observation.
 Other messages are steps of the user or of the system. Where the log has the columns of an
@@ -12,7 +12,7 @@ message, but its `prompt_token_ids` have all that the policy had read.
 """
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import hashlib
 import itertools
 import json
@@ -274,3 +274,59 @@ def _write_picture(address: str, folder: pathlib.Path) -> dict[str, str]:
   path = f'{hashlib.sha256(data).hexdigest()[:16]}.{kind}'
   (folder / path).write_bytes(data)
   return {'media_type': f'image/{kind}', 'path': path}
+
+
+def read_conversations(
+  path: pathlib.Path, render: Callable[[str, dict[str, Any]], str]
+) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+  """Reads a document of any agent for supervised fine-tuning.
+
+  A document gives one conversation, and so does each of its subagent_trajectories. What
+  follows the last reply is left out. So is a conversation without a reply, or with one
+  that was copied from elsewhere, because all replies of a conversation are learned.
+
+  Args:
+    path: The document.
+    render: Writes a call, of a name and its arguments, as the model is to write it.
+
+  Returns:
+    The messages and the schemas of the tools of each: what an sft.Conversation has.
+
+  Raises:
+    ValueError: It is no document of ATIF, or has pictures.
+  """
+  try:
+    root = json.loads(path.read_bytes())
+    if not root['schema_version'].startswith('ATIF-v1.'):
+      raise ValueError(f'its schema_version is {root["schema_version"]!r}')
+    documents = [*(root.get('subagent_trajectories') or ()), root]
+    made = [_read_document(document, render) for document in documents]
+  except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    raise ValueError(f'{path} is no document of ATIF: {error!r}') from None
+  return [(messages, tools) for messages, tools in made if messages]
+
+
+def _read_document(document: Mapping[str, Any], render) -> tuple[list, list]:
+  messages: list[dict[str, Any]] = []
+  for step in document['steps']:
+    role = {'agent': 'assistant'}.get(step['source'], step['source'])
+    calls = step.get('tool_calls') or ()
+    if role == 'assistant' and step.get('is_copied_context'):
+      return [], []
+    thought = step.get('reasoning_content')
+    texts = [f'<think>\n{thought}\n</think>\n'] if thought else []
+    texts += [
+      step['message'],
+      *(render(c['function_name'], c['arguments']) for c in calls),
+    ]
+    messages.append({'role': role, 'content': '\n'.join(filter(None, texts))})
+    names = {call['tool_call_id']: call['function_name'] for call in calls}
+    for result in (step.get('observation') or {}).get('results', ()):
+      name = names.get(result.get('source_call_id'), 'tool')
+      content = result.get('content') or ''
+      messages.append({'role': 'tool', 'name': name, 'content': content})
+  if not all(isinstance(message['content'], str) for message in messages):
+    raise ValueError('a content is no text; pictures are not read')
+  while messages and messages[-1]['role'] != 'assistant':
+    messages.pop()
+  return messages, document['agent'].get('tool_definitions') or []

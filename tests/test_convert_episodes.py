@@ -11,6 +11,7 @@ import pytest
 from test_episodes import CALL, ROOT, failed, trajectory, write
 
 from agent_r1_jax import types
+from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.rl import table
 from experiments import atif
 
@@ -177,6 +178,68 @@ def test_columns_of_other_turns_are_refused(tmp_path):
     document(tmp_path, trajectory(), turn_tokens=[4, 2])
   with pytest.raises(ValueError, match='of an earlier version'):
     document(tmp_path, trajectory(), turn_segments=[])
+
+
+def _render(name, arguments):
+  call = calls.ToolCall(name, arguments)
+  return call_formats.HERMES.render(call)
+
+
+def test_conversations_are_read_back_for_fine_tuning(tmp_path):
+  played = contexts(2)
+  made = document(tmp_path, played)
+  path = tmp_path / '0-0.json'
+  read = atif.read_conversations(path, _render)
+  messages = trajectory().messages
+  assert [[m['role'] for m in given] for given, _ in read] == [
+    [m['role'] for m in messages]
+  ] * 2
+  for before, after in zip(messages, read[1][0], strict=True):
+    find = call_formats.HERMES.parse
+    assert find(before['content']) == find(after['content'])
+    assert after | {'content': ''} == before | {'content': ''}
+  # Of another agent: a thought, tools, an observation after the last reply.
+  *_, reply, last = made['steps']
+  tools = [{'type': 'function', 'function': {'name': 'search'}}]
+  others = {
+    'schema_version': 'ATIF-v1.5',
+    'agent': {'name': 'x', 'version': '1', 'tool_definitions': tools},
+    'steps': [
+      {'source': 'user', 'message': 'Q'},
+      last | {'reasoning_content': 'hm'},
+      reply,
+    ],
+  }
+  path.write_text(json.dumps(others))
+  (given, schemas), *rest = atif.read_conversations(path, _render)
+  assert not rest and schemas == tools
+  assert given[1]['content'] == '<think>\nhm\n</think>\n\n<answer>Corvid Works</answer>'
+  assert [m['role'] for m in given] == ['user', 'assistant', 'assistant']
+  others['steps'][1]['is_copied_context'] = True
+  path.write_text(json.dumps(others))
+  assert atif.read_conversations(path, _render) == []
+
+
+@pytest.mark.parametrize(
+  ('text', 'said'),
+  [
+    ('[' * 100_000, 'RecursionError'),
+    ('{}', 'schema_version'),
+    ('[]', 'TypeError'),
+    ('{"schema_version": "2"}', "schema_version is '2'"),
+    ('{"schema_version": "ATIF-v1.8", "steps": [{}]}', 'source'),
+    (
+      '{"schema_version": "ATIF-v1.8", "steps": [{"source": "user", "message": '
+      '[{"type": "image"}]}]}',
+      'TypeError',
+    ),
+  ],
+)
+def test_what_is_no_document_is_told(tmp_path, text, said):
+  (tmp_path / 'a.json').write_text(text)
+  with pytest.raises(ValueError, match='is no document of ATIF') as error:
+    atif.read_conversations(tmp_path / 'a.json', _render)
+  assert said in str(error.value)
 
 
 def test_the_command_writes_a_document_for_each_episode(tmp_path):

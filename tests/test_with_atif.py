@@ -12,7 +12,8 @@ from test_convert_episodes import contexts, document, read_back
 from test_episodes import ROOT, failed, trajectory, write
 import tiny
 
-from agent_r1_jax import types
+from agent_r1_jax import sft, types
+from agent_r1_jax.agent import calls
 from agent_r1_jax.rl import table
 from agent_r1_jax.serve import program
 from agent_r1_jax.train import rollout
@@ -93,6 +94,11 @@ def test_harbor_reads_an_episode_with_the_tokens_of_each_context(tmp_path):
       if 'metrics' in step:
         sampled = chat.decode(step['metrics']['completion_token_ids'])
         assert sampled == step.get('extra', {}).get('text', step['message'])
+  # And back: a conversation for each context, which fine-tuning learns the replies of.
+  render = lambda name, arguments: chat.format.render(calls.ToolCall(name, arguments))
+  read = atif.read_conversations(next(tmp_path.glob('*.json')), render)
+  learned = [sft.segment(chat, sft.Conversation(*pair)) for pair in read]
+  assert len(learned) == 3 and all(segment.action_mask.any() for segment in learned)
 
 
 def test_harbor_reads_every_kind_of_episode(tmp_path):
