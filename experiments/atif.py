@@ -72,7 +72,7 @@ def make_document(
   if len(episode.get('turn_segments', ())) != len(episode['turn_tokens']):
     raise ValueError(
       'the log is of an earlier version, whose episodes do not say which segment a turn '
-      'belongs to (turn_segments); Inspect can be given it.'
+      'belongs to (turn_segments); --to=inspect reads it.'
     )
   metrics = make_metrics(episode)
   documents = []
@@ -157,8 +157,7 @@ def make_metrics(episode: Mapping[str, Any]) -> list[dict[str, Any]]:
 def locate(episode: Mapping[str, Any]) -> list[tuple[int, int, int]]:
   """Returns where each turn is in the columns: its segment's begin, its start and stop.
 
-  Returns:
-    None of them if the episode was logged without the columns of its tokens.
+  The list is empty if the episode was logged without the columns of its tokens.
   """
   if 'columns' not in episode:
     return []
@@ -196,7 +195,7 @@ def make_steps(
       step, results = {'source': 'system', 'message': ''}, [message, *results]
       i -= 1
     elif role == 'assistant':
-      step = make_reply(message, metrics, len(results))
+      step = make_reply(message, metrics)
     else:
       source = role if role == 'user' else 'system'
       step, results = {'source': source, 'message': _make_content(message, folder)}, []
@@ -222,7 +221,7 @@ def make_steps(
 
 
 def make_reply(
-  message: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], results: int
+  message: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
   """Returns a step of the agent without its observation.
 

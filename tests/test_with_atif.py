@@ -96,8 +96,8 @@ def test_harbor_reads_an_episode_with_the_tokens_of_each_context(tmp_path):
         assert sampled == step.get('extra', {}).get('text', step['message'])
   # And back: a conversation for each context, which fine-tuning learns the replies of.
   render = lambda name, arguments: chat.format.render(calls.ToolCall(name, arguments))
-  read = atif.read_conversations(next(tmp_path.glob('*.json')), render)
-  learned = [sft.segment(chat, sft.Conversation(*pair)) for pair in read]
+  pairs = atif.read_conversations(next(tmp_path.glob('*.json')), render)
+  learned = [sft.segment(chat, sft.Conversation(*pair)) for pair in pairs]
   assert len(learned) == 3 and all(segment.action_mask.any() for segment in learned)
 
 

@@ -12,6 +12,7 @@ says which session a request belongs to. The server runs in an environment of it
 from collections.abc import Mapping, Sequence
 import functools
 import json
+import math
 import os
 import pathlib
 from typing import Any
@@ -50,7 +51,8 @@ class ServedEnv(env.ToolEnv):
   """An episode with a session on a resources server.
 
   The tools are those of the task's row. A call whose arguments do not fit their schema is
-  answered here; other answers are the server's. Numbers of its verdict are metrics.
+  answered here; other answers are the server's. Numbers of its verdict that are not the
+  task's are metrics.
   """
 
   def __init__(self, url: str, *, seconds: float = 60.0):
@@ -132,7 +134,7 @@ class ServedEnv(env.ToolEnv):
     self._numbers = {
       name: float(x)
       for name, x in verdict.items()
-      if isinstance(x, int | float) and name != 'reward'
+      if isinstance(x, int | float) and math.isfinite(x) and name not in ('reward', *row)
     }
     return verdict['reward']
 
