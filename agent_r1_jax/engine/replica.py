@@ -7,7 +7,6 @@ decode runs in a thread of its own, so that tools run at the same time as the de
 """
 
 import asyncio
-import collections
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent import futures
 import contextlib
@@ -22,7 +21,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request, adapter_table, drafts
+from agent_r1_jax.engine import active_request, adapter_table, drafts, reservations
 from agent_r1_jax.engine import device as device_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import request as request_lib
@@ -100,13 +99,7 @@ class Replica:
     self._decode_ended_at: float | None = None
     # Runs decodes and nothing else, so that no user's code delays them.
     self._decode_thread = futures.ThreadPoolExecutor(1, thread_name_prefix='decode')
-    # For `reserve`: the number of rows that no client has reserved; the lock at which the
-    # clients of each policy's version queue; the lock at which the first ones of all
-    # queues wait, whose holder takes rows; and how many clients hold rows.
-    self._free_rows = asyncio.Semaphore(self.sizes.rows)
-    self._queues = collections.defaultdict(asyncio.Lock)
-    self._next_client = asyncio.Lock()
-    self._reservations = 0
+    self._reservations = reservations.Reservations(self.sizes.rows)
     self.rows.stop_sharing()
 
   def stop(self):
@@ -126,25 +119,9 @@ class Replica:
     self, policy: Policy | None = None, rows: int = 1
   ) -> AsyncIterator['Replica']:
     """Waits for `rows` free rows and holds them inside `with`; see Engine.reserve."""
-    queue = self._queues[policy.version if policy else None]
-    taken = 0
-    try:
-      # A lock admits clients in the order in which they came. Only the first of each
-      # policy's queue waits for the second lock, so that the policies take turns. Its
-      # holder takes all its rows before another client takes any: two that each held a
-      # part of theirs would deadlock.
-      async with queue, self._next_client:
-        while taken < rows:
-          await self._free_rows.acquire()
-          taken += 1
-      self._reservations += 1
-      try:
-        yield self
-      finally:
-        self._reservations -= 1
-    finally:
-      for _ in range(taken):
-        self._free_rows.release()
+    version = policy.version if policy else None
+    async with self._reservations.reserve(version, rows):
+      yield self
 
   def submit(self, request: request_lib.Request) -> request_lib.Generation:
     """Queues a request; call it only inside the event loop that `serve` runs in.
@@ -216,7 +193,7 @@ class Replica:
         self._decode_ended_at = self._last_policy = None
         start = time.perf_counter()
         await self._wait(_POLL_SECONDS)
-        if self._reservations:
+        if self._reservations.count:
           self.stats.idle_seconds += time.perf_counter() - start
 
   async def _work(self):
