@@ -171,10 +171,18 @@ check('qwen3_moe', rows, long, vocab_size=304)
 check('qwen2_moe', trees, deep, vocab_size=304)
 check('gemma2', rows, long, attention_cap=2.0, logit_cap=3.0, **slides)
 check('olmo3', trees, half, local_rope_theta=50.0, nope=(True, False), **slides)
+
+import clients, test_prompt_scores as scores
+pairs = sharding.make_mesh(data=2, tensor=2, devices=jax.devices()[:4])
+engine = tiny.engine(sharding.shard_params(clients.params(), pairs), mesh=pairs)
+prompts = [scores.SHARED[:n] for n in (9, 33)]
+asked = [scores.ask(engine, prompt, top_logprobs=1) for prompt in prompts]
+scores.assert_learners(tiny.within(engine.run, asked))
 """
 
 
 def test_layers_of_several_kinds_and_experts_on_eight_chips():
+  """And an engine that scores prompts on two pairs of chips."""
   paths = os.pathsep.join(map(str, (script.ROOT / 'tests', script.ROOT)))
   done = script.run('-c', _MIXED, PYTHONPATH=paths)
   assert done.returncode == 0, done.stderr

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from agent_r1_jax.engine import automaton_guide, drafts
+from agent_r1_jax import types
+from agent_r1_jax.engine import automaton_guide, drafts, prompt_scores
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
@@ -24,6 +25,8 @@ class ActiveRequest:
     row: The row of its text; None while it waits for one.
     guide_states: The state of each of the engine's guides after the tokens so far.
     guide_mask: bool [G], whether each guide's `logits` must run for the request.
+    scored: The scores of its tokens so far, if it asks for them: a Scores for each chunk
+      that was prefilled.
   """
 
   def __init__(
@@ -37,6 +40,7 @@ class ActiveRequest:
     request = generation.request
     self.generation, self.automata, self.slot = generation, automata, slot
     self.row: rows_lib.Row | None = None
+    self.scored: list[request_lib.Scores] = []
     used = {automaton_guide.AUTOMATA: automata, **request.guides}
     if request.sampling.truncated:
       used[guide_lib.TRUNCATION] = guide_lib.truncation_state(request.sampling)
@@ -45,6 +49,17 @@ class ActiveRequest:
       # Automata that only end replies, such as stop strings, need no `logits`.
       del used[automaton_guide.AUTOMATA]
     self.guide_mask = np.array([g in used and g.logits is not None for g in guides], bool)
+
+  def add_scores(self, scored: Any, m: int, count: int):
+    """Adds the scores of `count` tokens: entry m of a prompt_scores.Scored, in numpy."""
+    top = self.generation.request.top_logprobs
+    self.scored.append(
+      request_lib.Scores(
+        scored.logprobs[m, :count],
+        scored.top_tokens[m, :count, :top],
+        scored.top_logprobs[m, :count, :top],
+      )
+    )
 
   def add_chunk(
     self,
@@ -80,8 +95,21 @@ class ActiveRequest:
       routes=routes,
     )
     self.guide_states = guide_states
+    if self.generation.request.score_prompt and self.generation.prompt is None:
+      self.generation.prompt = self._join_scores()
     self.row.extend(chunk.tokens)
     self.generation.add(chunk)
+
+  def _join_scores(self) -> request_lib.Scores:
+    """Joins the scores of all tokens; before the first, nothing tells what it may be."""
+    request = self.generation.request
+    unknown = np.full((1, request.top_logprobs), np.nan, np.float32)
+    none = np.zeros(unknown.shape, np.int32)
+    first = request_lib.Scores(np.full(1, np.nan, np.float32), none, unknown)
+    columns = map(np.concatenate, zip(first, *self.scored, strict=True))
+    scores = request_lib.Scores(*columns)
+    shown = np.asarray(request.tokens) >= types.FIRST_PICTURE_ID
+    return scores._replace(logprobs=np.where(shown, np.float32(np.nan), scores.logprobs))
 
   def add_to(self, index: drafts.Index):
     """Adds the last chunk to an index, or the whole reply where that was the last."""
@@ -116,6 +144,22 @@ def make_prefill_batch(
     indices[m], start[m], count[m] = row.index, row.cached, len(missing)
     token_ids[m, : len(missing)] = missing
   return indices, start, token_ids, count
+
+
+def make_targets(
+  requests: Sequence[ActiveRequest], size: int, tokens: int
+) -> prompt_scores.Targets:
+  """Makes the targets of the batch of `make_prefill_batch`, in numpy."""
+  token_ids = np.zeros((size, tokens), np.int32)
+  temperature, top = np.ones(size, np.float32), np.zeros(size, bool)
+  for m, active in enumerate(requests):
+    row, request = active.row, active.generation.request
+    assert row is not None
+    after = row.tokens[row.cached + 1 : row.size][:tokens]
+    token_ids[m, : len(after)] = after
+    temperature[m], top[m] = request.sampling.temperature, request.top_logprobs > 0
+  columns: Any = token_ids, temperature, top
+  return prompt_scores.Targets(*columns)
 
 
 def make_slots(requests: Mapping[int, ActiveRequest], size: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request, automaton_guide, drafts
+from agent_r1_jax.engine import active_request, automaton_guide, drafts, prompt_scores
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import sight as sight_lib
@@ -128,6 +128,26 @@ class Device:
     with sharding.use_mesh(self.mesh):
       routes = programs_lib.read_routes(self.cache, row, bucket=bucket)
     return np.asarray(routes)[:tokens]
+
+  def prefill_and_score(
+    self,
+    params,
+    batch: tuple,
+    bucket: int,
+    targets: prompt_scores.Targets,
+    adapters: Any = None,
+    pictures: decoder.Pictures | None = None,
+  ) -> prompt_scores.Scored:
+    """Writes tokens to rows and scores the one after each, in numpy."""
+    with sharding.use_mesh(self.mesh):
+      self.cache, scored = prompt_scores.prefill(
+        params,
+        self.cache,
+        *(*batch, targets, adapters, pictures),
+        config=self.config,
+        bucket=bucket,
+      )
+    return jax.device_get(scored)
 
   def decode(
     self,

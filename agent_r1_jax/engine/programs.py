@@ -4,6 +4,7 @@ The device holds the key-value cache and nothing else. The host knows each row's
 how much of it is in the cache, and passes both in every call. The cache stays one token
 behind the text: the last token is known but not yet computed, so that a reply, a tool's
 answer and a prompt all continue a row in the same way, and no prefill computes logits.
+For requests that ask for the log-probs of their own tokens there is prompt_scores.py.
 
 Letters: B rows of the cache, M entries of one call (each names its row), T tokens of one
 prefill, or those that a decode computes at once: the last one and a draft of k = T - 1, W
@@ -83,11 +84,19 @@ def prefill(
   count. The cache is donated; the params come from sampling_params.unstack. `adapters`,
   if there are any, say which one each entry uses, and `pictures` what tokens show.
   """
+  batch = rows, start, tokens, count
+  return extend_rows(params, cache, *batch, adapters, pictures, config, bucket)[1]
+
+
+def extend_rows(
+  params, cache, rows, start, tokens, count, adapters, pictures, config, bucket: int
+) -> tuple[Float[Array, 'M T D'], decoder.Cache]:
+  """Computes `prefill`, and returns the hidden states of the tokens, too."""
   view = _gather_rows(cache, rows, bucket)
   steps_1T = jnp.arange(tokens.shape[1])[None]
   positions = jnp.where(steps_1T < count[:, None], start[:, None] + steps_1T, bucket)
-  _, view = decoder.extend(params, config, tokens, positions, view, adapters, pictures)
-  return _scatter_rows(cache, rows, view)
+  x, view = decoder.extend(params, config, tokens, positions, view, adapters, pictures)
+  return x, _scatter_rows(cache, rows, view)
 
 
 @functools.partial(jax.jit, static_argnames='bucket', donate_argnames='cache')

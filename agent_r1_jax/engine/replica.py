@@ -209,7 +209,7 @@ class Replica:
       self.stats.host_seconds += time.perf_counter() - self._decode_ended_at
       self._decode_ended_at = None
     params = policy.copies[self._copy_index]
-    if not self._prefill(params, policy.version, slots, chosen):
+    if not await self._prefill(params, policy.version, slots, chosen):
       await self._decode(params, policy.step, slots, chosen)
 
   async def _wait_for_clients(self):
@@ -274,7 +274,7 @@ class Replica:
         break
     return policy, chosen
 
-  def _prefill(
+  async def _prefill(
     self,
     params,
     version: int,
@@ -293,22 +293,35 @@ class Replica:
     if copies:
       self._copy(copies)
       return True
-    rows = [row for row in missing if row not in waiting][:most]
+    rows = [row for row in missing if row not in waiting]
     if not rows:
       return False
+    # Those whose tokens are scored have a program of their own.
+    is_scored = lambda row: missing[row].generation.request.score_prompt
+    scored = is_scored(rows[0])
+    rows = [row for row in rows if is_scored(row) == scored][:most]
     size = sizes_lib.round_up(sizes.prefill_rows, len(rows))
     options = size, sizes.prefill_tokens, sizes.rows  # The last one is not written.
     batch = active_request.make_prefill_batch(rows, *options)
     sight = self.device.sight
     pictures = sight and sight.look(params, version, rows, batch)
-    for row, count in zip(rows, batch[-1].tolist(), strict=False):
+    actives, targets = [missing[row] for row in rows], None
+    if scored:
+      targets = active_request.make_targets(actives, size, sizes.prefill_tokens)
+    counts = batch[-1].tolist()
+    for row, count in zip(rows, counts, strict=False):
       row.cached += count
       self.stats.prefilled += count
     bucket = sizes_lib.round_up(sizes.buckets, max(row.cached for row in rows))
-    entries = {m: missing[row] for m, row in enumerate(rows)}
-    slot_M = active_request.make_slots(entries, size)
-    adapters = slots.select(self._copy_index, slot_M)
-    self.device.prefill(params, *batch, bucket, adapters, pictures)
+    slot_M = active_request.make_slots(dict(enumerate(actives)), size)
+    seen = slots.select(self._copy_index, slot_M), pictures
+    if targets:
+      score = functools.partial(self.device.prefill_and_score, params, batch, bucket)
+      scores = await self._in_thread(functools.partial(score, targets, *seen))
+      for m, active in enumerate(actives):
+        active.add_scores(scores, m, counts[m])
+    else:
+      self.device.prefill(params, *batch, bucket, *seen)
     self.stats.prefill_seconds += time.perf_counter() - start_time
     return True
 

@@ -77,6 +77,21 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
   return Chunk(**columns, stopped=chunks[-1].stopped, routes=chunks[-1].routes)
 
 
+class Scores(NamedTuple):
+  """The log-probs of n given tokens, each after those before it.
+
+  Attributes:
+    logprobs: float32 [n], under the policy's temperature-scaled full softmax, as those of
+      a Chunk; NaN for the first token and for those of pictures.
+    top_tokens: int32 [n, top_logprobs], the likeliest tokens there; 0 in the first.
+    top_logprobs: float32 [n, top_logprobs], their log-probs; NaN in the first.
+  """
+
+  logprobs: np.ndarray
+  top_tokens: np.ndarray
+  top_logprobs: np.ndarray
+
+
 class Text:
   """A text in the engine: all tokens that were appended and sampled, in order.
 
@@ -150,6 +165,8 @@ class Request:
     pictures: Those that the tokens stand for, uint8 [H, W, 3] each, and perhaps others.
     routes: Whether the reply reports the experts that computed the text, if the policy
       has any.
+    score_prompt: Whether `Generation.prompt` gets the log-probs of the tokens, which then
+      have no parent. All of them are computed, whatever the cache holds.
   """
 
   tokens: np.ndarray
@@ -166,6 +183,7 @@ class Request:
   adapter: str | None = None
   pictures: Sequence[np.ndarray] = ()
   routes: bool = False
+  score_prompt: bool = False
 
 
 def check(
@@ -189,6 +207,8 @@ def check(
   outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
   if len(outside := outside[~np.isin(outside, shown)]):
     raise ValueError(f'token {outside[0]} is outside the vocabulary of {vocab_size}.')
+  if request.score_prompt and parent is not None:
+    raise ValueError('score_prompt scores a whole text: leave parent out.')
   if np.shape(request.key) != (2,):
     raise ValueError(f'key has the shape {np.shape(request.key)}; make it with make_key.')
   before = len(parent or ())
@@ -237,6 +257,8 @@ class Generation:
     chunks: The chunks so far.
     number: The number of requests that the replica got before this one.
     done: Whether the reply is complete or was cancelled.
+    prompt: The scores of the request's own tokens, if it asked for them; they are there
+      with the first chunk.
   """
 
   def __init__(
@@ -246,6 +268,7 @@ class Generation:
     self.request, self.text, self.number = request, text, number
     self.chunks: list[Chunk] = []
     self.done = False
+    self.prompt: Scores | None = None
     self._on_cancel = on_cancel
     self._changed = asyncio.Event()
     self._cancelled = False

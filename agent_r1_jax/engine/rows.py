@@ -139,6 +139,9 @@ class Rows:
     row.tokens[: len(text)], row.tokens[len(text) :] = text.tokens, -1
     # The decode computes the last token, to sample what follows it.
     row.cached = min(row.cached, len(text) - 1)
+    if generation.request.score_prompt:
+      # What is not computed has no log-probs.
+      row.cached, row.prefill_started = 0, True
     return row
 
   def find_sources(
