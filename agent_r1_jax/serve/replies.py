@@ -1,10 +1,9 @@
-"""Replies as OpenAI's API has them: what a stream shows, what is a call, log-probs."""
+"""Replies: what of them a stream shows, what is a call, and their log-probs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 import itertools
-import json
+import math
 import re
-import time
 from typing import Any, NamedTuple
 
 from agent_r1_jax import types
@@ -25,11 +24,13 @@ class Reply(NamedTuple):
     calls: The calls in it, pairs of name and arguments; the arguments of a call that
       could not be parsed are its text.
     reason: Why it ended: 'stop', 'tool_calls' or 'length'.
+    stop: The client's stop string that ended it, if one did.
   """
 
   text: str
   calls: list[tuple[str, dict[str, Any] | str]]
   reason: str
+  stop: str | None = None
 
   def as_message(self) -> types.Message:
     """Returns the message in the form of `ChatRequest.messages`."""
@@ -60,12 +61,19 @@ class Choice:
     self._sent, self._unsent, self._ended = 0, '', False
     self._openings = chat.format.openings if api_request.tools else ()
     self._held_back = *api_request.stop, *self._openings
+    # The text of the prompt, where it is a part of the answer.
+    self._echo = ''
+    if api_request.echo:
+      self._echo = str(chat.decode_exactly(generation.request.tokens.tolist()))
 
   def add(self, chunk: request.Chunk) -> str:
-    """Adds tokens; returns further text that is surely part of the reply's."""
-    tokens = chunk.tokens.tolist()
+    """Adds tokens; returns further text that is surely part of the answer's."""
+    is_first, tokens = not self.tokens, chunk.tokens.tolist()
     self.tokens += tokens
-    if self._ended:
+    return self._echo * is_first + self._show(tokens)
+
+  def _show(self, tokens: list[int]) -> str:
+    if self._ended or self._api_request.max_tokens == 0:
       return ''
     self._unsent += self._decode([i for i in tokens if i not in self._chat.stop_ids])
     starts = [i for s in self._held_back if (i := self._unsent.find(s)) >= 0]
@@ -82,8 +90,12 @@ class Choice:
     """Returns the reply, and what of its text `add` has not returned."""
     text = str(self._chat.decode(self.tokens))
     stopped = self.generation.chunks[-1].stopped
-    ends = [i for s in self._api_request.stop if (i := text.find(s)) >= 0]
-    text = text[: min(ends)] if ends else text
+    if self._api_request.max_tokens == 0:  # What the engine sampled is not asked for.
+      self.tokens = []
+      return Reply(self._echo, [], 'length'), ''
+    ends = [(i, s) for s in self._api_request.stop if (i := text.find(s)) >= 0]
+    end, stop = min(ends, default=(len(text), None))
+    text = text[:end]
     tool_calls = []
     if self._api_request.tools and stopped:
       tool_calls = self._chat.format.parse(text, self._api_request.tools)
@@ -92,8 +104,20 @@ class Choice:
       starts = [i for s in self._openings if (i := text.find(s, begin)) >= 0]
       text = text[: min(starts, default=None)]
     reason = 'length' if not stopped else 'tool_calls' if tool_calls else 'stop'
-    reply = Reply(text, [_name_call(call) for call in tool_calls], reason)
-    return reply, text[self._sent :]
+    named = [_name_call(call) for call in tool_calls]
+    return Reply(self._echo + text, named, reason, stop), text[self._sent :]
+
+  def write_logprobs(self, chunk: request.Chunk) -> list[dict[str, Any]] | None:
+    """Writes the log-probs of the tokens that `add` took last, if they are wanted."""
+    if self._api_request.top_logprobs is None:
+      return None
+    written = []
+    scores, given = self.generation.prompt, self.generation.request.tokens
+    if self._api_request.echo and scores and len(self.tokens) == len(chunk.tokens):
+      written = _write_columns(self._chat, given, *scores)
+    if self._api_request.max_tokens == 0:
+      return written
+    return written + write_logprobs(chunk, self._chat)
 
 
 def _name_call(call: calls.Call) -> tuple[str, dict[str, Any] | str]:
@@ -109,104 +133,20 @@ def write_logprobs(chunk: request.Chunk, chat: chat_lib.Chat) -> list[dict[str, 
 
   The bytes of tokens that make up one character together are that character's.
   """
+  columns = (chunk.tokens, chunk.logprobs, chunk.top_tokens, chunk.top_logprobs)
+  return _write_columns(chat, *columns)
+
+
+def _write_columns(chat: chat_lib.Chat, *columns: Iterable) -> list[dict[str, Any]]:
+  """Writes log-probs: tokens, theirs, the likeliest tokens, theirs; null for NaN."""
 
   def one(token, logprob):
     text = chat.decode_exactly([token])
-    piece = [*chat.get_bytes(int(token))]
-    return {'token': text, 'logprob': float(logprob), 'bytes': piece}
+    number = None if math.isnan(logprob) else float(logprob)
+    return {'token': text, 'logprob': number, 'bytes': [*chat.get_bytes(int(token))]}
 
-  columns = (chunk.tokens, chunk.logprobs, chunk.top_tokens, chunk.top_logprobs)
   return [
     one(token, logprob)
     | {'top_logprobs': [one(*pair) for pair in zip(tops, values, strict=True)]}
     for token, logprob, tops, values in zip(*columns, strict=True)
   ]
-
-
-def _write_calls(tool_calls: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
-  """Writes tool calls, with an id for each."""
-  return [
-    {
-      'id': f'call_{next(numbers)}',
-      'type': 'function',
-      'function': {
-        'name': name,
-        'arguments': arguments if isinstance(arguments, str) else json.dumps(arguments),
-      },
-    }
-    for name, arguments in tool_calls
-  ]
-
-
-class Form(NamedTuple):
-  """How one of the two kinds of requests is read, and its answers are written.
-
-  Attributes:
-    model: What the body of a request is read as.
-    name: What the kind is called in answers.
-    choice: (text, calls, log-probs) -> the fields of a complete choice.
-    delta: The same of a part of one that is streamed.
-  """
-
-  model: type[requests.ApiRequest]
-  name: str
-  choice: Callable[..., dict[str, Any]]
-  delta: Callable[..., dict[str, Any]]
-
-  def frame(self, model: str, number: str, choices: list, **more: Any) -> dict[str, Any]:
-    """Returns an answer, or a part of one, with what surrounds its choices."""
-    kind = self.name + ('.chunk' if more.pop('part', False) else '')
-    head = {'id': number, 'object': kind, 'created': int(time.time()), 'model': model}
-    return head | {'choices': choices} | more
-
-
-def _write_chat_logprobs(logprobs: list | None) -> dict[str, Any] | None:
-  return None if logprobs is None else {'content': logprobs, 'refusal': None}
-
-
-def _write_chat_choice(
-  text: str, tool_calls: Sequence, logprobs: list | None
-) -> dict[str, Any]:
-  message = {'role': 'assistant', 'content': text or (None if tool_calls else '')}
-  message |= {'tool_calls': _write_calls(tool_calls)} if tool_calls else {}
-  return {'message': message, 'logprobs': _write_chat_logprobs(logprobs)}
-
-
-def _write_chat_delta(
-  text: str, tool_calls: Sequence, logprobs: list | None
-) -> dict[str, Any]:
-  delta = {'role': 'assistant', 'content': text}
-  numbered = [{'index': i} | call for i, call in enumerate(_write_calls(tool_calls))]
-  delta |= {'tool_calls': numbered} if tool_calls else {}
-  return {'delta': delta, 'logprobs': _write_chat_logprobs(logprobs)}
-
-
-def _name_token(item: dict[str, Any]) -> str:
-  r"""Names a token of a text completion: a part of a character is 'bytes:\xc3'."""
-  try:
-    bytes(item['bytes']).decode()
-  except UnicodeDecodeError:
-    return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in item['bytes'])
-  return item['token']
-
-
-def _write_text_choice(
-  text: str, tool_calls: Sequence, logprobs: list | None
-) -> dict[str, Any]:
-  columns = None
-  if logprobs is not None:
-    named = lambda tops: {_name_token(top): top['logprob'] for top in tops}
-    columns = {
-      'tokens': [_name_token(item) for item in logprobs],
-      'token_logprobs': [item['logprob'] for item in logprobs],
-      'top_logprobs': [named(item['top_logprobs']) for item in logprobs],
-    }
-  return {'text': text, 'logprobs': columns}
-
-
-CHAT = Form(
-  requests.ChatRequest, 'chat.completion', _write_chat_choice, _write_chat_delta
-)
-TEXT = Form(
-  requests.TextRequest, 'text_completion', _write_text_choice, _write_text_choice
-)

@@ -22,6 +22,7 @@ from agent_r1_jax.engine import programs, request
 from agent_r1_jax.web import http
 
 _MAX = 2**31 - 1  # The engine counts in int32.
+_MAX_PROMPTS = 128  # Of one request for completions.
 
 
 def _refuse(value: Any) -> Any:
@@ -51,13 +52,15 @@ def _read_part(part: Any) -> dict[str, Any]:
   )
 
 
-def _read_prompt(prompt: Any) -> str | list[int]:
-  if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-    prompt = prompt[0]
-  tokens = isinstance(prompt, list) and all(type(i) is int for i in prompt)
-  if not prompt or not (isinstance(prompt, str) or tokens):
-    raise ValueError('give one text, or one list of tokens')
-  return prompt
+def _read_prompts(prompt: Any) -> list[str | list[int]]:
+  """Makes a list of prompts, each a text or a list of tokens."""
+  is_tokens = lambda x: isinstance(x, list) and all(type(i) is int for i in x)
+  prompts = [prompt] if isinstance(prompt, str) or is_tokens(prompt) else prompt
+  if not isinstance(prompts, list) or not 0 < len(prompts) <= _MAX_PROMPTS:
+    raise ValueError(f'give one prompt, or a list of 1 to {_MAX_PROMPTS}')
+  if not all(p and (isinstance(p, str) or is_tokens(p)) for p in prompts):
+    raise ValueError('a prompt is a text or a list of tokens, and is not empty')
+  return prompts
 
 
 def _check_tool(tool: Any) -> dict[str, Any]:
@@ -176,7 +179,8 @@ class ChatRequest(_Request):
     top_logprobs: The likeliest tokens to report with each one; None reports no log-probs.
   """
 
-  prompt: ClassVar[None] = None
+  prompts: ClassVar[None] = None
+  echo: ClassVar[bool] = False
   given: list[_Message] = _Items(min_length=1, validation_alias='messages')
   tools: list[Annotated[Any, AfterValidator(_check_tool)]] = _Items([])
   tool_choice: Any = 'auto'
@@ -216,6 +220,11 @@ class ChatRequest(_Request):
     return self
 
   @property
+  def count(self) -> int:
+    """The number of replies."""
+    return self.n
+
+  @property
   def required(self) -> bool:
     """Whether the reply must call one of the tools."""
     return self.tool_choice not in ('auto', 'none')
@@ -248,20 +257,34 @@ class TextRequest(_Request):
   """A request for completions; names of control tokens in it are control tokens.
 
   Attributes:
-    prompt: The text or the tokens to go on from.
+    prompts: The texts or tokens to go on from, each of which gets `n` replies.
+    echo: Whether a prompt is a part of its answers, with log-probs if there are any.
     top_logprobs: The likeliest tokens to report with each one; None reports no log-probs.
   """
 
   messages: ClassVar[None] = None
   tools: ClassVar[Sequence[dict[str, Any]]] = ()
   required: ClassVar[bool] = False
-  prompt: Annotated[Any, AfterValidator(_read_prompt)]
-  max_tokens: int | None = Field(16, ge=1, le=_MAX)
+  prompts: Annotated[Any, AfterValidator(_read_prompts)] = Field(
+    validation_alias='prompt'
+  )
+  max_tokens: int | None = Field(16, ge=0, le=_MAX)
   top_logprobs: int | None = Field(
     None, ge=0, le=programs.TOP, validation_alias='logprobs'
   )
-  echo: _Unsupported = None
+  echo: bool = False
   suffix: _Unsupported = None
+
+  @pydantic.model_validator(mode='after')
+  def _check(self) -> 'TextRequest':
+    if self.max_tokens == 0 and not self.echo:
+      raise ValueError('max_tokens is 0, which is for echo: true alone; give at least 1')
+    return self
+
+  @property
+  def count(self) -> int:
+    """The number of replies."""
+    return self.n * len(self.prompts)
 
 
 ApiRequest = ChatRequest | TextRequest

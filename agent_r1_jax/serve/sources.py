@@ -82,36 +82,47 @@ class StatelessSource:
   async def submit(self, api_request, automata):
     """Encodes the conversation; what the cache holds of it is not computed again."""
     adapter = self._find_adapter(api_request.model)
-    pictures = []
-    if api_request.messages is not None:
-      messages = requests.to_chat(api_request.messages, self._chat.format)
-      ids = await encode(self, self._chat.encode_prompt, messages, api_request.tools)
-      pictures = self._chat.list_pictures(messages)
-    elif isinstance(api_request.prompt, str):
-      ids = await encode(self, self._chat.encode_text, api_request.prompt)
-    else:
-      ids = np.array(api_request.prompt)
-    room = self.slots - len(ids)
+    scored = api_request.echo and api_request.top_logprobs is not None
+    prompts = await self._encode(api_request)
+    room = self.slots - max(len(ids) for ids, _ in prompts)
     max_tokens = room if api_request.max_tokens is None else api_request.max_tokens
     if room < 1 or max_tokens > room:
       raise self.refuse_length(
-        f'the prompt has {len(ids)} tokens and the reply may have {max(max_tokens, 1)}; '
-        f'there is room for {self.slots}'
+        f'the prompt has {self.slots - room} tokens and the reply may have '
+        f'{max(max_tokens, 1)}; there is room for {self.slots}'
       )
     return [
       self._engine.submit(
         request_lib.Request(
           ids,
-          max_tokens=max_tokens,
+          max_tokens=max(max_tokens, 1),
           sampling=api_request.sampling,
           key=api_request.make_key(i),
           automata=automata,
           top_logprobs=api_request.top_logprobs or 0,
           adapter=adapter,
           pictures=pictures,
+          score_prompt=scored,
         )
       )
+      for ids, pictures in prompts
       for i in range(api_request.n)
+    ]
+
+  async def _encode(self, api_request) -> list[tuple[np.ndarray, list[np.ndarray]]]:
+    """Encodes the conversation or the texts; returns tokens and pictures of each."""
+    if api_request.messages is not None:
+      messages = requests.to_chat(api_request.messages, self._chat.format)
+      ids = await encode(self, self._chat.encode_prompt, messages, api_request.tools)
+      return [(ids, self._chat.list_pictures(messages))]
+    return [
+      (
+        await encode(self, self._chat.encode_text, prompt)
+        if isinstance(prompt, str)
+        else np.array(prompt),
+        [],
+      )
+      for prompt in api_request.prompts
     ]
 
   def _find_adapter(self, model: str | None) -> str | None:
@@ -133,16 +144,22 @@ class StatelessSource:
     generation.text.close()
 
 
-def check_count(source: Source, messages: Any):
-  """Refuses more messages and calls than a row has slots: each has a token at least."""
-  messages = messages if isinstance(messages, list) else []
-  calls = [m.get('tool_calls') for m in messages if isinstance(m, dict)]
-  count = len(messages) + sum(len(some) for some in calls if isinstance(some, list))
+def check_count(source: Source, fields: dict[str, Any]):
+  """Refuses more messages, parts and calls than a row has slots.
+
+  A message and a call have a token at least, and so has a part that says something.
+  """
+  size = lambda some: len(some) if isinstance(some, list) else 0
+  count = 0
+  for name in ('messages', 'input'):
+    messages = fields.get(name)
+    count += size(messages)
+    for m in messages if isinstance(messages, list) else ():
+      if isinstance(m, dict):
+        count += size(m.get('tool_calls')) + size(m.get('content'))
   if count > source.slots:
-    text = (
-      f'there are {count} messages and calls; there is room for {source.slots} tokens'
-    )
-    raise source.refuse_length(text)
+    text = f'there are {count} messages, parts and calls'
+    raise source.refuse_length(f'{text}; there is room for {source.slots} tokens')
 
 
 async def encode(source: Source, fn: Callable[..., np.ndarray], *args: Any) -> np.ndarray:

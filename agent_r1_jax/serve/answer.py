@@ -1,0 +1,194 @@
+"""Sends the replies to one request, in whatever dialect it was asked."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+import contextlib
+import json
+import time
+from typing import Any
+
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.serve import forms, replies, sources
+from agent_r1_jax.web import http
+
+_SEND_SECONDS = 30.0  # For an answer that is complete.
+
+
+class Metrics:
+  """What a server counts, in prometheus_client's registry."""
+
+  def __init__(self):
+    import prometheus_client as prometheus
+
+    self.registry = prometheus.CollectorRegistry()
+    options: dict[str, Any] = {'registry': self.registry}
+    self.answers = prometheus.Counter(
+      'endpoint_answers', 'Answers by HTTP status.', ['status'], **options
+    )
+    self.vanished = prometheus.Counter(
+      'endpoint_vanished', 'Requests whose client did not wait for the answer.', **options
+    )
+    self.tokens = prometheus.Counter(
+      'endpoint_tokens', 'Tokens by kind: prompt or reply.', ['kind'], **options
+    )
+    self.replies = prometheus.Gauge(
+      'endpoint_replies', 'Replies that wait or are sampled.', **options
+    )
+    seconds = {'buckets': [0.001 * 2**i for i in range(18)], **options}
+    self.first = prometheus.Histogram(
+      'endpoint_first_token_seconds',
+      'Seconds from request to first token of choice 0.',
+      **seconds,
+    )
+    self.each = prometheus.Histogram(
+      'endpoint_token_seconds', 'Seconds of each further token of choice 0.', **seconds
+    )
+
+  def refuse(self, form: forms.Form, error: http.RefusedError) -> Any:
+    """Makes the answer to a request that is refused, and counts it."""
+    self.answers.labels(error.status).inc()
+    return http.answer_json(form.describe(error), error.status, error.headers)
+
+
+class Answer:
+  """Sends the replies to one request, unless its client goes before that."""
+
+  def __init__(
+    self,
+    form: forms.Form,
+    head: forms.Head,
+    source: sources.Source,
+    generations: Sequence[request_lib.Generation],
+    *,
+    chat: chat_lib.Chat,
+    metrics: Metrics,
+    seconds: float,
+    began: float,
+    on_end: Callable[[], None],
+  ):
+    """Makes the answer.
+
+    Args:
+      form: The dialect.
+      head: What is known of the answer.
+      source: Where the replies come from.
+      generations: The replies, which have begun.
+      chat: Decodes them.
+      metrics: What is counted.
+      seconds: The most seconds of them.
+      began: When the request came, of time.perf_counter.
+      on_end: Is called when no reply is under way any longer.
+    """
+    self._form, self._head, self._source = form, head, source
+    self._generations, self._began = generations, began
+    self._chat, self._metrics, self._seconds = chat, metrics, seconds
+    self._on_end, self._sampled = on_end, 0
+    self._api_request = head.asked.request
+
+  async def __call__(self, scope, receive, send):
+    """Sends the answer; in the end no reply is left under way."""
+    send_answer = self._send_stream if self._api_request.stream else self._send_whole
+    work = asyncio.ensure_future(send_answer(scope, receive, send))
+    disconnected = asyncio.ensure_future(_wait_until_disconnected(receive))
+    try:
+      await asyncio.wait(
+        [work, disconnected],
+        timeout=self._seconds + _SEND_SECONDS,
+        return_when=asyncio.FIRST_COMPLETED,
+      )
+      # It is cancelled where its time is up and the client does not read.
+      if work.done() and not work.cancelled():
+        work.result()
+      else:
+        self._metrics.vanished.inc()
+    finally:
+      disconnected.cancel()
+      work.cancel()
+      for generation in self._generations:
+        generation.cancel()
+        self._source.close(generation)
+      self._on_end()
+
+  async def _follow(self) -> AsyncIterator[forms.Part]:
+    """Yields parts of the replies.
+
+    All replies are sampled at the same time; they are yielded one after the other. So
+    only the first is timed: tokens of the others are here late.
+    """
+    metrics = self._metrics
+    async with asyncio.timeout(self._seconds):
+      for index, generation in enumerate(self._generations):
+        choice = replies.Choice(index, generation, self._api_request, self._chat)
+        first = 0.0
+        async for chunk in generation:
+          if not (first or index):
+            first = time.perf_counter()
+            metrics.first.observe(first - self._began)
+          text = choice.add(chunk)
+          yield forms.Part(index, text, choice.write_logprobs(chunk), None)
+        more = len(choice.tokens) - 1
+        if first and more > 0:
+          metrics.each.observe((time.perf_counter() - first) / more)
+        reply, rest = choice.finish()
+        self._sampled += len(choice.tokens)
+        # Before the client hears of it, and asks for more.
+        self._source.accept(generation, reply)
+        yield forms.Part(index, rest, None, reply)
+    metrics.tokens.labels('prompt').inc(self._head.prompt_tokens)
+    metrics.tokens.labels('reply').inc(self._sampled)
+
+  async def _send_whole(self, scope, receive, send):
+    parts, scored = [], []
+    try:
+      async with contextlib.aclosing(self._follow()) as follow:
+        async for part in follow:
+          scored += part.logprobs or []
+          if part.reply:
+            wanted = self._api_request.top_logprobs is not None
+            whole = part._replace(text=part.reply.text)
+            parts.append(whole._replace(logprobs=scored if wanted else None))
+            scored = []
+    except TimeoutError:
+      answer = self._metrics.refuse(self._form, self._make_late_error())
+    else:
+      self._metrics.answers.labels(200).inc()
+      answer = http.answer_json(self._form.write(self._head, parts, self._sampled))
+    await answer(scope, receive, send)
+
+  async def _send_stream(self, scope, receive, send):
+    headers = [(b'content-type', b'text/event-stream'), (b'cache-control', b'no-cache')]
+    await send({'type': 'http.response.start', 'status': 200, 'headers': headers})
+
+    async def write(events: Sequence[forms.Event], more: bool = True):
+      body = b''.join(map(_encode_event, events))
+      if body:
+        await send({'type': 'http.response.body', 'body': body, 'more_body': more})
+
+    status, stream = 200, self._form.stream(self._head)
+    try:
+      await write(stream.begin())
+      async with contextlib.aclosing(self._follow()) as follow:
+        async for part in follow:
+          if part.text or part.logprobs or part.reply:
+            await write(stream.add(part))
+      end = stream.finish(self._sampled)
+    except TimeoutError:
+      error = self._make_late_error()
+      status, end = error.status, stream.fail(error)
+    self._metrics.answers.labels(status).inc()
+    await write(end, more=False)
+
+  def _make_late_error(self) -> http.RefusedError:
+    return http.RefusedError(504, f'no reply within {self._seconds:g} seconds')
+
+
+async def _wait_until_disconnected(receive):
+  while (await receive())['type'] != 'http.disconnect':
+    pass
+
+
+def _encode_event(event: forms.Event) -> bytes:
+  text = event.data if isinstance(event.data, str) else json.dumps(event.data)
+  name = f'event: {event.name}\n' if event.name else ''
+  return f'{name}data: {text}\n\n'.encode()
