@@ -8,13 +8,16 @@ import threading
 from unittest import mock
 
 import httpx2
+import numpy as np
 import openai
 import pydantic
 import pytest
 import script
 import serving
+import tiny
 
 from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
 from agent_r1_jax.engine import request
 from agent_r1_jax.serve import requests, server, sources
 from agent_r1_jax.web import http
@@ -154,6 +157,40 @@ def test_completions_and_models(client):
   )
   assert same.choices[0].text == whole.choices[0].text
   assert [model.id for model in client.models.list().data] == ['policy']
+
+
+def test_prompts_are_echoed_with_the_learners_log_probs(client):
+  shape, params, chat = serving.policy()
+  prompts = [chat.encode_text(text).tolist() for text in ('Who is it? ' * 9, 'Who')]
+  ask = lambda **more: client.completions.create(
+    model='policy', prompt=prompts, echo=True, temperature=0, **more
+  )
+  scored = ask(max_tokens=1, logprobs=1)
+  segments = [types.Segment(x, x > -1, np.float32(0 * x)) for x in map(np.int32, prompts)]
+  learned = tiny.learned(params, segments, shape=shape)
+  for i, (ids, expected) in enumerate(zip(prompts, learned, strict=True)):
+    choice = scored.choices[i]
+    first, *others = choice.logprobs.token_logprobs
+    assert choice.index == i and first is None and choice.logprobs.top_logprobs[0] is None
+    assert others[: len(ids) - 1] == pytest.approx(expected[1:].tolist(), abs=2e-5)
+    # The reply is greedy: each of its tokens is the likeliest.
+    assert others[len(ids) - 1 :] == [*choice.logprobs.top_logprobs[-1].values()]
+    assert choice.text.startswith(chat.decode_exactly(ids))
+  assert scored.usage.prompt_tokens == sum(map(len, prompts))
+  alone = ask(max_tokens=0, logprobs=0, n=2, stream=True)
+  texts = [part.choices[0].text for part in alone if part.choices[0].text]
+  assert texts == [chat.decode_exactly(ids) for ids in prompts for _ in range(2)]
+  for more, message in (
+    ({'max_tokens': 0, 'echo': False}, 'for echo: true alone'),
+    ({'prompt': []}, 'a prompt is a text'),
+    ({'prompt': [[5], []]}, 'is not empty'),
+    ({'prompt': [[5]] * 129}, '1 to 128'),
+    ({'prompt': [[5.5]]}, 'a prompt is a text'),
+  ):
+    with pytest.raises(openai.BadRequestError, match=message):
+      client.completions.create(
+        **{'model': 'policy', 'prompt': 'a', 'echo': True, 'max_tokens': 1} | more
+      )
 
 
 def test_only_the_first_choice_is_timed(client, url):
