@@ -22,7 +22,6 @@ their order, and of several that go on from one reply, the first goes on in its 
 import asyncio
 import collections
 from collections.abc import Sequence
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -34,40 +33,8 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import transcript as transcript_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.serve import replies, requests, sources
+from agent_r1_jax.serve import branches, replies, requests, sources
 from agent_r1_jax.web import http
-
-
-@dataclasses.dataclass(eq=False)
-class _Branch:
-  """A text and the segment that it is trained as.
-
-  Attributes:
-    tools: The tools that its prompt describes, as JSON.
-    messages: All messages of the text, as the client has them.
-    rendered: The same as they are logged and encoded again; replies are as they were
-      sampled.
-    shared_messages: The number of messages that the text shares with the one that it was
-      forked from.
-    ends: For each reply, the number of messages and of tokens up to its end.
-    passage: Its tokens and replies in the episode's transcript.
-    text: What the engine holds of it; it may have tokens that no client got.
-    key: The randomness of its replies.
-    key_id: What the key was made of: the digest of the tokens that the text began with,
-      and its number among the texts that began with them.
-    pending: The request that is being answered: its messages and tokens.
-  """
-
-  tools: str
-  messages: list[types.Message]
-  rendered: list[types.Message]
-  shared_messages: int
-  ends: list[tuple[int, int]]
-  passage: transcript_lib.Passage
-  text: request_lib.Text | None
-  key: np.ndarray
-  key_id: tuple[bytes, int]
-  pending: tuple[list[types.Message], list[types.Message], np.ndarray] | None = None
 
 
 class Conversation:
@@ -106,8 +73,8 @@ class Conversation:
     self._chat, self._task, self._context = chat, task, context
     self._transcript = transcript
     self._max_turns, self._max_turn_tokens = max_turns, max_turn_tokens
-    self._branches: list[_Branch] = []
-    self._sampled: dict[request_lib.Generation, _Branch] = {}
+    self._branches: list[branches.Branch] = []
+    self._sampled: dict[request_lib.Generation, branches.Branch] = {}
     self._key_ids: set[tuple[bytes, int]] = set()
     self._last_reply_truncated = False
     self._closed = False
@@ -139,7 +106,7 @@ class Conversation:
     client are not used, and neither a schema nor a required call restricts the reply.
     """
     if api_request.messages is None:
-      raise http.RefusedError(400, 'an episode asks for chat completions only')
+      raise http.RefusedError(400, 'an episode asks for replies to messages only')
     if api_request.json_schema or api_request.required:
       self.metrics['unrestricted'] += 1
     begun = []
@@ -171,7 +138,9 @@ class Conversation:
     self._sampled[generation] = branch
     return generation
 
-  def _sample(self, branch: _Branch, api_request, automata) -> request_lib.Generation:
+  def _sample(
+    self, branch: branches.Branch, api_request, automata
+  ) -> request_lib.Generation:
     """Begins the reply that a text waits for."""
     assert branch.pending
     _, rendered, ids = branch.pending
@@ -194,23 +163,29 @@ class Conversation:
       pictures=self._chat.list_pictures(rendered),
     )
 
+  async def count(self, api_request: requests.ApiRequest) -> int:
+    """Counts the tokens before the reply that a request would get; begins nothing."""
+    tools, messages = _make_comparable(api_request)
+    place = branches.find_place(self._branches, tools, messages)
+    _, ids = await self._encode(api_request, place)
+    return place.length + len(ids)
+
   def refuse_length(self, text: str) -> http.RefusedError:
     """Makes the refusal of a text that no row can hold, which truncates the episode."""
     self.refused, self.error = self.refused or 'truncated', f'{text} (slots)'
     return http.RefusedError(400, text, 'context_length_exceeded')
 
-  async def _find(self, api_request: requests.ApiRequest) -> _Branch:
+  async def _find(self, api_request: requests.ApiRequest) -> branches.Branch:
     """Finds the text that a request goes on from, or begins one.
 
     While its messages are encoded, a reply may end or be dropped, and the request then
     goes on from another place.
     """
-    assert api_request.messages is not None
-    tools = json.dumps(api_request.tools, sort_keys=True)
-    messages = [requests.make_comparable(message) for message in api_request.messages]
-    place = self._match(tools, messages)
+    tools, messages = _make_comparable(api_request)
+    find = lambda: branches.find_place(self._branches, tools, messages)
+    place = find()
     rendered, ids = await self._encode(api_request, place)
-    while place != (place := self._match(tools, messages)):
+    while place != (place := find()):
       rendered, ids = await self._encode(api_request, place)
     parent, count, length, is_end = place
     if parent is None:
@@ -222,31 +197,12 @@ class Conversation:
     branch.pending = messages[count:], rendered, ids
     return branch
 
-  def _match(
-    self, tools: str, messages: list[types.Message]
-  ) -> tuple[_Branch | None, int, int, bool]:
-    """Returns the text that messages go on from, and where.
-
-    Returns:
-      The text; how many of the messages and of its tokens come before; and whether that
-      is its end. If they begin a text of their own: None, 0, 0 and False.
-    """
-    candidates = [
-      (count, not branch.pending and (count, length) == branch.ends[-1], -i, length)
-      for i, branch in enumerate(self._branches)
-      if branch.tools == tools
-      for count, length in branch.ends
-      if messages[:count] == branch.messages[:count]
-    ]
-    if not candidates:
-      return None, 0, 0, False
-    count, is_end, i, length = max(candidates)
-    return self._branches[-i], count, length, is_end
-
   async def _encode(self, api_request, place) -> tuple[list[types.Message], np.ndarray]:
     """Renders and encodes the messages that come after a place in a text."""
     parent, count, length, _ = place
-    rendered = self._render(api_request.messages[count:])
+    rendered = branches.render(
+      api_request.messages[count:], self._task, self._branches, self._chat.format
+    )
     if parent is None:
       given = self._chat.encode_prompt, rendered, api_request.tools
     else:
@@ -255,19 +211,21 @@ class Conversation:
     self._check_open()
     return rendered, ids
 
-  def _begin(self, api_request, tools: str, ids: np.ndarray) -> _Branch:
+  def _begin(self, api_request, tools: str, ids: np.ndarray) -> branches.Branch:
     """Begins a text of its own."""
     # The key of the task's own prompt is that of a native environment's first segment.
     contents = lambda messages: [str(m['content']) for m in messages]
     same = contents(self._task.messages) == contents(api_request.messages)
     key = self._make_key(ids, own=same)
     passage = self._transcript.begin()
-    self._branches.append(_Branch(tools, [], [], 0, [], passage, None, *key))
+    self._branches.append(branches.Branch(tools, [], [], 0, [], passage, None, *key))
     return self._branches[-1]
 
-  def _fork(self, parent: _Branch, count: int, length: int, ids: np.ndarray) -> _Branch:
+  def _fork(
+    self, parent: branches.Branch, count: int, length: int, ids: np.ndarray
+  ) -> branches.Branch:
     """Begins a text with so many messages and tokens of another one."""
-    branch = _Branch(
+    branch = branches.Branch(
       parent.tools,
       parent.messages[:count],
       parent.rendered[:count],
@@ -293,29 +251,6 @@ class Conversation:
     self._key_ids.add((digest, number))
     named = (digest.hex(), number) if number or not own else (0,)
     return self._context.make_key(*named), (digest, number)
-
-  def _render(self, messages: Sequence[types.Message]) -> list[types.Message]:
-    """Makes the messages to encode.
-
-    What the task's own messages mark as control text is control text again, and a reply
-    that the policy gave in another text is as it was sampled.
-    """
-    task_contents = {str(m['content']): m['content'] for m in self._task.messages}
-    sampled = [
-      (message, rendered)
-      for branch in self._branches
-      for message, rendered in zip(branch.messages, branch.rendered, strict=True)
-      if message['role'] == 'assistant'
-    ]
-    written = requests.to_chat(messages, self._chat.format)
-    for i, message in enumerate(messages):
-      if message['role'] == 'assistant':
-        same = requests.make_comparable(message)
-        written[i] = next((rendered for m, rendered in sampled if m == same), written[i])
-      else:
-        given = message['content']
-        written[i]['content'] = task_contents.get(str(given), given)
-    return written
 
   def accept(self, generation: request_lib.Generation, reply: replies.Reply):
     """Notes a reply that its client gets: it will be trained."""
@@ -348,7 +283,7 @@ class Conversation:
     if branch is not None:
       self._drop(branch)
 
-  def _drop(self, branch: _Branch):
+  def _drop(self, branch: branches.Branch):
     """Drops a request; whoever makes it again gets the same reply."""
     branch.pending = None
     if not branch.passage.turns:
@@ -397,3 +332,9 @@ class Conversation:
           message = {**message, 'content': str(message['content'])}
         messages.append(message)
     return messages
+
+
+def _make_comparable(api_request) -> tuple[str, list[types.Message]]:
+  """Makes the tools and messages of a request as those of branches are."""
+  messages = [requests.make_comparable(message) for message in api_request.messages]
+  return json.dumps(api_request.tools, sort_keys=True), messages

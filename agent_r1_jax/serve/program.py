@@ -171,10 +171,10 @@ def process(
 ) -> Callable[[types.Task, str], Awaitable[Output]]:
   """Makes a Program's `run` of a command.
 
-  The process finds the endpoint in OPENAI_BASE_URL and a key in OPENAI_API_KEY, as
-  OpenAI's clients expect it, and on its standard input one line of JSON with the task's
-  id and messages. When it ends, is late or the run is stopped, all processes of its group
-  are killed.
+  The process finds the endpoint in OPENAI_BASE_URL and ANTHROPIC_BASE_URL and a key in
+  OPENAI_API_KEY and ANTHROPIC_API_KEY, as the official clients expect it, and on its
+  standard input one line of JSON with the task's id and messages. When it ends, is late
+  or the run is stopped, all processes of its group are killed.
 
   Args:
     command: The program and its arguments.
@@ -211,7 +211,9 @@ async def _run_process(
         stdout=stdout_end,
         stderr=stderr_end,
         cwd=cwd,
-        env=variables | {'OPENAI_BASE_URL': url, 'OPENAI_API_KEY': 'none'},
+        env=variables
+        | {'OPENAI_BASE_URL': url, 'OPENAI_API_KEY': 'none'}
+        | {'ANTHROPIC_BASE_URL': url.removesuffix('/v1'), 'ANTHROPIC_API_KEY': 'none'},
         start_new_session=True,
       )
     try:

@@ -88,7 +88,7 @@ def _read_schema(form: Any) -> dict[str, Any] | None:
   )
 
 
-_Unsupported = Annotated[Any, AfterValidator(_refuse)]
+Unsupported = Annotated[Any, AfterValidator(_refuse)]
 _Schema = Annotated[dict[str, Any] | None, BeforeValidator(_read_schema)]
 
 
@@ -150,9 +150,9 @@ class _Request(pydantic.BaseModel):
     False, validation_alias=AliasPath('stream_options', 'include_usage')
   )
   json_schema: _Schema = Field(None, validation_alias='response_format')
-  presence_penalty: _Unsupported = None
-  frequency_penalty: _Unsupported = None
-  logit_bias: _Unsupported = None
+  presence_penalty: Unsupported = None
+  frequency_penalty: Unsupported = None
+  logit_bias: Unsupported = None
 
   @pydantic.model_validator(mode='before')
   @classmethod
@@ -273,7 +273,7 @@ class TextRequest(_Request):
     None, ge=0, le=programs.TOP, validation_alias='logprobs'
   )
   echo: bool = False
-  suffix: _Unsupported = None
+  suffix: Unsupported = None
 
   @pydantic.model_validator(mode='after')
   def _check(self) -> 'TextRequest':

@@ -29,7 +29,14 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.serve import answer as answer_lib
-from agent_r1_jax.serve import completions_form, forms, replies, request_grammars, sources
+from agent_r1_jax.serve import (
+  completions_form,
+  forms,
+  messages_form,
+  replies,
+  request_grammars,
+  sources,
+)
 from agent_r1_jax.web import http
 
 _MAX_BODY = 1 << 22  # Bytes of a request.
@@ -102,6 +109,17 @@ class Server:
       on_end=lambda: self.count_replies(-len(generations)),
     )
 
+  async def count_tokens(self, form: Any, request: Any) -> Any:
+    """Answers how many tokens a request has, in a dialect that has `write_count`."""
+    try:
+      source = self.find_source(request)
+      asked = await self._read(form, source, request)
+      return http.answer_json(form.write_count(await source.count(asked.request)))
+    except http.RefusedError as error:
+      return self.metrics.refuse(form, error)
+    except ValueError as error:
+      return self.metrics.refuse(form, http.RefusedError(400, str(error)))
+
   async def _read(self, form, source, request) -> forms.Asked:
     fields = await http.read_json(request, _MAX_BODY)
     sources.check_count(source, fields)
@@ -150,13 +168,15 @@ class Server:
       models = [{'id': name, **model} for name in names]
       return http.answer_json({'object': 'list', 'data': models})
 
-    def post(path, form):
-      endpoint = functools.partial(self.answer, form)
+    def post(path, form, answer=self.answer):
+      endpoint = functools.partial(answer, form)
       return routing.Route(prefix + path, endpoint, methods=['POST'])
 
     return [
       post('/v1/chat/completions', completions_form.CHAT),
       post('/v1/completions', completions_form.TEXT),
+      post('/v1/messages', messages_form.MESSAGES),
+      post('/v1/messages/count_tokens', messages_form.COUNT, self.count_tokens),
       routing.Route(prefix + '/v1/models', models),
     ]
 

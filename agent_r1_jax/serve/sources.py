@@ -53,6 +53,10 @@ class Source(Protocol):
     """Begins `api_request.n` replies; raises RefusedError if there can be none."""
     ...
 
+  async def count(self, api_request: requests.ApiRequest) -> int:
+    """Counts the tokens before the reply that a request would get."""
+    ...
+
   def accept(self, generation: request_lib.Generation, reply: replies.Reply):
     """Is called with a complete reply, before the client gets it."""
     ...
@@ -108,6 +112,10 @@ class StatelessSource:
       for ids, pictures in prompts
       for i in range(api_request.n)
     ]
+
+  async def count(self, api_request):
+    """Encodes the conversation, and nothing else."""
+    return sum(len(ids) for ids, _ in await self._encode(api_request))
 
   async def _encode(self, api_request) -> list[tuple[np.ndarray, list[np.ndarray]]]:
     """Encodes the conversation or the texts; returns tokens and pictures of each."""

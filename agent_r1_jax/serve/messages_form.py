@@ -1,0 +1,356 @@
+"""Anthropic's Messages: how requests are read, and their answers written."""
+
+from collections.abc import Sequence
+import json
+from typing import Annotated, Any, NamedTuple
+
+import pydantic
+from pydantic import AfterValidator, Field
+
+from agent_r1_jax.serve import forms, replies, requests, thinking
+from agent_r1_jax.web import http
+
+_KINDS = {
+  401: 'authentication_error',
+  404: 'not_found_error',
+  410: 'not_found_error',
+  413: 'request_too_large',
+  429: 'rate_limit_error',
+  503: 'overloaded_error',
+  504: 'timeout_error',
+}
+_REASONS = {'stop': 'end_turn', 'tool_calls': 'tool_use', 'length': 'max_tokens'}
+# A tool's input is an object: the arguments of a call that is none are the text of this.
+_MALFORMED = 'malformed_arguments'
+# What a thinking block is signed with whose end was not sampled.
+_CUT = 'cut'
+
+
+def _read_part(block: Any) -> dict[str, Any]:
+  match block:
+    case {'type': 'text', 'text': str(text)}:
+      return {'type': 'text', 'text': text}
+    case {
+      'type': 'image',
+      'source': {'type': 'base64', 'media_type': str(kind), 'data': str(data)},
+    }:
+      url = f'data:{kind};base64,{data}'
+      return {'type': 'image_url', 'image_url': {'url': url}}
+  raise ValueError(
+    'only texts and pictures in base64 are supported here: {"type": "text", "text": ...} '
+    'or {"type": "image", "source": {"type": "base64", "media_type": ..., "data": ...}}'
+  )
+
+
+def _read_content(content: Any) -> str | list[dict[str, Any]]:
+  if content is None or isinstance(content, str):
+    return content or ''
+  if isinstance(content, list):
+    return [_read_part(block) for block in content]
+  raise ValueError('content must be a text or a list of blocks')
+
+
+def _read_user(content: Any) -> list[dict[str, Any]]:
+  """Reads a message of the user; each result of a tool becomes a message of its own."""
+  if not isinstance(content, list):
+    return [{'role': 'user', 'content': _read_content(content)}]
+  result, parts = [], []
+
+  def add_parts():
+    if parts:
+      result.append({'role': 'user', 'content': [*parts]})
+      parts.clear()
+
+  for block in content:
+    match block:
+      case {'type': 'tool_result', 'tool_use_id': str(id_)}:
+        add_parts()
+        said = _read_content(block.get('content'))
+        result.append({'role': 'tool', 'tool_call_id': id_, 'content': said})
+      case _:
+        parts.append(_read_part(block))
+  add_parts()
+  return result
+
+
+def _read_assistant(content: Any) -> dict[str, Any]:
+  if not isinstance(content, list):
+    return {'role': 'assistant', 'content': _read_content(content)}
+  thoughts, texts, calls = '', [], []
+  for block in content:
+    match block:
+      case {'type': 'text', 'text': str(text)}:
+        texts.append(text)
+      case {'type': 'thinking', 'thinking': str(text)}:
+        thoughts += thinking.join(text, block.get('signature') != _CUT)
+      case {'type': 'tool_use', 'name': str(name), 'input': dict(given)}:
+        arguments = given[_MALFORMED] if [*given] == [_MALFORMED] else None
+        arguments = arguments if isinstance(arguments, str) else json.dumps(given)
+        function = {'name': name, 'arguments': arguments}
+        calls.append({'id': block.get('id'), 'function': function})
+      case _:
+        raise ValueError(
+          'only blocks of the types text, thinking and tool_use (with name and input) '
+          'are supported in a reply'
+        )
+  text = thoughts + '\n'.join(texts)
+  return {'role': 'assistant', 'content': text, 'tool_calls': calls}
+
+
+def _read_message(message: dict[str, Any]) -> list[dict[str, Any]]:
+  """Makes messages of chat completions."""
+  match message:
+    case {'role': 'user', 'content': content}:
+      return _read_user(content)
+    case {'role': 'assistant', 'content': content}:
+      return [_read_assistant(content)]
+    case {'role': 'system', 'content': content}:
+      return [{'role': 'system', 'content': _read_content(content)}]
+  raise ValueError('give {"role": "user" or "assistant", "content": ...}')
+
+
+def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
+  match tool:
+    case {'name': str(name), 'input_schema': dict(schema)} if (
+      tool.get('type') or 'custom'
+    ) == 'custom':
+      about = {'description': tool['description']} if tool.get('description') else {}
+      function = {'name': name} | about | {'parameters': schema}
+      return {'type': 'function', 'function': function}
+  raise ValueError(
+    'only tools of the client are supported: '
+    '{"name": ..., "description": ..., "input_schema": {a JSON schema}}'
+  )
+
+
+def _read_tool_choice(choice: dict[str, Any]) -> Any:
+  if choice.get('disable_parallel_tool_use'):
+    raise ValueError('disable_parallel_tool_use is not supported; leave it out')
+  match choice:
+    case {'type': 'auto' | 'none' as kind}:
+      return kind
+    case {'type': 'any'}:
+      return 'required'
+    case {'type': 'tool', 'name': str(name)}:
+      return {'type': 'function', 'function': {'name': name}}
+  raise ValueError(
+    'give {"type": "auto"}, {"type": "any"}, {"type": "none"} or '
+    '{"type": "tool", "name": ...}'
+  )
+
+
+def _read_thinking(config: dict[str, Any]) -> bool:
+  match config:
+    case {'type': 'enabled' | 'adaptive' | 'disabled' as kind}:
+      return kind != 'disabled'
+  raise ValueError('its type must be enabled, adaptive or disabled')
+
+
+def _read_output(config: dict[str, Any]) -> dict[str, Any] | None:
+  match config.get('format'):
+    case None:
+      return None
+    case {'type': 'json_schema', 'schema': dict(schema)}:
+      return {'type': 'json_schema', 'json_schema': {'schema': schema}}
+  raise ValueError('its format must be {"type": "json_schema", "schema": {...}}')
+
+
+def _check_last(messages: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+  if messages[-1] and messages[-1][-1]['role'] == 'assistant':
+    raise ValueError(
+      "the last message is the assistant's: a reply cannot go on from a given beginning "
+      '(prefill); end with a message of the user'
+    )
+  return messages
+
+
+_Object = dict[str, Any]
+
+
+class _Body(pydantic.BaseModel):
+  """What Messages have and chat completions do not; the other fields are theirs.
+
+  Each message has become a list of messages of chat completions.
+  """
+
+  model_config = pydantic.ConfigDict(strict=True)
+
+  max_tokens: int
+  messages: Annotated[
+    list[Annotated[_Object, AfterValidator(_read_message)]],
+    Field(min_length=1, fail_fast=True),
+    AfterValidator(_check_last),
+  ]
+  system: Annotated[str | list[Any] | None, AfterValidator(_read_content)] = None
+  tools: Annotated[
+    list[Annotated[_Object, AfterValidator(_read_tool)]], Field(fail_fast=True)
+  ] = []
+  tool_choice: Annotated[_Object, AfterValidator(_read_tool_choice)] | None = None
+  stop_sequences: list[str] = Field([], max_length=16)
+  thinking: Annotated[_Object, AfterValidator(_read_thinking)] | None = None
+  output_config: Annotated[_Object, AfterValidator(_read_output)] | None = None
+  container: requests.Unsupported = None
+  mcp_servers: requests.Unsupported = None
+  context_management: requests.Unsupported = None
+  n: requests.Unsupported = None
+
+
+# Fields that both have.
+_SAME = 'model', 'max_tokens', 'temperature', 'top_k', 'top_p', 'min_p', 'seed', 'stream'
+
+
+class Form(NamedTuple):
+  """Messages; see forms.Form.
+
+  Attributes:
+    counts: Whether requests ask for the number of tokens alone.
+  """
+
+  counts: bool = False
+
+  def read(self, fields: dict[str, Any]) -> forms.Asked:
+    """Reads a request, and makes one of chat completions of it."""
+    fields = {name: value for name, value in fields.items() if value is not None}
+    body = http.check_fields(_Body, fields | ({'max_tokens': 1} if self.counts else {}))
+    messages: list[Any] = [message for some in body.messages for message in some]
+    if body.system:
+      messages.insert(0, {'role': 'system', 'content': body.system})
+    chat = {name: fields[name] for name in _SAME if name in fields}
+    chat |= {'messages': messages, 'tools': body.tools, 'stop': body.stop_sequences}
+    if body.tool_choice is not None:
+      chat['tool_choice'] = body.tool_choice
+    if body.output_config is not None:
+      chat['response_format'] = body.output_config
+    return forms.Asked(http.check_fields(requests.ChatRequest, chat), body)
+
+  def write(self, head: forms.Head, parts: Sequence[forms.Part], sampled: int):
+    """Writes the one reply."""
+    (part,) = parts
+    assert part.reply
+    split = thinking.Split(bool(head.asked.body.thinking))
+    blocks = [_start_block(kind, text) for kind, text in split.add(part.text, True)]
+    blocks = _join_thoughts(blocks, split)
+    for name, arguments in part.reply.calls:
+      blocks.append(_start_call(name) | {'input': _make_input(arguments)})
+    return _write_message(head, blocks, sampled) | _write_end(part.reply)
+
+  def stream(self, head: forms.Head) -> forms.Stream:
+    """Begins a stream of blocks."""
+    return _Stream(head)
+
+  def describe(self, error: http.RefusedError) -> dict[str, Any]:
+    """Writes an error in the form of Anthropic's API."""
+    other = 'api_error' if error.status >= 500 else 'invalid_request_error'
+    kind = _KINDS.get(error.status, other)
+    return {'type': 'error', 'error': {'type': kind, 'message': str(error)}}
+
+  def write_count(self, tokens: int) -> dict[str, Any]:
+    """Writes the number of tokens of a request."""
+    return {'input_tokens': tokens}
+
+
+def _join_thoughts(blocks: list[dict[str, Any]], split: thinking.Split):
+  """Joins the pieces of the thoughts, and signs them."""
+  thoughts = [block['thinking'] for block in blocks if block['type'] == 'thinking']
+  others = [block for block in blocks if block['type'] != 'thinking']
+  if not thoughts:
+    return others
+  return [_start_block('thinking', ''.join(thoughts)) | _sign(split), *others]
+
+
+def _sign(split: thinking.Split) -> dict[str, str]:
+  return {'signature': 'complete' if split.is_closed else _CUT}
+
+
+def _start_block(kind: str, text: str = '') -> dict[str, Any]:
+  more = {'signature': ''} if kind == 'thinking' else {}
+  return {'type': kind, kind: text} | more
+
+
+def _start_call(name: str) -> dict[str, Any]:
+  id_ = f'toolu_{next(replies.numbers)}'
+  return {'type': 'tool_use', 'id': id_, 'name': name, 'input': {}}
+
+
+def _make_input(arguments: dict[str, Any] | str) -> dict[str, Any]:
+  return {_MALFORMED: arguments} if isinstance(arguments, str) else arguments
+
+
+def _write_message(head: forms.Head, blocks: list, sampled: int) -> dict[str, Any]:
+  usage = {'input_tokens': head.prompt_tokens, 'output_tokens': sampled}
+  fields = {'id': f'msg_{head.number}', 'type': 'message', 'role': 'assistant'}
+  fields |= {'model': head.model, 'content': blocks, 'usage': usage}
+  return fields | {'stop_reason': None, 'stop_sequence': None}
+
+
+def _write_end(reply: replies.Reply) -> dict[str, Any]:
+  reason = _REASONS[reply.reason]
+  if reply.stop is not None and reason == 'end_turn':
+    reason = 'stop_sequence'
+  stop = reply.stop if reason == 'stop_sequence' else None
+  return {'stop_reason': reason, 'stop_sequence': stop}
+
+
+class _Stream:
+  """The events of one message."""
+
+  def __init__(self, head: forms.Head):
+    self._head, self._index, self._open = head, 0, None
+    self._split = thinking.Split(bool(head.asked.body.thinking))
+    self._end: dict[str, Any] = {}
+
+  def begin(self):
+    return [_event('message_start', message=_write_message(self._head, [], 0))]
+
+  def add(self, part: forms.Part):
+    events = []
+    for kind, text in self._split.add(part.text, part.reply is not None):
+      if kind != self._open:
+        events += self._close()
+        self._open = kind
+        events.append(self._block('start', content_block=_start_block(kind)))
+      if text:
+        events.append(self._delta({'type': f'{kind}_delta', kind: text}))
+    if part.reply:
+      events += self._close()
+      self._end = _write_end(part.reply)
+      for name, arguments in part.reply.calls:
+        self._open = 'tool_use'
+        events.append(self._block('start', content_block=_start_call(name)))
+        text = json.dumps(_make_input(arguments))
+        events.append(self._delta({'type': 'input_json_delta', 'partial_json': text}))
+        events += self._close()
+    return events
+
+  def finish(self, sampled: int):
+    usage = {'output_tokens': sampled}
+    return [
+      _event('message_delta', delta=self._end, usage=usage),
+      _event('message_stop'),
+    ]
+
+  def fail(self, error: http.RefusedError):
+    return [forms.Event('error', Form().describe(error))]
+
+  def _close(self) -> list[forms.Event]:
+    """Ends the block that is open, if one is."""
+    if self._open is None:
+      return []
+    events = [self._block('stop')]
+    if self._open == 'thinking':
+      events.insert(0, self._delta({'type': 'signature_delta'} | _sign(self._split)))
+    self._open, self._index = None, self._index + 1
+    return events
+
+  def _delta(self, delta: dict[str, Any]) -> forms.Event:
+    return self._block('delta', delta=delta)
+
+  def _block(self, kind: str, **fields: Any) -> forms.Event:
+    return _event(f'content_block_{kind}', index=self._index, **fields)
+
+
+def _event(kind: str, **fields: Any) -> forms.Event:
+  return forms.Event(kind, {'type': kind} | fields)
+
+
+MESSAGES, COUNT = Form(), Form(counts=True)

@@ -1,0 +1,59 @@
+"""What a policy thinks before it answers, <think>...</think>, apart from the answer.
+
+Dialects that have a place for thoughts show them there if the client asks for it, and
+read them from there. Nothing is lost on the way: what is joined is what was split, but
+for white space before it.
+"""
+
+_OPENING, _CLOSING = '<think>', '</think>'
+
+
+class Split:
+  """Splits a reply while it is sampled.
+
+  Attributes:
+    is_closed: Whether the thoughts came to an end.
+  """
+
+  def __init__(self, wanted: bool):
+    """Begins; unless it is wanted, all is text."""
+    self._state, self._held = 'start' if wanted else 'text', ''
+    self.is_closed = False
+
+  def add(self, text: str, is_last: bool) -> list[tuple[str, str]]:
+    """Adds text; returns pairs of 'thinking' or 'text', and further text of it.
+
+    A pair of 'thinking' may have an empty text: the thoughts have begun.
+    """
+    self._held += text
+    found = []
+    if self._state == 'start':
+      begun = self._held.lstrip()
+      if begun.startswith(_OPENING):
+        self._state, self._held = 'thinking', begun.removeprefix(_OPENING)
+        found.append(('thinking', ''))
+      elif is_last or not _OPENING.startswith(begun):
+        self._state = 'text'
+    if self._state == 'thinking':
+      thought, closing, after = self._held.partition(_CLOSING)
+      if closing:
+        self._state, self._held, self.is_closed = 'text', after, True
+      else:
+        kept = 0 if is_last else _count_beginning(thought)
+        thought, self._held = thought[: len(thought) - kept], thought[-kept:] * bool(kept)
+      found.append(('thinking', thought))
+    if self._state == 'text':
+      found.append(('text', self._held))
+      self._held = ''
+    return [(kind, more) for kind, more in found if more or kind == 'thinking']
+
+
+def _count_beginning(text: str) -> int:
+  """Counts the characters at a text's end that may begin the closing tag."""
+  sizes = range(len(_CLOSING) - 1, 0, -1)
+  return next((n for n in sizes if text.endswith(_CLOSING[:n])), 0)
+
+
+def join(thoughts: str, is_closed: bool) -> str:
+  """Returns the beginning of a reply with these thoughts."""
+  return _OPENING + thoughts + _CLOSING * is_closed
