@@ -1,7 +1,7 @@
 """Sends the replies to one request, in whatever dialect it was asked."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 import contextlib
 import json
 import time
@@ -110,7 +110,7 @@ class Answer:
         self._source.close(generation)
       self._on_end()
 
-  async def _follow(self) -> AsyncIterator[forms.Part]:
+  async def _follow(self) -> AsyncGenerator[forms.Part, None]:
     """Yields parts of the replies.
 
     All replies are sampled at the same time; they are yielded one after the other. So

@@ -35,6 +35,7 @@ from agent_r1_jax.serve import (
   messages_form,
   replies,
   request_grammars,
+  responses_form,
   sources,
 )
 from agent_r1_jax.web import http
@@ -81,6 +82,7 @@ class Server:
     self.find, self.metrics, self.count = find, answer_lib.Metrics(), 0
     self.chat, self.name, self.seconds = chat, name, seconds
     self._max_replies, self._restrict = max_replies, restrict
+    self._responses = responses_form.Form()
     self._grammars = request_grammars.Grammars(chat, vocab_size)
 
   async def answer(self, form: forms.Form, request: Any) -> Any:
@@ -177,6 +179,8 @@ class Server:
       post('/v1/completions', completions_form.TEXT),
       post('/v1/messages', messages_form.MESSAGES),
       post('/v1/messages/count_tokens', messages_form.COUNT, self.count_tokens),
+      post('/v1/responses', self._responses),
+      post('/v1/responses/input_tokens', self._responses, self.count_tokens),
       routing.Route(prefix + '/v1/models', models),
     ]
 

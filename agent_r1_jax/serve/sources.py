@@ -164,7 +164,7 @@ def check_count(source: Source, fields: dict[str, Any]):
     count += size(messages)
     for m in messages if isinstance(messages, list) else ():
       if isinstance(m, dict):
-        count += size(m.get('tool_calls')) + size(m.get('content'))
+        count += sum(size(m.get(part)) for part in ('tool_calls', 'content', 'output'))
   if count > source.slots:
     text = f'there are {count} messages, parts and calls'
     raise source.refuse_length(f'{text}; there is room for {source.slots} tokens')

@@ -1,0 +1,374 @@
+"""OpenAI's Responses: how requests are read, and their answers written.
+
+A response is kept for `previous_response_id`, unless the client says `store: false`: the
+newest _MOST_KEPT of a server, and no more of them than have _MOST_CHARACTERS in all.
+"""
+
+import collections
+from collections.abc import Sequence
+import json
+import secrets
+import time
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from agent_r1_jax.serve import completions_form as completions
+from agent_r1_jax.serve import forms, replies, requests, thinking
+from agent_r1_jax.serve import responses_items as items_lib
+from agent_r1_jax.web import http
+
+_MOST_KEPT, _MOST_CHARACTERS = 4096, 1 << 26
+_LOGPROBS = 'message.output_text.logprobs'
+# What `include` may name; there is nothing encrypted to leave out.
+_INCLUDES = _LOGPROBS, 'reasoning.encrypted_content'
+
+
+def _read_input(given: Any) -> Any:
+  return [{'role': 'user', 'content': given}] if isinstance(given, str) else given
+
+
+def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
+  names = 'name', 'description', 'parameters'
+  match tool:
+    case {'type': 'function', 'name': str()} if isinstance(
+      tool.get('parameters') or {}, dict
+    ):
+      return {
+        'type': 'function',
+        'function': {name: tool[name] for name in names if tool.get(name)},
+      }
+  raise ValueError(
+    'only functions are supported: {"type": "function", "name": ..., "description": ..., '
+    '"parameters": {a JSON schema}}'
+  )
+
+
+def _read_tool_choice(choice: Any) -> Any:
+  match choice:
+    case 'auto' | 'none' | 'required':
+      return choice
+    case {'type': 'function', 'name': str(name)}:
+      return {'type': 'function', 'function': {'name': name}}
+  raise ValueError('give "auto", "none", "required" or {"type": "function", "name": ...}')
+
+
+def _read_text(text: dict[str, Any]) -> Any:
+  match text.get('format'):
+    case None | {'type': 'text'}:
+      return None
+    case {'type': 'json_object'}:
+      return {'type': 'json_object'}
+    case {'type': 'json_schema', 'schema': dict(schema)}:
+      return {'type': 'json_schema', 'json_schema': {'schema': schema}}
+  raise ValueError(
+    "its format's type must be 'text', 'json_object', or 'json_schema' with "
+    '"schema": {...}'
+  )
+
+
+def _check_includes(names: list[str]) -> list[str]:
+  if unknown := [name for name in names if name not in _INCLUDES]:
+    raise ValueError(f'{unknown[0]!r:.80} is not supported; there is {_LOGPROBS!r}')
+  return names
+
+
+def _check_parallel(wanted: bool) -> bool:
+  if not wanted:
+    raise ValueError('parallel calls cannot be forbidden; leave it out')
+  return wanted
+
+
+def _check_truncation(kind: str) -> str:
+  if kind != 'disabled':
+    raise ValueError("only 'disabled' is supported; leave it out")
+  return kind
+
+
+_Object = dict[str, Any]
+
+
+class _Body(pydantic.BaseModel):
+  """What Responses have and chat completions do not; the other fields are theirs."""
+
+  model_config = pydantic.ConfigDict(strict=True)
+
+  input: Annotated[
+    list[_Object], Field(min_length=1, fail_fast=True), BeforeValidator(_read_input)
+  ]
+  instructions: str | None = None
+  max_output_tokens: int | None = Field(None, ge=1)
+  tools: Annotated[
+    list[Annotated[_Object, AfterValidator(_read_tool)]], Field(fail_fast=True)
+  ] = []
+  tool_choice: Annotated[Any, AfterValidator(_read_tool_choice)] = 'auto'
+  text: Annotated[_Object, AfterValidator(_read_text)] | None = None
+  reasoning: _Object | None = None
+  metadata: _Object | None = None
+  include: Annotated[list[str], AfterValidator(_check_includes)] = []
+  top_logprobs: int = 0
+  parallel_tool_calls: Annotated[bool, AfterValidator(_check_parallel)] = True
+  truncation: Annotated[str, AfterValidator(_check_truncation)] = 'disabled'
+  previous_response_id: str | None = None
+  store: bool = True
+  background: requests.Unsupported = None
+  conversation: requests.Unsupported = None
+  prompt: requests.Unsupported = None
+  max_tool_calls: requests.Unsupported = None
+  context_management: requests.Unsupported = None
+  n: requests.Unsupported = None
+
+
+# Fields that both have.
+_SAME = 'model', 'temperature', 'top_k', 'top_p', 'min_p', 'seed', 'stream'
+
+
+class Form:
+  """Responses; see forms.Form. It remembers those that later requests may go on from."""
+
+  def __init__(self):
+    # The items of a conversation and their number of characters, by the response's id.
+    self._kept: collections.OrderedDict[str, tuple[list[Any], int]]
+    self._kept = collections.OrderedDict()
+    self._characters = 0
+
+  def read(self, fields: dict[str, Any]) -> forms.Asked:
+    """Reads a request, and makes one of chat completions of it."""
+    fields = {name: value for name, value in fields.items() if value is not None}
+    body = http.check_fields(_Body, fields)
+    body.input = [*self._recall(body.previous_response_id), *body.input]
+    messages = []
+    for i, item in enumerate(body.input):
+      try:
+        messages.append(items_lib.read_item(item))
+      except ValueError as error:
+        text = f'input[{i}] is {item!r:.80}; {error}'
+        raise http.RefusedError(400, text) from None
+    messages = items_lib.join_replies(messages)
+    if body.instructions:
+      messages.insert(0, {'role': 'system', 'content': body.instructions})
+    chat = {name: fields[name] for name in _SAME if name in fields}
+    chat |= {'messages': messages, 'tools': body.tools, 'tool_choice': body.tool_choice}
+    if body.max_output_tokens is not None:
+      chat['max_tokens'] = body.max_output_tokens
+    if body.text is not None:
+      chat['response_format'] = body.text
+    if body.top_logprobs or _LOGPROBS in body.include:
+      chat |= {'logprobs': True, 'top_logprobs': body.top_logprobs}
+    return forms.Asked(http.check_fields(requests.ChatRequest, chat), body)
+
+  def write(self, head: forms.Head, parts: Sequence[forms.Part], sampled: int):
+    """Writes the one reply."""
+    stream = Stream(self, head)
+    for part in parts:
+      stream.add(part)
+    return stream.finish(sampled)[-1].data['response']
+
+  def stream(self, head: forms.Head) -> forms.Stream:
+    """Begins a stream of items."""
+    return Stream(self, head)
+
+  def describe(self, error: http.RefusedError) -> dict[str, Any]:
+    """Writes an error in the form of OpenAI's API."""
+    return completions.describe(error)
+
+  def write_count(self, tokens: int) -> dict[str, Any]:
+    """Writes the number of tokens of a request."""
+    return {'object': 'response.input_tokens', 'input_tokens': tokens}
+
+  def keep(self, name: str, body: Any, output: list[dict[str, Any]]):
+    """Keeps the items up to the end of a response, and forgets the oldest ones."""
+    before, size = self._kept.get(body.previous_response_id, ((), 0))
+    added = [*body.input[len(before) :], *output]
+    size += len(json.dumps(added))
+    self._kept[name] = [*before, *added], size
+    self._characters += size
+    while len(self._kept) > _MOST_KEPT or self._characters > _MOST_CHARACTERS:
+      _, (_, size) = self._kept.popitem(last=False)
+      self._characters -= size
+
+  def _recall(self, name: str | None) -> list[Any]:
+    if name is None:
+      return []
+    if name not in self._kept:
+      text = f'there is no response {name!r:.80}, or it is not kept any longer; send the '
+      text += 'whole conversation as input'
+      raise http.RefusedError(400, text, 'previous_response_not_found')
+    self._kept.move_to_end(name)
+    return self._kept[name][0]
+
+
+class Stream:
+  """The events of one response."""
+
+  def __init__(self, form: Form, head: forms.Head):
+    self._form, self._head, self._body = form, head, head.asked.body
+    # Whoever knows the name may go on from the response.
+    self._name, self._created = f'resp_{secrets.token_hex(16)}', time.time()
+    self._number = 0
+    self._split = thinking.Split(self._body.reasoning is not None)
+    # The items so far; the kind, text and log-probs of the last one while it is open.
+    self._output: list[dict[str, Any]] = []
+    self._open: str | None = None
+    self._text, self._logprobs = '', []
+    # Log-probs of tokens whose text has not come yet.
+    self._waiting: list[dict[str, Any]] = []
+    self._reply: replies.Reply | None = None
+
+  def begin(self):
+    """Writes the response without any output."""
+    response = self._write('in_progress')
+    return [
+      self._event('created', response=response),
+      self._event('in_progress', response=response),
+    ]
+
+  def add(self, part: forms.Part):
+    """Writes further text; with the last one, the calls."""
+    events = []
+    self._waiting += part.logprobs or []
+    for kind, text in self._split.add(part.text, part.reply is not None):
+      events += self._extend(kind, text)
+    if part.reply:
+      self._reply = part.reply
+      is_empty = not (part.reply.calls or self._output)
+      if is_empty or (self._open == 'text' and self._waiting):
+        events += self._extend('text', '')
+      events += self._close(part.reply.reason == 'length')
+      for call in part.reply.calls:
+        events += self._add_call(items_lib.write_call(*call))
+    return events
+
+  def finish(self, sampled: int):
+    """Writes the whole response, and keeps it if it may be gone on from."""
+    assert self._reply
+    status = 'incomplete' if self._reply.reason == 'length' else 'completed'
+    response = self._write(status, sampled)
+    if self._body.store:
+      self._form.keep(self._name, self._body, self._output)
+    return [self._event(status, response=response)]
+
+  def fail(self, error: http.RefusedError):
+    """Writes the response as it is, with the error."""
+    said = {'code': 'server_error', 'message': str(error)}
+    return [self._event('failed', response=self._write('failed') | {'error': said})]
+
+  def _extend(self, kind: str, text: str) -> list[forms.Event]:
+    events, logprobs = [], []
+    if kind == 'text':  # The log-probs of all tokens of the reply are with its text.
+      logprobs, self._waiting = self._waiting, []
+    if kind != self._open:
+      events += self._close(False)
+      self._open, self._text, self._logprobs = kind, '', []
+      item = self._start(kind)
+      self._output.append(item)
+      # Its content comes as a part of its own.
+      events.append(self._event('output_item.added', item=item | {'content': []}))
+      events.append(self._part_event('added', item['content'][0]))
+    self._text += text
+    self._logprobs += logprobs
+    if text or logprobs:
+      more = {'logprobs': logprobs} if kind == 'text' else {}
+      events.append(self._content_event('delta', delta=text, **more))
+    return events
+
+  def _start(self, kind: str) -> dict[str, Any]:
+    if kind == 'thinking':
+      return items_lib.write_thoughts('', False, 'in_progress')
+    return items_lib.write_text('', None, 'in_progress')
+
+  def _close(self, is_cut: bool) -> list[forms.Event]:
+    """Ends the item that is open, if one is."""
+    if self._open is None:
+      return []
+    item, status = self._output[-1], 'incomplete' if is_cut else 'completed'
+    if self._open == 'thinking':
+      done = items_lib.write_thoughts(self._text, self._split.is_closed)
+      more = {}
+    else:
+      done = items_lib.write_text(self._text, self._logprobs, status)
+      more = {'logprobs': self._logprobs}
+    self._output[-1] = item = done | {'id': item['id']}
+    events = [
+      self._content_event('done', text=self._text, **more),
+      self._part_event('done', item['content'][0]),
+      self._event('output_item.done', item=item),
+    ]
+    self._open = None
+    return events
+
+  def _add_call(self, item: dict[str, Any]) -> list[forms.Event]:
+    self._output.append(item)
+    begun = item | {'arguments': '', 'status': 'in_progress'}
+    whole = {'item_id': item['id'], 'arguments': item['arguments'], 'name': item['name']}
+    delta = {'item_id': item['id'], 'delta': item['arguments']}
+    return [
+      self._event('output_item.added', item=begun),
+      self._event('function_call_arguments.delta', **delta),
+      self._event('function_call_arguments.done', **whole),
+      self._event('output_item.done', item=item),
+    ]
+
+  def _content_event(self, kind: str, **fields: Any) -> forms.Event:
+    name = 'reasoning_text' if self._open == 'thinking' else 'output_text'
+    place = {'item_id': self._output[-1]['id'], 'content_index': 0}
+    return self._event(f'{name}.{kind}', **place, **fields)
+
+  def _part_event(self, kind: str, part: dict[str, Any]) -> forms.Event:
+    place = {'item_id': self._output[-1]['id'], 'content_index': 0}
+    return self._event(f'content_part.{kind}', **place, part=part)
+
+  def _event(self, kind: str, **fields: Any) -> forms.Event:
+    name = f'response.{kind}'
+    numbers = {'sequence_number': self._number}
+    if 'response' not in fields:
+      numbers['output_index'] = len(self._output) - 1
+    self._number += 1
+    return forms.Event(name, {'type': name} | numbers | fields)
+
+  def _write(self, status: str, sampled: int | None = None) -> dict[str, Any]:
+    body, request = self._body, self._head.asked.request
+    usage = None if sampled is None else _count_usage(self._head, sampled)
+    cut = {'reason': 'max_output_tokens'} if status == 'incomplete' else None
+    tools = [tool['function'] | {'type': 'function'} for tool in body.tools]
+    return {
+      'id': self._name,
+      'object': 'response',
+      'created_at': self._created,
+      'model': self._head.model,
+      'status': status,
+      'error': None,
+      'incomplete_details': cut,
+      'output': [*self._output],
+      'usage': usage,
+      'instructions': body.instructions,
+      'metadata': body.metadata or {},
+      'parallel_tool_calls': True,
+      'previous_response_id': body.previous_response_id,
+      'store': body.store,
+      'temperature': request.temperature,
+      'top_p': request.top_p,
+      'tool_choice': _write_tool_choice(body.tool_choice),
+      'tools': [{'strict': False} | tool for tool in tools],
+      'max_output_tokens': body.max_output_tokens,
+      'truncation': body.truncation,
+    }
+
+
+def _write_tool_choice(choice: Any) -> Any:
+  if isinstance(choice, str):
+    return choice
+  return {'type': 'function', 'name': choice['function']['name']}
+
+
+def _count_usage(head: forms.Head, sampled: int) -> dict[str, Any]:
+  given = head.prompt_tokens
+  return {
+    'input_tokens': given,
+    # Neither is counted.
+    'input_tokens_details': {'cached_tokens': 0, 'cache_write_tokens': 0},
+    'output_tokens': sampled,
+    'output_tokens_details': {'reasoning_tokens': 0},
+    'total_tokens': given + sampled,
+  }
