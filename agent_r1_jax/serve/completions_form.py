@@ -54,15 +54,19 @@ class Form(NamedTuple):
     return {'index': part.index} | written | reason
 
 
-class _Stream(NamedTuple):
-  form: Form
-  head: forms.Head
+class _Stream:
+  def __init__(self, form: Form, head: forms.Head):
+    self.form, self.head = form, head
+    self._begun: set[int] = set()
 
   def begin(self):
     return ()
 
   def add(self, part: forms.Part):
     choice = self.form._number(part, self.form.delta, part.text)
+    if part.index in self._begun:  # Clients join the parts, and would join the roles.
+      choice.get('delta', {}).pop('role', None)
+    self._begun.add(part.index)
     return [self._frame([choice])]
 
   def finish(self, sampled: int):
