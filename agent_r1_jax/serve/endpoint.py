@@ -1,7 +1,7 @@
 """The endpoint of the episodes that are being played: each has an address of its own.
 
-  {url}/chat/completions  as serve/server.py has it
-  {url}/reward            POST {"reward": 1.0, "metrics": {"steps": 3}}; the reward may be
+  {url}/chat/completions, {url}/messages, {url}/responses  as serve/server.py has them
+  {url}/reward  POST {"reward": 1.0, "metrics": {"steps": 3}}; the reward may be
                           a dict of the named parts of a sum, and metrics may be left out
 
 An address holds a key that cannot be guessed; the same key serves as API key at the

@@ -1,14 +1,17 @@
-"""An OpenAI-compatible server over the one engine.
+"""A server of OpenAI's and Anthropic's APIs over the one engine; see docs/dialects.md.
 
   POST /v1/chat/completions  tools, streams, log-probs, stop, seed, n, JSON schemas
-  POST /v1/completions       text or tokens to go on from
+  POST /v1/completions       texts or tokens to go on from, and their log-probs
+  POST /v1/messages          Anthropic's Messages; /v1/messages/count_tokens
+  POST /v1/responses         OpenAI's Responses; /v1/responses/input_tokens
   GET  /v1/models            the names of the policy and of its adapters
   GET  /health               200 while the engine's event loop runs
   GET  /metrics              counts and times in Prometheus's text format
 
-An error is {"error": {"message", "type", "code"}}: 400 for what cannot be done, 401 for a
-wrong key, 404 for an unknown adapter, 413 for a body that is too long, 429 with
-Retry-After where too many replies are under way, 504 for a reply that took too long.
+An error is {"error": {"message", "type", "code"}}, or what its dialect has: 400 for what
+cannot be done, 401 for a wrong key, 404 for an unknown adapter, 413 for a body that is
+too long, 429 with Retry-After where too many replies are under way, 504 for a reply that
+took too long.
 
 If the engine has adapters, a request's `model` names the policy or one of them. Else it
 is ignored.

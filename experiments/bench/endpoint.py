@@ -14,6 +14,7 @@ import concurrent.futures
 import json
 import multiprocessing
 import pathlib
+import re
 import statistics
 import time
 
@@ -31,6 +32,10 @@ from agent_r1_jax.serve import server
 from agent_r1_jax.web import http
 from experiments.bench import common
 
+_DIALECT = flags.DEFINE_enum(
+  'dialect', 'chat', ['chat', 'messages', 'responses'], 'What the clients speak.'
+)
+_PATHS = {'chat': 'chat/completions', 'messages': 'messages', 'responses': 'responses'}
 _SHAPE = flags.DEFINE_string('shape', 's25', 'A key of common.SHAPES.')
 _STREAMS = flags.DEFINE_integer('streams', 64, 'Replies at a time.')
 _CLIENTS = flags.DEFINE_integer('clients', 2, 'Client processes.')
@@ -41,29 +46,33 @@ _REPLICAS = flags.DEFINE_integer('replicas', 1, 'Replicas of the engine.')
 _REPEATS = flags.DEFINE_integer('repeats', 3, 'Turns of each.')
 
 
-async def _stream(port: int, body: dict) -> tuple[float, float, int]:
+async def _stream(port: int, path: str, body: dict) -> tuple[float, float, int]:
   """Asks for one reply; returns the seconds to its first and last event, and tokens."""
   began, first = time.perf_counter(), 0.0
   reader, writer = await asyncio.open_connection('127.0.0.1', port)
   content = json.dumps(body).encode()
-  head = 'POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n'
+  head = f'POST /v1/{path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n'
   writer.write(f'{head}Content-Length: {len(content)}\r\n\r\n'.encode() + content)
   usage = 0
   while line := await reader.readline():
     if line.startswith(b'data: {'):
-      first = first or time.perf_counter()
-      if b'completion_tokens' in line:
-        usage = json.loads(line[6:])['usage']['completion_tokens']
+      if b'delta' in line:
+        first = first or time.perf_counter()
+      # Of the last event that has one: completion_tokens, or output_tokens.
+      found = re.findall(rb'"(?:completion|output)_tokens": (\d+)', line)
+      usage = int(found[-1]) if found else usage
   last = time.perf_counter()
   writer.close()
   return first - began, last - began, usage
 
 
-def _load(port: int, streams: list[list[dict]]) -> list[tuple[float, float, int]]:
+def _load(
+  port: int, path: str, streams: list[list[dict]]
+) -> list[tuple[float, float, int]]:
   """Keeps streams going, each a list of requests."""
 
   async def follow(bodies):
-    return [await _stream(port, body) for body in bodies]
+    return [await _stream(port, path, body) for body in bodies]
 
   async def follow_all():
     return await asyncio.gather(*map(follow, streams))
@@ -72,13 +81,15 @@ def _load(port: int, streams: list[list[dict]]) -> list[tuple[float, float, int]
 
 
 def _make_bodies() -> list[list[dict]]:
-  """The requests of each stream; every reply has a seed of its own."""
+  """The requests of each stream, in every dialect; each reply has a seed of its own."""
   numbers = np.arange(_STREAMS.value * _REPLIES.value).reshape(_STREAMS.value, -1)
   return [
     [
       {
-        'messages': [{'role': 'user', 'content': f'{n} ' + 'who is it? ' * 8}],
+        'messages': (said := [{'role': 'user', 'content': f'{n} ' + 'who is it? ' * 8}]),
+        'input': said,
         'max_tokens': _TOKENS.value,
+        'max_output_tokens': _TOKENS.value,
         'seed': n,
         'stream': True,
         'stream_options': {'include_usage': True},
@@ -125,7 +136,7 @@ def main(_):
     params,
     rows=_STREAMS.value,
     slots=256,
-    steps=_STEPS.value,
+    decode_steps=_STEPS.value,
     bucket=256,
     replicas=_REPLICAS.value,
   )
@@ -141,10 +152,11 @@ def main(_):
   ):
     port = listener.getsockname()[1]
     future = engine.start([running.serve([listener])])
-    list(pool.map(_load, [port] * _CLIENTS.value, [[]] * _CLIENTS.value))
+    where = [port] * _CLIENTS.value, [_PATHS[_DIALECT.value]] * _CLIENTS.value
+    list(pool.map(_load, *where, [[]] * _CLIENTS.value))
 
     def through_http():
-      found = pool.map(_load, [port] * _CLIENTS.value, shares)
+      found = pool.map(_load, *where, shares)
       replies.extend(reply for some in found for reply in some)
       return sum(reply[2] for reply in replies[-_STREAMS.value * _REPLIES.value :])
 
