@@ -47,8 +47,8 @@ OWNERS = {
   'httpx2': f'{PACKAGE}/tools/remote_sandbox.py {PACKAGE}/retrieval/client.py '
   f'{PACKAGE}/web/bounded_http.py {PACKAGE}/guided/judge.py {PACKAGE}/tasks/nemo_gym.py '
   'experiments/bench/retriever.py',
-  'pydantic': f'{PACKAGE}/web/http.py {PACKAGE}/serve/requests.py '
-  f'{PACKAGE}/serve/endpoint.py {PACKAGE}/retrieval/server.py experiments/',
+  'pydantic': f'{PACKAGE}/web/http.py {PACKAGE}/serve/ '
+  f'{PACKAGE}/retrieval/server.py experiments/',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
   'tenacity': f'{PACKAGE}/retrieval/client.py',
   'mcp': f'{PACKAGE}/tools/mcp_server.py',

@@ -437,9 +437,10 @@ def test_a_process_gets_no_variable_of_the_trainer_that_is_not_named(monkeypatch
   code = 'print(json.dumps({"environ": dict(os.environ)}))'
   command = [sys.executable, '-c', f'import json, os; {code}']
   run = program.process(command, read=read, env=['GIVEN'])
-  asyncio.run(run(TASK, 'http://here'))
+  asyncio.run(run(TASK, 'http://here/v1'))
   found['environ'].pop('LC_CTYPE', None)  # Python sets it in a locale without a name.
-  address = {'OPENAI_BASE_URL': 'http://here', 'OPENAI_API_KEY': 'none'}
+  address = {'OPENAI_BASE_URL': 'http://here/v1', 'OPENAI_API_KEY': 'none'}
+  address |= {'ANTHROPIC_BASE_URL': 'http://here', 'ANTHROPIC_API_KEY': 'none'}
   assert found['environ'] == kept | address
   with pytest.raises(ValueError, match=r"env: \['NOT_SET_HERE'\] are not set"):
     program.process(command, env=['NOT_SET_HERE', 'GIVEN'])
