@@ -186,11 +186,13 @@ def test_prompts_are_echoed_with_the_learners_log_probs(client):
     ({'prompt': [[5], []]}, 'is not empty'),
     ({'prompt': [[5]] * 129}, '1 to 128'),
     ({'prompt': [[5.5]]}, 'a prompt is a text'),
+    ({'prompt': [[5], [10**6]], 'max_tokens': 200}, 'outside the vocabulary'),
   ):
     with pytest.raises(openai.BadRequestError, match=message):
       client.completions.create(
         **{'model': 'policy', 'prompt': 'a', 'echo': True, 'max_tokens': 1} | more
       )
+  assert not any(replica.load for replica in serving.engine().replicas)
 
 
 def test_only_the_first_choice_is_timed(client, url):

@@ -95,23 +95,28 @@ class StatelessSource:
         f'the prompt has {self.slots - room} tokens and the reply may have '
         f'{max(max_tokens, 1)}; there is room for {self.slots}'
       )
-    return [
-      self._engine.submit(
-        request_lib.Request(
-          ids,
-          max_tokens=max(max_tokens, 1),
-          sampling=api_request.sampling,
-          key=api_request.make_key(i),
-          automata=automata,
-          top_logprobs=api_request.top_logprobs or 0,
-          adapter=adapter,
-          pictures=pictures,
-          score_prompt=scored,
-        )
-      )
-      for ids, pictures in prompts
-      for i in range(api_request.n)
-    ]
+    begun = []
+    try:
+      for ids, pictures in prompts:
+        for i in range(api_request.n):
+          request = request_lib.Request(
+            ids,
+            max_tokens=max(max_tokens, 1),
+            sampling=api_request.sampling,
+            key=api_request.make_key(i),
+            automata=automata,
+            top_logprobs=api_request.top_logprobs or 0,
+            adapter=adapter,
+            pictures=pictures,
+            score_prompt=scored,
+          )
+          begun.append(self._engine.submit(request))
+    except ValueError:  # One of several prompts has what the policy does not know.
+      for generation in begun:
+        generation.cancel()
+        self.close(generation)
+      raise
+    return begun
 
   async def count(self, api_request):
     """Encodes the conversation, and nothing else."""
