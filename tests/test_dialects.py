@@ -17,7 +17,7 @@ import serving
 import tiny
 
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.serve import messages_form, program, requests, responses_form
+from agent_r1_jax.serve import messages_form, program, requests, responses_form, thinking
 from agent_r1_jax.serve import server as server_lib
 from agent_r1_jax.train import rollout
 from agent_r1_jax.web import http
@@ -152,6 +152,22 @@ def test_what_a_client_sends_back_is_the_reply(scripted, name, stream):
   asyncio.run(run())
 
 
+@pytest.mark.parametrize('size', [1, 2, 100])
+@pytest.mark.parametrize(
+  'text', [*REPLIES.values(), '<think>a </thin </think>b', '<thin']
+)
+def test_thoughts_are_split_wherever_a_stream_is_cut(text, size):
+  split, found = thinking.Split(True), {'thinking': [], 'text': []}
+  pieces = [text[i : i + size] for i in range(0, len(text), size)]
+  for i, piece in enumerate(pieces or ['']):
+    for kind, more in split.add(piece, i >= len(pieces) - 1):
+      found[kind].append(more)
+  thoughts, rest = ''.join(found['thinking']), ''.join(found['text'])
+  joined = thinking.join(thoughts, split.is_closed) if found['thinking'] else ''
+  assert joined + rest == (text.lstrip() if joined else text)
+  assert bool(joined) == text.lstrip().startswith('<think>')
+
+
 def test_thoughts_stay_in_the_text_unless_they_are_asked_for(scripted):
   source, url = scripted
   source.text, source.is_cut = REPLIES['thoughts'], False
@@ -218,7 +234,6 @@ def _play(name, stream=False, remembers=False):
     ('messages', {}),
     ('messages', {'stream': True}),
     ('responses', {}),
-    ('responses', {'stream': True}),
     ('responses', {'remembers': True}),
   ],
 )
