@@ -166,6 +166,9 @@ def test_thoughts_are_split_wherever_a_stream_is_cut(text, size):
   joined = thinking.join(thoughts, split.is_closed) if found['thinking'] else ''
   assert joined + rest == (text.lstrip() if joined else text)
   assert bool(joined) == text.lstrip().startswith('<think>')
+  if joined:
+    within = text.lstrip().removeprefix('<think>').partition('</think>')
+    assert (thoughts, rest) == (within[0], within[2])
 
 
 def test_thoughts_stay_in_the_text_unless_they_are_asked_for(scripted):
