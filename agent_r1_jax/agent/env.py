@@ -81,8 +81,9 @@ class Env(Protocol):
 class ToolEnv:
   """The agent calls tools until it replies without a call; then the episode is done.
 
-  Calls of one reply run concurrently and are answered in order. Calls that are malformed,
-  unknown or too many are answered with an error text, and the episode continues.
+  Calls of one reply run concurrently, or one after another, and are answered in order.
+  Calls that are malformed, unknown or too many are answered with an error text, and the
+  episode continues.
 
   Every turn gets its process reward, and the last turn also the reward of the
   conversation, even if a budget ended it. An unfinished reply is then the last message;
@@ -109,6 +110,7 @@ class ToolEnv:
     parse: Callable[[str], list[Call]] | None = None,
     metrics: Metrics | None = None,
     max_parallel_calls: int = 8,
+    in_order: bool = False,
     reward_seconds: float = 60.0,
   ):
     """Checks the arguments; nothing runs before `reset`.
@@ -121,18 +123,12 @@ class ToolEnv:
         rollout this is, and otherwise in Hermes format.
       metrics: Computes further metrics of the episode, such as F1.
       max_parallel_calls: The most calls of one reply that are run.
+      in_order: Whether a call begins when the one before it has ended, because what it
+        does may depend on that.
       reward_seconds: The time that each of reward, process_reward, metrics and parse may
         take, including the wait for a thread; a longer call marks the trajectory 'error'.
     """
-    if not isinstance(tools, Sequence):
-      raise ValueError(f'tools is {tools!r:.100}; it must be a list: [my_tool].')
-    for item in tools:
-      if not isinstance(item, tool_lib.Tool):
-        raise ValueError(f'tools: {item!r} is not a Tool; decorate it with @tool.')
-    self.tools = tuple(tools)
-    self._by_name = {item.name: item for item in tools}
-    if len(self._by_name) < len(self.tools):
-      raise ValueError(f'tools: two have one name in {[t.name for t in self.tools]}.')
+    self.set_tools(tools)
     functions: dict[str, Any] = {'reward': reward}
     optional = {'process_reward': process_reward, 'metrics': metrics, 'parse': parse}
     functions |= {name: fn for name, fn in optional.items() if fn is not None}
@@ -148,7 +144,26 @@ class ToolEnv:
     self._reward_seconds = reward_seconds
     self._process_reward = process_reward or type(self).process_reward
     self._parse, self._max_parallel_calls = parse, max_parallel_calls
+    self._in_order = in_order
     self._done = True
+
+  def set_tools(self, tools: Sequence[tool_lib.Tool]) -> None:
+    """Replaces the tools, for a subclass whose tasks have tools of their own.
+
+    The prompt shows those that there are when `reset` has returned.
+
+    Raises:
+      ValueError: Two have one name, or one is no Tool.
+    """
+    if not isinstance(tools, Sequence):
+      raise ValueError(f'tools is {tools!r:.100}; it must be a list: [my_tool].')
+    for item in tools:
+      if not isinstance(item, tool_lib.Tool):
+        raise ValueError(f'tools: {item!r} is not a Tool; decorate it with @tool.')
+    self.tools = tuple(tools)
+    self._by_name = {item.name: item for item in tools}
+    if len(self._by_name) < len(self.tools):
+      raise ValueError(f'tools: two have one name in {[t.name for t in self.tools]}.')
 
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins the episode with the task's messages."""
@@ -165,9 +180,11 @@ class ToolEnv:
     calls = await self._find_calls(reply)
     answers = [] if calls else await self.answer_text()
     self._done = not (calls or answers)
-    results = await asyncio.gather(
-      *(self._answer(call) for call in calls[: self._max_parallel_calls])
-    )
+    run = calls[: self._max_parallel_calls]
+    if self._in_order:
+      results = [await self._answer(call) for call in run]
+    else:
+      results = await asyncio.gather(*map(self._answer, run))
     messages = [_make_message(*pair) for pair in zip(calls, results, strict=False)]
     if refused := len(calls) - len(results):
       text = f'Error: {refused} more calls were not run; at most {len(results)} a turn.'
