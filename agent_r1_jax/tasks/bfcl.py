@@ -1,0 +1,341 @@
+"""BFCL's multi-turn tasks: a user asks for several things in turn, of APIs in memory.
+
+  tasks = bfcl.load('multi_turn_base')
+  train.run(..., tasks=tasks, make_env=bfcl.MultiTurnEnv)
+
+The package bfcl-eval (github.com/ShishirPatil/gorilla, Apache 2.0) has the tasks, the APIs
+and the checks of a turn: the state of the APIs, and what their calls returned. Its runner
+evaluates the text of calls as Python; here a method of a task's classes is called by its
+name, with arguments that fit its schema. docs/benchmarks.md has what differs.
+"""
+
+import ast
+from collections.abc import Iterator, Sequence
+import copy
+import decimal
+import functools
+import importlib
+import inspect
+import json
+import math
+import os
+import pathlib
+import threading
+from typing import Any
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import call_formats, calls, env
+from agent_r1_jax.agent import tool as tool_lib
+
+CATEGORIES = (
+  'multi_turn_base',
+  'multi_turn_miss_func',
+  'multi_turn_miss_param',
+  'multi_turn_long_context',
+)
+# Their own calls are not what their schemas say: close_ticket gets a text where a number
+# is asked for, and a file is read by a function that is offered two turns later.
+NOT_OFFERED = (
+  *(f'{category}_173' for category in CATEGORIES),
+  'multi_turn_miss_func_49',
+)
+# As in BFCL: the most replies that one request of the user may take.
+MAX_REPLIES = 20
+_INSTALL = (
+  'bfcl-eval is not installed: pip install --no-deps bfcl-eval==2026.3.23 '
+  '(docs/benchmarks.md says why without its requirements).'
+)
+_CHECKER = 'bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker'
+# A larger number, or one with which Python computes as many digits, would hold the
+# interpreter.
+_LARGEST = 10**18
+_LARGEST_OF = dict.fromkeys(('precision', 'exponent', 'decimal_places'), 1000)
+# Copies of directories share their entries, so that a few calls make more paths than
+# can be walked; with so many the file system is full.
+_MOST_FILES = 20_000
+# The APIs set the precision of mpmath for the whole process.
+_LOCK = threading.Lock()
+
+
+def load(
+  category: str = CATEGORIES[0], folder: str | os.PathLike = ''
+) -> list[types.Task]:
+  """Reads the tasks of a category, but for those that are NOT_OFFERED.
+
+  A task's messages are the user's first request, and its answer has the calls of each
+  turn as [name, arguments].
+
+  Args:
+    category: One of CATEGORIES.
+    folder: The folder of BFCL's data; that of the installed package by default.
+
+  Raises:
+    ModuleNotFoundError: The package is not installed; says how to install it.
+    FileNotFoundError: The folder has no such tasks.
+    ValueError: There is no such category.
+  """
+  if category not in CATEGORIES:
+    raise ValueError(f'category is {category!r}; give one of {", ".join(CATEGORIES)}.')
+  folder = pathlib.Path(folder or _package_folder() / 'data')
+  name = f'BFCL_v4_{category}.json'
+  answers = {row['id']: row for row in _read(folder / 'possible_answer' / name)}
+  return [
+    _make_task(row, answers[row['id']]['ground_truth'])
+    for row in _read(folder / name)
+    if row['id'] not in NOT_OFFERED
+  ]
+
+
+def solve(task: types.Task) -> list[str]:
+  """Returns replies that solve a task: its own calls of each turn, and then a text."""
+  render = call_formats.HERMES.render
+  replies = []
+  for turn in task.answer:
+    if turn:
+      replies.append(''.join(render(calls.ToolCall(*call)) for call in turn))
+    replies.append('Done.')
+  return replies
+
+
+class MultiTurnEnv(env.ToolEnv):
+  """The user makes the next request where a reply has no call; the last ends the episode.
+
+  Each turn is checked as BFCL does it, and the first that fails ends the episode. The
+  reward is 1.0 where all turns passed, and the metric 'turns_passed' is their share. An
+  episode that a budget ended has no reward.
+  """
+
+  def __init__(self):
+    """Makes the environment; the tools come with a task."""
+    super().__init__(
+      (), self._score, metrics=self._measure, max_parallel_calls=64, in_order=True
+    )
+
+  async def reset(self, task: types.Task) -> list[types.Message]:
+    """Begins with the first request, and with new APIs."""
+    self._apis, self._truth = _Apis(task), _Apis(task)
+    self._turn = self._replies = self._calls = 0
+    self._failed = False
+    self._offer(task)
+    return await super().reset(task)
+
+  async def answer_text(self) -> list[types.Message]:
+    """Checks the turn; the next request, or nothing where it failed or was the last."""
+    right, answer = self.task.answer[self._turn], self.task.answer
+    self._failed = not self._check_turn(right)
+    self._turn += not self._failed
+    if self._failed or self._turn == len(answer):
+      return []
+    self._replies = self._calls = 0
+    more = self._offer(self.task)
+    return [*self._describe(more), *self.task.info['requests'][self._turn]]
+
+  async def step(self, reply: str) -> types.Step:
+    """Answers a reply, as ToolEnv does."""
+    self._replies += 1
+    return await super().step(reply)
+
+  def _check_turn(self, right: Sequence[Any]) -> bool:
+    """Whether the state and the results are those that the task's calls lead to."""
+    checker = _import(_CHECKER)
+    results = [self._truth.call(name, arguments) for name, arguments in right]
+    if not right:
+      return True
+    if not self._calls or self._replies > MAX_REPLIES + 1:
+      return False
+    try:
+      state = checker.state_checker(self._apis.instances, self._truth.instances)
+    except RecursionError:  # Directories that the calls have put into each other.
+      return False
+    said = checker.response_checker(self._apis.results, results, self._turn)
+    return bool(state['valid'] and said['valid'])
+
+  def _offer(self, task: types.Task) -> list[dict[str, Any]]:
+    """Sets the tools of the turn; returns the schemas of those that are new."""
+    late = {n for t, names in task.info['late'].items() if int(t) > self._turn for n in names}
+    schemas = [s for s in _schemas(self._apis.instances) if s['name'] not in late]
+    before = {tool.name for tool in self.tools}
+    self.set_tools([self._make_tool(schema) for schema in schemas])
+    return [schema for schema in schemas if schema['name'] not in before]
+
+  def _describe(self, schemas: Sequence[dict[str, Any]]) -> list[types.Message]:
+    """Tells of functions that were withheld, as BFCL does where a prompt has them."""
+    if not schemas:
+      return []
+    prompts = _import('bfcl_eval.constants.default_prompts')
+    template = prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING
+    text = template.format(functions=json.dumps(schemas))
+    return [{'role': 'user', 'content': text}]
+
+  def _make_tool(self, schema: dict[str, Any]) -> tool_lib.Tool:
+    name = schema['name']
+
+    def run(**arguments: Any) -> str:
+      if problem := _find_excess(arguments) or self._apis.find_excess():
+        raise ValueError(problem)
+      self._calls += 1
+      return self._apis.call(name, arguments)
+
+    return tool_lib.Tool(name, {'type': 'function', 'function': schema}, run, timeout=10.0)
+
+  def _score(self, task: types.Task, messages: Sequence[types.Message]) -> float:
+    return float(self._turn == len(task.answer))
+
+  def _measure(
+    self, task: types.Task, messages: Sequence[types.Message]
+  ) -> dict[str, float]:
+    passed = self._turn / len(task.answer)
+    return {'passed': float(passed == 1.0), 'turns_passed': passed}
+
+
+class _Apis:
+  """The APIs of a task, in the state that calls have led to.
+
+  Attributes:
+    instances: Class name -> instance.
+    results: What calls have returned, as texts.
+  """
+
+  def __init__(self, task: types.Task):
+    self.instances, self.results = {}, []
+    for name in task.info['classes']:
+      self.instances[name] = instance = _class(name)()
+      if hasattr(instance, '_load_scenario'):
+        scenario = copy.deepcopy(task.info['config'].get(name, {}))
+        instance._load_scenario(scenario, long_context=task.info['long'])
+
+  def call(self, name: str, arguments: dict[str, Any]) -> str:
+    """Calls a method of one of the classes; what it raises is its result.
+
+    Args:
+      name: A name that `_schemas` has.
+      arguments: They fit the schema.
+    """
+    (api,) = (x for c, x in self.instances.items() if name in _documents(c))
+    import mpmath
+
+    # Calls set the precision of decimals and of mpmath, and leave it so.
+    with _LOCK, decimal.localcontext(), mpmath.workdps(15):
+      try:
+        result = _write_result(getattr(api, name)(**arguments))
+      except Exception as error:
+        result = f'Error during execution: {error}'
+    self.results.append(result)
+    return result
+
+  def find_excess(self) -> str | None:
+    """Says that the file system is full, if it is."""
+    files = self.instances.get('GorillaFileSystem')
+    left = [files.root, files._current_dir] if files else []
+    for _ in range(_MOST_FILES):
+      if not left:
+        return None
+      left += getattr(left.pop(), 'contents', {}).values()
+    return f'the file system is full: it has more than {_MOST_FILES} entries'
+
+
+def _write_result(value: Any) -> str:
+  """Writes what a method returned, as BFCL does before it compares."""
+  if isinstance(value, str):
+    return value
+  if isinstance(value, dict):
+    try:
+      return json.dumps(value)
+    except (TypeError, ValueError):
+      pass
+  return str(value)
+
+
+def _find_excess(arguments: dict[str, Any]) -> str | None:
+  """Says which number is too large to compute with, or none at all."""
+  for name, value in arguments.items():
+    most = _LARGEST_OF.get(name, _LARGEST)
+    for x in value if isinstance(value, list) else [value]:
+      if isinstance(x, int | float) and not (math.isfinite(x) and abs(x) <= most):
+        return f'argument {name!r} must be a number of at most {most:.0e}'
+  return None
+
+
+def _make_task(row: dict[str, Any], ground_truth: list[list[str]]) -> types.Task:
+  """Makes a task of a row of BFCL and its answer."""
+  requests = row['question']
+  late = row.get('missed_function', {})
+  info = {
+    'classes': row['involved_classes'],
+    'config': row['initial_config'],
+    'requests': requests,
+    'late': late,
+    'long': 'long_context' in row['id'],
+  }
+  answer = [
+    [_parse_call(text, row['involved_classes']) for text in turn] for turn in ground_truth
+  ]
+  return types.Task(row['id'], requests[0], answer, info)
+
+
+def _parse_call(text: str, classes: Sequence[str]) -> list[Any]:
+  """Parses 'f(1, b=2)' as ['f', {'a': 1, 'b': 2}]; nothing of it is evaluated."""
+  call = ast.parse(text, mode='eval').body
+  if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+    raise ValueError(f'{text!r:.100} is no call.')
+  name = call.func.id
+  (owner,) = (c for c in classes if name in _documents(c))
+  names = [*inspect.signature(getattr(_class(owner), name)).parameters][1:]
+  given = [*zip(names, call.args, strict=False)]
+  given += [(str(k.arg), k.value) for k in call.keywords]
+  return [name, {key: ast.literal_eval(value) for key, value in given}]
+
+
+def _schemas(classes: Sequence[str]) -> list[dict[str, Any]]:
+  return [schema for name in classes for schema in _documents(name).values()]
+
+
+@functools.cache
+def _documents(name: str) -> dict[str, dict[str, Any]]:
+  """Returns the functions of a class as BFCL describes them to a model, by name."""
+  files = _import('bfcl_eval.constants.executable_backend_config')
+  file = files.MULTI_TURN_FUNC_DOC_FILE_MAPPING[name]
+  rows = _read(_package_folder() / 'data' / 'multi_turn_func_doc' / file)
+  return {row['name']: _write_schema(row) for row in rows}
+
+
+def _write_schema(row: dict[str, Any]) -> dict[str, Any]:
+  """Writes a function's description with the types of JSON Schema."""
+  names = _import('bfcl_eval.constants.type_mappings').GORILLA_TO_OPENAPI
+
+  def write(schema: dict[str, Any]) -> dict[str, Any]:
+    made = dict(schema)
+    if 'type' in schema:
+      made['type'] = names[schema['type']]
+    if 'properties' in schema:
+      made['properties'] = {k: write(v) for k, v in schema['properties'].items()}
+    if 'items' in schema:
+      made['items'] = write(schema['items'])
+    return made
+
+  fields = ('name', 'description')
+  return {name: row[name] for name in fields} | {'parameters': write(row['parameters'])}
+
+
+def _class(name: str) -> Any:
+  files = _import('bfcl_eval.constants.executable_backend_config')
+  return getattr(_import(files.CLASS_FILE_PATH_MAPPING[name]), name)
+
+
+def _package_folder() -> pathlib.Path:
+  return pathlib.Path(_import('bfcl_eval').__file__).parent
+
+
+def _import(name: str) -> Any:
+  try:
+    return importlib.import_module(name)
+  except ModuleNotFoundError as error:
+    if error.name != 'bfcl_eval':
+      raise
+    raise ModuleNotFoundError(_INSTALL, name=error.name) from None
+
+
+def _read(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+  with path.open(encoding='utf-8') as lines:
+    for line in lines:
+      yield json.loads(line)
