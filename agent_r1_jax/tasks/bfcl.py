@@ -3,10 +3,10 @@
   tasks = bfcl.load('multi_turn_base')
   train.run(..., tasks=tasks, make_env=bfcl.MultiTurnEnv)
 
-The package bfcl-eval (github.com/ShishirPatil/gorilla, Apache 2.0) has the tasks, the APIs
-and the checks of a turn: the state of the APIs, and what their calls returned. Its runner
-evaluates the text of calls as Python; here a method of a task's classes is called by its
-name, with arguments that fit its schema. docs/benchmarks.md has what differs.
+The package bfcl-eval (github.com/ShishirPatil/gorilla, Apache 2.0) has the tasks, the
+APIs and the checks of a turn: the state of the APIs, and what their calls returned. Its
+runner evaluates the text of calls as Python; here a method of a task's classes is called
+by its name, with arguments that fit its schema. docs/benchmarks.md has what differs.
 """
 
 import ast
@@ -152,7 +152,9 @@ class MultiTurnEnv(env.ToolEnv):
 
   def _offer(self, task: types.Task) -> list[dict[str, Any]]:
     """Sets the tools of the turn; returns the schemas of those that are new."""
-    late = {n for t, names in task.info['late'].items() if int(t) > self._turn for n in names}
+    late = {
+      n for t, names in task.info['late'].items() if int(t) > self._turn for n in names
+    }
     schemas = [s for s in _schemas(self._apis.instances) if s['name'] not in late]
     before = {tool.name for tool in self.tools}
     self.set_tools([self._make_tool(schema) for schema in schemas])
@@ -176,7 +178,9 @@ class MultiTurnEnv(env.ToolEnv):
       self._calls += 1
       return self._apis.call(name, arguments)
 
-    return tool_lib.Tool(name, {'type': 'function', 'function': schema}, run, timeout=10.0)
+    return tool_lib.Tool(
+      name, {'type': 'function', 'function': schema}, run, timeout=10.0
+    )
 
   def _score(self, task: types.Task, messages: Sequence[types.Message]) -> float:
     return float(self._turn == len(task.answer))
@@ -217,7 +221,8 @@ class _Apis:
     # Calls set the precision of decimals and of mpmath, and leave it so.
     with _LOCK, decimal.localcontext(), mpmath.workdps(15):
       try:
-        result = _write_result(getattr(api, name)(**arguments))
+        # An API may keep a list that it is given, and change it later.
+        result = _write_result(getattr(api, name)(**copy.deepcopy(arguments)))
       except Exception as error:
         result = f'Error during execution: {error}'
     self.results.append(result)

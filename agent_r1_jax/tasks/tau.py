@@ -1,0 +1,222 @@
+"""tau2-bench's telecom tasks without a user: an agent solves a ticket by tools alone.
+
+  tasks = tau.load('tau2-bench')  # A checkout of github.com/sierra-research/tau2-bench.
+  train.run(..., tasks=tasks, make_env=tau.SoloEnv)
+
+The agent has the tools of both sides, the service's and the customer's phone, and ends
+with the tool `done`, as tau2's own LLMSoloAgent does. State, tools and evaluators are the
+checkout's (MIT licence); of its package only the parts are imported that need no client
+of a language model. PyPI's package of the name tau2 is another one.
+"""
+
+import ast
+from collections.abc import Sequence
+import functools
+import importlib
+import json
+import math
+import os
+import pathlib
+import sys
+import types as python_types
+from typing import Any
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import call_formats, calls, env
+from agent_r1_jax.agent import tool as tool_lib
+
+SPLITS = ('base', 'train', 'test', 'small', 'full')
+POLICIES = ('manual', 'workflow')
+# As in tau2: so many failed calls end an episode.
+MAX_ERRORS = 10
+DONE = 'done'
+# As texts of float64 they are what tau2 computes with; larger ones are no amount.
+_LARGEST = 1e12
+_NOTHING = {'type': 'object', 'properties': {}}
+_INSTALL = (
+  '{} is not installed: pip install loguru toml PyYAML docstring-parser addict deepdiff '
+  'python-dotenv pandas (docs/benchmarks.md).'
+)
+
+
+def load(
+  folder: str | os.PathLike, split: str = SPLITS[0], policy: str = POLICIES[0]
+) -> list[types.Task]:
+  """Reads the tasks of a split.
+
+  A task's message is the prompt of tau2's LLMSoloAgent, with the policy and the ticket;
+  its answer has the calls that solve it, as [name, arguments].
+
+  Args:
+    folder: The checkout.
+    split: One of SPLITS; 'base' has the 114 tasks that results are reported on.
+    policy: One of POLICIES: which text on technical support the agent is given.
+
+  Raises:
+    FileNotFoundError: The folder is no checkout.
+    ModuleNotFoundError: A requirement is not installed; says which.
+    ValueError: There is no such split or policy, or another checkout is in use.
+  """
+  for name, value, known in (('split', split, SPLITS), ('policy', policy, POLICIES)):
+    if value not in known:
+      raise ValueError(f'{name} is {value!r}; give one of {", ".join(known)}.')
+  source = _open(folder)
+  data = source.parent / 'data' / 'tau2' / 'domains' / 'telecom'
+  chosen = set(json.loads((data / 'split_tasks.json').read_text())[split])
+  rows = json.loads((data / 'tasks.json').read_text())
+  instruction, template = _read_prompts(source / 'tau2' / 'agent' / 'llm_agent.py')
+  instruction = instruction.format(stop_function_name=DONE, stop_token='')
+  text = _make_world(policy).get_policy()
+  tasks = []
+  for row in rows:
+    if row['id'] in chosen:
+      prompt = template.format(
+        agent_instruction=instruction, domain_policy=text, ticket=row['ticket']
+      )
+      answer = [
+        [a['name'], a['arguments']] for a in row['evaluation_criteria']['actions']
+      ]
+      message = {'role': 'system', 'content': prompt}
+      info = {'row': row, 'policy': policy}
+      tasks.append(types.Task(row['id'], [message], answer, info))
+  return tasks
+
+
+def solve(task: types.Task) -> list[str]:
+  """Returns replies that solve a task: its own calls, and `done`."""
+  steps = [*task.answer, [DONE, {}]]
+  return [call_formats.HERMES.render(calls.ToolCall(*call)) for call in steps]
+
+
+class SoloEnv(env.ToolEnv):
+  """An agent alone with a ticket; the tool `done` ends the episode.
+
+  The reward is that of tau2's evaluators for the task: its assertions on the state at the
+  end and, where the task asks for them, its actions. It is 0 where the agent did not end
+  by `done`: by a reply without a call, after MAX_ERRORS failed calls, or by a budget.
+  """
+
+  def __init__(self):
+    """Makes the environment; the tools come with a task."""
+    super().__init__((), self._score, metrics=self._measure, in_order=True)
+
+  async def reset(self, task: types.Task) -> list[types.Message]:
+    """Begins in the task's state."""
+    self._row = _import('tau2.data_model.tasks').Task.model_validate(task.info['row'])
+    self._world = _make_world(task.info['policy'], solo_mode=True)
+    first = self._row.initial_state
+    self._world.set_state(first.initialization_data, first.initialization_actions, [])
+    self._said: list[Any] = []  # tau2's messages: a call, its result, a call, ...
+    self._errors, self._stopped, self._scored = 0.0, False, 0.0
+    tools = [*self._world.get_tools(), *self._world.get_user_tools()]
+    self.set_tools(
+      [*(self._make_tool(t.openai_schema) for t in tools), self._make_done()]
+    )
+    return await super().reset(task)
+
+  async def step(self, reply: str) -> types.Step:
+    """Answers a reply; `done`, or too many errors, ends the episode."""
+    step = await super().step(reply)
+    self._errors += step.metrics['tool_errors'] + step.metrics['format_errors']
+    if not step.done and (self._stopped or self._errors >= MAX_ERRORS):
+      end = await self.finish('done')
+      metrics = step.metrics | end.metrics
+      step = types.Step([], step.reward + end.reward, done=True, metrics=metrics)
+    return step
+
+  def _make_tool(self, schema: dict[str, Any]) -> tool_lib.Tool:
+    name = schema['function']['name']
+
+    def run(**arguments: Any) -> str:
+      for key, x in arguments.items():
+        if isinstance(x, int | float) and not abs(x) <= _LARGEST:
+          raise ValueError(f'argument {key!r} must be a number of at most {_LARGEST:.0e}')
+      return self._ask(name, arguments)
+
+    return tool_lib.Tool(name, schema, run, timeout=10.0)
+
+  def _make_done(self) -> tool_lib.Tool:
+    def done() -> str:
+      self._stopped = True
+      return ''
+
+    text = 'Call this function when you are done with the task.'
+    function = {'name': DONE, 'description': text, 'parameters': _NOTHING}
+    return tool_lib.Tool(DONE, {'type': 'function', 'function': function}, done)
+
+  def _ask(self, name: str, arguments: dict[str, Any]) -> str:
+    """Calls a tool of either side, as tau2 does; what it raises is text."""
+    message = _import('tau2.data_model.message')
+    call = message.ToolCall(id=str(len(self._said)), name=name, arguments=arguments)
+    answer = self._world.get_response(call)
+    self._said += [message.AssistantMessage(role='assistant', tool_calls=[call]), answer]
+    self._errors += answer.error
+    return answer.content
+
+  def _score(self, task: types.Task, messages: Sequence[types.Message]) -> float:
+    """Returns the product of what the task's reward is based on."""
+    if not self._stopped:
+      return 0.0
+    state = _import('tau2.evaluator.evaluator_env').EnvironmentEvaluator
+    actions = _import('tau2.evaluator.evaluator_action').ActionEvaluator
+    make_world = functools.partial(_make_world, task.info['policy'])
+    found = [state.calculate_reward(make_world, self._row, self._said, solo_mode=True)]
+    if 'ACTION' in self._row.evaluation_criteria.reward_basis:
+      found.append(actions.calculate_reward(self._row, self._said))
+    self._scored = math.prod(info.reward for info in found)
+    return self._scored
+
+  def _measure(
+    self, task: types.Task, messages: Sequence[types.Message]
+  ) -> dict[str, float]:
+    return {'passed': self._scored, 'ended': float(self._stopped)}
+
+
+def _make_world(policy: str, **kwargs: Any) -> Any:
+  module = _import('tau2.domains.telecom.environment')
+  return module.get_environment(policy_type=policy, **kwargs)
+
+
+def _read_prompts(path: pathlib.Path) -> list[str]:
+  """Returns the instruction and the template of LLMSoloAgent.
+
+  They are read and not imported, because their module needs a client of language models.
+  """
+  names = ('AGENT_SOLO_INSTRUCTION', 'SYSTEM_PROMPT_SOLO')
+  found = {}
+  for node in ast.parse(path.read_text(encoding='utf-8')).body:
+    # Each is `NAME = """...""".strip()`.
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+      found[node.targets[0].id] = node.value
+  return [ast.literal_eval(found[name].func.value).strip() for name in names]
+
+
+def _open(folder: str | os.PathLike) -> pathlib.Path:
+  """Lets `tau2` be imported from a checkout; returns the checkout's folder `src`.
+
+  The package's own `__init__` is not run, because it imports every client and server.
+  """
+  source = pathlib.Path(folder).resolve() / 'src'
+  package = source / 'tau2'
+  if not (package / 'domains' / 'telecom').is_dir():
+    raise FileNotFoundError(
+      f'{str(folder)!r} is no checkout of github.com/sierra-research/tau2-bench.'
+    )
+  if 'tau2' not in sys.modules:
+    module = python_types.ModuleType('tau2')
+    module.__path__ = [str(package)]
+    sys.modules['tau2'] = module
+  if [*sys.modules['tau2'].__path__] != [str(package)]:
+    raise ValueError(f'tau2 is already imported from {sys.modules["tau2"].__path__}.')
+  # Each call of a tool would be a line on the terminal.
+  _import('loguru').logger.disable('tau2')
+  return source
+
+
+def _import(name: str) -> Any:
+  try:
+    return importlib.import_module(name)
+  except ModuleNotFoundError as error:
+    if str(error.name).partition('.')[0] == 'tau2':
+      raise
+    raise ModuleNotFoundError(_INSTALL.format(error.name), name=error.name) from None
