@@ -32,7 +32,7 @@ MAX_ERRORS = 10
 DONE = 'done'
 # As texts of float64 they are what tau2 computes with; larger ones are no amount.
 _LARGEST = 1e12
-_NOTHING = {'type': 'object', 'properties': {}}
+_TELECOM = 'tau2.domains.telecom.environment'
 _INSTALL = (
   '{} is not installed: pip install loguru toml PyYAML docstring-parser addict deepdiff '
   'python-dotenv pandas (docs/benchmarks.md).'
@@ -66,19 +66,20 @@ def load(
   rows = json.loads((data / 'tasks.json').read_text())
   instruction, template = _read_prompts(source / 'tau2' / 'agent' / 'llm_agent.py')
   instruction = instruction.format(stop_function_name=DONE, stop_token='')
-  text = _make_world(policy).get_policy()
+  world = _import(_TELECOM).get_environment(solo_mode=True, policy_type=policy)
   tasks = []
   for row in rows:
     if row['id'] in chosen:
       prompt = template.format(
-        agent_instruction=instruction, domain_policy=text, ticket=row['ticket']
+        agent_instruction=instruction,
+        domain_policy=world.get_policy(),
+        ticket=row['ticket'],
       )
       answer = [
         [a['name'], a['arguments']] for a in row['evaluation_criteria']['actions']
       ]
       message = {'role': 'system', 'content': prompt}
-      info = {'row': row, 'policy': policy}
-      tasks.append(types.Task(row['id'], [message], answer, info))
+      tasks.append(types.Task(row['id'], [message], answer, {'row': row}))
   return tasks
 
 
@@ -103,15 +104,12 @@ class SoloEnv(env.ToolEnv):
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins in the task's state."""
     self._row = _import('tau2.data_model.tasks').Task.model_validate(task.info['row'])
-    self._world = _make_world(task.info['policy'], solo_mode=True)
+    self._world = _make_world(solo_mode=True)
     first = self._row.initial_state
     self._world.set_state(first.initialization_data, first.initialization_actions, [])
     self._said: list[Any] = []  # tau2's messages: a call, its result, a call, ...
     self._errors, self._stopped, self._scored = 0.0, False, 0.0
-    tools = [*self._world.get_tools(), *self._world.get_user_tools()]
-    self.set_tools(
-      [*(self._make_tool(t.openai_schema) for t in tools), self._make_done()]
-    )
+    self.set_tools([self._make_tool(schema) for schema in _schemas()])
     return await super().reset(task)
 
   async def step(self, reply: str) -> types.Step:
@@ -131,18 +129,13 @@ class SoloEnv(env.ToolEnv):
       for key, x in arguments.items():
         if isinstance(x, int | float) and not abs(x) <= _LARGEST:
           raise ValueError(f'argument {key!r} must be a number of at most {_LARGEST:.0e}')
-      return self._ask(name, arguments)
+      return self._stop() if name == DONE else self._ask(name, arguments)
 
     return tool_lib.Tool(name, schema, run, timeout=10.0)
 
-  def _make_done(self) -> tool_lib.Tool:
-    def done() -> str:
-      self._stopped = True
-      return ''
-
-    text = 'Call this function when you are done with the task.'
-    function = {'name': DONE, 'description': text, 'parameters': _NOTHING}
-    return tool_lib.Tool(DONE, {'type': 'function', 'function': function}, done)
+  def _stop(self) -> str:
+    self._stopped = True
+    return ''
 
   def _ask(self, name: str, arguments: dict[str, Any]) -> str:
     """Calls a tool of either side, as tau2 does; what it raises is text."""
@@ -159,8 +152,7 @@ class SoloEnv(env.ToolEnv):
       return 0.0
     state = _import('tau2.evaluator.evaluator_env').EnvironmentEvaluator
     actions = _import('tau2.evaluator.evaluator_action').ActionEvaluator
-    make_world = functools.partial(_make_world, task.info['policy'])
-    found = [state.calculate_reward(make_world, self._row, self._said, solo_mode=True)]
+    found = [state.calculate_reward(_make_world, self._row, self._said, solo_mode=True)]
     if 'ACTION' in self._row.evaluation_criteria.reward_basis:
       found.append(actions.calculate_reward(self._row, self._said))
     self._scored = math.prod(info.reward for info in found)
@@ -172,9 +164,31 @@ class SoloEnv(env.ToolEnv):
     return {'passed': self._scored, 'ended': float(self._stopped)}
 
 
-def _make_world(policy: str, **kwargs: Any) -> Any:
-  module = _import('tau2.domains.telecom.environment')
-  return module.get_environment(policy_type=policy, **kwargs)
+def _make_world(solo_mode: bool = False) -> Any:
+  """Makes an environment of tau2 in the state that its files have."""
+  world = _import(_TELECOM).get_environment(*(x.model_copy(deep=True) for x in _states()))
+  # Its set_solo_mode makes all tools again, to compare their names: 0.2 seconds.
+  world.solo_mode = solo_mode
+  return world
+
+
+@functools.cache
+def _states() -> tuple[Any, Any]:
+  """Returns the state of the service and of the phone."""
+  telecom = _import(_TELECOM)
+  service = telecom.TelecomDB.load(telecom.TELECOM_DB_PATH)
+  return service, telecom.TelecomUserDB.load(telecom.TELECOM_USER_DB_PATH)
+
+
+@functools.cache
+def _schemas() -> list[dict[str, Any]]:
+  """Returns the schemas of all tools: the service's, the phone's, and `done`."""
+  world = _make_world()
+  tools = [*world.get_tools(), *world.get_user_tools()]
+  text = 'Call this function when you are done with the task.'
+  nothing = {'type': 'object', 'properties': {}}
+  done = {'name': DONE, 'description': text, 'parameters': nothing}
+  return [*(t.openai_schema for t in tools), {'type': 'function', 'function': done}]
 
 
 def _read_prompts(path: pathlib.Path) -> list[str]:
