@@ -20,7 +20,7 @@ from agent_r1_jax.tasks import games as games_lib
 from agent_r1_jax.tasks import mathematics, programming, qa, qa_data, reasoning
 from agent_r1_jax.tools import calculator, python, sandbox
 from agent_r1_jax.train import evaluate, identity, rollout
-from experiments import comparison, react, retrievers, scores
+from experiments import benchmarks, comparison, react, retrievers, scores
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
 from experiments.wikipedia import settings
@@ -281,6 +281,22 @@ def load_world(world: world_lib.World, source: Source) -> Benchmark:
   )
 
 
+def load_outside(outside: benchmarks.Outside, source: Source) -> Benchmark:
+  """Loads a benchmark of another project; --limit is the most tasks of each set."""
+  sets = {
+    name: shuffle(tasks)[: source.limit or None]
+    for name, tasks in outside.load(source.data).items()
+  }
+  return Benchmark(
+    {'tools': (sets, outside.make_env)},
+    score='passed',
+    rest=outside.rest,
+    answers=None,
+    config=outside.config,
+    made_of={},
+  )
+
+
 TASKS: dict[str, Callable[[Source], Benchmark]] = {
   'miniwiki': load_miniwiki,
   'hotpotqa': functools.partial(load_questions, 'hotpotqa'),
@@ -295,6 +311,8 @@ TASKS: dict[str, Callable[[Source], Benchmark]] = {
     for name, world in all_worlds.WORLDS.items()
   },
   **{name: functools.partial(load_problems, family) for name, family in FAMILIES.items()},
+  'bfcl-multi-turn': functools.partial(load_outside, benchmarks.BFCL),
+  'tau2-telecom': functools.partial(load_outside, benchmarks.TAU),
 }
 
 
