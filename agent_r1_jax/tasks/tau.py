@@ -98,8 +98,9 @@ class SoloEnv(env.ToolEnv):
   """
 
   def __init__(self):
-    """Makes the environment; the tools come with a task."""
-    super().__init__((), self._score, metrics=self._measure, in_order=True)
+    """Makes the environment; `load` says first where tau2 is."""
+    tools = [self._make_tool(schema) for schema in _schemas()]
+    super().__init__(tools, self._score, metrics=self._measure, in_order=True)
 
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins in the task's state."""
@@ -109,7 +110,6 @@ class SoloEnv(env.ToolEnv):
     self._world.set_state(first.initialization_data, first.initialization_actions, [])
     self._said: list[Any] = []  # tau2's messages: a call, its result, a call, ...
     self._errors, self._stopped, self._scored = 0.0, False, 0.0
-    self.set_tools([self._make_tool(schema) for schema in _schemas()])
     return await super().reset(task)
 
   async def step(self, reply: str) -> types.Step:
@@ -183,12 +183,15 @@ def _states() -> tuple[Any, Any]:
 @functools.cache
 def _schemas() -> list[dict[str, Any]]:
   """Returns the schemas of all tools: the service's, the phone's, and `done`."""
+
+  def done() -> str:
+    """Call this function when you are done with the task."""
+    return ''
+
   world = _make_world()
-  tools = [*world.get_tools(), *world.get_user_tools()]
-  text = 'Call this function when you are done with the task.'
-  nothing = {'type': 'object', 'properties': {}}
-  done = {'name': DONE, 'description': text, 'parameters': nothing}
-  return [*(t.openai_schema for t in tools), {'type': 'function', 'function': done}]
+  end = _import('tau2.environment.tool').as_tool(done)
+  tools = [*world.get_tools(), *world.get_user_tools(), end]
+  return [tool.openai_schema for tool in tools]
 
 
 def _read_prompts(path: pathlib.Path) -> list[str]:

@@ -1,0 +1,92 @@
+"""tau2-bench's telecom tasks: solutions, and what is none; hostile calls."""
+
+import os
+
+import benchmark_mutants
+import pytest
+
+from agent_r1_jax import testing
+from agent_r1_jax.tasks import tau
+
+write, play = benchmark_mutants.write, benchmark_mutants.play
+DONE = write([[tau.DONE, {}]])
+
+
+@pytest.fixture(scope='module')
+def tasks():
+  if not (folder := os.environ.get('TAU2_BENCH')):
+    pytest.skip('TAU2_BENCH names no checkout of tau2-bench')
+  pytest.importorskip('loguru', reason='`make test-with-tau2` installs its requirements')
+  return tau.load(folder)
+
+
+def test_wrong_names_are_refused(tmp_path):
+  with pytest.raises(FileNotFoundError, match='no checkout of github.com/sierra-researc'):
+    tau.load(tmp_path)
+  with pytest.raises(ValueError, match="split is 'dev'; give one of base, train, test"):
+    tau.load(tmp_path, 'dev')
+  with pytest.raises(ValueError, match="policy is 'x'; give one of manual, workflow"):
+    tau.load(tmp_path, policy='x')
+
+
+def test_a_second_checkout_is_refused(tmp_path, tasks):
+  (tmp_path / 'src' / 'tau2' / 'domains' / 'telecom').mkdir(parents=True)
+  with pytest.raises(ValueError, match='tau2 is already imported from'):
+    tau.load(tmp_path)
+
+
+def test_the_prompt_has_the_policy_and_the_ticket(tasks):
+  (message,) = tasks[0].messages
+  assert len(tasks) == 114 and message['role'] == 'system'
+  assert '`done` tool' in message['content'] and '<main_policy>' in message['content']
+  assert tasks[0].info['row']['ticket'] in message['content']
+
+
+async def test_a_solution_is_rewarded_and_less_is_not(tasks):
+  task = next(t for t in tasks if len(t.answer) == 3)
+  steps = await testing.check_env(tau.SoloEnv, task, tau.solve(task))
+  assert steps[-1].reward == steps[-1].metrics['passed'] == 1.0
+  assert steps[-1].metrics['ended'] == 1.0
+  solution = tau.solve(task)
+  assert await play(tau.SoloEnv(), task, [DONE]) == 0.0
+  assert await play(tau.SoloEnv(), task, [*solution[1:-1], DONE]) == 0.0
+  # Only who says so has ended.
+  assert await play(tau.SoloEnv(), task, solution[:-1]) == 0.0
+  assert await play(tau.SoloEnv(), task, [*solution[:-1], 'Solved.']) == 0.0
+  # Calls of one reply run one after another.
+  assert await play(tau.SoloEnv(), task, [''.join(solution)]) == 1.0
+
+
+async def test_who_cannot_solve_a_ticket_hands_it_on(tasks):
+  hand_on = ['transfer_to_human_agents', {'summary': 'no'}]
+  task = next(t for t in tasks if t.answer[0][0] == hand_on[0])
+  assert await play(tau.SoloEnv(), task, [DONE]) == 0.0
+  assert await play(tau.SoloEnv(), task, [write([hand_on]), DONE]) == 1.0
+
+
+HOSTILE = {
+  'NaN': ('refuel_data', {'gb_amount': float('nan')}, 'must be a number of at most'),
+  'a huge number': ('refuel_data', {'gb_amount': 10**400}, 'must be a number of at most'),
+  'a text': ('refuel_data', {'gb_amount': 'all'}, "'all' is not of type 'number'"),
+  'nothing': ('refuel_data', None, 'is a required property'),
+  'another argument': ('toggle_roaming', {'x': 1}, "unknown argument 'x'"),
+  'a private method': ('_get_line_by_phone', {'phone_number': '1'}, 'there is no tool'),
+  'what only tasks may call': ('set_user_info', {}, 'there is no tool'),
+  'nobody': ('get_customer_by_id', {'customer_id': 'x' * 10**5}, 'Error: Customer'),
+  'another choice': ('set_network_mode_preference', {'mode': {'a': []}}, 'not valid'),
+}
+
+
+@pytest.mark.parametrize('name', HOSTILE)
+async def test_hostile_calls_are_answered(tasks, name):
+  function, arguments, answer = HOSTILE[name]
+  if function == 'refuel_data':
+    line = {'customer_id': 'C1001', 'line_id': 'L1001'}
+    arguments = line | arguments if arguments else {}
+  env = tau.SoloEnv()
+  await env.reset(tasks[0])
+  for _ in range(tau.MAX_ERRORS - 1):
+    step = await env.step(write([[function, arguments]]))
+    assert answer in step.messages[0]['content'] and not step.done
+  # With so many errors it ends.
+  assert (await env.step(write([[function, arguments]]))).done
