@@ -1,7 +1,8 @@
 # make quickstart   an agent learns to search, on this machine's CPU
 # make test         the whole test suite
 # make test-with-X  the test with a package that has an environment of its own, .venv-X:
-#                   X is one of tests/packages/*.txt, such as inspect
+#                   X is one of tests/packages/*.txt, such as inspect; tau2 needs
+#                   TAU2_BENCH=FOLDER, a checkout of tau2-bench, besides
 # make lint         format, lint and types
 # make format       rewrite the code in its format
 # make docs         the documentation as a site, in runs/site
@@ -69,7 +70,12 @@ $(VENV)/installed-test: requirements-test.txt $(VENV)/installed
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements-test.txt
 	@touch $@
 
-$(VENV)-%/installed: tests/packages/%.txt | $(VENV)/bin/python
+# What packages/alone names is installed without its own requirements.
+.SECONDEXPANSION:
+$(VENV)-%/installed: tests/packages/%.txt $$(wildcard tests/packages/alone/$$*.txt) \
+		| $(VENV)/bin/python
 	$(VENV)/bin/python -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install --quiet --requirement $<
+	$(if $(word 2,$^),$(VENV)-$*/bin/python -m pip install --quiet --no-deps \
+		--requirement $(word 2,$^))
 	@touch $@
