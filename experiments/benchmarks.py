@@ -48,7 +48,8 @@ def _make_config(slots: int, max_turns: int) -> config_lib.Config:
     model=shapes.CONFIG.model,
     # What an API returns is not cut: BFCL's long contexts have results of 30,000 tokens.
     chat=config_lib.Chat(max_tool_tokens=slots, long_prompts='skip'),
-    engine=config_lib.Engine(slots=slots),
+    # Prompts of 4,000 to 10,000 tokens are read in long chunks.
+    engine=config_lib.Engine(slots=slots, prefill_rows=4, prefill_tokens=512),
     limits=config_lib.Limits(max_turns=max_turns, max_turn_tokens=1024),
   )
 

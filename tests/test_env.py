@@ -171,6 +171,31 @@ async def test_too_many_calls_are_refused_in_one_message():
   assert step.metrics == counts(calls=1000.0, errors=997.0)
 
 
+@pytest.mark.parametrize('in_order', [False, True])
+async def test_calls_begin_at_once_or_one_after_another(in_order):
+  log = []
+
+  @tool_lib.tool
+  async def look(i: int) -> int:
+    """Looks.
+
+    Args:
+      i: A number.
+    """
+    log.append(i)
+    for _ in range(20):  # Others can begin meanwhile.
+      await asyncio.sleep(0)
+    log.append(-i)
+    return i
+
+  env = env_lib.ToolEnv([], right, in_order=in_order)
+  env.set_tools([look])  # As an environment does whose tasks have tools of their own.
+  await env.reset(TASK)
+  step = await env.step(''.join(CALL % ('look', f'{{"i": {i}}}') for i in (1, 2)))
+  assert [message['content'] for message in step.messages] == ['1', '2']
+  assert log == ([1, -1, 2, -2] if in_order else [1, 2, -1, -2])
+
+
 async def test_an_overridden_process_reward_is_that_of_each_turn():
   class Strict(env_lib.ToolEnv):
     def process_reward(self, calls, results):

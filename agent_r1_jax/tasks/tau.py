@@ -24,6 +24,7 @@ from typing import Any
 from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats, calls, env
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.host import workers
 
 SPLITS = ('base', 'train', 'test', 'small', 'full')
 POLICIES = ('manual', 'workflow')
@@ -104,12 +105,10 @@ class SoloEnv(env.ToolEnv):
 
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins in the task's state."""
-    self._row = _import('tau2.data_model.tasks').Task.model_validate(task.info['row'])
-    self._world = _make_world(solo_mode=True)
-    first = self._row.initial_state
-    self._world.set_state(first.initialization_data, first.initialization_actions, [])
     self._said: list[Any] = []  # tau2's messages: a call, its result, a call, ...
     self._errors, self._stopped, self._scored = 0.0, False, 0.0
+    # In a thread, since it takes 10 ms.
+    self._row, self._world = await workers.call(_begin, task.info['row'], name='reset')
     return await super().reset(task)
 
   async def step(self, reply: str) -> types.Step:
@@ -162,6 +161,14 @@ class SoloEnv(env.ToolEnv):
     self, task: types.Task, messages: Sequence[types.Message]
   ) -> dict[str, float]:
     return {'passed': self._scored, 'ended': float(self._stopped)}
+
+
+def _begin(row: dict[str, Any]) -> tuple[Any, Any]:
+  """Returns a row as tau2 has it, and an environment in its first state."""
+  task = _import('tau2.data_model.tasks').Task.model_validate(row)
+  world, first = _make_world(solo_mode=True), task.initial_state
+  world.set_state(first.initialization_data, first.initialization_actions, [])
+  return task, world
 
 
 def _make_world(solo_mode: bool = False) -> Any:
