@@ -16,7 +16,7 @@ from agent_r1_jax.host import terminal
 _PACKAGE = f'{pathlib.Path(__file__).parents[1]}{os.sep}'
 _OURS = (_PACKAGE, f'{pathlib.Path(__file__).parents[2] / "experiments"}{os.sep}')
 # The types that this project raises with a message that says what to change.
-_REFUSALS = (ValueError, OSError, RuntimeError)
+_REFUSALS = (ValueError, OSError, RuntimeError, ModuleNotFoundError)
 
 
 def install() -> None:
