@@ -7,7 +7,7 @@ from typing import Any
 from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats, calls
 
-Turn = Sequence[Any]  # [name, arguments] of each call.
+Turn = list[Any]  # [name, arguments] of each call.
 
 
 def change(value: Any) -> Any:

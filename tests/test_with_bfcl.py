@@ -4,6 +4,7 @@
 """
 
 import collections
+import importlib
 import itertools
 import sys
 
@@ -34,8 +35,9 @@ def test_the_tests_that_need_it():
 def checker():
   """BFCL's checker, which evaluates calls as Python; ours are of its own answers."""
   sys.path.append(with_package.site_packages())
-  from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_checker, multi_turn_utils
-
+  package = 'bfcl_eval.eval_checker.multi_turn_eval'
+  multi_turn_checker = importlib.import_module(f'{package}.multi_turn_checker')
+  multi_turn_utils = importlib.import_module(f'{package}.multi_turn_utils')
   folder, numbers = bfcl._package_folder() / 'data', itertools.count()
   read = lambda *path: {row['id']: row for row in bfcl._read(folder.joinpath(*path))}
   names = [f'BFCL_v4_{category}.json' for category in bfcl.CATEGORIES]

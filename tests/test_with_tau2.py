@@ -16,7 +16,7 @@ from agent_r1_jax.tasks import tau
 FOLDER = os.environ.get('TAU2_BENCH', '')
 pytestmark = pytest.mark.skipif(
   not (with_package.PYTHON and FOLDER),
-  reason='`make test-with-tau2 TAU2_BENCH=FOLDER` installs the requirements of tau2-bench',
+  reason='`make test-with-tau2 TAU2_BENCH=FOLDER` installs what tau2-bench needs',
 )
 DONE = benchmark_mutants.write([[tau.DONE, {}]])
 

@@ -10,7 +10,7 @@ by its name, with arguments that fit its schema. docs/benchmarks.md has what dif
 """
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import copy
 import decimal
 import functools
@@ -49,7 +49,7 @@ _CHECKER = 'bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker'
 # A larger number, or one with which Python computes as many digits, would hold the
 # interpreter.
 _LARGEST = 10**18
-_LARGEST_OF = dict.fromkeys(('precision', 'exponent', 'decimal_places'), 1000)
+_LARGEST_OF = {'precision': 1000, 'exponent': 1000, 'decimal_places': 1000}
 # Copies of directories share their entries, so that a few calls make more paths than
 # can be walked; with so many the file system is full.
 _MOST_FILES = 20_000
@@ -78,6 +78,8 @@ def load(
     raise ValueError(f'category is {category!r}; give one of {", ".join(CATEGORIES)}.')
   folder = pathlib.Path(folder or _package_folder() / 'data')
   name = f'BFCL_v4_{category}.json'
+  if not (folder / name).is_file():
+    raise FileNotFoundError(f'{folder} has no {name}: give a folder of the data of BFCL.')
   answers = {row['id']: row for row in _read(folder / 'possible_answer' / name)}
   return [
     _make_task(row, answers[row['id']]['ground_truth'])
@@ -139,10 +141,10 @@ class MultiTurnEnv(env.ToolEnv):
     """Whether the state and the results are those that the task's calls lead to."""
     checker = _import(_CHECKER)
     results = [self._truth.call(name, arguments) for name, arguments in right]
+    if self._replies > MAX_REPLIES + 1 or (right and not self._calls):
+      return False
     if not right:
       return True
-    if not self._calls or self._replies > MAX_REPLIES + 1:
-      return False
     try:
       state = checker.state_checker(self._apis.instances, self._truth.instances)
     except RecursionError:  # Directories that the calls have put into each other.
@@ -291,7 +293,7 @@ def _parse_call(text: str, classes: Sequence[str]) -> list[Any]:
   return [name, {key: ast.literal_eval(value) for key, value in given}]
 
 
-def _schemas(classes: Sequence[str]) -> list[dict[str, Any]]:
+def _schemas(classes: Iterable[str]) -> list[dict[str, Any]]:
   return [schema for name in classes for schema in _documents(name).values()]
 
 
