@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import benchmark_mutants
 import pytest
@@ -52,6 +53,28 @@ async def test_a_solution_passes_and_less_does_not(tasks, name):
   assert await play(bfcl.MultiTurnEnv(), task, one_by_one) == 1.0
   assert await play(bfcl.MultiTurnEnv(), task, one_by_one[:-1]) == 0.0
   assert await play(bfcl.MultiTurnEnv(), task, ['Done.'] * len(task.answer)) == 0.0
+
+
+async def test_states_and_results_are_both_compared(tasks):
+  task = tasks['multi_turn_base_1']
+  solution = bfcl.solve(task)
+  more = [*task.answer[0], ['mkdir', {'dir_name': 'more'}]]
+  assert await play(bfcl.MultiTurnEnv(), task, [write(more), *solution[1:]]) == 0.0
+  (index,) = (i for i, turn in enumerate(task.answer) if turn[-1][0] == 'grep')
+  solution[2 * index] = write(task.answer[index][:-1])
+  assert await play(bfcl.MultiTurnEnv(), task, solution) == 0.0
+
+
+async def test_calls_of_a_reply_run_one_after_another(tasks, monkeypatch):
+  task, call = tasks['multi_turn_base_0'], bfcl._Apis.call
+
+  def slow(apis, name, arguments):
+    if name == 'mkdir':
+      time.sleep(0.2)
+    return call(apis, name, arguments)
+
+  monkeypatch.setattr(bfcl._Apis, 'call', slow)
+  assert await play(bfcl.MultiTurnEnv(), task, bfcl.solve(task)) == 1.0
 
 
 async def test_the_turn_that_fails_is_the_last(tasks):

@@ -1,6 +1,8 @@
 """tau2-bench's telecom tasks: solutions, and what is none; hostile calls."""
 
 import os
+import pathlib
+import time
 
 import benchmark_mutants
 import pytest
@@ -40,6 +42,10 @@ def test_the_prompt_has_the_policy_and_the_ticket(tasks):
   assert len(tasks) == 114 and message['role'] == 'system'
   assert '`done` tool' in message['content'] and '<main_policy>' in message['content']
   assert tasks[0].info['row']['ticket'] in message['content']
+  domain = (
+    pathlib.Path(os.environ['TAU2_BENCH']) / 'data' / 'tau2' / 'domains' / 'telecom'
+  )
+  assert (domain / 'main_policy_solo.md').read_text() in message['content']
 
 
 async def test_a_solution_is_rewarded_and_less_is_not(tasks):
@@ -53,8 +59,20 @@ async def test_a_solution_is_rewarded_and_less_is_not(tasks):
   # Only who says so has ended.
   assert await play(tau.SoloEnv(), task, solution[:-1]) == 0.0
   assert await play(tau.SoloEnv(), task, [*solution[:-1], 'Solved.']) == 0.0
-  # Calls of one reply run one after another.
-  assert await play(tau.SoloEnv(), task, [''.join(solution)]) == 1.0
+  assert await play(tau.SoloEnv(), task, [DONE + ''.join(solution[:-1])]) == 0.0
+
+
+async def test_calls_of_a_reply_run_one_after_another(tasks, monkeypatch):
+  task, ask = next(t for t in tasks if len(t.answer) == 3), tau.SoloEnv._ask
+
+  def slow(env, name, arguments):
+    time.sleep(0.2 if name == task.answer[0][0] else 0.0)
+    return ask(env, name, arguments)
+
+  monkeypatch.setattr(tau.SoloEnv, '_ask', slow)
+  env = tau.SoloEnv()
+  assert await play(env, task, [''.join(tau.solve(task))]) == 1.0
+  assert [m.tool_calls[0].name for m in env._said[::2]] == [c[0] for c in task.answer]
 
 
 async def test_who_cannot_solve_a_ticket_hands_it_on(tasks):

@@ -125,6 +125,8 @@ class SoloEnv(env.ToolEnv):
     name = schema['function']['name']
 
     def run(**arguments: Any) -> str:
+      if self._stopped:
+        raise ValueError('the episode has ended')
       for key, x in arguments.items():
         if isinstance(x, int | float) and not abs(x) <= _LARGEST:
           raise ValueError(f'argument {key!r} must be a number of at most {_LARGEST:.0e}')
