@@ -1,6 +1,6 @@
-"""Lets tests use what an environment of its own has; CONTRIBUTING.md says which.
+"""Lets tests use the packages of an environment of its own, made by `make test-with-X`.
 
-Its packages come after this environment's, so that what both have is this one's.
+They come after this environment's packages, so that what both have is this one's.
 """
 
 import os

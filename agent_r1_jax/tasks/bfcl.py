@@ -116,16 +116,15 @@ class MultiTurnEnv(env.ToolEnv):
     """Begins with the first request, and with new APIs."""
     self._apis, self._truth = _Apis(task), _Apis(task)
     self._turn = self._replies = self._calls = 0
-    self._failed = False
     self._offer(task)
     return await super().reset(task)
 
   async def answer_text(self) -> list[types.Message]:
     """Checks the turn; the next request, or nothing where it failed or was the last."""
-    right, answer = self.task.answer[self._turn], self.task.answer
-    self._failed = not self._check_turn(right)
-    self._turn += not self._failed
-    if self._failed or self._turn == len(answer):
+    if not self._check_turn(self.task.answer[self._turn]):
+      return []
+    self._turn += 1
+    if self._turn == len(self.task.answer):
       return []
     self._replies = self._calls = 0
     more = self._offer(self.task)

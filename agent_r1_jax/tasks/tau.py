@@ -31,7 +31,7 @@ POLICIES = ('manual', 'workflow')
 # As in tau2: so many failed calls end an episode.
 MAX_ERRORS = 10
 DONE = 'done'
-# As texts of float64 they are what tau2 computes with; larger ones are no amount.
+# No amount is larger, and with NaN the evaluator's replay would differ from the episode.
 _LARGEST = 1e12
 _TELECOM = 'tau2.domains.telecom.environment'
 _INSTALL = (
@@ -68,20 +68,12 @@ def load(
   instruction, template = _read_prompts(source / 'tau2' / 'agent' / 'llm_agent.py')
   instruction = instruction.format(stop_function_name=DONE, stop_token='')
   world = _import(_TELECOM).get_environment(solo_mode=True, policy_type=policy)
-  tasks = []
-  for row in rows:
-    if row['id'] in chosen:
-      prompt = template.format(
-        agent_instruction=instruction,
-        domain_policy=world.get_policy(),
-        ticket=row['ticket'],
-      )
-      answer = [
-        [a['name'], a['arguments']] for a in row['evaluation_criteria']['actions']
-      ]
-      message = {'role': 'system', 'content': prompt}
-      tasks.append(types.Task(row['id'], [message], answer, {'row': row}))
-  return tasks
+  texts = {'agent_instruction': instruction, 'domain_policy': world.get_policy()}
+  return [
+    _make_task(row, template.format(**texts, ticket=row['ticket']))
+    for row in rows
+    if row['id'] in chosen
+  ]
 
 
 def solve(task: types.Task) -> list[str]:
@@ -163,6 +155,15 @@ class SoloEnv(env.ToolEnv):
     self, task: types.Task, messages: Sequence[types.Message]
   ) -> dict[str, float]:
     return {'passed': self._scored, 'ended': float(self._stopped)}
+
+
+def _make_task(row: dict[str, Any], prompt: str) -> types.Task:
+  criteria = row['evaluation_criteria']
+  if other := set(criteria['reward_basis']) - {'DB', 'ENV_ASSERTION', 'ACTION'}:
+    raise ValueError(f'task {row["id"]} is judged by {sorted(other)}, which is not here.')
+  answer = [[action['name'], action['arguments']] for action in criteria['actions']]
+  message = {'role': 'system', 'content': prompt}
+  return types.Task(row['id'], [message], answer, {'row': row})
 
 
 def _begin(row: dict[str, Any]) -> tuple[Any, Any]:
