@@ -81,10 +81,9 @@ class ServedEnv(env.ToolEnv):
 
     self._client = httpx2.Client(trust_env=False)
     begun = self._ask('seed_session', task.info['row'])
-    self.tools = self.make_tools(task.info['row'])
+    self.set_tools(self.make_tools(task.info['row']))
     if 'mcp' in begun and not self.tools:
       raise ValueError(f'{self._url} has tools of MCP alone, which are not played.')
-    self._by_name = {item.name: item for item in self.tools}
     self.task, self._done = task, False
     self.messages = env.copy_containers(task.messages)
     return env.copy_containers(task.messages)
