@@ -223,6 +223,7 @@ def forward_backward(
   loss: Loss,
   temperature: float = 1.0,
   earlier: Gradients | None = None,
+  logprobs: list[Array] | None = None,
 ) -> Gradients:
   """Computes a loss and its gradient, summed over micro-batches.
 
@@ -234,19 +235,25 @@ def forward_backward(
       token.
     temperature: The temperature at which the tokens were sampled.
     earlier: The result of an earlier call, which is added to this one's and donated.
+    logprobs: A list that gets the log-probs of each micro-batch's tokens, float32 [B, E],
+      0 where the weight is 0. None: they are not returned by the device.
 
   Raises:
     ValueError: There is no micro-batch, neither here nor in `earlier`.
   """
   total = earlier
   for batch in batches:
-    part = _gradient(
+    part: Any = _gradient(
       params,
       sharding.shard_batch(batch),
       config=config,
       loss=loss,
       temperature=temperature,
+      scores=logprobs is not None,
     )
+    if logprobs is not None:
+      part, scored = part
+      logprobs.append(scored)
     total = part if total is None else _add(total, part)
   if total is None:
     raise ValueError('forward_backward got no micro-batch.')
@@ -301,8 +308,8 @@ def _name_not_finite(loss: float, norms: Any) -> str:
   return ', '.join(names[:3]) + more
 
 
-@functools.partial(jax.jit, static_argnames=('config', 'loss', 'temperature'))
-def _gradient(params, batch, *, config, loss, temperature):
+@functools.partial(jax.jit, static_argnames=('config', 'loss', 'temperature', 'scores'))
+def _gradient(params, batch, *, config, loss, temperature, scores=False):
   # Whatever the loss, a token of weight 0 has no gradient, not even 0 · NaN.
   wanted = batch.weights != 0
 
@@ -322,10 +329,12 @@ def _gradient(params, batch, *, config, loss, temperature):
     weight = batch.weights.sum()
     if loads_LE is not None:
       sums |= {name: weight * x for name, x in _measure_balance(loads_LE).items()}
-    return total, sums | {'loss': total, 'weight': weight}
+    sums |= {'loss': total, 'weight': weight}
+    return total, (sums, stats.logprobs if scores else None)
 
-  (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(learned)
-  return Gradients(grads, sums)
+  (_, (sums, scored)), grads = jax.value_and_grad(objective, has_aux=True)(learned)
+  gradients = Gradients(grads, sums)
+  return (gradients, scored) if scores else gradients
 
 
 @functools.partial(jax.jit, donate_argnums=0)
