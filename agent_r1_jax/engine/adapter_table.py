@@ -81,6 +81,12 @@ class AdapterTable:
     """The names in the order in which they came."""
     return [*self._names]
 
+  @property
+  def free(self) -> int:
+    """How many slots neither a name nor a request has."""
+    with self._naming:
+      return len(self._list_free_slots())
+
   def set(self, name: str, adapter: dict[str, Any], policy_step: int | None):
     """Gives a name these weights; see Engine.set_adapter."""
     if not isinstance(name, str) or not name:
@@ -138,8 +144,7 @@ class AdapterTable:
 
   def _find_free_slot(self, name: str) -> int:
     """Finds a slot that no name and no request has."""
-    used = {0, *self._names.values()}
-    free = [slot for slot, n in enumerate(self._users) if not (n or slot in used)]
+    free = self._list_free_slots()
     if not free:
       raise ValueError(
         f'there is no room for the adapter {name!r:.80}: {", ".join(self._names)} and '
@@ -147,3 +152,7 @@ class AdapterTable:
         'its requests have ended, or make the engine with more adapters.'
       )
     return free[0]
+
+  def _list_free_slots(self) -> list[int]:
+    used = {0, *self._names.values()}
+    return [slot for slot, n in enumerate(self._users) if not (n or slot in used)]

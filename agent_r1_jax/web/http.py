@@ -34,11 +34,11 @@ class RefusedError(Exception):
     return {'Retry-After': '1'} if self.status in (429, 503) else {}
 
 
-async def read_json(request: Any, max_bytes: int) -> dict[str, Any]:
-  """Reads the JSON object in the body of a starlette request.
+async def read_body(request: Any, max_bytes: int) -> bytes:
+  """Reads the body of a starlette request.
 
   Raises:
-    RefusedError: It is too long, or no JSON object.
+    RefusedError: It is too long, or the client left.
   """
   from starlette import requests
 
@@ -50,6 +50,16 @@ async def read_json(request: Any, max_bytes: int) -> dict[str, Any]:
         raise RefusedError(413, f'the request has more than {max_bytes} bytes')
   except requests.ClientDisconnect:
     raise RefusedError(408, 'the client left before its request was complete') from None
+  return bytes(body)
+
+
+async def read_json(request: Any, max_bytes: int) -> dict[str, Any]:
+  """Reads the JSON object in the body of a starlette request.
+
+  Raises:
+    RefusedError: It is too long, or no JSON object.
+  """
+  body = await read_body(request, max_bytes)
   try:
     fields = parse_json(body)
   except ValueError as error:

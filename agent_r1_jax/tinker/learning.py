@@ -1,0 +1,266 @@
+"""The training runs of clients: adapters over one base model, gradients, Adam.
+
+Every adapter has all projections and the server's highest rank; what a client did not
+ask for is zeros, whose gradients and updates are 0. So all runs share their programs, and
+nothing is compiled for another client, rank, learning rate or number of data.
+
+The functions run in one thread (work.py), never in the event loop.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from agent_r1_jax import types
+from agent_r1_jax.models import decoder, lora, stacked_adapters
+from agent_r1_jax.rl import learner, losses, packing
+from agent_r1_jax.tinker import data as data_lib
+from agent_r1_jax.tinker import losses as losses_lib
+
+# The scale of an adapter of rank r is ALPHA / r, as in the LoRA of Tinker's cookbook.
+ALPHA = 32.0
+
+
+class Shape(NamedTuple):
+  """What a client asks of an adapter, and what a saved one is."""
+
+  rank: int
+  seed: int
+  targets: tuple[str, ...]  # Names of families.TARGETS.
+
+
+@dataclasses.dataclass
+class Run:
+  """The training run of one client.
+
+  Attributes:
+    shape: Its adapter's.
+    state: The base's parameters with its adapter, and Adam's state.
+    gradients: What forward_backward has added up since the last optim_step.
+  """
+
+  shape: Shape
+  state: learner.ModelState
+  gradients: learner.Gradients | None = None
+
+
+class Result(NamedTuple):
+  """Of a pass: for each datum arrays of its targets' shape, and the sum of the loss."""
+
+  logprobs: list[np.ndarray]
+  losses: list[np.ndarray]
+  loss: float
+
+
+class AdamParams(NamedTuple):
+  """The numbers of one step of Adam; `clip` is the highest norm of the gradient."""
+
+  learning_rate: float
+  b1: float
+  b2: float
+  eps: float
+  weight_decay: float
+  clip: float
+
+
+def _make_adam(learning_rate, b1, b2, eps, weight_decay, clip):
+  return optax.chain(
+    optax.clip_by_global_norm(clip),
+    optax.scale_by_adam(b1, b2, eps),
+    optax.add_decayed_weights(weight_decay),
+    optax.scale_by_learning_rate(learning_rate),
+  )
+
+
+class Learning:
+  """Makes and trains runs over one base model.
+
+  Attributes:
+    config: The model's shape.
+    shape: The shape of micro-batches, of which every request is made.
+    rank: The highest rank of an adapter.
+    targets: What adapters may be of: names of families.TARGETS.
+    no_adapter: An adapter of zeros.
+  """
+
+  def __init__(
+    self,
+    config: decoder.DecoderConfig,
+    params: decoder.Params,
+    shape: packing.MicrobatchShape,
+    rank: int,
+  ):
+    """Takes the base's parameters, which have no adapters; nothing is copied."""
+    self.config, self.shape, self.rank = config, shape, rank
+    self.targets = tuple(stacked_adapters.list_targets(config))
+    # The numbers are arrays of its state, so that a step may change them.
+    self._adam = optax.inject_hyperparams(_make_adam)(*AdamParams(*[1.0] * 6))
+    # A value head would be learned.
+    self._base = {k: v for k, v in params.items() if k != 'value_head'}
+    self.no_adapter = self.pad({'layers': {}})
+
+  def start(self, shape: Shape) -> Run:
+    """Starts a run; its adapter changes nothing yet.
+
+    Raises:
+      ValueError: The rank is too high or too low.
+    """
+    if not 1 <= shape.rank <= self.rank:
+      raise ValueError(
+        f'lora_config.rank is {shape.rank}, and this server has room for 1 to '
+        f'{self.rank}; start it with a higher --adapter_rank'
+      )
+    key = jax.random.key(shape.seed)
+    added = lora.add(self._base, shape.rank, shape.targets, ALPHA, key)
+    return self.resume(shape, lora.take(added))
+
+  def resume(
+    self,
+    shape: Shape,
+    adapter: decoder.Params,
+    moments: Mapping[str, Any] | None = None,
+  ) -> Run:
+    """Makes a run of an adapter of the run's own rank, and what `get_moments` returned."""
+    params = lora.join(self.pad(adapter), self._base)
+    state = learner.init(params, self._adam)
+    if moments is not None:
+      chain: Any = state.opt_state
+      clip, adam, *rest = chain.inner_state
+      # Each is donated, so that none may be another's buffer.
+      count = lambda: jnp.array(moments['count'], jnp.int32)
+      pads = {name: self._pad_learned(moments[name]) for name in ('mu', 'nu')}
+      adam = adam._replace(count=count(), **pads)
+      chain = chain._replace(count=count(), inner_state=(clip, adam, *rest))
+      state = state._replace(opt_state=chain, step=count())
+    return Run(shape, state)
+
+  def forward(
+    self,
+    adapter: decoder.Params,
+    data: Sequence[data_lib.Datum],
+    loss: losses_lib.Loss | None = None,
+  ) -> Result:
+    """Computes log-probs, and the loss if there is one.
+
+    Args:
+      adapter: Of the server's rank, as `pad` and `get_adapter` return it.
+      data: What is computed.
+      loss: The loss; None: there is none.
+    """
+    packed = data_lib.pack(data, self.shape)
+    params = lora.join(adapter, self._base)
+    scored = [
+      learner.logprobs(params, batch, config=self.config) for batch in packed.batches
+    ]
+    return self._make_result(packed, scored, loss)
+
+  def forward_backward(
+    self, run: Run, data: Sequence[data_lib.Datum], loss: losses_lib.Loss
+  ) -> Result:
+    """Adds the gradient of the loss to the run's."""
+    packed = data_lib.pack(data, self.shape)
+    self._check_plain(packed, loss)
+    scored: list[Any] = []
+    run.gradients = learner.forward_backward(
+      run.state.params,
+      packed.batches,
+      config=self.config,
+      loss=loss.objective,
+      earlier=run.gradients,
+      logprobs=scored,
+    )
+    return self._make_result(packed, scored, loss)
+
+  def optim_step(self, run: Run, adam: AdamParams) -> dict[str, float]:
+    """Makes a step with the gradient since the last one; returns its norm.
+
+    Raises:
+      ValueError: There is no gradient.
+      NotFiniteError: The loss or the gradient is not finite. It is dropped.
+    """
+    if run.gradients is None:
+      raise ValueError('optim_step: there is no gradient; call forward_backward first')
+    gradients, run.gradients = run.gradients, None
+    numbers = adam._asdict() | {'clip': adam.clip or np.inf}
+    state: Any = run.state.opt_state
+    state = state._replace(
+      hyperparams={name: jnp.asarray(x, jnp.float32) for name, x in numbers.items()}
+    )
+    run.state, metrics = learner.optim_step(
+      run.state._replace(opt_state=state), gradients, optimizer=self._adam
+    )
+    return {'grad_norm': metrics['grad_norm']}
+
+  def get_adapter(self, run: Run) -> decoder.Params:
+    """Copies a run's adapter, at the server's rank, to the host."""
+    return jax.tree.map(lambda x: np.array(x, copy=True), lora.take(run.state.params))
+
+  def get_moments(self, run: Run) -> dict[str, Any]:
+    """Copies Adam's count and moments, at the run's own rank, to the host."""
+    state: Any = run.state.opt_state
+    adam = state.inner_state[1]
+    moments = {name: self.trim(getattr(adam, name), run.shape) for name in ('mu', 'nu')}
+    return moments | {'count': int(adam.count)}
+
+  def pad(self, adapter: Mapping[str, Any]) -> decoder.Params:
+    """Gives an adapter all projections and the server's rank."""
+    layers: dict[str, Any] = {}
+    for name, target in stacked_adapters.list_targets(self.config).items():
+      place = target.path.split('/')[1]
+      leaves = adapter['layers'].get(place, {}).get(name, {})
+      shapes = stacked_adapters.get_shapes(self.config, target, self.rank)
+      padded = {leaf: np.zeros(shape, np.float32) for leaf, shape in shapes.items()}
+      for leaf, x in leaves.items():
+        padded[leaf][tuple(slice(size) for size in x.shape)] = x
+      layers.setdefault(place, {})[name] = padded
+    return {'layers': jax.tree.map(jnp.array, layers)}
+
+  def trim(self, adapter: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
+    """The inverse of `pad`, on the host; the scale may be missing."""
+    layers: dict[str, Any] = {}
+    for name in shape.targets:
+      target = stacked_adapters.list_targets(self.config)[name]
+      place = target.path.split('/')[1]
+      shapes = stacked_adapters.get_shapes(self.config, target, shape.rank)
+      layers.setdefault(place, {})[name] = {
+        leaf: np.array(x)[tuple(slice(size) for size in shapes[leaf])]
+        for leaf, x in adapter['layers'][place][name].items()
+      }
+    return {'layers': layers}
+
+  def _pad_learned(self, moments: Mapping[str, Any]) -> decoder.Params:
+    """Pads what is of the learned leaves alone."""
+    return lora.split(self.pad(moments))[0]
+
+  def _check_plain(self, packed: data_lib.Packed, loss: losses_lib.Loss):
+    if loss.kind.sequence and not packed.plain:
+      raise ValueError(
+        'the loss reads a datum as one sequence, and a target is not the next token of '
+        'model_input; shift the targets by one'
+      )
+
+  def _make_result(
+    self, packed: data_lib.Packed, scored: Sequence[Any], loss: losses_lib.Loss | None
+  ) -> Result:
+    """Unpacks the log-probs, and computes the loss of each target of them."""
+    logprobs = [np.asarray(x) for x in scored]
+    unpacked = packed.unpack(logprobs)
+    if loss is None:
+      return Result(unpacked, [], 0.0)
+    self._check_plain(packed, loss)
+    per_token = [
+      _score(loss, x, batch) for x, batch in zip(logprobs, packed.batches, strict=True)
+    ]
+    each = packed.unpack(per_token)
+    return Result(unpacked, each, float(sum(x.sum(dtype=np.float64) for x in each)))
+
+
+def _score(loss: losses_lib.Loss, logprobs: np.ndarray, batch: types.Batch) -> np.ndarray:
+  """Computes the loss of each entry of a micro-batch, outside of the model's program."""
+  stats = losses.TokenStats(jnp.asarray(logprobs), jnp.zeros(logprobs.shape))
+  return np.asarray(loss.surrogate(stats, jax.tree.map(jnp.asarray, batch))[0])

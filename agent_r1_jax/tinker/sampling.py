@@ -1,0 +1,321 @@
+"""Sampling sessions: the weights that each of them samples from, and the replies.
+
+The engine has a few adapters (Engine.set_adapter), and there may be more sampling
+sessions: the weights of a session are given to the engine when they are asked for, in
+place of those that were not asked for longest.
+"""
+
+import asyncio
+import collections
+from collections.abc import Callable, Sequence
+import dataclasses
+import secrets
+from typing import Any
+
+import numpy as np
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
+from agent_r1_jax.agent import automata
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.models import decoder
+from agent_r1_jax.tinker import data as data_lib
+from agent_r1_jax.tinker import messages, training, wire
+from agent_r1_jax.web import http
+
+# Snapshots without a name that are kept for one client's process, and sessions in all.
+_MOST_SNAPSHOTS, _MOST_SESSIONS = 16, 4096
+
+
+@dataclasses.dataclass
+class Sampler:
+  """A sampling session.
+
+  Attributes:
+    session: The session of the client's process.
+    path: That of the saved weights, if they are saved.
+    adapter: The weights of a snapshot, of the server's rank.
+    replies: How many are under way.
+  """
+
+  session: str
+  path: str | None = None
+  adapter: decoder.Params | None = None
+  replies: int = 0
+
+
+class Samplers:
+  """The sampling sessions of all clients, by id.
+
+  Attributes:
+    by_id: The sessions; those that were asked last are last.
+  """
+
+  def __init__(
+    self,
+    engine: engine_lib.Engine,
+    chat: chat_lib.Chat,
+    trainings: training.Trainings,
+    *,
+    most_replies: int,
+    seconds: float,
+  ):
+    """Makes no session.
+
+    Args:
+      engine: Samples; has room for adapters.
+      chat: Knows the stop tokens and the bytes of the tokens.
+      trainings: Has the sessions, the saved states, the thread that scores, the results.
+      most_replies: How many may wait or be sampled; further ones get 429.
+      seconds: The most seconds of a request.
+    """
+    self.by_id: collections.OrderedDict[str, Sampler] = collections.OrderedDict()
+    self.count = 0
+    self._engine, self._chat, self._trainings = engine, chat, trainings
+    self._most_replies, self._seconds = most_replies, seconds
+    self._setting = asyncio.Lock()  # Held while the engine gets weights.
+
+  def create(self, request: wire.CreateSamplingSession) -> dict[str, Any]:
+    """Begins a session with saved weights, or with the base's."""
+    trainings = self._trainings
+    trainings.find_session(request.session_id)
+    trainings.check_base(request.base_model)
+    sampler_id = f'{request.session_id}:sample:{request.sampling_session_seq_id}'
+    if request.model_path is not None:
+      saved = trainings.states.describe(request.model_path)
+      trainings.check_base(saved['base_model'])
+      if saved['rank'] > trainings.learning.rank:
+        text = f'{request.model_path} has rank {saved["rank"]}; this server has room for'
+        raise http.RefusedError(400, f'{text} {trainings.learning.rank}')
+    elif request.base_model is None:
+      raise http.RefusedError(400, 'give base_model or model_path')
+    self._add(sampler_id, Sampler(request.session_id, request.model_path))
+    return {'sampling_session_id': sampler_id, 'type': 'create_sampling_session'}
+
+  def save(self, request: wire.SaveForSampler) -> dict[str, Any]:
+    """Saves a run's weights with a name, or begins a session with a snapshot of them."""
+    loop = asyncio.get_running_loop()
+
+    def keep(session: str, adapter: decoder.Params) -> str:  # In another thread.
+      sampler_id = f'{session}:sample:{request.sampling_session_seq_id}'
+      loop.call_soon_threadsafe(self._keep, session, sampler_id, adapter)
+      return sampler_id
+
+    return self._trainings.save_for_sampler(request, keep)
+
+  def _keep(self, session: str, sampler_id: str, adapter: decoder.Params):
+    """Keeps a snapshot, of which clients that have a run keep the newest."""
+    self._add(sampler_id, Sampler(session, adapter=adapter))
+    live = {training.session for training in self._trainings.by_id.values()}
+    snapshots = [(k, s) for k, s in self.by_id.items() if s.adapter]
+    own = [k for k, s in snapshots if s.session == session][:-_MOST_SNAPSHOTS]
+    for old, sampler in snapshots:
+      if (old in own or sampler.session not in live) and not sampler.replies:
+        del self.by_id[old]
+
+  def describe(self, sampler_id: str) -> dict[str, Any]:
+    """Describes a session as the client reads it."""
+    path, base = self.find(sampler_id).path, self._trainings.base_model
+    return {'sampler_id': sampler_id, 'base_model': base, 'model_path': path}
+
+  def _add(self, sampler_id: str, sampler: Sampler):
+    self.by_id.setdefault(sampler_id, sampler)
+    while len(self.by_id) > _MOST_SESSIONS:
+      self.by_id.popitem(last=False)
+
+  def find(self, sampler_id: str) -> Sampler:
+    """Finds a session, which is then the one that was asked last."""
+    if sampler_id not in self.by_id:
+      text = (
+        f'there is no sampling session {sampler_id!r:.120}: the server was restarted, '
+        f'or the client has made {_MOST_SNAPSHOTS} newer ones; '
+        'save_weights_for_sampler(name) keeps weights'
+      )
+      raise http.RefusedError(404, text)
+    self.by_id.move_to_end(sampler_id)
+    return self.by_id[sampler_id]
+
+  def sample(self, request: wire.Sample) -> dict[str, Any]:
+    """Begins replies to a prompt."""
+    sampler = self.find(request.sampling_session_id)
+    request_id = f'{request.sampling_session_id}:{request.seq_id}'
+    names = [f'{request_id}:{i}' for i in range(request.num_samples)]
+    answer = {'request_id': request_id, 'sample_sequence_ids': names}
+    if request_id in self._trainings.results:
+      return answer
+    if self.count + request.num_samples > self._most_replies:
+      raise http.RefusedError(429, f'{self.count} replies are under way; ask again later')
+    prompt, max_tokens = self._read_prompt(request)
+    stops = self._make_stops(request.sampling_params.stop)
+    scored = self._make_scored(request, prompt)
+    make_request = self._make_requests(request, prompt, max_tokens, stops)
+    work = self._work(request, sampler, make_request, scored)
+    self._trainings.results.begin(request_id, work)
+    return answer
+
+  def _read_prompt(self, request: wire.Sample) -> tuple[np.ndarray, int]:
+    """Returns the prompt and the most tokens of a reply."""
+    size, slots = self._engine.config.vocab_size, self._engine.sizes.slots
+    tokens = [token for chunk in request.prompt.chunks for token in chunk.tokens]
+    room = slots - len(tokens)
+    most = request.sampling_params.max_tokens
+    most = room if most is None else most
+    if not tokens or room < 1 or most > room:
+      text = f'the prompt has {len(tokens)} tokens, and a reply may have {max(most, 1)}'
+      raise http.RefusedError(400, f'{text}; there is room for 1 to {slots} in all')
+    if outside := [token for token in tokens if not 0 <= token < size]:
+      text = f'token {outside[0]} is outside the vocabulary of {size}'
+      raise http.RefusedError(400, text)
+    return np.array(tokens, np.int32), most
+
+  def _make_stops(self, stop: str | Sequence[Any] | None) -> list[types.Automaton]:
+    """Makes what ends a reply: the model's own ends too, unless `stop` is []."""
+    size = self._engine.config.vocab_size
+    stop = [stop] if isinstance(stop, str) else stop
+    if stop is None:
+      return [automata.stop(self._chat.stop_ids, size)]
+    if not stop:
+      return []
+    strings = [x for x in stop if isinstance(x, str)]
+    ids = [x for x in stop if not isinstance(x, str)]
+    if len(ids) > 1024:
+      raise http.RefusedError(400, f'stop has {len(ids)} tokens, and 1024 are allowed')
+    if bad := [i for i in ids if not 0 <= i < size]:
+      text = f'stop: token {bad[0]} is outside the vocabulary of {size}'
+      raise http.RefusedError(400, text)
+    if not strings:
+      return [automata.stop([*self._chat.stop_ids, *ids], size)]
+    found, _, strings, pieces = self._chat.find_stops(size, strings)
+    return [automata.stop([*found, *ids], size, strings, pieces)]
+
+  def _make_requests(
+    self, request: wire.Sample, prompt: np.ndarray, max_tokens: int, stops: Any
+  ) -> Callable[[str | None], list[request_lib.Request]]:
+    params = request.sampling_params
+    sampling = config_lib.Sampling(params.temperature, max(params.top_k, 0), params.top_p)
+    seed = secrets.token_hex(8) if params.seed is None else params.seed
+
+    def make(adapter: str | None) -> list[request_lib.Request]:
+      return [
+        request_lib.Request(
+          prompt,
+          max_tokens=max_tokens,
+          sampling=sampling,
+          key=request_lib.make_key('tinker', seed, i),
+          automata=stops,
+          top_logprobs=request.topk_sample_logprobs,
+          adapter=adapter,
+        )
+        for i in range(request.num_samples)
+      ]
+
+    for one in make(None)[:1]:
+      sizes, size = self._engine.sizes, self._engine.config.vocab_size
+      request_lib.check(one, vocab_size=size, slots=sizes.slots, guides=())
+    return make
+
+  def _make_scored(
+    self, request: wire.Sample, prompt: np.ndarray
+  ) -> list[data_lib.Datum]:
+    """Makes what is scored of the prompt: its own tokens, and others that are named."""
+    made = []
+    last = request.prompt_logprobs_last_n
+    if len(prompt) < 2 and (request.prompt_logprobs or request.target_prompt_logprobs):
+      raise http.RefusedError(400, 'a prompt of one token has no log-probs')
+    if last is not None and (not request.prompt_logprobs or last >= len(prompt)):
+      text = 'prompt_logprobs_last_n needs prompt_logprobs, and 1 to len(prompt) - 1'
+      raise http.RefusedError(400, text)
+    if request.prompt_logprobs:
+      mask = np.arange(1, len(prompt)) < len(prompt) - (last or len(prompt))
+      targets = np.ma.masked_array(prompt[1:].astype(np.int64), mask)
+      made.append(data_lib.Datum(prompt[:-1], targets, {}))
+    if (sent := request.target_prompt_logprobs) is not None:
+      values, name = np.array(sent.data, np.int64), 'target_prompt_logprobs'
+      if sent.sparse_crow_indices is None:
+        column = data_lib.make_column(values, sent.shape, name)
+      else:
+        indices = sent.sparse_crow_indices, sent.sparse_col_indices or []
+        rows, columns = (np.array(x, np.int64) for x in indices)
+        column = data_lib.make_sparse_column(values, rows, columns, sent.shape, name)
+      column = np.ma.masked_equal(column, -1)
+      made.append(data_lib.make_datum(prompt[:-1], {'target_tokens': column}))
+    if made:
+      size = self._engine.config.vocab_size
+      data_lib.check(made, size, self._trainings.learning.shape.row_tokens)
+    return made
+
+  async def _work(self, request: wire.Sample, sampler: Sampler, make, scored) -> bytes:
+    """Samples and scores; returns the message."""
+    self.count += request.num_samples
+    sampler.replies += 1
+    try:
+      async with asyncio.timeout(self._seconds):
+        name = await self._give_weights(request.sampling_session_id, sampler)
+        replies = await self._sample(make(name))
+        logprobs = await self._score(sampler, scored) if scored else []
+    except TimeoutError:
+      raise http.RefusedError(504, f'no reply within {self._seconds:g} seconds') from None
+    finally:
+      self.count -= request.num_samples
+      sampler.replies -= 1
+    prompt = target = None
+    if request.prompt_logprobs:
+      computed = ~np.ma.getmaskarray(scored[0].targets)
+      prompt = np.append(np.nan, np.where(computed, logprobs[0], np.nan))
+    if request.target_prompt_logprobs is not None:
+      target = logprobs[-1]
+    return messages.write_samples(replies, prompt, target)
+
+  async def _sample(self, requests: Sequence[request_lib.Request]) -> list:
+    generations = [self._engine.submit(request) for request in requests]
+    try:
+      chunks = [await generation for generation in generations]
+    finally:
+      for generation in generations:
+        generation.cancel()
+        generation.text.close()
+    return [
+      messages.Sample(x.tokens, x.logprobs, x.stopped, x.top_tokens, x.top_logprobs)
+      for x in chunks
+    ]
+
+  async def _score(self, sampler: Sampler, scored: Sequence[data_lib.Datum]):
+    """Computes log-probs in the turn of the client's process."""
+    forward = self._trainings.learning.forward
+    compute = lambda: forward(self._get_weights(sampler), scored).logprobs
+    return await self._trainings.worker.submit(sampler.session, compute)
+
+  async def _give_weights(self, sampler_id: str, sampler: Sampler) -> str | None:
+    """Gives a session's weights to the engine; returns the adapter's name."""
+    if sampler.path is None and sampler.adapter is None:
+      return None
+    async with self._setting:
+      if sampler_id not in self._engine.adapters.names:
+        weights = await asyncio.to_thread(self._get_weights, sampler)
+        await self._free_slot()
+        await asyncio.to_thread(self._engine.set_adapter, sampler_id, weights)
+    return sampler_id
+
+  def _get_weights(self, sampler: Sampler) -> decoder.Params:
+    """Returns a session's weights; saved ones are loaded."""
+    learner = self._trainings.learning
+    if sampler.path is None:
+      return sampler.adapter or learner.no_adapter
+    _, adapter, _ = self._trainings.states.load(sampler.path, optimizer=False)
+    return learner.pad(adapter)
+
+  async def _free_slot(self):
+    """Takes weights from the engine until there is a slot.
+
+    Those go whose session is gone, and then those that were not asked for longest.
+    """
+    table = self._engine.adapters
+    while not table.free:
+      gone = [name for name in table.names if name not in self.by_id]
+      idle = [k for k, s in self.by_id.items() if k in table.names and not s.replies]
+      if gone or idle:
+        self._engine.remove_adapter((gone or idle)[0])
+      else:
+        await asyncio.sleep(0.05)  # Until the request's own time is over.

@@ -1,0 +1,268 @@
+"""Saved states: `tinker://RUN/weights/NAME` and `tinker://RUN/sampler_weights/NAME`.
+
+A state is a folder of the workdir: an adapter in PEFT's layout, state.json, of a run's
+state Adam's moments too (optimizer.safetensors), and the checksums of these. The folder
+has a random name, and RUN/KIND/NAME is a link to it that is made, or changed, when all
+is on the disk. So a state is there completely or not at all, also if the process is
+killed.
+"""
+
+from collections.abc import Iterator, Mapping
+import datetime
+import json
+import os
+import pathlib
+import re
+import shutil
+from typing import Any
+import uuid
+
+import numpy as np
+from safetensors import numpy as safetensors_numpy
+
+from agent_r1_jax.host import checksums, disk
+from agent_r1_jax.host import workdir as workdir_lib
+from agent_r1_jax.models import decoder, families, peft_files
+from agent_r1_jax.tinker import learning
+from agent_r1_jax.web import http
+
+_SCHEME, _DATA = 'tinker://', '.data'
+KINDS = {'weights': 'training', 'sampler_weights': 'sampler'}
+_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._:-]{0,127}')
+_MOST_STATES = 1000  # Of one run.
+_OPTIMIZER, _STATE = 'optimizer.safetensors', 'state.json'
+
+
+def check_name(name: str, what: str) -> str:
+  """Returns a name that may be that of a folder; refuses others."""
+  if not _NAME.fullmatch(name):
+    text = (
+      f'{what} is {name!r:.80}; give 1 to 128 letters, digits and . _ : -, of which the '
+      'first is a letter or digit'
+    )
+    raise http.RefusedError(400, text)
+  return name
+
+
+class States:
+  """The saved states in a workdir."""
+
+  def __init__(
+    self, workdir: str | os.PathLike, base: str, config: decoder.DecoderConfig
+  ):
+    """Opens the workdir, and removes what a killed server did not finish.
+
+    Args:
+      workdir: Made if missing. One server at a time may have it (workdir_lib.lock).
+      base: What clients call the base model.
+      config: Its shape.
+    """
+    self.directory = workdir_lib.make_writable(pathlib.Path(workdir)) / 'states'
+    self._base, self._config = base, config
+    used = {
+      os.readlink(link) for link in self.directory.glob('*/*/*') if link.is_symlink()
+    }
+    for path in self.directory.glob(f'*/{_DATA}/*'):
+      if path.is_symlink():
+        path.unlink()
+      elif f'../{_DATA}/{path.name}' not in used:
+        shutil.rmtree(path)
+
+  def save(
+    self,
+    run_id: str,
+    kind: str,
+    name: str,
+    shape: learning.Shape,
+    adapter: decoder.Params,
+    moments: Mapping[str, Any] | None,
+    info: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+  ) -> str:
+    """Saves a state; returns its path.
+
+    Args:
+      run_id: The training run.
+      kind: One of KINDS.
+      name: The state's.
+      shape: The adapter's.
+      adapter: Of that shape's rank and targets, on the host.
+      moments: What Learning.get_moments returned, or None.
+      info: What state.json has besides; JSON.
+      overwrite: Whether a state of the name is replaced.
+
+    Raises:
+      ValueError: There is one of the name, or the run has too many.
+      OSError: The disk is full, or cannot be written to.
+    """
+    link = self.directory / run_id / kind / check_name(name, 'path')
+    if link.is_symlink() and not overwrite:
+      raise ValueError(
+        f'{link.name} exists already: give another name, or overwrite=True'
+      )
+    if len([*self.directory.glob(f'{run_id}/*/*')]) >= _MOST_STATES:
+      raise ValueError(f'the run has {_MOST_STATES} states; delete some')
+    folder = self.directory / run_id / _DATA / uuid.uuid4().hex
+    record = {
+      **info,
+      'base_model': self._base,
+      'rank': shape.rank,
+      'seed': shape.seed,
+      'targets': shape.targets,
+      'time': datetime.datetime.now(datetime.UTC).isoformat(),
+    }
+    try:
+      with disk.explain_write_errors(folder, 'The state'):
+        self._write(folder, adapter, moments, record)
+        _point(link, folder)
+    except BaseException:
+      shutil.rmtree(folder, ignore_errors=True)
+      raise
+    return f'{_SCHEME}{run_id}/{kind}/{name}'
+
+  def _write(self, folder: pathlib.Path, adapter, moments, record: dict[str, Any]):
+    folder.mkdir(parents=True)
+    peft_files.save(folder, _fill(adapter), self._base)
+    if moments is not None:
+      arrays = {
+        f'{name}/{path}': x
+        for name in ('mu', 'nu')
+        for path, x in workdir_lib.flatten_fields(moments[name]).items()
+      }
+      safetensors_numpy.save_file(arrays, folder / _OPTIMIZER)
+      record['count'] = moments['count']
+    (folder / _STATE).write_text(json.dumps(record))
+    checksums.write(folder)
+    for path in folder.iterdir():
+      _sync(path)
+    _sync(folder)
+
+  def load(
+    self, path: str, *, optimizer: bool
+  ) -> tuple[learning.Shape, decoder.Params, dict[str, Any] | None]:
+    """Loads a state: the adapter's shape, the adapter, and the moments if asked.
+
+    Raises:
+      RefusedError: There is none, it is damaged, or has no moments.
+    """
+    folder, record = self._find(path)
+    if damage := checksums.find_mismatch(folder):
+      raise http.RefusedError(400, f'{path}: {damage}; take another state')
+    adapter = peft_files.load(folder, self._config)
+    shape = learning.Shape(record['rank'], record['seed'], tuple(record['targets']))
+    for _, leaves in _list_leaves(adapter):
+      # From alpha and rank, PEFT's file may round it.
+      scale = np.float32(learning.ALPHA / shape.rank)
+      leaves['lora_scale'] = np.full(self._config.num_layers, scale)
+    if not optimizer:
+      return shape, adapter, None
+    if not (folder / _OPTIMIZER).is_file():
+      text = f'{path} has no state of an optimizer: save_state saves it'
+      raise http.RefusedError(400, text)
+    moments: dict[str, Any] = {'count': record['count'], 'mu': {}, 'nu': {}}
+    for name, x in safetensors_numpy.load_file(folder / _OPTIMIZER).items():
+      top, _, dotted = name.partition('/')
+      *parents, leaf = dotted.split('.')
+      node = moments[top]
+      for parent in parents:
+        node = node.setdefault(parent, {})
+      node[leaf] = x
+    return shape, adapter, moments
+
+  def describe(self, path: str) -> dict[str, Any]:
+    """Returns what state.json says; raises RefusedError if there is no such state."""
+    return self._find(path)[1]
+
+  def list(self, run_id: str | None = None) -> list[dict[str, Any]]:
+    """Lists states, the newest first, as the client reads them."""
+    runs = '*' if run_id is None else check_name(run_id, 'the training run')
+    found = [
+      self._list_one(link)
+      for kind in KINDS
+      for link in self.directory.glob(f'{runs}/{kind}/*')
+    ]
+    return sorted(filter(None, found), key=lambda state: state['time'], reverse=True)
+
+  def delete(self, path: str):
+    """Deletes a state; raises RefusedError if there is none."""
+    folder, _ = self._find(path)
+    self._get_link(path).unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+  def _list_one(self, link: pathlib.Path) -> dict[str, Any] | None:
+    run_id, kind, name = link.parts[-3:]
+    path = f'{_SCHEME}{run_id}/{kind}/{name}'
+    try:
+      folder, record = self._find(path)
+    except http.RefusedError:
+      return None  # Its time is over, or somebody has deleted it meanwhile.
+    return {
+      'checkpoint_id': f'{kind}/{name}',
+      'checkpoint_type': KINDS[kind],
+      'time': record['time'],
+      'tinker_path': path,
+      'lora_rank': record['rank'],
+      'size_bytes': sum(file.stat().st_size for file in folder.iterdir()),
+      'user_metadata': record.get('user_metadata'),
+      'expires_at': record.get('expires_at'),
+    }
+
+  def _get_link(self, path: str) -> pathlib.Path:
+    parts = path.removeprefix(_SCHEME).split('/')
+    good = path.startswith(_SCHEME) and len(parts) == 3 and parts[1] in KINDS
+    if not good or not all(_NAME.fullmatch(part) for part in parts):
+      text = f'{path!r:.200} is no path of a state; tinker://RUN/weights/NAME is one'
+      raise http.RefusedError(400, text)
+    return self.directory.joinpath(*parts)
+
+  def _find(self, path: str) -> tuple[pathlib.Path, dict[str, Any]]:
+    link = self._get_link(path)
+    missing = http.RefusedError(404, f'there is no state {path}')
+    try:
+      record = json.loads((link / _STATE).read_text())
+    except OSError:
+      raise missing from None
+    except ValueError:
+      raise http.RefusedError(400, f'{path}: its {_STATE} is damaged') from None
+    now = datetime.datetime.now(datetime.UTC).isoformat()
+    folder = link.resolve()
+    if (record.get('expires_at') or now) < now:
+      link.unlink(missing_ok=True)
+      shutil.rmtree(folder, ignore_errors=True)
+      raise missing
+    return folder, record
+
+
+def _point(link: pathlib.Path, folder: pathlib.Path):
+  """Makes or changes a link at once, and removes what it pointed to before."""
+  old = link.resolve() if link.is_symlink() else None
+  link.parent.mkdir(parents=True, exist_ok=True)
+  new = folder.with_name(f'{folder.name}.link')
+  new.symlink_to(f'../{_DATA}/{folder.name}')
+  new.replace(link)
+  _sync(link.parent)
+  if old:
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: pathlib.Path):
+  """Waits until a file or folder is on the disk."""
+  descriptor = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
+
+
+def _list_leaves(adapter: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+  for kernels in adapter['layers'].values():
+    yield from kernels.items()
+
+
+def _fill(adapter: Mapping[str, Any]) -> dict[str, Any]:
+  """Gives an adapter the projections that it lacks, empty, for peft_files.save."""
+  layers = {place: dict(kernels) for place, kernels in adapter['layers'].items()}
+  for name, target in families.TARGETS.items():
+    layers.setdefault(target.path.split('/')[1], {}).setdefault(name, {})
+  return {'layers': layers}

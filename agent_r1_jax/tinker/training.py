@@ -1,0 +1,380 @@
+"""The training runs of a server: what clients ask of them, and in which order.
+
+Each answer here is an id at once; the result is in `results` later. The operations of a
+run have numbers; they are done in the order in which they arrive, and one that arrives
+again, after a lost connection, is not done twice.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import datetime
+import secrets
+import time
+from typing import Any
+
+from agent_r1_jax.tinker import data as data_lib
+from agent_r1_jax.tinker import learning, messages, states, wire, work
+from agent_r1_jax.tinker import losses as losses_lib
+from agent_r1_jax.web import http
+
+UNEMBED = 'this server has no adapter of the unembedding: train_unembed does nothing'
+
+ATTENTION = {'q', 'k', 'v', 'o'}  # Of the names of adapters.
+
+
+@dataclasses.dataclass
+class Session:
+  """What a client's process began.
+
+  Attributes:
+    seen: When it was last heard of, in seconds of time.monotonic().
+  """
+
+  seen: float = dataclasses.field(default_factory=time.monotonic)
+
+
+@dataclasses.dataclass
+class Training:
+  """A training run as clients see it.
+
+  Attributes:
+    session: The session that began it.
+    info: What its saved states record: the metadata that a client gave.
+    run: Its state; None until it has been made.
+    last_seq: The highest number of an operation.
+    last_time: When the last one came, in ISO format.
+  """
+
+  session: str
+  info: dict[str, Any]
+  run: learning.Run | None = None
+  last_seq: int = 0
+  last_time: str = ''
+
+
+class Trainings:
+  """The training runs of all clients, by id.
+
+  Attributes:
+    learning: Computes.
+    states: Saves.
+    worker: The thread in which both do.
+    results: The results of all requests.
+    sessions: The sessions of clients, by id.
+    by_id: The runs.
+  """
+
+  def __init__(
+    self,
+    learner: learning.Learning,
+    saved: states.States,
+    worker: work.Worker,
+    results: work.Results,
+    *,
+    base_model: str,
+    most: int,
+    idle_seconds: float,
+  ):
+    """Makes no run.
+
+    Args:
+      learner: Computes.
+      saved: Saves.
+      worker: The thread in which both do.
+      results: Gets the results of all requests.
+      base_model: What clients call the base model.
+      most: The most runs.
+      idle_seconds: If there is no room, the run of the session that was silent longest
+        gives its place, if that was so long.
+    """
+    self.learning, self.states, self.worker = learner, saved, worker
+    self.results, self.base_model = results, base_model
+    self.sessions: dict[str, Session] = {}
+    self.by_id: dict[str, Training] = {}
+    self._losses = losses_lib.Losses()
+    self._most, self._idle_seconds = most, idle_seconds
+
+  def begin_session(self) -> str:
+    """Begins a session; those that were silent for long and have no run are forgotten."""
+    used = {training.session for training in self.by_id.values()}
+    for session_id, session in [*self.sessions.items()]:
+      if session_id not in used and self._is_idle(session):
+        del self.sessions[session_id]
+    if len(self.sessions) >= 4096:
+      raise http.RefusedError(429, 'there are 4096 sessions; close some')
+    session_id = secrets.token_hex(8)
+    self.sessions[session_id] = Session()
+    return session_id
+
+  def find_session(self, session_id: str) -> Session:
+    """Finds a session, which has been heard of with that."""
+    if session_id not in self.sessions:
+      text = f'there is no session {session_id!r:.80}: it ended, or the server did'
+      raise http.RefusedError(410, text)
+    session = self.sessions[session_id]
+    session.seen = time.monotonic()
+    return session
+
+  def finish_session(self, session_id: str):
+    """Ends a session and its runs; what has begun is done."""
+    self.find_session(session_id)
+    del self.sessions[session_id]
+    for run_id in [k for k, v in self.by_id.items() if v.session == session_id]:
+      del self.by_id[run_id]
+
+  def create(self, request: wire.CreateModel) -> dict[str, Any]:
+    """Begins a run."""
+    self.check_base(request.base_model)
+    shape = self._make_shape(request.lora_config)
+    if not 1 <= shape.rank <= self.learning.rank:
+      text = (
+        f'lora_config.rank is {shape.rank}, and this server has room for 1 to '
+        f'{self.learning.rank}; start it with a higher --adapter_rank'
+      )
+      raise http.RefusedError(400, text)
+    run_id = f'{request.session_id}:train:{request.model_seq_id}'
+    return self._begin_run(
+      run_id,
+      request.session_id,
+      request.user_metadata,
+      lambda: self.learning.start(shape),
+      {'model_id': run_id, 'type': 'create_model'},
+    )
+
+  def _begin_run(self, run_id: str, session_id: str, metadata, make, answer):
+    request_id = f'{run_id}:create'
+    self.find_session(session_id)
+    if request_id in self.results:
+      return {'request_id': request_id, 'model_id': run_id}
+    self._make_room()
+    future = self.worker.submit(run_id, make)
+    training = self.by_id[run_id] = Training(session_id, {'user_metadata': metadata})
+    training.last_time = _now()
+
+    async def wait() -> dict:
+      try:
+        training.run = await future
+      except BaseException:
+        self.by_id.pop(run_id, None)
+        raise
+      return answer
+
+    self.results.begin(request_id, wait())
+    return {'request_id': request_id, 'model_id': run_id}
+
+  def find(self, run_id: str) -> Training:
+    """Finds a run; its session has been heard of with that."""
+    if (training := self.by_id.get(run_id)) is None:
+      text = (
+        f'there is no training run {run_id!r:.120}: it was ended, or the server was; '
+        'create_training_client_from_state goes on from a saved state'
+      )
+      raise http.RefusedError(404, text)
+    self.find_session(training.session)
+    return training
+
+  def describe(self, run_id: str) -> dict[str, Any]:
+    """Describes a run as the client's get_info reads it."""
+    training = self.find(run_id)
+    if training.run is None:
+      raise http.RefusedError(409, f'the training run {run_id} is still being made')
+    return {
+      'type': 'get_info',
+      'model_data': {'arch': self.learning.config.family, 'model_name': self.base_model},
+      'model_id': run_id,
+      'is_lora': True,
+      'lora_rank': training.run.shape.rank,
+      'model_name': self.base_model,
+    }
+
+  def check_base(self, name: str | None):
+    """Refuses another base model than this server's."""
+    if name not in (None, self.base_model):
+      text = f'the base model {name!r:.120} is not here; there is {self.base_model}'
+      raise http.RefusedError(400, text)
+
+  def forward_backward(self, body: bytes) -> dict[str, Any]:
+    """Computes log-probs and a loss, and adds its gradient unless it is forward only."""
+    request = messages.read_forward_backward(body)
+    training = self.find(request.model_id)
+
+    def check() -> losses_lib.Loss:
+      loss = self._losses.find(request.loss, request.options)
+      for number, datum in enumerate(request.data):
+        losses_lib.check_columns(loss, number, datum.columns)
+      shape, size = self.learning.shape, self.learning.config.vocab_size
+      data_lib.check(request.data, size, shape.row_tokens)
+      return loss
+
+    def compute(run: learning.Run, loss: losses_lib.Loss) -> bytes:
+      if request.forward_only:
+        adapter = self.learning.get_adapter(run)
+        result = self.learning.forward(adapter, request.data, loss)
+      else:
+        result = self.learning.forward_backward(run, request.data, loss)
+      columns = {'logprobs': result.logprobs, 'elementwise_loss': result.losses}
+      count = float(sum(x.size for x in result.logprobs))
+      metrics = {'loss:sum': result.loss, 'num_tokens:sum': count}
+      return messages.write_forward_backward(columns, metrics)
+
+    return self._begin(training, request, check, compute, len(body))
+
+  def optim_step(self, request: wire.OptimStep) -> dict[str, Any]:
+    """Makes a step of Adam."""
+    adam = learning.AdamParams(
+      *(request.adam_params.model_dump(exclude={'type'}).values())
+    )
+
+    def compute(run: learning.Run, _) -> dict:
+      metrics = self.learning.optim_step(run, adam)
+      return {'metrics': {f'{name}:mean': x for name, x in metrics.items()}}
+
+    return self._begin(self.find(request.model_id), request, None, compute)
+
+  def save(self, request: wire.SaveWeights) -> dict[str, Any]:
+    """Saves a run's state, with Adam's."""
+    training = self.find(request.model_id)
+
+    def compute(run: learning.Run, _) -> dict:
+      moments = self.learning.get_moments(run)
+      path = self._save(request, training, run, 'weights', moments, request.overwrite)
+      return {'path': path, 'type': 'save_weights'}
+
+    check = lambda: states.check_name(request.path, 'path')
+    return self._begin(training, request, check, compute)
+
+  def save_for_sampler(
+    self,
+    request: wire.SaveForSampler,
+    keep: Callable[[str, Any], str],
+  ) -> dict[str, Any]:
+    """Saves a run's weights with a name, or gives them to `keep` for a session."""
+    training = self.find(request.model_id)
+
+    def compute(run: learning.Run, _) -> dict:
+      kind = {'type': 'save_weights_for_sampler'}
+      if request.path is None:
+        adapter = self.learning.get_adapter(run)
+        return kind | {'sampling_session_id': keep(training.session, adapter)}
+      return kind | {
+        'path': self._save(request, training, run, 'sampler_weights', None, False)
+      }
+
+    def check():
+      if request.path is not None:
+        states.check_name(request.path, 'path')
+
+    return self._begin(training, request, check, compute)
+
+  def load(self, request: wire.LoadWeights) -> dict[str, Any]:
+    """Loads a state into a run, or begins a run with it."""
+    self.check_base(request.base_model)
+    saved = self.states.describe(request.path)
+    self.check_base(saved['base_model'])
+
+    def make() -> learning.Run:
+      return self.learning.resume(
+        *self.states.load(request.path, optimizer=request.optimizer)
+      )
+
+    if saved['rank'] > self.learning.rank:
+      text = f'the state has rank {saved["rank"]}; this server has {self.learning.rank}'
+      raise http.RefusedError(400, f'{text}: start it with a higher --adapter_rank')
+    answer = {'path': request.path, 'type': 'load_weights'}
+    if request.session_id is not None:
+      run_id = f'{request.session_id}:train:{request.model_seq_id}'
+      metadata = request.user_metadata
+      return self._begin_run(run_id, request.session_id, metadata, make, answer)
+    assert request.model_id is not None
+    training = self.find(request.model_id)
+
+    def compute(run: learning.Run, _) -> dict:
+      new = make()
+      if new.shape.rank != run.shape.rank or new.shape.targets != run.shape.targets:
+        raise ValueError(
+          f'the state has rank {new.shape.rank} of {", ".join(new.shape.targets)}, and '
+          'this run another; create_training_client_from_state makes one of its own'
+        )
+      training.run = new
+      return answer
+
+    return self._begin(training, request, None, compute)
+
+  def _save(self, request, training: Training, run, kind, moments, overwrite) -> str:
+    """Saves a state, in the worker's thread."""
+    info = training.info | {'user_metadata': request.user_metadata}
+    if request.ttl_seconds:
+      ends = datetime.timedelta(seconds=min(request.ttl_seconds, 10**9))
+      info['expires_at'] = (datetime.datetime.now(datetime.UTC) + ends).isoformat()
+    adapter = self.learning.trim(self.learning.get_adapter(run), run.shape)
+    saved = self.states.save
+    name = request.path
+    return saved(
+      request.model_id,
+      kind,
+      name,
+      run.shape,
+      adapter,
+      moments,
+      info,
+      overwrite=overwrite,
+    )
+
+  def _begin(
+    self,
+    training: Training,
+    request: Any,
+    check: Callable[[], Any] | None,
+    compute: Callable[[learning.Run, Any], bytes | dict],
+    size: int = 0,
+  ) -> dict[str, Any]:
+    """Begins an operation: checks it now, and computes in the run's turn."""
+    run_id, seq_id = request.model_id, request.seq_id
+    request_id = f'{run_id}:{seq_id}'
+    answer = {'request_id': request_id, 'model_id': run_id}
+    if request_id in self.results:
+      return answer
+    if seq_id <= training.last_seq:
+      text = f'seq_id is {seq_id}, and {training.last_seq} has been answered already'
+      raise http.RefusedError(400, text)
+    training.last_time = _now()
+    checked = check() if check else None
+
+    def call() -> bytes | dict:
+      if training.run is None:
+        raise ValueError(f'the training run {run_id} could not be made')
+      return compute(training.run, checked)
+
+    self.results.begin(request_id, self.worker.submit(run_id, call, size))
+    training.last_seq = seq_id
+    return answer
+
+  def _make_shape(self, lora: wire.LoraConfig) -> learning.Shape:
+    targets = tuple(
+      name
+      for name in self.learning.targets
+      if (lora.train_attn if name in ATTENTION else lora.train_mlp)
+    )
+    if not targets:
+      text = 'train_attn and train_mlp leave no projection of this model that is trained'
+      raise http.RefusedError(400, f'{text}; {UNEMBED}')
+    seed = secrets.randbits(31) if lora.seed is None else lora.seed
+    return learning.Shape(lora.rank, seed, targets)
+
+  def _make_room(self):
+    """Ends the run that was silent longest, if there are too many; else refuses."""
+    if len(self.by_id) < self._most:
+      return
+    seen = lambda run_id: self.sessions[self.by_id[run_id].session].seen
+    oldest = min(self.by_id, key=seen)
+    if time.monotonic() - seen(oldest) < self._idle_seconds:
+      text = f'there are {len(self.by_id)} training runs, and --clients allows no more'
+      raise http.RefusedError(429, text)
+    del self.by_id[oldest]
+
+  def _is_idle(self, session: Session) -> bool:
+    return time.monotonic() - session.seen > self._idle_seconds
+
+
+def _now() -> str:
+  return datetime.datetime.now(datetime.UTC).isoformat()

@@ -1,0 +1,210 @@
+"""The JSON requests of the Tinker API; messages.py has those in protobuf.
+
+A field that is not here is refused, unless it has the value that the client gives it by
+default: what is asked for is done, or refused with its name.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+_Id = Annotated[str, Field(min_length=1, max_length=128)]
+_Seq = Annotated[int, Field(ge=0, lt=1 << 62)]
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+_Path = Annotated[str, Field(max_length=512)]
+_Metadata = Annotated[dict[str, Any] | None, Field(max_length=64)]
+
+
+class _Request(BaseModel):
+  """Refuses unknown fields."""
+
+  model_config = ConfigDict(extra='forbid', protected_namespaces=())
+  type: str | None = None
+
+
+class CreateSession(_Request):
+  """Begins a session of a client's process; only its metadata are read."""
+
+  tags: list[str] = Field(default=[], max_length=64)
+  user_metadata: _Metadata = None
+  sdk_version: str = Field(default='', max_length=64)
+  project_id: str | None = None
+  display_name: str | None = None
+
+
+class SessionId(_Request):
+  """Says that a session is alive."""
+
+  session_id: _Id
+
+
+class LoraConfig(_Request):
+  """An adapter."""
+
+  rank: int
+  seed: int | None = Field(default=None, ge=0, lt=1 << 32)
+  train_unembed: bool = True
+  train_mlp: bool = True
+  train_attn: bool = True
+
+
+class OptimizerConfig(_Request):
+  """The optimizer, which is Adam."""
+
+  type: Literal['adamw'] = 'adamw'
+
+
+class CreateModel(_Request):
+  """Begins a training run."""
+
+  session_id: _Id
+  model_seq_id: _Seq
+  base_model: str
+  user_metadata: _Metadata = None
+  lora_config: LoraConfig = LoraConfig(rank=32)
+  optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class ModelId(_Request):
+  """Names a training run."""
+
+  model_id: _Id
+
+
+class AdamParams(_Request):
+  """The numbers of a step of Adam."""
+
+  learning_rate: _Number = Field(default=1e-4, ge=0)
+  beta1: _Number = Field(default=0.9, ge=0, lt=1)
+  beta2: _Number = Field(default=0.95, ge=0, lt=1)
+  # Where the second moment is 0, so is the first: 0 / 0 without it.
+  eps: _Number = Field(default=1e-12, ge=1e-30)
+  weight_decay: _Number = Field(default=0.0, ge=0)
+  grad_clip_norm: _Number = Field(default=0.0, ge=0)
+
+
+class _Operation(ModelId):
+  """One of a run's operations, which are done in the order of their numbers."""
+
+  seq_id: _Seq
+
+
+class OptimStep(_Operation):
+  """Makes a step of Adam."""
+
+  adam_params: AdamParams
+
+
+class SaveWeights(_Operation):
+  """Saves a run's state."""
+
+  path: _Path
+  ttl_seconds: int | None = Field(default=None, ge=1)
+  overwrite: bool = False
+  user_metadata: Annotated[dict[str, str] | None, Field(max_length=64)] = None
+
+
+class SaveForSampler(_Operation):
+  """Saves a run's weights for sampling: with a name, or for a sampling session only."""
+
+  path: _Path | None = None
+  sampling_session_seq_id: _Seq | None = None
+  kind: Literal['snapshot', 'inflight'] = 'snapshot'
+  ttl_seconds: int | None = Field(default=None, ge=1)
+  user_metadata: Annotated[dict[str, str] | None, Field(max_length=64)] = None
+
+
+class LoadWeights(_Request):
+  """Loads a state into a run, or begins a run with it."""
+
+  model_id: _Id | None = None
+  seq_id: _Seq | None = None
+  session_id: _Id | None = None
+  model_seq_id: _Seq | None = None
+  base_model: str | None = None
+  user_metadata: _Metadata = None
+  path: _Path
+  optimizer: bool
+  optimizer_config: OptimizerConfig | None = None
+  weights_access_token: None = None
+
+  @model_validator(mode='after')
+  def _check(self):
+    into = self.model_id is not None and self.seq_id is not None
+    begins = self.session_id is not None and self.model_seq_id is not None
+    if into == begins:
+      raise ValueError('give model_id and seq_id, or session_id and model_seq_id')
+    return self
+
+
+class CreateSamplingSession(_Request):
+  """Begins a sampling session."""
+
+  session_id: _Id
+  sampling_session_seq_id: _Seq
+  base_model: str | None = None
+  model_path: _Path | None = None
+
+
+class Chunk(_Request):
+  """Tokens of a prompt."""
+
+  type: Literal['encoded_text'] = 'encoded_text'
+  tokens: list[int]
+
+
+class ModelInput(_Request):
+  """A prompt."""
+
+  chunks: list[Chunk] = Field(max_length=1024)
+
+
+class SamplingParams(_Request):
+  """How tokens are chosen, and what ends a reply."""
+
+  max_tokens: int | None = Field(default=None, ge=1)
+  seed: int | None = None
+  stop: str | list[str] | list[int] | None = None
+  temperature: _Number = Field(default=1.0, ge=0)
+  top_k: int = Field(default=-1, ge=-1)
+  top_p: _Number = Field(default=1.0, gt=0, le=1)
+
+
+class Sparse(_Request):
+  """A tensor in JSON; with indices, a sparse matrix in CSR."""
+
+  data: list[int] = Field(max_length=1 << 20)
+  dtype: Literal['int64']
+  shape: tuple[int, int]
+  sparse_crow_indices: list[int] | None = None
+  sparse_col_indices: list[int] | None = None
+
+
+class Sample(_Request):
+  """Samples replies to a prompt."""
+
+  num_samples: int = Field(default=1, ge=1, le=1024)
+  prompt: ModelInput
+  sampling_params: SamplingParams
+  sampling_session_id: _Id
+  seq_id: _Seq
+  prompt_logprobs: bool | None = None
+  topk_prompt_logprobs: Literal[0] = 0
+  topk_sample_logprobs: int = Field(default=0, ge=0)
+  target_prompt_logprobs: Sparse | None = None
+  prompt_alt_tokens_k: Literal[0] = 0
+  prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
+  record_stability_info: Literal[False] | None = None
+
+
+class RetrieveFuture(_Request):
+  """Asks for the result of a request."""
+
+  request_id: Annotated[str, Field(max_length=256)]
+  allow_metadata_only: bool = False
+
+
+class TinkerPath(_Request):
+  """Names a saved state."""
+
+  tinker_path: _Path
