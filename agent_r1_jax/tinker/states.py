@@ -125,8 +125,9 @@ class States:
     folder.mkdir(parents=True)
     peft_files.save(folder, _fill(adapter), self._base)
     if moments is not None:
+      # Of a view, safetensors would write what lies between its numbers.
       arrays = {
-        f'{name}/{path}': x
+        f'{name}/{path}': np.ascontiguousarray(x)
         for name in ('mu', 'nu')
         for path, x in workdir_lib.flatten_fields(moments[name]).items()
       }

@@ -1,6 +1,6 @@
 """Writes the quickstart's questions and passages as JSON, for tinker_recipe.py.
 
-  python -m experiments.doors.tinker_data --out=runs/tinker/miniwiki.json
+python -m experiments.doors.tinker_data --out=runs/tinker/miniwiki.json
 """
 
 import dataclasses
@@ -27,8 +27,7 @@ def main(_):
     'tool': search.search_tool(miniwiki.make_index(passages), k=1).schema,
     'train': ask(miniwiki.train_tasks(world, 4096)),
     'test': {
-      name: ask(miniwiki.test_set(name, _QUESTIONS.value, world))
-      for name in _SETS
+      name: ask(miniwiki.test_set(name, _QUESTIONS.value, world)) for name in _SETS
     },
     'passages': [dataclasses.asdict(passage) for passage in passages],
   }

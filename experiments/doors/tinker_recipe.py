@@ -118,9 +118,7 @@ def play(sampler, world: World, tasks: list[dict], samples: int, **params):
   for task in tasks:
     ids = world.encode(world.render(task['messages']))
     for _ in range(samples):
-      episodes.append(
-        Episode(task, [*ids], [False] * len(ids), [0.0] * len(ids))
-      )
+      episodes.append(Episode(task, [*ids], [False] * len(ids), [0.0] * len(ids)))
   stop = world.tokenizer.eos_token_id
   for turn in range(MAX_TURNS):
     waiting = []

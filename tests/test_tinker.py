@@ -1,0 +1,593 @@
+"""The server of the Tinker API, asked by plain HTTP; the client is in test_with_tinker."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import threading
+
+import httpx2
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from agent_r1_jax import types
+from agent_r1_jax.models import lora
+from agent_r1_jax.rl import learner, losses, packing, table
+from agent_r1_jax.tinker import data as data_lib
+from agent_r1_jax.tinker import learning, messages, server, states, work
+from agent_r1_jax.tinker import losses as losses_lib
+from agent_r1_jax.web import http
+
+RANK, ROW = 4, 64
+SHAPE = learning.Shape(2, 5, ('q', 'k', 'v', 'o'))
+TEXT = np.array([7, 8, 9, 7, 8, 10, 11, 7], np.int32)
+TINY = tiny.config(layers=1)
+
+
+@functools.cache
+def params():
+  return tiny.params(TINY)
+
+
+@functools.cache
+def learn():
+  return learning.Learning(TINY, params(), packing.MicrobatchShape(2, ROW), RANK)
+
+
+@functools.cache
+def engine():
+  return tiny.engine(
+    params(), shape=TINY, adapters=2, adapter_rank=RANK, bucket=128, narrow=False
+  )
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory):
+  return tmp_path_factory.mktemp('tinker')
+
+
+@contextlib.contextmanager
+def serve(workdir, **options):
+  saved = states.States(workdir, 'tiny', TINY)
+  app = server.make_app(
+    engine(), tiny.chat(), learn(), saved, base_model='tiny', **options
+  )
+  running = http.make_server(app, 5, lifespan='off')
+  with engine().open(), http.listen('127.0.0.1', 0) as listener:
+    future = engine().start([running.serve([listener])])
+    try:
+      url = f'http://127.0.0.1:{listener.getsockname()[1]}/api/v1/'
+      with httpx2.Client(base_url=url, timeout=120) as asked:
+        yield asked
+    finally:
+      running.should_exit = True
+      future.result(60)
+
+
+@pytest.fixture(scope='module')
+def asked(workdir):
+  with serve(workdir, clients=32) as asked:
+    yield asked
+
+
+def post(asked, path, status=200, /, **fields):
+  answer = asked.post(path, json=fields)
+  assert answer.status_code == status, answer.text
+  return answer.json()
+
+
+def wait(asked, future):
+  """The result of a request: JSON, or the bytes of a message."""
+  answer = asked.post('retrieve_future', json={'request_id': future['request_id']})
+  assert answer.status_code == 200, answer.text
+  if answer.headers['content-type'] == messages.MEDIA_TYPE:
+    return answer.content
+  return answer.json()
+
+
+class Run:
+  """A training run of a session of its own."""
+
+  def __init__(self, asked, path=None, optimizer=True, **lora_config):
+    self.asked, self.seq = asked, itertools.count(1)
+    self.session = post(asked, 'create_session')['session_id']
+    self.id = f'{self.session}:train:0'
+    where = {'session_id': self.session, 'model_seq_id': 0}
+    if path:
+      made = post(asked, 'load_weights', **where, path=path, optimizer=optimizer)
+    else:
+      config = {'rank': 2, 'seed': 5} | lora_config
+      made = post(asked, 'create_model', **where, base_model='tiny', lora_config=config)
+    assert 'error' not in wait(asked, made)
+
+  def post(self, path, /, **fields):
+    fields = {'model_id': self.id, 'seq_id': next(self.seq)} | fields
+    return wait(self.asked, post(self.asked, path, **fields))
+
+  def passed(self, data, forward_only=False, loss='cross_entropy'):
+    body = write(self.id, next(self.seq), data, forward_only, loss)
+    answer = self.asked.post('forward_backward', content=body)
+    assert answer.status_code == 200, answer.text
+    result = wait(self.asked, answer.json())
+    assert isinstance(result, bytes), result
+    read = messages.make('ForwardBackwardOutput')
+    read.ParseFromString(result)
+    fields = {f.key: f.value for f in read.loss_fn_outputs[0].fields}
+    numbers = np.frombuffer(fields['logprobs'].data, '<f4')
+    return numbers, {entry.key: entry.value for entry in read.metrics}
+
+  def step(self, **adam):
+    return self.post('optim_step', adam_params={'learning_rate': 0.01} | adam)
+
+  def sampler(self, seq=1):
+    fields = {'sampling_session_seq_id': seq}
+    return self.post('save_weights_for_sampler', **fields)['sampling_session_id']
+
+
+def tensor(x):
+  x = np.asarray(x)
+  kind, dtype = (2, '<i8') if x.dtype.kind == 'i' else (1, '<f4')
+  return messages.make(
+    'Tensor', dense=x.astype(dtype).tobytes(), dtype=kind, shape=x.shape
+  )
+
+
+def write(model_id, seq_id, data, forward_only=False, loss='cross_entropy', **options):
+  request = messages.make(
+    'ForwardBackwardRequest',
+    model_id=model_id,
+    seq_id=seq_id,
+    forward_only=forward_only,
+    loss_fn=loss,
+  )
+  for tokens, inputs in data:
+    datum = request.data.add()
+    datum.model_input.add().encoded_text.tokens = np.asarray(tokens, '<i4').tobytes()
+    for key, value in inputs.items():
+      datum.loss_fn_inputs.add(key=key, value=tensor(value))
+  for key, value in options.items():
+    request.loss_fn_config.add(key=key, value=value)
+  return request.SerializeToString()
+
+
+def shifted(text=TEXT, **inputs):
+  return text[:-1], {'target_tokens': text[1:].astype(np.int64), **inputs}
+
+
+def sample(asked, sampler, seq=0, prompt=TEXT, status=200, **more):
+  params = {'max_tokens': 6, 'seed': 3} | more.pop('params', {})
+  fields = {'chunks': [{'tokens': [int(token) for token in prompt]}]}
+  future = post(
+    asked,
+    'asample',
+    status,
+    sampling_session_id=sampler,
+    seq_id=seq,
+    prompt=fields,
+    sampling_params=params,
+    **more,
+  )
+  if status != 200:
+    return future
+  result = wait(asked, future)
+  assert isinstance(result, bytes), result
+  read = messages.make('SampleResponse')
+  read.ParseFromString(result)
+  replies = [
+    (np.frombuffer(s.tokens, '<i4').tolist(), np.frombuffer(s.logprobs, '<f4'))
+    for s in read.sequences
+  ]
+  return replies, np.frombuffer(read.prompt_logprobs, '<f4')
+
+
+def base_sampler(asked):
+  session = post(asked, 'create_session')['session_id']
+  made = post(
+    asked,
+    'create_sampling_session',
+    session_id=session,
+    sampling_session_seq_id=0,
+    base_model='tiny',
+  )
+  return made['sampling_session_id']
+
+
+def test_a_run_is_trained_and_samples_what_forward_computes(asked):
+  run, weights = Run(asked), np.array([0, 0, 0, 1, 1, 1, 1], np.float32)
+  datum = shifted(weights=weights)
+  logprobs, metrics = run.passed([datum], forward_only=True)
+  segment = types.Segment(TEXT, TEXT >= 0, np.zeros(len(TEXT)))
+  want = tiny.learned(params(), [segment], shape=TINY)[0][1:]
+  np.testing.assert_allclose(logprobs, want, atol=2e-5)
+  assert metrics['loss:sum'] == pytest.approx(-(want * weights).sum(), rel=1e-5)
+  assert run.post('optim_step', adam_params={})['category'] == 'user'  # No gradient.
+  first, _ = run.passed([datum])
+  np.testing.assert_array_equal(first, logprobs)
+  with tiny.compilations() as compiled:
+    for rate in (0.01, 0.02):
+      found = run.step(learning_rate=rate, grad_clip_norm=rate)
+      assert found['metrics']['grad_norm:mean'] > 0
+      run.passed([datum])
+  assert len(compiled) < 12  # A step, and no pass again.
+  after, metrics = run.passed([datum], forward_only=True)
+  assert metrics['loss:sum'] < -(want * weights).sum() - 0.01
+
+  sampler = run.sampler()
+  ((tokens, scores),), prompt = sample(asked, sampler, prompt_logprobs=True)
+  text = np.append(TEXT, tokens).astype(np.int32)
+  again, _ = run.passed([shifted(text)], forward_only=True)
+  np.testing.assert_allclose(again[len(TEXT) - 1 :], scores, atol=2e-5)
+  np.testing.assert_allclose(again[: len(TEXT) - 1], prompt[1:], atol=2e-5)
+  assert np.isnan(prompt[0])
+
+
+def test_each_client_has_an_adapter_of_its_own_and_more_than_the_engine_holds(asked):
+  base, runs = base_sampler(asked), [Run(asked, seed=seed) for seed in (5, 5, 6)]
+  samplers = []
+  for run, rate in zip(runs, (0.01, 0.3, 0.3)):
+    run.passed([shifted()])
+    run.step(learning_rate=rate)
+    samplers.append(run.sampler())
+  greedy = {'temperature': 0.0, 'stop': []}
+  told = lambda name, seq: [
+    np.append(*reply) for reply in sample(asked, name, seq, params=greedy)[0]
+  ]
+  first = [told(name, 0) for name in (base, *samplers)]
+  for other in first[1:]:  # The engine has room for two adapters.
+    assert not np.array_equal(first[0], other)
+  second = [told(name, 1) for name in (base, *samplers)]
+  np.testing.assert_array_equal(first, second)
+  asked.post(f'sessions/{runs[0].session}/finish', json={})
+  assert (
+    'there is no training run'
+    in post(asked, 'get_info', 404, model_id=runs[0].id)['error']
+  )
+  post(asked, 'session_heartbeat', 410, session_id=runs[0].session)
+
+
+def test_samples(asked):
+  base = base_sampler(asked)
+  three, _ = sample(asked, base, 0, num_samples=3)
+  assert [t for t, _ in three] == [t for t, _ in sample(asked, base, 1, num_samples=3)[0]]
+  assert len({tuple(tokens) for tokens, _ in three}) == 3
+  cut = three[0][0][2]
+  ((tokens, _),), _ = sample(asked, base, 2, params={'stop': [cut]})
+  assert tokens == three[0][0][: three[0][0].index(cut) + 1]
+  # A string that is complete in the middle of a reply, across two tokens.
+  pieces = [tiny.chat().get_bytes(token) for token in three[0][0]]
+  pairs = [a + b for a, b in itertools.pairwise(pieces[:-1]) if (a + b).isascii()]
+  ((tokens, _),), _ = sample(asked, base, 3, params={'stop': pairs[0].decode()})
+  assert tokens == three[0][0][: len(tokens)] and len(tokens) < 6
+  assert b''.join(pieces[: len(tokens)]).endswith(pairs[0])
+  # The same request is not sampled again.
+  again = sample(asked, base, 3, params={'stop': []})[0]
+  assert again[0][0] == tokens
+  _, part = sample(asked, base, 4, prompt_logprobs=True, prompt_logprobs_last_n=2)
+  assert np.isnan(part).tolist() == [True] * 6 + [False] * 2
+
+
+def test_a_state_goes_on_bit_for_bit(asked, workdir):
+  run = Run(asked, train_mlp=False)
+  for _ in range(2):
+    run.passed([shifted()])
+    run.step()
+  path = run.post('save_weights', path='two')['path']
+  assert path == f'tinker://{run.id}/weights/two'
+  assert 'exists already' in run.post('save_weights', path='two')['error']
+  assert run.post('save_weights', path='two', overwrite=True)['path'] == path
+
+  def go_on(run):
+    run.passed([shifted()])
+    run.step()
+    return run.passed([shifted()], forward_only=True)[0]
+
+  want = go_on(run)
+  np.testing.assert_array_equal(go_on(Run(asked, path, optimizer=True)), want)
+  assert not np.array_equal(go_on(Run(asked, path, optimizer=False)), want)
+  assert run.post('load_weights', path=path, optimizer=True)['path'] == path
+  np.testing.assert_array_equal(go_on(run), want)
+  # Another server on the same workdir, after this one was killed while it saved.
+  saved = states.States(workdir, 'tiny', TINY)
+  half = workdir / 'states' / run.id / '.data' / 'half'
+  half.mkdir()
+  half.with_name('half.link').symlink_to('../.data/half')
+  saved = states.States(workdir, 'tiny', TINY)
+  assert not half.exists() and len([*half.parent.iterdir()]) == 1
+  shape, adapter, moments = saved.load(path, optimizer=True)
+  assert shape == SHAPE and moments['count'] == 2
+  assert {*adapter['layers']} == {'attn'}
+  info = post(asked, 'weights_info', tinker_path=path)
+  assert (info['lora_rank'], info['train_mlp'], info['train_attn']) == (2, False, True)
+  listed = asked.get('checkpoints', params={'limit': 1}).json()
+  assert listed['checkpoints'][0]['tinker_path'] == path
+  assert [
+    r['training_run_id'] for r in asked.get('training_runs').json()['training_runs']
+  ]
+  file = workdir / 'states' / run.id / 'weights' / 'two' / 'optimizer.safetensors'
+  file.write_bytes(file.read_bytes()[:-1] + b'x')
+  with pytest.raises(http.RefusedError, match='checksum differs'):
+    saved.load(path, optimizer=True)
+  assert (
+    asked.delete(f'training_runs/{run.id}/checkpoints/weights/two').status_code == 200
+  )
+  assert asked.get(f'training_runs/{run.id}/checkpoints').json()['checkpoints'] == []
+
+
+def test_an_operation_that_arrives_twice_is_done_once(asked):
+  run = Run(asked)
+  run.passed([shifted()])
+  fields = {'model_id': run.id, 'seq_id': 2, 'adam_params': {}}
+  first, second = (post(asked, 'optim_step', **fields) for _ in range(2))
+  assert first == second and 'metrics' in wait(asked, second)
+  # It was refused, so that its number may come again; an older one may not.
+  post(asked, 'optim_step', 400, **fields | {'seq_id': 9, 'adam_params': {'eps': 0}})
+  text = post(asked, 'optim_step', 400, **fields | {'seq_id': 0})['error']
+  assert 'answered already' in text
+
+
+def test_an_error_says_what_is_wrong(asked):
+  run, base = Run(asked), base_sampler(asked)
+  step = {'model_id': run.id, 'seq_id': 90}
+  model = {'session_id': run.session, 'model_seq_id': 1, 'base_model': 'tiny'}
+  model['lora_config'] = {'rank': 2}
+  deep = json.loads('[' * 60 + ']' * 60)
+  nan, inf = float('nan'), 1e999
+  for path, fields, status, text in [
+    ('optim_step', step | {'adam_params': {'learning_rate': -1}}, 400, 'learning_rate'),
+    ('optim_step', step | {'adam_params': {'beta1': nan}}, 400, 'finite'),
+    ('optim_step', step | {'adam_params': {'eps': inf}}, 400, 'finite'),
+    ('optim_step', step | {'adam_params': {}, 'more': deep}, 400, 'more'),
+    ('optim_step', step | {'adam_params': []}, 400, 'adam_params'),
+    ('optim_step', step | {'adam_params': {}, 'seq_id': 1 << 70}, 400, 'seq_id'),
+    ('optim_step', {'seq_id': 1, 'adam_params': {}}, 400, 'model_id is missing'),
+    ('get_info', {'model_id': 'other'}, 404, 'create_training_client_from_state'),
+    ('create_model', model | {'base_model': 'other'}, 400, 'there is tiny'),
+    ('create_model', model | {'lora_config': {'rank': 99}}, 400, '--adapter_rank'),
+    ('create_model', model | {'lora_config': {'rank': 0}}, 400, 'rank is 0'),
+    (
+      'create_model',
+      model | {'lora_config': {'rank': 1, 'train_mlp': False, 'train_attn': False}},
+      400,
+      'train_unembed does nothing',
+    ),
+    ('create_model', model | {'session_id': 'gone'}, 410, 'no session'),
+    ('create_model', model | {'optimizer_config': {'type': 'dimuon'}}, 400, 'adamw'),
+    ('save_weights', step | {'path': '../x'}, 400, 'letter or digit'),
+    ('load_weights', step | {'path': 'x', 'optimizer': False}, 400, 'no path of a state'),
+    (
+      'load_weights',
+      step | {'path': 'tinker://a/weights/..', 'optimizer': False},
+      400,
+      'no path of a state',
+    ),
+    (
+      'load_weights',
+      step | {'path': 'tinker://a/weights/b', 'optimizer': False},
+      404,
+      'no state',
+    ),
+    ('retrieve_future', {'request_id': 'other'}, 404, 'no result'),
+    ('create_custom_loss', {}, 404, 'not supported'),
+  ]:
+    # httpx2 refuses NaN, which other clients send.
+    answer = asked.post(path, content=json.dumps(fields))
+    assert answer.status_code == status, (path, answer.text)
+    assert text in answer.json()['error'] and answer.json()['category'] == 'user'
+  for more, text in [
+    ({'params': {'max_tokens': 500}}, 'room for 1 to 128'),
+    ({'prompt': []}, 'the prompt has 0 tokens'),
+    ({'prompt': [1, 300]}, 'outside the vocabulary'),
+    ({'prompt': [-1]}, 'outside the vocabulary'),
+    ({'num_samples': 0}, 'num_samples'),
+    ({'topk_prompt_logprobs': 2}, 'topk_prompt_logprobs'),
+    ({'topk_sample_logprobs': 21}, 'top_logprobs'),
+    ({'prompt': [1], 'prompt_logprobs': True}, 'no log-probs'),
+    ({'params': {'stop': [300]}}, 'outside the vocabulary'),
+    ({'params': {'stop': ''}}, 'empty'),
+    ({'params': {'stop': 'x' * 2000}}, 'bytes'),
+    ({'params': {'top_p': 0}}, 'top_p'),
+    ({'prompt': [1] * 100, 'prompt_logprobs': True}, 'there is room for 63'),
+  ]:
+    assert text in sample(asked, base, 99, status=400, **more)['error']
+  for data, options, text in [
+    ([], {}, 'data is empty'),
+    ([shifted()], {'loss': 'other'}, 'there are cross_entropy'),
+    ([shifted()], {'beta': 1.0}, 'no option'),
+    ([shifted()], {'loss': 'ppo'}, 'no advantages'),
+    ([shifted()], {'loss': 'ppo', 'clip_low_threshold': nan}, 'not finite'),
+    ([shifted()], {'loss': 'ppo', 'clip_high_threshold': 0.5}, 'clip_high_threshold'),
+    ([shifted(weights=np.full(7, nan))], {}, 'data[0]: weights'),
+    ([shifted(weights=np.ones(3))], {}, 'weights has the shape [3]'),
+    ([shifted(mask=np.ones(7))], {}, "has 'mask'"),
+    ([(TEXT, {})], {}, 'target_tokens is missing'),
+    ([(TEXT, {'target_tokens': np.ones(8)})], {}, 'must be token ids'),
+    ([(TEXT, {'target_tokens': np.arange(3)})], {}, 'each position has a target'),
+    ([([], {'target_tokens': np.arange(0)})], {}, 'no tokens'),
+    ([shifted(np.full(300, 4, np.int32))], {}, 'there is room for 63'),
+    ([shifted(np.array([4, 300]))], {}, 'outside the vocabulary'),
+  ]:
+    body = write(run.id, 90, data, **options)
+    answer = asked.post('forward_backward', content=body)
+    assert answer.status_code == 400 and text in answer.json()['error'], answer.text
+  for body in (b'\xff' * 99, b'', b'{}'):
+    assert asked.post('forward_backward', content=body).status_code in (400, 404)
+  assert asked.post('forward_backward', content=b'x' * (1 << 24)).status_code == 413
+
+
+def test_keys_and_room(workdir):
+  with serve(workdir, clients=1, keys=['tml-a'], max_waiting=0) as asked:
+    assert asked.post('create_session', json={}).status_code == 401
+    asked.headers['X-API-Key'] = 'tml-a'
+    run = Run(asked)
+    again = {'session_id': run.session, 'model_seq_id': 7, 'base_model': 'tiny'}
+    again['lora_config'] = {'rank': 2}
+    assert '--clients' in post(asked, 'create_model', 429, **again)['error']
+    base = base_sampler(asked)
+    assert 'ask again' in sample(asked, base, num_samples=7, status=429)['error']
+    assert asked.get('healthz').json() == {'status': 'ok'}
+    assert asked.post('telemetry', content=b'{}').json() == {'status': 'accepted'}
+
+
+def test_targets_that_are_not_the_next_token():
+  rng = np.random.default_rng(0)
+  y = np.ma.masked_array(rng.integers(0, tiny.VOCAB, (len(TEXT), 3)), mask=False)
+  y[:-1, 1] = TEXT[1:]
+  y[2, 2], y[3, 0] = y[2, 1], np.ma.masked
+  data = [
+    data_lib.Datum(TEXT, y, {}),
+    data_lib.make_datum(TEXT, {'target_tokens': y[:, 1]}),
+  ]
+  data_lib.check(data, tiny.VOCAB, ROW)
+  found, plain = learn().forward(learn().no_adapter, data).logprobs
+  np.testing.assert_array_equal(plain, found[:, 1])
+  for i, k in [(0, 0), (2, 2), (2, 1), (5, 2), (7, 0), (7, 2)]:
+    text = np.append(TEXT[: i + 1], y[i, k]).astype(np.int32)
+    segment = types.Segment(text, text >= 0, np.zeros(len(text)))
+    want = tiny.learned(params(), [segment], shape=TINY)[0][-1]
+    np.testing.assert_allclose(found[i, k], want, atol=2e-5)
+  assert found[3, 0] == 0
+  sparse = data_lib.make_sparse_column(
+    np.array([5, 6]), np.array([0, 1, 1, 2]), np.array([1, 0]), (3, 2), 'x'
+  )
+  assert sparse.tolist() == [[None, 5], [None, None], [6, None]]
+  for rows, columns in ([0, 1], [1, 0]), ([0, 2, 1, 2], [1, 0]), ([0, 1, 1, 2], [1, 2]):
+    with pytest.raises(ValueError, match='no sparse matrix'):
+      data_lib.make_sparse_column(
+        np.array([5, 6]), np.array(rows), np.array(columns), (3, 2), 'x'
+      )
+
+
+def test_a_gradient_is_the_learners():
+  """Of rows without trees, in a table made by hand, and of an adapter of lower rank."""
+  run, weights = learn().start(SHAPE), np.array([0, 0, 1, 2, 1, 1, 0.5])
+  longer = np.append(TEXT, [4, 5]).astype(np.int32)
+  data = [
+    data_lib.make_datum(text[:-1], {'target_tokens': np.ma.array(text[1:]), 'weights': w})
+    for text, w in ((TEXT, np.ma.array(weights)), (longer, np.ma.ones(len(longer) - 1)))
+  ]
+  run.state = run.state._replace(params=_disturb(run.state.params))
+  learn().forward_backward(run, data, losses_lib.Losses().find('cross_entropy', {}))
+  segments = [types.Segment(t, t >= 0, np.zeros(len(t))) for t in (TEXT, longer)]
+  tokens = table.from_segments(segments)
+  advantages = np.concatenate([[0], weights, [0], np.ones(len(longer) - 1)])
+  tokens = dataclasses.replace(
+    tokens, advantages=advantages, weights=(advantages > 0).astype(float)
+  )
+  rows = packing.MicrobatchShape(2, ROW, trees=False)
+  batches, _ = packing.pack_microbatches(tokens, rows)
+
+  def loss(stats, batch):
+    return losses.weighted(-batch.advantages * stats.logprobs, batch.weights), {}
+
+  want = learner.forward_backward(run.state.params, batches, config=TINY, loss=loss)
+  assert run.gradients is not None
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4 * np.abs(y).max() + 1e-7),
+    run.gradients.learned,
+    want.learned,
+  )
+  sums = run.gradients.sums['loss'], want.sums['loss']
+  np.testing.assert_allclose(*sums, rtol=1e-5)
+  # What the adapter has not stays zero.
+  for leaf in run.gradients.learned['layers']['mlp']['up'].values():
+    assert not np.asarray(leaf).any()
+  assert not np.asarray(run.gradients.learned['layers']['attn']['q']['lora_b'])[
+    :, 2:
+  ].any()
+
+
+def _disturb(tree):
+  """Makes B of the first two ranks of the attention unequal 0."""
+  adapter = lora.take(tree)
+  for leaves in adapter['layers']['attn'].values():
+    leaves['lora_b'] = leaves['lora_b'].at[:, :2].set(0.1)
+  return lora.join(adapter, params())
+
+
+def _p(logprobs, old):
+  return np.exp(logprobs) - np.exp(old)
+
+
+@pytest.mark.parametrize(
+  ('name', 'options', 'want'),
+  [
+    ('cross_entropy', {}, lambda r, a, lp, old: -a * lp),
+    ('importance_sampling', {}, lambda r, a, lp, old: -r * a),
+    (
+      'ppo',
+      {'clip_low_threshold': 0.9},
+      lambda r, a, lp, old: -np.minimum(r * a, np.clip(r, 0.9, 1.2) * a),
+    ),
+    (
+      'cispo',
+      {'clip_high_threshold': 1.1},
+      lambda r, a, lp, old: -np.clip(r, 0.8, 1.1) * a * lp,
+    ),
+    ('dro', {'beta': 0.5}, lambda r, a, lp, old: -(a * lp - 0.25 * (lp - old) ** 2)),
+    (
+      'dppo',
+      {'low': 0.01},
+      lambda r, a, lp, old: (
+        -r * a * lp * np.where(a > 0, _p(lp, old) <= 0.15, _p(lp, old) >= -0.01)
+      ),
+    ),
+    ('gspo', {'clip_low_threshold': 0.5, 'clip_high_threshold': 2.0}, None),
+  ],
+)
+def test_each_loss_is_its_formula(name, options, want):
+  rng = np.random.default_rng(1)
+  lp, old, a = (
+    -rng.random((1, 6)) - 0.1,
+    -rng.random((1, 6)) - 0.1,
+    rng.normal(size=(1, 6)),
+  )
+  a[0, 0] = old[0, 0] = 0  # A token that was not sampled.
+  batch = dict.fromkeys(types.Batch._fields) | {'old_logprobs': old, 'advantages': a}
+  batch |= {'weights': np.ones((1, 6)), 'segment_ids': np.ones((1, 6), int)}
+  loss = losses_lib.Losses().find(name, options)
+  stats = jax.tree.map(jnp.asarray, (losses.TokenStats(lp, lp), types.Batch(**batch)))
+  found, _ = loss.surrogate(*stats)
+  if want is None:
+    ratio = np.exp((lp - old)[:, 1:].mean())
+    expected = -np.minimum(ratio * a, np.clip(ratio, 0.5, 2) * a)
+  else:
+    expected = want(np.exp(lp - old), a, lp, old)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_owners_take_turns_and_a_function_that_hangs_ends_the_rest():
+  async def play():
+    worker = work.Worker(most_waiting=3, most_bytes=100, seconds=0.2)
+    order, hang = [], threading.Event()
+    first = worker.submit('a', lambda: order.append('a0'))
+    futures = [
+      worker.submit(*item)
+      for item in [
+        ('a', lambda: order.append('a1')),
+        ('a', lambda: order.append('a2')),
+        ('b', lambda: order.append('b0'), 60),
+      ]
+    ]
+    with pytest.raises(http.RefusedError, match='wait already'):
+      worker.submit('a', print)
+    with pytest.raises(http.RefusedError, match='wait already'):
+      worker.submit('c', print, 60)
+    await asyncio.gather(first, *futures)
+    assert order == ['a0', 'b0', 'a1', 'a2']
+    results = work.Results()
+    results.begin('fails', worker.submit('a', lambda: 1 / 0))
+    assert (await results.wait('fails'))['category'] == 'server'
+    results.begin('hangs', worker.submit('a', hang.wait))
+    results.begin('waits', worker.submit('b', print))
+    for name in ('hangs', 'waits'):
+      assert 'taken as lost' in (await results.wait(name))['error']
+    with pytest.raises(http.RefusedError, match='taken as lost'):
+      worker.submit('a', print)
+    hang.set()
+
+  asyncio.run(play())
