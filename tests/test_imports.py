@@ -25,6 +25,7 @@ UPPER = (
   'sft',
   'tasks',
   'testing',
+  'tinker',
   'tools',
   'web',
 )
@@ -47,10 +48,11 @@ OWNERS = {
   'httpx2': f'{PACKAGE}/tools/remote_sandbox.py {PACKAGE}/retrieval/client.py '
   f'{PACKAGE}/web/bounded_http.py {PACKAGE}/guided/judge.py {PACKAGE}/tasks/nemo_gym.py '
   'experiments/bench/retriever.py',
-  'pydantic': f'{PACKAGE}/web/http.py {PACKAGE}/serve/ '
+  'pydantic': f'{PACKAGE}/web/http.py {PACKAGE}/serve/ {PACKAGE}/tinker/wire.py '
   f'{PACKAGE}/retrieval/server.py experiments/',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
   'tenacity': f'{PACKAGE}/retrieval/client.py',
+  'google': f'{PACKAGE}/tinker/messages.py',
   'mcp': f'{PACKAGE}/tools/mcp_server.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
   'gymnasium': f'{PACKAGE}/tasks/games.py experiments/worlds/blackjack.py '
@@ -66,8 +68,8 @@ OWNERS = {
   'mlflow': f'{PACKAGE}/report/sinks.py',
   'wandb': f'{PACKAGE}/report/sinks.py',
 }
-# These show what others' libraries do in our place; the second has its own environments.
-BESIDE = ('experiments/beside/by_',)
+# These show what others' libraries do in our place, in environments of their own.
+BESIDE = ('experiments/beside/by_', 'experiments/doors/tinker_recipe.py')
 # Imported inside the functions that need them: slow, and not everybody's.
 LAZY = (
   'PIL',
@@ -75,6 +77,7 @@ LAZY = (
   'bm25s',
   'faiss',
   'gguf',
+  'google',
   'gymnasium',
   'httpx2',
   'jsonschema',

@@ -1,4 +1,4 @@
-"""The server of the Tinker API, asked by plain HTTP; the client is in test_with_tinker."""
+"""The server of the Tinker API, asked by HTTP; test_with_tinker.py has its client."""
 
 import asyncio
 import contextlib

@@ -13,7 +13,7 @@ def list_runs(
 
   Args:
     trainings: The runs that are there.
-    states: What States.list returned.
+    states: What States.describe_all returned.
   """
   saved: dict[str, list[Mapping[str, Any]]] = {}
   for state in states:

@@ -159,7 +159,7 @@ class _Handlers:
 
   async def checkpoints(self, request) -> dict:
     run_id = request.path_params.get('run_id')
-    found = await asyncio.to_thread(self._trainings.states.list, run_id)
+    found = await asyncio.to_thread(self._trainings.states.describe_all, run_id)
     return _page(request, 'checkpoints', found)
 
   async def delete_checkpoint(self, request) -> dict:
@@ -181,7 +181,7 @@ class _Handlers:
     raise http.RefusedError(404, f'there is no training run {run_id!r:.120}')
 
   async def _list_runs(self) -> list[dict]:
-    saved = await asyncio.to_thread(self._trainings.states.list)
+    saved = await asyncio.to_thread(self._trainings.states.describe_all)
     return catalog.list_runs(self._trainings, saved)
 
 

@@ -59,9 +59,7 @@ class States:
     """
     self.directory = workdir_lib.make_writable(pathlib.Path(workdir)) / 'states'
     self._base, self._config = base, config
-    used = {
-      os.readlink(link) for link in self.directory.glob('*/*/*') if link.is_symlink()
-    }
+    used = {os.readlink(link) for link in self._list_links('*')}
     for path in self.directory.glob(f'*/{_DATA}/*'):
       if path.is_symlink():
         path.unlink()
@@ -101,7 +99,7 @@ class States:
       raise ValueError(
         f'{link.name} exists already: give another name, or overwrite=True'
       )
-    if len([*self.directory.glob(f'{run_id}/*/*')]) >= _MOST_STATES:
+    if len(self._list_links(run_id)) >= _MOST_STATES:
       raise ValueError(f'the run has {_MOST_STATES} states; delete some')
     folder = self.directory / run_id / _DATA / uuid.uuid4().hex
     record = {
@@ -175,14 +173,10 @@ class States:
     """Returns what state.json says; raises RefusedError if there is no such state."""
     return self._find(path)[1]
 
-  def list(self, run_id: str | None = None) -> list[dict[str, Any]]:
+  def describe_all(self, run_id: str | None = None) -> list[dict[str, Any]]:
     """Lists states, the newest first, as the client reads them."""
     runs = '*' if run_id is None else check_name(run_id, 'the training run')
-    found = [
-      self._list_one(link)
-      for kind in KINDS
-      for link in self.directory.glob(f'{runs}/{kind}/*')
-    ]
+    found = [self._list_one(link) for link in self._list_links(runs)]
     return sorted(filter(None, found), key=lambda state: state['time'], reverse=True)
 
   def delete(self, path: str):
@@ -190,6 +184,10 @@ class States:
     folder, _ = self._find(path)
     self._get_link(path).unlink()
     shutil.rmtree(folder, ignore_errors=True)
+
+  def _list_links(self, runs: str) -> list[pathlib.Path]:
+    links = [self.directory.glob(f'{runs}/{kind}/*') for kind in KINDS]
+    return [link for some in links for link in some if link.is_symlink()]
 
   def _list_one(self, link: pathlib.Path) -> dict[str, Any] | None:
     run_id, kind, name = link.parts[-3:]

@@ -63,14 +63,17 @@ class World:
     self.before, self.after = text[text.index(end) + len(end) :].split('§')
 
   def render(self, messages: list[dict]) -> str:
+    """Writes messages as the model's template does."""
     return self.tokenizer.apply_chat_template(
       messages, tools=[self.tool], add_generation_prompt=True, tokenize=False
     )
 
   def encode(self, text: str) -> list[int]:
+    """Encodes what the template has written."""
     return self.tokenizer.encode(text, add_special_tokens=False)
 
   def search(self, query: str) -> str:
+    """Searches the passages: what the tool answers."""
     best = int(np.argmax(self.vectors @ self.encoder.encode([query])[0]))
     return documents.render([documents.Hit(self.passages[best], 1.0)])
 
@@ -88,6 +91,7 @@ class Episode:
   done: bool = False
 
   def add(self, tokens: list[int], logprobs: list[float] | None = None):
+    """Adds tokens; those with log-probs were sampled."""
     self.tokens += tokens
     self.sampled += [logprobs is not None] * len(tokens)
     self.logprobs += logprobs or [0.0] * len(tokens)
@@ -120,7 +124,7 @@ def play(sampler, world: World, tasks: list[dict], samples: int, **params):
     for _ in range(samples):
       episodes.append(Episode(task, [*ids], [False] * len(ids), [0.0] * len(ids)))
   stop = world.tokenizer.eos_token_id
-  for turn in range(MAX_TURNS):
+  for _ in range(MAX_TURNS):
     waiting = []
     for episode in episodes:
       room = min(MAX_TOKENS - len(episode.tokens), TURN_TOKENS)
@@ -149,14 +153,17 @@ def make_data(episodes: list[Episode], samples: int) -> list[tinker.Datum]:
     rewards = np.array([episode.reward for episode in group])
     if np.ptp(rewards) == 0:
       continue
-    for episode, advantage in zip(group, (rewards - rewards.mean()) / rewards.std()):
-      sampled = np.array(episode.sampled[1:], np.float32)
+    advantages = (rewards - rewards.mean()) / rewards.std()
+    for episode, advantage in zip(group, advantages, strict=True):
+      # A tool's last answer may be longer than what fits; it has no loss.
+      tokens = episode.tokens[: MAX_TOKENS + 1]
+      sampled = np.array(episode.sampled[1 : len(tokens)], np.float32)
       inputs = {
-        'target_tokens': np.array(episode.tokens[1:]),
-        'logprobs': np.array(episode.logprobs[1:], np.float32),
+        'target_tokens': np.array(tokens[1:]),
+        'logprobs': np.array(episode.logprobs[1 : len(tokens)], np.float32),
         'advantages': (advantage * sampled).astype(np.float32),
       }
-      text = tinker.ModelInput.from_ints(episode.tokens[:-1])
+      text = tinker.ModelInput.from_ints(tokens[:-1])
       data.append(tinker.Datum(model_input=text, loss_fn_inputs=inputs))
   return data
 
