@@ -348,7 +348,7 @@ def test_an_error_says_what_is_wrong(asked):
     ('get_info', {'model_id': 'other'}, 404, 'create_training_client_from_state'),
     ('create_model', model | {'base_model': 'other'}, 400, 'there is tiny'),
     ('create_model', model | {'lora_config': {'rank': 99}}, 400, '--adapter_rank'),
-    ('create_model', model | {'lora_config': {'rank': 0}}, 400, 'rank is 0'),
+    ('create_model', model | {'lora_config': {'rank': 0}}, 400, 'adapter is 0'),
     (
       'create_model',
       model | {'lora_config': {'rank': 1, 'train_mlp': False, 'train_attn': False}},
@@ -460,6 +460,25 @@ def test_targets_that_are_not_the_next_token():
       data_lib.make_sparse_column(
         np.array([5, 6]), np.array(rows), np.array(columns), (3, 2), 'x'
       )
+
+
+def test_sparse_data_that_would_fill_the_memory_are_refused():
+  request = messages.make('ForwardBackwardRequest')
+  for _ in range(5):
+    datum = request.data.add()
+    datum.model_input.add().encoded_text.tokens = np.zeros(1, '<i4').tobytes()
+    sparse = datum.loss_fn_inputs.add(key='target_tokens').value
+    sparse.dtype = 2
+    sparse.shape.extend([1, 1 << 20])
+    sparse.sparse_csr.values = sparse.sparse_csr.col_indices = np.zeros(
+      1, '<i8'
+    ).tobytes()
+    sparse.sparse_csr.crow_indices = np.arange(2).astype('<i8').tobytes()
+  with pytest.raises(http.RefusedError, match='4,194,304 targets'):
+    messages.read_forward_backward(request.SerializeToString())
+  sparse.shape[1] += 1
+  with pytest.raises(http.RefusedError, match='no sparse matrix'):
+    messages.read_forward_backward(request.SerializeToString())
 
 
 def test_a_gradient_is_the_learners():

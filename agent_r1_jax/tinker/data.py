@@ -25,8 +25,10 @@ import numpy as np
 from agent_r1_jax import types
 from agent_r1_jax.rl import packing, prefix_trees, table
 
-# The most tokens of all texts of a request, those that are shared counted in each.
-_MAX_TOKENS = 1 << 22
+# The most tokens of all texts of a request, those that are shared counted in each, and
+# the most targets of a datum, those that a sparse matrix does not list counted too.
+MAX_TOKENS = 1 << 22
+_MAX_TARGETS = 1 << 20
 
 
 class Datum(NamedTuple):
@@ -58,7 +60,7 @@ def make_sparse_column(
     ValueError: It is no such matrix.
   """
   good = len(shape) == 2 and len(rows) == shape[0] + 1 and min(shape) >= 0
-  good = good and len(values) == len(columns) and shape[0] * shape[1] <= _MAX_TOKENS
+  good = good and len(values) == len(columns) and shape[0] * shape[1] <= _MAX_TARGETS
   good = good and rows[0] == 0 and rows[-1] == len(values) and (np.diff(rows) >= 0).all()
   good = good and ((columns >= 0) & (columns < (shape[1] if good else 0))).all()
   if not good:
@@ -122,9 +124,9 @@ def check(data: Sequence[Datum], vocab_size: int, row_tokens: int):
           f'data[{number}]: token {outside[0]} is outside the vocabulary of {vocab_size}'
         )
     total += n + 1 + int(sum(i + 2 for i, _ in _list_branches(datum)))
-  if total > _MAX_TOKENS:
+  if total > MAX_TOKENS:
     raise ValueError(
-      f'the texts have {total:,} tokens in all, and {_MAX_TOKENS:,} are allowed: send '
+      f'the texts have {total:,} tokens in all, and {MAX_TOKENS:,} are allowed: send '
       'fewer data, or fewer targets that are not the next token'
     )
 

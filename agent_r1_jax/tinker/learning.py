@@ -110,14 +110,18 @@ class Learning:
     Raises:
       ValueError: The rank is too high or too low.
     """
-    if not 1 <= shape.rank <= self.rank:
-      raise ValueError(
-        f'lora_config.rank is {shape.rank}, and this server has room for 1 to '
-        f'{self.rank}; start it with a higher --adapter_rank'
-      )
+    self.check_rank(shape.rank)
     key = jax.random.key(shape.seed)
     added = lora.add(self._base, shape.rank, shape.targets, ALPHA, key)
     return self.resume(shape, lora.take(added))
+
+  def check_rank(self, rank: int):
+    """Raises ValueError if there is no room for an adapter of this rank."""
+    if not 1 <= rank <= self.rank:
+      raise ValueError(
+        f'the rank of the adapter is {rank}, and this server has room for 1 to '
+        f'{self.rank}; start it with a higher --adapter_rank'
+      )
 
   def resume(
     self,
@@ -125,7 +129,7 @@ class Learning:
     adapter: decoder.Params,
     moments: Mapping[str, Any] | None = None,
   ) -> Run:
-    """Makes a run of an adapter of the run's own rank, and what `get_moments` returned."""
+    """Makes a run of an adapter of its own rank, with what `get_moments` returned."""
     params = lora.join(self.pad(adapter), self._base)
     state = learner.init(params, self._adam)
     if moments is not None:

@@ -160,12 +160,16 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
       text = f'loss_fn_config: {entry.key} is a text, and every option is a number'
       raise http.RefusedError(400, text)
     options[entry.key] = entry.value.number
-  read = []
+  read, total = [], 0
   for number, datum in enumerate(message.data):
     try:
       read.append(_read_datum(datum))
     except ValueError as error:
       raise http.RefusedError(400, f'data[{number}]: {error}') from None
+    total += read[-1].targets.size  # That of a sparse matrix is not bounded by the body.
+    if total > data.MAX_TOKENS:
+      text = f'the data have more than {data.MAX_TOKENS:,} targets; send fewer'
+      raise http.RefusedError(400, text)
   return ForwardBackward(
     message.model_id, message.seq_id, message.forward_only, message.loss_fn, options, read
   )

@@ -27,6 +27,7 @@ from agent_r1_jax.web import http
 
 # Snapshots without a name that are kept for one client's process, and sessions in all.
 _MOST_SNAPSHOTS, _MOST_SESSIONS = 16, 4096
+_MOST_SCORED = 16  # Prompts that wait for the thread that computes.
 
 
 @dataclasses.dataclass
@@ -76,6 +77,8 @@ class Samplers:
     self._engine, self._chat, self._trainings = engine, chat, trainings
     self._most_replies, self._seconds = most_replies, seconds
     self._setting = asyncio.Lock()  # Held while the engine gets weights.
+    # The others wait here, as long as a request may take.
+    self._scoring = asyncio.Semaphore(_MOST_SCORED)
 
   def create(self, request: wire.CreateSamplingSession) -> dict[str, Any]:
     """Begins a session with saved weights, or with the base's."""
@@ -86,9 +89,7 @@ class Samplers:
     if request.model_path is not None:
       saved = trainings.states.describe(request.model_path)
       trainings.check_base(saved['base_model'])
-      if saved['rank'] > trainings.learning.rank:
-        text = f'{request.model_path} has rank {saved["rank"]}; this server has room for'
-        raise http.RefusedError(400, f'{text} {trainings.learning.rank}')
+      trainings.learning.check_rank(saved['rank'])
     elif request.base_model is None:
       raise http.RefusedError(400, 'give base_model or model_path')
     self._add(sampler_id, Sampler(request.session_id, request.model_path))
@@ -152,8 +153,19 @@ class Samplers:
     scored = self._make_scored(request, prompt)
     make_request = self._make_requests(request, prompt, max_tokens, stops)
     work = self._work(request, sampler, make_request, scored)
-    self._trainings.results.begin(request_id, work)
+    task = self._trainings.results.begin(request_id, work)
+    self._count(sampler, request.num_samples)
+    task.add_done_callback(lambda _: self._count(sampler, -request.num_samples))
     return answer
+
+  def cancel(self, request_id: str):
+    """Ends a request whose client does not wait for it; others are ignored."""
+    if request_id.rpartition(':')[0] in self.by_id:
+      self._trainings.results.cancel(request_id)
+
+  def _count(self, sampler: Sampler, more: int):
+    self.count += more
+    sampler.replies += more
 
   def _read_prompt(self, request: wire.Sample) -> tuple[np.ndarray, int]:
     """Returns the prompt and the most tokens of a reply."""
@@ -248,8 +260,6 @@ class Samplers:
 
   async def _work(self, request: wire.Sample, sampler: Sampler, make, scored) -> bytes:
     """Samples and scores; returns the message."""
-    self.count += request.num_samples
-    sampler.replies += 1
     try:
       async with asyncio.timeout(self._seconds):
         name = await self._give_weights(request.sampling_session_id, sampler)
@@ -257,9 +267,6 @@ class Samplers:
         logprobs = await self._score(sampler, scored) if scored else []
     except TimeoutError:
       raise http.RefusedError(504, f'no reply within {self._seconds:g} seconds') from None
-    finally:
-      self.count -= request.num_samples
-      sampler.replies -= 1
     prompt = target = None
     if request.prompt_logprobs:
       computed = ~np.ma.getmaskarray(scored[0].targets)
@@ -285,7 +292,8 @@ class Samplers:
     """Computes log-probs in the turn of the client's process."""
     forward = self._trainings.learning.forward
     compute = lambda: forward(self._get_weights(sampler), scored).logprobs
-    return await self._trainings.worker.submit(sampler.session, compute)
+    async with self._scoring:
+      return await self._trainings.worker.submit(sampler.session, compute)
 
   async def _give_weights(self, sampler_id: str, sampler: Sampler) -> str | None:
     """Gives a session's weights to the engine; returns the adapter's name."""

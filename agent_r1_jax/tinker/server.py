@@ -31,8 +31,8 @@ from agent_r1_jax.tinker import (
 )
 from agent_r1_jax.web import http
 
-_MAX_BODY = 1 << 23  # Bytes of a request.
-_MAX_TELEMETRY = 1 << 22
+# Bytes of a request with data, and of one in JSON.
+_MAX_BODY, _MAX_JSON = 1 << 23, 1 << 22
 _API = '/api/v1'
 # What the client asks at its start: how it shall speak with this server.
 _CLIENT_CONFIG = {
@@ -86,7 +86,7 @@ class _Handlers:
     return {'supported_models': [model]}
 
   async def telemetry(self, request) -> dict:
-    await http.read_body(request, _MAX_TELEMETRY)  # It is dropped.
+    await http.read_body(request, _MAX_JSON)  # It is dropped.
     return {'status': 'accepted'}
 
   async def create_session(self, request) -> dict:
@@ -101,7 +101,7 @@ class _Handlers:
     return {'type': 'session_heartbeat'}
 
   async def finish_session(self, request) -> dict:
-    await http.read_body(request, _MAX_TELEMETRY)
+    await http.read_body(request, _MAX_JSON)
     self._trainings.finish_session(request.path_params['session_id'])
     return {}
 
@@ -138,7 +138,7 @@ class _Handlers:
 
   async def cancel(self, request) -> dict:
     fields = await _read(request, wire.RetrieveFuture)
-    self._trainings.results.cancel(fields.request_id)
+    self._samplers.cancel(fields.request_id)
     return {}
 
   async def retrieve(self, request) -> Any:
@@ -186,7 +186,7 @@ class _Handlers:
 
 
 async def _read(request: Any, model: Any) -> Any:
-  return http.check_fields(model, await http.read_json(request, _MAX_BODY))
+  return http.check_fields(model, await http.read_json(request, _MAX_JSON))
 
 
 def _page(request: Any, name: str, found: list[dict]) -> dict:

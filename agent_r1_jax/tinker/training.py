@@ -126,12 +126,7 @@ class Trainings:
     """Begins a run."""
     self.check_base(request.base_model)
     shape = self._make_shape(request.lora_config)
-    if not 1 <= shape.rank <= self.learning.rank:
-      text = (
-        f'lora_config.rank is {shape.rank}, and this server has room for 1 to '
-        f'{self.learning.rank}; start it with a higher --adapter_rank'
-      )
-      raise http.RefusedError(400, text)
+    self.learning.check_rank(shape.rank)
     run_id = f'{request.session_id}:train:{request.model_seq_id}'
     return self._begin_run(
       run_id,
@@ -277,9 +272,7 @@ class Trainings:
         *self.states.load(request.path, optimizer=request.optimizer)
       )
 
-    if saved['rank'] > self.learning.rank:
-      text = f'the state has rank {saved["rank"]}; this server has {self.learning.rank}'
-      raise http.RefusedError(400, f'{text}: start it with a higher --adapter_rank')
+    self.learning.check_rank(saved['rank'])
     answer = {'path': request.path, 'type': 'load_weights'}
     if request.session_id is not None:
       run_id = f'{request.session_id}:train:{request.model_seq_id}'

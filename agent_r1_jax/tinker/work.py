@@ -119,8 +119,8 @@ class Results:
   def __contains__(self, request_id: str) -> bool:
     return request_id in self._entries
 
-  def begin(self, request_id: str, work: Awaitable[bytes | dict]):
-    """Begins a request; its id must be new."""
+  def begin(self, request_id: str, work: Awaitable[bytes | dict]) -> asyncio.Task:
+    """Begins a request, whose id must be new; returns what waits for it."""
     task = asyncio.ensure_future(_catch(work))
     self._entries[request_id] = entry = _Entry(task)
 
@@ -130,6 +130,7 @@ class Results:
       self._drop()
 
     task.add_done_callback(finish)
+    return task
 
   def cancel(self, request_id: str):
     """Ends a request whose client does not wait for it; unknown ids are ignored."""
