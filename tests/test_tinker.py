@@ -358,6 +358,7 @@ def test_an_error_says_what_is_wrong(asked):
     ('create_model', model | {'session_id': 'gone'}, 410, 'no session'),
     ('create_model', model | {'optimizer_config': {'type': 'dimuon'}}, 400, 'adamw'),
     ('save_weights', step | {'path': '../x'}, 400, 'letter or digit'),
+    ('save_weights_for_sampler', step, 400, 'give path or'),
     ('load_weights', step | {'path': 'x', 'optimizer': False}, 400, 'no path of a state'),
     (
       'load_weights',

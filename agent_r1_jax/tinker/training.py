@@ -12,6 +12,7 @@ import secrets
 import time
 from typing import Any
 
+from agent_r1_jax.models import lora
 from agent_r1_jax.tinker import data as data_lib
 from agent_r1_jax.tinker import learning, messages, states, wire, work
 from agent_r1_jax.tinker import losses as losses_lib
@@ -203,7 +204,7 @@ class Trainings:
 
     def compute(run: learning.Run, loss: losses_lib.Loss) -> bytes:
       if request.forward_only:
-        adapter = self.learning.get_adapter(run)
+        adapter = lora.take(run.state.params)
         result = self.learning.forward(adapter, request.data, loss)
       else:
         result = self.learning.forward_backward(run, request.data, loss)

@@ -113,6 +113,12 @@ class SaveForSampler(_Operation):
   ttl_seconds: int | None = Field(default=None, ge=1)
   user_metadata: Annotated[dict[str, str] | None, Field(max_length=64)] = None
 
+  @model_validator(mode='after')
+  def _check(self):
+    if (self.path is None) == (self.sampling_session_seq_id is None):
+      raise ValueError('give path or sampling_session_seq_id')
+    return self
+
 
 class LoadWeights(_Request):
   """Loads a state into a run, or begins a run with it."""
