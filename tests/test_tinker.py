@@ -491,7 +491,8 @@ def test_a_gradient_is_the_learners():
     for text, w in ((TEXT, np.ma.array(weights)), (longer, np.ma.ones(len(longer) - 1)))
   ]
   run.state = run.state._replace(params=_disturb(run.state.params))
-  learn().forward_backward(run, data, losses_lib.Losses().find('cross_entropy', {}))
+  loss = losses_lib.Losses().find('cross_entropy', {})
+  learn().forward_backward(run, data, loss)
   segments = [types.Segment(t, t >= 0, np.zeros(len(t))) for t in (TEXT, longer)]
   tokens = table.from_segments(segments)
   advantages = np.concatenate([[0], weights, [0], np.ones(len(longer) - 1)])
@@ -501,10 +502,10 @@ def test_a_gradient_is_the_learners():
   rows = packing.MicrobatchShape(2, ROW, trees=False)
   batches, _ = packing.pack_microbatches(tokens, rows)
 
-  def loss(stats, batch):
+  def plain(stats, batch):
     return losses.weighted(-batch.advantages * stats.logprobs, batch.weights), {}
 
-  want = learner.forward_backward(run.state.params, batches, config=TINY, loss=loss)
+  want = learner.forward_backward(run.state.params, batches, config=TINY, loss=plain)
   assert run.gradients is not None
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4 * np.abs(y).max() + 1e-7),
@@ -516,9 +517,14 @@ def test_a_gradient_is_the_learners():
   # What the adapter has not stays zero.
   for leaf in run.gradients.learned['layers']['mlp']['up'].values():
     assert not np.asarray(leaf).any()
-  assert not np.asarray(run.gradients.learned['layers']['attn']['q']['lora_b'])[
-    :, 2:
-  ].any()
+  once = np.array(run.gradients.learned['layers']['attn']['q']['lora_b'])
+  assert not once[:, 2:].any() and once.any()
+  # Two passes add up, and a step uses them up.
+  learn().forward_backward(run, data, loss)
+  again = run.gradients.learned['layers']['attn']['q']['lora_b']
+  np.testing.assert_allclose(again, 2 * once, rtol=1e-5)
+  learn().optim_step(run, learning.AdamParams(0.1, 0.9, 0.95, 1e-12, 0.0, 0.0))
+  assert run.gradients is None
 
 
 def _disturb(tree):
