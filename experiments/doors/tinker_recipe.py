@@ -39,7 +39,7 @@ def parse_args() -> argparse.Namespace:
   parser.add_argument('--tasks', type=int, default=16, help='of a step')
   parser.add_argument('--samples', type=int, default=8, help='of a task')
   parser.add_argument('--rank', type=int, default=32)
-  parser.add_argument('--learning_rate', type=float, default=3e-3)
+  parser.add_argument('--learning_rate', type=float, default=4e-4)
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--test', type=int, default=300, help='questions of each test set')
   return parser.parse_args()
