@@ -1,4 +1,4 @@
-"""An agent learns to search through the Tinker API; the quickstart's task.
+r"""An agent learns to search through the Tinker API; the quickstart's task.
 
   python -m experiments.doors.tinker_data --out=runs/tinker/miniwiki.json
   python -m experiments.serve_tinker --config.model.path=experiments/miniwiki/model \
@@ -11,6 +11,7 @@ and the reward are in this process, and the model is in the server's. With a gro
 reward as the baseline, the loss is importance sampling.
 """
 
+# pyright: reportMissingImports=false
 import argparse
 import dataclasses
 import json
@@ -29,7 +30,7 @@ _CALL = re.compile('<tool_call>(.*?)</tool_call>', re.S)
 
 
 def parse_args() -> argparse.Namespace:
-  parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
+  parser = argparse.ArgumentParser(description='An agent learns to search.')
   parser.add_argument('--url', default='http://localhost:8000')
   parser.add_argument('--key', default='tml-any', help='the client wants one')
   parser.add_argument('--model', default='miniwiki')
