@@ -28,6 +28,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 from typing import Any, NamedTuple
@@ -92,16 +93,26 @@ class CommandError(ValueError):
 
 
 class Session:
-  """The shell of one episode, with a workspace that is empty at first."""
+  """The shell of one episode, with a workspace that is empty at first.
 
-  def __init__(self, limits: Limits = LIMITS):
+  Attributes:
+    workspace: The path of the workspace, as commands see it.
+  """
+
+  def __init__(self, limits: Limits = LIMITS, *, packages: bool = False):
     """Starts its process, which takes about a tenth of a second.
+
+    Args:
+      limits: What commands may use.
+      packages: Whether commands find this interpreter first, with the packages that are
+        installed for it, such as pytest; they can be read and not written.
 
     Raises:
       RuntimeError: This machine cannot confine a shell; says what to install.
     """
     self._lock = threading.Lock()
     isolation = _isolate(limits.disk_mb)
+    paths = {sysconfig.get_path(kind) for kind in ('purelib', 'platlib')}
     root = '/' if isolation else os.path.realpath(tempfile.mkdtemp(prefix='shell-'))
     self._socket, worker_end = socket.socketpair()
     self._lines = self._socket.makefile('rw')
@@ -129,7 +140,9 @@ class Session:
       'root': root,
       'namespaces': bool(isolation),
       'user': next(_USERS),
+      'packages': sorted(paths) if packages else [],
     }
+    self.workspace = os.path.join(root, 'workspace')
     try:
       missing = self._ask(_START_SECONDS, settings)
     except CommandError as error:
@@ -237,7 +250,11 @@ def _isolate(disk_mb: int) -> list[str]:
     '/proc',
   ]
   # bubblewrap makes directories above what it shows such that only root may enter them.
-  for path in ('/etc', *map(str, reversed(pathlib.Path(sys.base_prefix).parents))):
+  prefixes = (sys.base_prefix, os.path.join(sys.prefix, 'x'))
+  above = dict.fromkeys(
+    str(p) for f in prefixes for p in [*pathlib.Path(f).parents][::-1]
+  )
+  for path in ('/etc', *above):
     options += ['--dir', path]
   for path in ('/workspace', '/tmp'):
     options += ['--size', str(disk_mb << 20), '--tmpfs', path]

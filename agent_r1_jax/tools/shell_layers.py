@@ -59,7 +59,11 @@ def find_missing(namespaces: bool) -> list[str]:
 
 
 def make_rulesets(
-  workspace: list[str], root: str, namespaces: bool, shares_user: bool
+  workspace: list[str],
+  root: str,
+  namespaces: bool,
+  shares_user: bool,
+  packages: list[str],
 ) -> list[int]:
   """Returns Landlock's rules for commands, and for the process that starts them.
 
@@ -72,10 +76,11 @@ def make_rulesets(
     namespaces: Whether nothing is there that they must not read.
     shares_user: Whether they have the trainer's user, who may own the interpreter; the
       times of what it can open are then not safe from its owner.
+    packages: The directories of an interpreter's packages, if they may be read.
   """
   if sandbox_worker.landlock_version() < _SCOPED:
     return []
-  system = _SYSTEM if shares_user else (*_SYSTEM, sys.base_prefix)
+  system = _SYSTEM if shares_user else (*_SYSTEM, sys.base_prefix, *packages)
   seen = ('/',) if namespaces else system
   rights = dict.fromkeys(seen, sandbox_worker.READ | _EXECUTE)
   rights |= dict.fromkeys(_DEVICES, sandbox_worker.READ | _WRITE)

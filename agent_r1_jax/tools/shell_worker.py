@@ -27,9 +27,15 @@ import shell_layers
 
 # The directory that the command ends in is told at the end, whichever it is.
 _SCRIPT = 'trap "pwd -P >&{} 2>/dev/null" EXIT; eval " $1"'
-_PATH = f'/usr/local/bin:/usr/bin:/bin:{sys.base_prefix}/bin'
+_PATH = '/usr/local/bin:/usr/bin:/bin'
+_OWN_PATH = f'{sys.base_prefix}/bin'
 # Below level 1 bash takes the refusal of `getpeername` for a login from afar.
-_VARIABLES = {'PATH': _PATH, 'LANG': 'C.UTF-8', 'TERM': 'dumb', 'SHLVL': '1'}
+_VARIABLES = {
+  'PATH': f'{_PATH}:{_OWN_PATH}',
+  'LANG': 'C.UTF-8',
+  'TERM': 'dumb',
+  'SHLVL': '1',
+}
 _TICK = 0.05  # Seconds between two looks at what a command uses.
 _FLOOD = 256  # A command ends that prints so many times what is kept.
 
@@ -82,7 +88,7 @@ class _Shell:
     paths = [self.workspace, self.scratch]
     self.shares_user = uid != 0 and not self.namespaces
     self.rulesets = shell_layers.make_rulesets(
-      paths, self.root, self.namespaces, self.shares_user
+      paths, self.root, self.namespaces, self.shares_user, self.settings['packages']
     )
     # A user of its own, so that the kernel counts its processes, which it does not for
     # root, and no file or process is its own but what the shell made.
@@ -199,6 +205,8 @@ class _Shell:
       self.filter.load()
       shell = '/bin/bash' if os.path.exists('/bin/bash') else '/bin/sh'
       variables = _VARIABLES | {'HOME': self.workspace, 'TMPDIR': self.scratch}
+      if packages := self.settings['packages']:
+        variables |= {'PATH': f'{_OWN_PATH}:{_PATH}', 'PYTHONPATH': ':'.join(packages)}
       script = _SCRIPT.format(place)
       os.execve(shell, ['shell', '-c', script, 'shell', command], variables)
     except BaseException:

@@ -1,0 +1,324 @@
+r"""Tasks that are directories, played with a shell in place of a container.
+
+  tasks = directories.load('tasks')
+  print(directories.check(tasks))  # {}: every solution scores 1, and doing nothing 0
+  train.run(..., tasks=tasks, make_env=directories.DirectoryEnv)
+
+`task_folders.py` says what a folder holds, and docs/directories.md what is not supported.
+
+The task's absolute paths, such as /app and /tests, are below the shell's workspace. They
+are replaced by where they are in what the task's files and the agent's commands say, and
+the other way round in what commands print: so a prompt and an observation have the paths
+of the container, and no path of this machine. A program that puts such a path together
+does not find it; `check` names a task whose own files do.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent import futures
+import json
+import math
+import os
+import pathlib
+import re
+import shlex
+import time
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import env
+from agent_r1_jax.tasks import task_folders
+from agent_r1_jax.tools import shell
+
+# Seconds for what the workspace itself runs: to clear a directory, to read a reward.
+_OWN_SECONDS = 10.0
+# Bytes of a reward file that are read.
+_MOST_REWARD = 4096
+_MOST_ERRORS = 20
+_NO_TEXT = re.compile('[\0\ud800-\udfff]')
+
+
+def load(folder: str | os.PathLike) -> list[types.Task]:
+  """Reads the tasks in a folder, or the one that it is, in the order of names.
+
+  Files are read again as an episode begins; what has changed by then is refused.
+
+  Raises:
+    ValueError: There is none, or one needs what is not here; names files and lines.
+  """
+  top, tasks, errors = pathlib.Path(folder), [], []
+  for path in find(top):
+    try:
+      read = task_folders.read(path)
+    except (OSError, ValueError) as error:
+      errors.append(str(error))
+      continue
+    info = {'folder': str(path), 'digest': read.digest}
+    prompt = [{'role': 'user', 'content': read.instruction}]
+    tasks.append(types.Task(path.resolve().name, prompt, info=info))
+  if errors:
+    more = len(errors) - _MOST_ERRORS
+    lines = [*errors[:_MOST_ERRORS], *([f'and {more} more'] if more > 0 else [])]
+    raise ValueError(
+      '{} tasks cannot be played:\n{}'.format(len(errors), '\n'.join(lines))
+    )
+  return tasks
+
+
+def find(folder: str | os.PathLike) -> list[pathlib.Path]:
+  """Returns the folders of the tasks in a folder, or the folder if it is one itself.
+
+  Raises:
+    ValueError: There is none.
+  """
+  top = pathlib.Path(folder)
+  found = sorted(
+    path.parent for path in (*top.glob('task.toml'), *top.glob('*/task.toml'))
+  )
+  if not found:
+    raise ValueError(f'{top}: neither it nor a folder in it has a file task.toml.')
+  return found
+
+
+class Workspace(shell.Session):
+  """The shell of one task, with the files of its container and its judge.
+
+  Attributes:
+    folder: The task, once it is laid in.
+    reason: Why `judge` found no reward; empty if it did, or was not asked.
+  """
+
+  folder: task_folders.Folder
+
+  def __init__(self, limits: shell.Limits = shell.LIMITS):
+    """Starts the shell; see `shell.Session`."""
+    super().__init__(limits, packages=True)
+    self.reason, self._end = '', math.inf
+
+  def lay(self, folder: task_folders.Folder) -> None:
+    """Lays a task's first files in; from now on the time of the agent runs.
+
+    Raises:
+      shell.CommandError: The shell has ended.
+    """
+    self.folder = folder
+    places = '|'.join(map(re.escape, sorted(folder.places, key=len, reverse=True)))
+    # Not a part of a longer path or name: no x/app, ./app, /application and /app.py.
+    self._inside = re.compile(rf'(?<![\w.~/}}-])(?:{places})(?![\w-]|\.\w)')
+    self._outside = re.compile(rf'{re.escape(self.workspace)}(?=(?:{places})\b)')
+    self._write(folder.files)
+    # The files may all be elsewhere, and there may be none.
+    self._run_own(f'mkdir -p {self._quote(folder.workdir)}')
+    self._run_own(f'cd {self._quote(folder.workdir)}')
+    self._end = time.monotonic() + folder.agent_seconds
+
+  @property
+  def late(self) -> bool:
+    """Whether the time of the agent is over."""
+    return time.monotonic() > self._end
+
+  def run(self, command: str, seconds: float = 30.0) -> shell.Output:
+    """Runs a command of the agent; see `shell.Session.run`.
+
+    Raises:
+      shell.CommandError: Also where the time of the task is over.
+    """
+    left = self._end - time.monotonic()
+    if left <= 0:
+      raise shell.CommandError('the time of this task is over')
+    output = super().run(self._enter(command), min(seconds, left))
+    return output._replace(text=self._outside.sub('', output.text))
+
+  def solve(self) -> shell.Output:
+    """Runs the task's own solution in place of an agent.
+
+    Raises:
+      shell.CommandError: The shell has ended.
+    """
+    self._write({f'/solution/{k}': v for k, v in self.folder.solution.items()})
+    return self.run('bash /solution/solve.sh', self.folder.agent_seconds)
+
+  def judge(self) -> float:
+    """Lays the tests in, runs them, and returns the reward that they wrote, 0 to 1.
+
+    The agent's processes have ended with its commands. What it left in the place of the
+    tests, of the reward and of the home directory is removed before. Where there is no
+    reward, the workspace's `reason` says why, and the reward is 0: else an agent could
+    escape a bad one.
+    """
+    self._end = math.inf
+    try:
+      self._clear()
+      self._write({f'/tests/{k}': v for k, v in self.folder.tests.items()})
+      home, workdir = self._quote('/logs/home'), self._quote(self.folder.workdir)
+      script = self._quote('/tests/test.sh')
+      output = super().run(
+        f'cd {workdir} && HOME={home} PYTHONNOUSERSITE=1 bash {script}',
+        self.folder.test_seconds,
+      )
+      reward = self._read_reward()
+    except shell.CommandError as error:
+      self.reason = str(error)
+      return 0.0
+    if output.reason:
+      self.reason = f'the tests were ended: {output.reason}'
+    elif reward is None:
+      self.reason = (
+        'the tests wrote no number from 0 to 1 to /logs/verifier/reward.txt or, as '
+        f'"reward", to reward.json; they printed {output.text[-500:]!r}'
+      )
+    return 0.0 if self.reason or reward is None else reward
+
+  def _clear(self) -> None:
+    """Removes what is in the layout's own places, and makes its directories."""
+    paths = ' '.join(map(self._quote, task_folders.OWN_PLACES))
+    new = ' '.join(map(self._quote, ('/logs/verifier', '/logs/agent', '/logs/home')))
+    output = self._run_own(
+      f'chmod -R u+rwx -- {paths} 2>/dev/null; rm -rf -- {paths} && mkdir -p -- {new}'
+    )
+    if output.code or output.reason:
+      raise shell.CommandError(f'the tests cannot be laid in: {output.text[-500:]}')
+
+  def _read_reward(self) -> float | None:
+    for name in ('reward.txt', 'reward.json'):
+      path = self._quote(f'/logs/verifier/{name}')
+      output = self._run_own(f'test -f {path} && head -c {_MOST_REWARD} {path}')
+      if output.code or output.reason:
+        continue
+      try:
+        found = json.loads(output.text)
+        found = found['reward'] if name.endswith('json') else found
+        if isinstance(found, int | float) and 0 <= found <= 1:
+          return float(found)
+      except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+      return None
+    return None
+
+  def _write(self, files: dict[str, str]) -> None:
+    self.write_files({k.lstrip('/'): self._enter(v) for k, v in files.items()})
+
+  def _run_own(self, command: str) -> shell.Output:
+    return super().run(command, _OWN_SECONDS)
+
+  def _enter(self, text: str) -> str:
+    """Replaces the task's absolute paths by where they are, unless it is no text."""
+    if _NO_TEXT.search(text):
+      return text
+    return self._inside.sub(lambda found: self.workspace + found[0], text)
+
+  def _quote(self, path: str) -> str:
+    return shlex.quote(self.workspace + path)
+
+
+class DirectoryEnv(env.ToolEnv):
+  """The agent has a shell in a task's files; the reward is what the task's tests say.
+
+  make_env = directories.DirectoryEnv
+
+  The reward is the metric 'reward/solved', too; 'unjudged' counts episodes whose tests
+  wrote no reward. When the time of the task is over, the next reply ends the episode
+  ('late'). `limits.step_seconds` has to be above the time of the tests.
+  """
+
+  def __init__(self, *, seconds: float = 30.0, limits: shell.Limits = shell.LIMITS):
+    """Starts the shell.
+
+    Args:
+      seconds: Seconds of the clock that a command may take.
+      limits: What the shell may use.
+
+    Raises:
+      RuntimeError: This machine cannot confine a shell; says what to install.
+    """
+    self._workspace, self._late = Workspace(limits), False
+    tool = shell.shell_tool(self._workspace, seconds=seconds)
+    super().__init__(
+      [tool],
+      self._score,
+      metrics=self._count,
+      max_parallel_calls=1,
+      # Each task has its own bound, which the workspace keeps.
+      reward_seconds=task_folders.MOST_SECONDS + 60,
+    )
+
+  async def reset(self, task: types.Task) -> list[types.Message]:
+    """Begins the episode with the task's first files in the workspace.
+
+    Raises:
+      ValueError: The folder is not what it was when the task was loaded.
+    """
+    await asyncio.to_thread(self._workspace.lay, read(task))
+    return await super().reset(task)
+
+  async def step(self, reply: str) -> types.Step:
+    """Runs the reply's command; without one, or after the time, the episode is done."""
+    if self._workspace.late:
+      self._late = True
+      return await self.finish('max_turns', reply)
+    return await super().step(reply)
+
+  def close(self) -> None:
+    """Ends the shell and all that it started, and removes the workspace."""
+    self._workspace.close()
+
+  def _score(self, task: types.Task, messages: Sequence[types.Message]):
+    return {'solved': self._workspace.judge()}
+
+  def _count(self, task: types.Task, messages: Sequence[types.Message]):
+    return {'unjudged': float(bool(self._workspace.reason)), 'late': float(self._late)}
+
+
+def read(task: types.Task) -> task_folders.Folder:
+  """Reads the folder of a loaded task again.
+
+  Raises:
+    ValueError: It is not what it was.
+  """
+  folder = task_folders.read(task.info['folder'])
+  if folder.digest != task.info['digest']:
+    raise ValueError(
+      f'{task.info["folder"]}: the task has changed since it was loaded; start anew.'
+    )
+  return folder
+
+
+def check(
+  tasks: Sequence[types.Task], *, workers: int = 2, limits: shell.Limits = shell.LIMITS
+) -> dict[str, str]:
+  """Plays each task twice: its solution has to score 1, and doing nothing 0.
+
+  Args:
+    tasks: Tasks as `load` returns them.
+    workers: How many are played at a time, each by a process of its own.
+    limits: What a shell may use.
+
+  Returns:
+    Why a task fails, by its id; empty where all are right.
+  """
+  with futures.ThreadPoolExecutor(workers) as pool:
+    reasons = pool.map(lambda task: find_fault(task, limits), tasks)
+    return {t.id: reason for t, reason in zip(tasks, reasons, strict=True) if reason}
+
+
+def find_fault(task: types.Task, limits: shell.Limits = shell.LIMITS) -> str:
+  """Says what is wrong with a task, as `check` does; nothing if it is right."""
+  folder = read(task)
+  if 'solve.sh' not in folder.solution:
+    return 'it has no solution/solve.sh'
+  for solve, wanted in ((True, 1.0), (False, 0.0)):
+    workspace = Workspace(limits)
+    try:
+      workspace.lay(folder)
+      output = workspace.solve() if solve else None
+      reward = workspace.judge()
+    except shell.CommandError as error:
+      return str(error)
+    finally:
+      workspace.close()
+    who = 'the solution' if solve else 'doing nothing'
+    if workspace.reason:
+      return f'{who} is not judged: {workspace.reason}'
+    if reward != wanted:
+      said = output and (output.reason or f'status {output.code}, {output.text[-500:]!r}')
+      return f'{who} scores {reward:g}' + (f'; it ended with {said}' if said else '')
+  return ''

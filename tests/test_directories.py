@@ -1,0 +1,315 @@
+"""Tasks that are directories: what is read, refused, played, judged and checked."""
+
+import json
+import os
+import re
+
+import confined
+import pytest
+
+from agent_r1_jax import testing
+from agent_r1_jax.tasks import directories, task_folders
+from agent_r1_jax.tools import shell
+
+pytestmark = pytest.mark.usefixtures('needs_shell')
+needs_shell, layers = confined.needs_shell, confined.layers
+
+# The agent has to write 42 into /app/out.txt; half of it is worth a half.
+FILES = {
+  'task.toml': '[agent]\ntimeout_sec = 60.0\n[verifier]\ntimeout_sec = 20.0\n',
+  'instruction.md': 'Write the number of `/app/in.txt` to `/app/out.txt`.\n',
+  'environment/Dockerfile': (
+    '# A comment.\nFROM python:3-slim\nRUN pip install --no-cache-dir \\\n  pytest\n'
+    'WORKDIR /app\nCOPY in.txt .\nCOPY more /data/\nCMD ["bash"]\n'
+  ),
+  'environment/in.txt': '42\n',
+  'environment/more/deep/where.sh': '#!/bin/sh\necho /data/deep is $(pwd)\n',
+  'tests/test.sh': '#!/bin/bash\npython3 /tests/grade.py > /logs/verifier/reward.txt\n',
+  'tests/grade.py': (
+    'import pathlib\n'
+    "path = pathlib.Path('/app/out.txt')\n"
+    "text = path.read_text() if path.is_file() else ''\n"
+    "print({'42': 1, '21': .5}.get(text.strip(), 0))\n"
+  ),
+  'solution/solve.sh': 'cat /app/in.txt > /app/out.txt\n',
+}
+SOLVE = 'echo 42 > /app/out.txt'
+
+
+def write(folder, changes=None):
+  """Writes the task with changed files, where None removes one; returns its folder."""
+  for name, text in (FILES | (changes or {})).items():
+    if text is not None:
+      path = folder / name
+      path.parent.mkdir(parents=True, exist_ok=True)
+      path.write_text(text)
+  return folder
+
+
+def call(command):
+  call = {'name': 'shell', 'arguments': {'command': command}}
+  return f'<tool_call>{json.dumps(call)}</tool_call>'
+
+
+@pytest.fixture
+def workspace(tmp_path):
+  """Opens workspaces, with changed files, in which the task is laid."""
+  opened = []
+
+  def lay(changes=None, **limits):
+    folder = write(tmp_path / f'task{len(opened)}', changes)
+    made = directories.Workspace(shell.Limits(**limits))
+    opened.append(made)
+    made.lay(task_folders.read(folder))
+    return made
+
+  yield lay
+  for made in opened:
+    made.close()
+
+
+def test_a_folder_becomes_a_task(tmp_path):
+  write(tmp_path / 'b')
+  write(tmp_path / 'a', {'instruction.md': 'Another.', 'environment/Dockerfile': None})
+  first, second = directories.load(tmp_path)
+  assert (first.id, second.id) == ('a', 'b')
+  assert second.messages == [{'role': 'user', 'content': FILES['instruction.md']}]
+  (same,) = directories.load(tmp_path / 'b')
+  assert same == second
+  read = directories.read(second)
+  assert read.files == {
+    '/app/in.txt': '42\n',
+    '/data/deep/where.sh': FILES['environment/more/deep/where.sh'],
+  }
+  assert (read.workdir, read.agent_seconds, read.test_seconds) == ('/app', 60.0, 20.0)
+  assert '/app/more/deep/where.sh' in directories.read(first).files
+  (tmp_path / 'b' / 'tests' / 'grade.py').write_text('print(1)')
+  with pytest.raises(ValueError, match='has changed since it was loaded'):
+    directories.read(second)
+
+
+def test_the_paths_of_the_container_are_seen(layers, workspace):
+  played = workspace()
+  shown = played.run('pwd; sh /data/deep/where.sh; ls -d /tests; cat /app/in.txt; ls ~')
+  assert shown.text.splitlines() == [
+    '/app',
+    '/data/deep is /app',
+    "ls: cannot access '/tests': No such file or directory",
+    '42',
+    'app',
+    'data',
+  ]
+  # What is no place of the task stays as it is.
+  assert played.run('echo /application x/app ./app /app.py').text.split() == [
+    *('/application', 'x/app', './app', '/app.py')
+  ]
+  assert played.run('python3 -c "import pytest; print(1)"', 60.0).text == '1\n'
+  played.run('echo 21 > /app/out.txt')
+  assert (played.judge(), played.reason) == (0.5, '')
+
+
+CHEATS = {
+  'it writes the reward': 'mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt',
+  'it writes the other reward': (
+    'mkdir -p /logs/verifier; echo \'{"reward": 1}\' > /logs/verifier/reward.json'
+  ),
+  'it writes tests': 'mkdir /tests; echo "print(1)" > /tests/grade.py; chmod 0 /tests',
+  'tests are a link': 'mkdir /app/x; ln -s /app/x /tests',
+  'the logs are a file': 'echo > /logs',
+  'it leaves a process': (
+    '(setsid sh -c "while :; do echo 42 > /app/out.txt; '
+    'echo 1 > /logs/verifier/reward.txt; done" >/dev/null 2>&1 &)'
+  ),
+  'it changes what Python imports': (
+    'd=~/.local/lib/python3.11/site-packages; mkdir -p $d; '
+    'echo "import os; print(1, flush=True); os._exit(0)" > $d/usercustomize.py'
+  ),
+}
+
+
+@pytest.mark.parametrize('name', CHEATS)
+def test_a_cheat_has_no_reward(workspace, name):
+  played = workspace()
+  played.run(f'{CHEATS[name]}; rm -f /app/out.txt')
+  assert (played.judge(), played.reason) == (0.0, '')
+
+
+FAULTS = {
+  'hangs': ('sleep 600', 'longer than 1 seconds'),
+  'forks': (':(){ :|:& };:; while :; do :; done', 'longer than 1 seconds'),
+  'floods': ('yes', 'printed too much'),
+  'fills the disk': ('yes > /logs/x', 'workspace|no number'),
+  'writes nothing': ('echo well', "no number .* they printed 'well"),
+  'writes NaN': ('echo NaN > /logs/verifier/reward.txt', 'no number'),
+  'writes 2': ('echo 2 > /logs/verifier/reward.txt', 'no number'),
+  'writes a text': ('echo "{" > /logs/verifier/reward.txt', 'no number'),
+  'nests': ('printf "[%.0s" {1..4000} > /logs/verifier/reward.txt', 'no number'),
+  'makes a pipe': ('mkfifo /logs/verifier/reward.txt', 'no number'),
+  'is no object': ('echo 1 > /logs/verifier/reward.json', 'no number'),
+}
+
+
+@pytest.mark.parametrize('name', FAULTS)
+def test_tests_that_fail_give_no_reward_and_a_reason(workspace, name):
+  script, reason = FAULTS[name]
+  settings = FILES['task.toml'].replace('20.0', '1')
+  played = workspace({'tests/test.sh': script, 'task.toml': settings}, disk_mb=8)
+  assert played.judge() == 0.0
+  assert re.search(reason, played.reason, re.DOTALL)
+
+
+def test_a_reward_in_json(workspace):
+  script = 'echo \'{"reward": 0.75, "style": 3}\' > /logs/verifier/reward.json'
+  played = workspace({'tests/test.sh': script})
+  assert (played.judge(), played.reason) == (0.75, '')
+
+
+def test_an_agent_that_ends_its_shell_or_removes_all_has_no_reward(workspace):
+  played = workspace()
+  played.run(f'{SOLVE}; rm -rf /app')
+  assert played.judge() == 0.0 and 'No such file' in played.reason
+  played.close()
+  assert played.judge() == 0.0 and 'shell has ended' in played.reason
+
+
+def test_the_time_of_the_agent_is_bounded(workspace):
+  played = workspace({'task.toml': FILES['task.toml'].replace('60.0', '0.4')})
+  assert 'longer than' in played.run('sleep 60').reason and played.late
+  with pytest.raises(shell.CommandError, match='time of this task is over'):
+    played.run(SOLVE)
+  assert (played.judge(), played.reason) == (0.0, '')
+
+
+async def test_it_is_an_environment(tmp_path):
+  (task,) = directories.load(write(tmp_path))
+  replies = [call('ls'), call(SOLVE), 'Done.']
+  make_env = lambda: directories.DirectoryEnv(seconds=60.0)
+  steps = await testing.check_env(make_env, task, replies)
+  assert steps[0].messages[0]['content'] == 'in.txt\n'
+  assert steps[-1].reward == steps[-1].metrics['reward/solved'] == 1.0
+  assert steps[-1].metrics['unjudged'] == steps[-1].metrics['late'] == 0.0
+
+
+async def test_an_episode_whose_time_is_over_is_judged(tmp_path):
+  changes = {'task.toml': FILES['task.toml'].replace('60.0', '0.3')}
+  (task,) = directories.load(write(tmp_path, changes))
+  env = directories.DirectoryEnv()
+  await env.reset(task)
+  assert not (await env.step(call(f'{SOLVE}; sleep 60'))).done
+  step = await env.step(call('ls'))
+  env.close()
+  assert step.done and step.reward == step.metrics['late'] == 1.0
+
+
+def test_every_task_is_checked(tmp_path):
+  write(tmp_path / 'right')
+  write(tmp_path / 'none', {'solution/solve.sh': None})
+  write(tmp_path / 'wrong', {'solution/solve.sh': 'echo no; echo 21 > /app/out.txt'})
+  write(tmp_path / 'easy', {'tests/test.sh': 'echo 1 > /logs/verifier/reward.txt'})
+  found = directories.check(directories.load(tmp_path))
+  assert found == {
+    'none': 'it has no solution/solve.sh',
+    'wrong': "the solution scores 0.5; it ended with status 0, 'no\\n'",
+    'easy': 'doing nothing scores 1',
+  }
+
+
+REFUSED = {
+  'no TOML': ({'task.toml': 'x = ['}, 'task.toml: it is no TOML'),
+  'deep TOML': ({'task.toml': 'x = ' + '[' * 20_000}, 'task.toml: it is no TOML'),
+  'no table': ({'task.toml': 'agent = 3'}, r'agent is 3; make it a table'),
+  'a text': ({'task.toml': '[agent]\ntimeout_sec = "9"'}, 'agent.timeout_sec is '),
+  'a truth': ({'task.toml': '[agent]\ntimeout_sec = true'}, 'agent.timeout_sec is '),
+  'NaN': ({'task.toml': '[verifier]\ntimeout_sec = nan'}, 'verifier.timeout_sec is nan'),
+  'for ever': ({'task.toml': '[verifier]\ntimeout_sec = inf'}, 'at most 86400'),
+  'an image': ({'task.toml': '[environment]\ndocker_image = "x"'}, 'docker_image is set'),
+  'a GPU': ({'task.toml': '[environment]\ngpus = 1'}, 'environment.gpus is set'),
+  'steps': ({'task.toml': '[[steps]]\nname = "a"'}, 'steps is set, which needs more'),
+  'keys': ({'task.toml': '[verifier]\nenv = {A = "b"}'}, 'verifier.env is set'),
+  'no prompt': ({'instruction.md': ' \n'}, 'instruction.md: it is missing or empty'),
+  'no tests': ({'tests/test.sh': None}, 'tests/test.sh: it is missing or empty'),
+  'compose': ({'environment/compose.yaml': 'x'}, 'compose.yaml: there are no containers'),
+  'too large': ({'environment/x': 'x' * (1 << 22)}, 'at most 2000 files and 4 MiB'),
+}
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_what_cannot_be_played_is_refused(tmp_path, name):
+  changes, match = REFUSED[name]
+  write(tmp_path / 'x', changes)
+  with pytest.raises(ValueError, match=f'1 tasks cannot be played:\n.*{match}'):
+    directories.load(tmp_path)
+
+
+LINES = {
+  'FROM alpine': 'the image is another one',
+  'FROM python:3-slim\nFROM python:3-slim': 'line 2: .*: the image is another one',
+  'FROM python:3.5': 'the Python here is 3',
+  'RUN apt-get update': "line 1: 'RUN apt-get update': a command would have to be run",
+  'RUN pip install pytest && rm x': '&& is not installed',
+  'RUN pip install pytest==0.1': r'pytest==0.1 is not installed here \([1-9]',
+  'RUN pip install no-such-package-x': 'is not installed here .in no version',
+  'RUN \\\n  pip install': 'line 1: ',
+  'ENV A=b': 'ENV is not among what can be done',
+  'USER me': 'USER is not among',
+  'COPY --from=x a /app/': 'flags, variables',
+  'COPY $X /app/': 'flags, variables',
+  'COPY nothing /app/': 'nothing is not in environment/',
+  'COPY ../task.toml /app/': 'task.toml is not in environment/',
+  'COPY in.txt': 'it has 1 words',
+  'COPY in.txt /etc/passwd': "would be among the system's files",
+  'COPY in.txt /tests/x': 'the layout has its own files',
+  'COPY in.txt /app/../../usr/bin/sh': "would be among the system's files",
+  'WORKDIR /usr/lib': "would be among the system's files",
+  'WORKDIR': 'it has 0 words',
+  'COPY "in.txt /app/': 'No closing quotation',
+  'COPY in.txt /data/x': 'a line such as WORKDIR /app is missing',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('lines', LINES)
+def test_a_dockerfile_that_needs_an_image_is_refused_by_its_line(tmp_path, lines):
+  folder = write(tmp_path, {'environment/Dockerfile': lines})
+  with pytest.raises(ValueError, match=LINES[lines]):
+    task_folders.read(folder)
+
+
+def test_what_copy_makes(tmp_path):
+  folder = write(
+    tmp_path,
+    {
+      'environment/Dockerfile': (
+        'FROM debian\nWORKDIR /usr/src/x\nCOPY in.txt a\nCOPY in.txt ./b/\n'
+        'COPY more/deep deep\nCOPY in.txt more/deep/where.sh deep\nWORKDIR sub\n'
+        'COPY more .\n'
+      )
+    },
+  )
+  read = task_folders.read(folder)
+  names = ('a', 'b/in.txt', 'deep/where.sh', 'deep/in.txt', 'sub/deep/where.sh')
+  assert {*read.files} == {f'/usr/src/x/{name}' for name in names}
+  assert read.workdir == '/usr/src/x/sub' and '/usr/src' in read.places
+
+
+def test_links_and_what_is_no_file_are_refused(tmp_path):
+  for name, make in {
+    'file': lambda path: path.symlink_to('/etc/passwd'),
+    'folder': lambda path: path.symlink_to('/etc'),
+    'pipe': lambda path: os.mkfifo(path),
+  }.items():
+    folder = write(tmp_path / name)
+    make(folder / 'environment' / 'x')
+    with pytest.raises(ValueError, match=r'x: it is a link or no regular file'):
+      task_folders.read(folder)
+  with pytest.raises(ValueError, match='neither it nor a folder in it'):
+    directories.load(tmp_path / 'file' / 'environment')
+
+
+def test_bytes_that_are_no_text_travel_as_they_are(tmp_path):
+  folder = write(tmp_path)
+  data = bytes(range(256)) + b' /app/x '
+  (folder / 'environment' / 'in.txt').write_bytes(data)
+  played = directories.Workspace()
+  played.lay(task_folders.read(folder))
+  assert played.read_files()['app/in.txt'] == data.decode(errors='surrogateescape')
+  played.close()
