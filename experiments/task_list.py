@@ -16,6 +16,7 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.report import tables
+from agent_r1_jax.tasks import directories
 from agent_r1_jax.tasks import games as games_lib
 from agent_r1_jax.tasks import mathematics, programming, qa, qa_data, reasoning
 from agent_r1_jax.tools import calculator, python, sandbox
@@ -247,6 +248,29 @@ def load_games_benchmark(kind: str, source: Source) -> Benchmark:
   )
 
 
+# Of experiments.directories too. A step includes the tests of the task.
+DIRECTORIES = config_lib.Config(
+  schedule=config_lib.Schedule(steps=100, tasks=16, samples=8, eval_every=20),
+  limits=config_lib.Limits(max_turns=30, max_turn_tokens=1024, step_seconds=900.0),
+  optimizer=config_lib.Optimizer(learning_rate=1e-6),
+)
+
+
+def load_directories(source: Source) -> Benchmark:
+  """Loads tasks that are directories, which the agent plays with the shell."""
+  if not source.data:
+    raise ValueError('--data: name a folder of tasks (docs/directories.md).')
+  tasks = shuffle(directories.load(source.data))[: source.limit or None]
+  return Benchmark(
+    {'agent': ({'': tasks}, directories.DirectoryEnv)},
+    score='reward/solved',
+    rest=('tool_calls', 'unjudged', 'late'),
+    answers=None,
+    config=DIRECTORIES,
+    made_of={'tasks': identity.digest([task.info['digest'] for task in tasks])},
+  )
+
+
 def load_miniwiki(source: Source) -> Benchmark:
   """Makes miniwiki's test questions; 300 of each set if there is no limit."""
   sets = {
@@ -306,6 +330,7 @@ TASKS: dict[str, Callable[[Source], Benchmark]] = {
   'textworld': functools.partial(load_games_benchmark, 'textworld'),
   'games': functools.partial(load_games_benchmark, 'files'),
   'reasoning-gym': functools.partial(load_games_benchmark, 'reasoning-gym'),
+  'directories': load_directories,
   **{
     name: functools.partial(load_world, world)
     for name, world in all_worlds.WORLDS.items()

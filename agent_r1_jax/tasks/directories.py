@@ -52,7 +52,7 @@ def load(folder: str | os.PathLike) -> list[types.Task]:
     except (OSError, ValueError) as error:
       errors.append(str(error))
       continue
-    info = {'folder': str(path), 'digest': read.digest}
+    info = {'folder': str(path), 'digest': read.digest, 'workdir': read.workdir}
     prompt = [{'role': 'user', 'content': read.instruction}]
     tasks.append(types.Task(path.resolve().name, prompt, info=info))
   if errors:

@@ -183,7 +183,8 @@ def judge(path, change, source, tests, passing: list[str]) -> Mutant | None:
   found = output and re.search(r'^FAILED (\S+?::\S+)(?: - (.*))?$', output, re.MULTILINE)
   if not found:
     return None
-  return Mutant(path, change, tuple(files), found[1], found[2] or 'It fails.')
+  test = found[1].removeprefix('../tests/')
+  return Mutant(path, change, tuple(files), test, found[2] or 'It fails.')
 
 
 def run_tests(source, tests, files: list[str]) -> str | None:

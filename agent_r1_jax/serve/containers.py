@@ -1,0 +1,140 @@
+r"""Agents that run their commands in a container, which is a task's workspace here.
+
+Many agents start a container and run each command in it by `docker exec`. They get a
+command in place of docker that leads into the shell of the episode's task, so that what
+the model wrote is confined, while the agent's own code, which asks the endpoint, is not:
+
+  def command(task, docker):
+    return ['agent', '--docker', docker, task.messages[-1]['content']]
+
+  make_env = lambda: program.Program(containers.in_directory(command))
+
+The task's tests judge when the program has ended.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import contextlib
+import json
+import pathlib
+import shlex
+import sys
+import tempfile
+
+from agent_r1_jax import types
+from agent_r1_jax.serve import program
+from agent_r1_jax.tasks import directories
+from agent_r1_jax.tools import shell
+
+# The whole command in place of docker: it sends its arguments, and prints the answer.
+_SCRIPT = """#!{python} -IS
+import json, socket, sys
+there = socket.socket(socket.AF_UNIX)
+there.connect({address!r})
+lines = there.makefile('rw', encoding='utf-8', errors='surrogateescape')
+print(json.dumps(sys.argv[1:]), file=lines, flush=True)
+text, code = json.loads(lines.readline())
+sys.stdout.reconfigure(errors='backslashreplace')
+sys.stdout.write(text)
+sys.exit(code)
+"""
+_MOST_BYTES = 1 << 20  # Of the arguments of a command.
+_LATE, _FAILED = 124, 125  # As `timeout` and `docker` end.
+_WITH_VALUE = ('-w', '--workdir', '-e', '--env', '-u', '--user')
+# What the endpoint calls a refusal, in an error that a program ends with.
+_REFUSALS = ('max_turns', 'context_length_exceeded')
+
+
+def in_directory(
+  command: Callable[[types.Task, str], Sequence[str]],
+  *,
+  seconds: float = 30.0,
+  limits: shell.Limits = shell.LIMITS,
+) -> Callable[[types.Task, str], Awaitable[program.Output]]:
+  """Makes a Program's `run` of a process that plays tasks of `directories.load`.
+
+  The reward is the part 'solved'. A program that ends with another status than 0 makes
+  the episode an error, unless the endpoint had refused it a reply for want of turns or
+  tokens: what it left is then judged.
+
+  Args:
+    command: (task, path of the command in place of docker) -> the program and its
+      arguments. It gets the environment of `program.process`.
+    seconds: Seconds of the clock that a command in the workspace may take.
+    limits: What the workspace may use.
+  """
+
+  async def run(task: types.Task, url: str) -> program.Output:
+    workspace = await asyncio.to_thread(directories.Workspace, limits)
+    try:
+      await asyncio.to_thread(workspace.lay, directories.read(task))
+      async with open_docker(workspace, seconds) as docker:
+        play = program.process(command(task, docker), read=_check_end)
+        # A program may wait for itself, and the task's time is over all the same.
+        with contextlib.suppress(TimeoutError):
+          async with asyncio.timeout(workspace.folder.agent_seconds):
+            await play(task, url)
+      return {'solved': await asyncio.to_thread(workspace.judge)}
+    finally:
+      workspace.close()
+
+  return run
+
+
+def _check_end(status: int, output: str) -> None:
+  if status and not any(code in output for code in _REFUSALS):
+    raise RuntimeError(f'the program ended with status {status}: {output[-2000:]}')
+
+
+@contextlib.asynccontextmanager
+async def open_docker(session: shell.Session, seconds: float) -> AsyncIterator[str]:
+  """Yields the path of a command in place of docker, which works meanwhile.
+
+  It knows `run -d`, whose container is the session's workspace, whatever the image,
+  `exec` with `-w` and `-e`, and `stop`, `kill` and `rm`, which do nothing.
+  """
+
+  async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+    with contextlib.suppress(OSError, ValueError):
+      words = json.loads(await reader.readline())
+      reply = await asyncio.to_thread(_run, session, seconds, words)
+      writer.write(json.dumps(reply).encode() + b'\n')
+      await writer.drain()
+    writer.close()
+
+  with tempfile.TemporaryDirectory(prefix='docker-') as folder:
+    address = f'{folder}/socket'
+    path = pathlib.Path(folder, 'docker')
+    path.write_text(_SCRIPT.format(python=sys.executable, address=address))
+    path.chmod(0o700)
+    async with await asyncio.start_unix_server(answer, address, limit=_MOST_BYTES):
+      yield str(path)
+
+
+def _run(session: shell.Session, seconds: float, words: list[str]) -> tuple[str, int]:
+  """Does what docker was asked for; returns what it prints and its exit status."""
+  verb, *words = words or ['']
+  if verb in ('stop', 'kill', 'rm'):
+    return '', 0
+  if verb == 'run' and {'-d', '--detach'} & {*words}:
+    return 'workspace\n', 0
+  if verb != 'exec':
+    return f'docker {verb}: only run -d, exec, stop, kill and rm work here\n', _FAILED
+  start = ''
+  while words and words[0].startswith('-'):
+    option, *words = words
+    if option in _WITH_VALUE and words:
+      value, *words = words
+      if option in ('-w', '--workdir'):
+        start += f'cd -- {shlex.quote(value)} && '
+      elif option in ('-e', '--env'):
+        start += f'export -- {shlex.quote(value)} && '
+  # A shell of a login complains that there is no /etc/profile.
+  words = ['-c' if word == '-lc' and n == 2 else word for n, word in enumerate(words)]
+  try:
+    output = session.run(start + shlex.join(words[1:]), seconds)
+  except shell.CommandError as error:
+    return f'{error}\n', _FAILED
+  if output.reason:
+    return f'{output.text}\nthe command was ended: {output.reason}\n', _LATE
+  return output.text, output.code

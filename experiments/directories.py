@@ -1,0 +1,77 @@
+r"""Trains an agent on tasks that are directories (docs/directories.md), or checks these.
+
+  python -m experiments.directories --data=runs/repairs --check_only
+  python -m experiments.directories --data=runs/repairs --workdir=runs/mended \
+    --config.model.path=Qwen2.5-Coder-3B-Instruct
+
+Before a run every task is played twice: its solution has to score 1, and doing nothing 0.
+The tasks that fail are named, and nothing is trained.
+
+The agent has the shell tool; `--mini=PATH` has mini-swe-agent play in its place, where PATH
+is its command `mini` (experiments/repairs/mini.py). `--watched` of the tasks are not
+trained on, but evaluated.
+"""
+
+import time
+
+from absl import app, flags
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields, report, train
+from agent_r1_jax.host import runtime
+from agent_r1_jax.rl import algorithms
+from agent_r1_jax.serve import program
+from agent_r1_jax.tasks import directories
+from experiments import task_list
+from experiments.repairs import mini
+
+_DATA = flags.DEFINE_string('data', None, 'A folder of tasks.', required=True)
+_CHECK_ONLY = flags.DEFINE_bool(
+  'check_only', False, 'Check the tasks, and train nothing.'
+)
+_WORKERS = flags.DEFINE_integer('workers', 2, 'Tasks that are checked at a time.', 1)
+_MINI = flags.DEFINE_string('mini', '', 'The command of mini-swe-agent, if it plays.')
+_WATCHED = flags.DEFINE_integer('watched', 20, 'Tasks to watch the training with.')
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/directories', 'Where the run writes.')
+_CFG = fields.define_flags(task_list.DIRECTORIES)
+
+
+def main(_):
+  runtime.quiet_logging()
+  tasks = task_list.shuffle(directories.load(_DATA.value))
+  start = time.monotonic()
+  faults = directories.check(tasks, workers=_WORKERS.value)
+  seconds = time.monotonic() - start
+  for name, reason in faults.items():
+    print(f'{name}: {reason}')
+  print(f'{len(tasks) - len(faults)} of {len(tasks)} tasks are right; {seconds:.0f} s')
+  if faults:
+    raise SystemExit(1)
+  if not _CHECK_ONLY.value:
+    run(tasks)
+
+
+def run(tasks) -> None:
+  """Trains on all tasks but those that are watched."""
+  watched = _WATCHED.value
+  if not 0 < watched < len(tasks):
+    raise ValueError(
+      f'--watched={watched} must be above 0 and leave some of {len(tasks)} to train on.'
+    )
+  make_env = directories.DirectoryEnv
+  if _MINI.value:
+    play = mini.with_mini(_MINI.value)
+    make_env = lambda: program.Program(play)
+  train.run(
+    _CFG.value,
+    _WORKDIR.value,
+    tasks=tasks[watched:],
+    make_env=make_env,
+    algorithm=algorithms.grpo(),
+    evals={'watched': tasks[:watched]},
+    watcher=report.Watcher(),
+  )
+
+
+if __name__ == '__main__':
+  app.run(main)

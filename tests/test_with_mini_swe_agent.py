@@ -1,0 +1,129 @@
+"""mini-swe-agent plays a task: `make test-with-mini-swe-agent` installs and tries it."""
+
+import asyncio
+import contextlib
+from http import server
+import json
+import os
+import pathlib
+import threading
+
+import confined
+import pytest
+from test_directories import FILES, write
+from test_train import _likely
+import tiny
+
+from agent_r1_jax import report, train
+from agent_r1_jax.rl import algorithms
+from agent_r1_jax.serve import program
+from agent_r1_jax.tasks import directories
+from experiments.repairs import mini
+
+PYTHON = os.environ.get('PACKAGE_PYTHON', '')
+pytestmark = [
+  pytest.mark.skipif(not PYTHON, reason='`make test-with-mini-swe-agent` installs it'),
+  pytest.mark.usefixtures('needs_shell'),
+]
+needs_shell = confined.needs_shell
+MINI = str(pathlib.Path(PYTHON).parent / 'mini')
+END = 'echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT'
+
+
+class _Script(server.BaseHTTPRequestHandler):
+  """A policy that gives one command after the other, in OpenAI's protocol."""
+
+  commands: list[str] = []
+  asked: list[dict] = []
+
+  def do_POST(self):
+    body = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
+    self.asked.append(body)
+    command = self.commands[sum(m['role'] == 'assistant' for m in body['messages'])]
+    function = {'name': 'bash', 'arguments': json.dumps({'command': command})}
+    call = {'id': f'c{len(self.asked)}', 'type': 'function', 'function': function}
+    message = {'role': 'assistant', 'content': 'Well.', 'tool_calls': [call]}
+    choice = {'index': 0, 'message': message, 'finish_reason': 'tool_calls'}
+    usage = {'prompt_tokens': 1, 'completion_tokens': 1, 'total_tokens': 2}
+    reply = {'id': 'x', 'object': 'chat.completion', 'created': 1, 'model': 'policy'}
+    data = json.dumps({**reply, 'choices': [choice], 'usage': usage}).encode()
+    self.send_response(200)
+    self.send_header('Content-Type', 'application/json')
+    self.send_header('Content-Length', str(len(data)))
+    self.end_headers()
+    self.wfile.write(data)
+
+  def log_message(self, *_):
+    pass
+
+
+@contextlib.contextmanager
+def _serve(commands):
+  """The address of a scripted policy, and the requests that it gets."""
+  script = type('Script', (_Script,), {'commands': commands, 'asked': []})
+  with server.ThreadingHTTPServer(('127.0.0.1', 0), script) as running:
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    yield f'http://127.0.0.1:{running.server_address[1]}/v1', script.asked
+    running.shutdown()
+
+
+@pytest.fixture
+def task(tmp_path):
+  (task,) = directories.load(write(tmp_path / 'task'))
+  return task
+
+
+def test_a_policy_that_knows_the_commands_solves_the_task(task):
+  here = pathlib.Path(__file__).parent
+  commands = [
+    f'pwd; cat in.txt; ls /tests; ls {here}; echo $OPENAI_API_KEY',
+    'python3 -c "import socket; socket.socket()" || cp in.txt out.txt',
+    END,
+  ]
+  with _serve(commands) as (url, asked):
+    reward = asyncio.run(mini.with_mini(MINI, seconds=60.0)(task, url))
+  assert reward == {'solved': 1.0}
+  assert len(asked) == 3 and FILES['instruction.md'].strip() in str(
+    asked[0]['messages'][1]['content']
+  )
+  first, second = (body['messages'][-1]['content'] for body in asked[1:])
+  assert '/app' in first and '42' in first and 'cannot access' in first
+  assert 'test_directories.py' not in first and 'none' not in first
+  assert 'PermissionError' in second or 'Operation not permitted' in second
+
+
+def test_an_agent_that_does_nothing_has_no_reward(task):
+  with _serve([END]) as (url, _):
+    assert asyncio.run(mini.with_mini(MINI)(task, url)) == {'solved': 0.0}
+
+
+def test_a_program_that_fails_is_an_error(task):
+  with pytest.raises(RuntimeError, match='the program ended with status 1'):
+    asyncio.run(mini.with_mini(MINI)(task, 'http://127.0.0.1:9/v1'))
+
+
+def test_an_untrained_policy_plays_and_is_trained(task, tmp_path):
+  """Its nonsense ends mini-swe-agent, and is an episode like any other."""
+  model = tiny.save(tmp_path / 'model', _likely())
+  run = mini.with_mini(MINI, mini.SHORT, seconds=60.0)
+  config = tiny.run_config(
+    model=model,
+    steps=1,
+    tasks=1,
+    samples=2,
+    max_turns=2,
+    max_turn_tokens=8,
+    rows=2,
+    slots=1024,
+  )
+  train.run(
+    config,
+    str(tmp_path / 'run'),
+    tasks=[task],
+    make_env=lambda: program.Program(run),
+    algorithm=algorithms.grpo(),
+    watcher=report.Watcher(),
+  )
+  lines = (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()
+  (step,) = [json.loads(line) for line in lines if 'rollout/reward' in line]
+  assert step['rollout/status/error'] == 0 and step['rollout/turns'] == 2
