@@ -7,16 +7,15 @@ r"""Trains an agent on tasks that are directories (docs/directories.md), or chec
 Before a run every task is played twice: its solution has to score 1, and doing nothing 0.
 The tasks that fail are named, and nothing is trained.
 
-The agent has the shell tool; `--mini=PATH` has mini-swe-agent play in its place, where PATH
-is its command `mini` (experiments/repairs/mini.py). `--watched` of the tasks are not
-trained on, but evaluated.
+The agent has the shell tool; with `--mini=PATH`, where PATH is the command `mini` of
+mini-swe-agent, that plays in its place (experiments/repairs/mini.py). `--watched` of the
+tasks are not trained on, but evaluated.
 """
 
 import time
 
 from absl import app, flags
 
-from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, report, train
 from agent_r1_jax.host import runtime
 from agent_r1_jax.rl import algorithms

@@ -16,9 +16,15 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.report import tables
-from agent_r1_jax.tasks import directories
+from agent_r1_jax.tasks import (
+  directories,
+  mathematics,
+  programming,
+  qa,
+  qa_data,
+  reasoning,
+)
 from agent_r1_jax.tasks import games as games_lib
-from agent_r1_jax.tasks import mathematics, programming, qa, qa_data, reasoning
 from agent_r1_jax.tools import calculator, python, sandbox
 from agent_r1_jax.train import evaluate, identity, rollout
 from experiments import benchmarks, comparison, react, retrievers, scores
