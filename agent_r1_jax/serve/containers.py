@@ -132,7 +132,8 @@ def _run(session: shell.Session, seconds: float, words: list[str]) -> tuple[str,
   # A shell of a login complains that there is no /etc/profile.
   words = ['-c' if word == '-lc' and n == 2 else word for n, word in enumerate(words)]
   try:
-    output = session.run(start + shlex.join(words[1:]), seconds)
+    # The directory of one command is not that of the next.
+    output = session.run(f'({start}{shlex.join(words[1:])})', seconds)
   except shell.CommandError as error:
     return f'{error}\n', _FAILED
   if output.reason:

@@ -31,6 +31,7 @@ from experiments.repairs import mutations
 _FOLDER = flags.DEFINE_string('folder', 'runs/repairs', 'Where the tasks are written.')
 _SDISTS = flags.DEFINE_string('sdists', 'runs/sdists', 'The source distributions.')
 _TASKS = flags.DEFINE_integer('tasks', 100, 'Tasks to make.', 1)
+_PACKAGES = flags.DEFINE_list('packages', [], 'Packages; all by default.')
 _SEED = flags.DEFINE_integer('seed', 0, 'Chooses the lines.')
 _WORKERS = flags.DEFINE_integer('workers', 2, 'Mutants that are tested at a time.', 1)
 _FETCH_SECONDS = 300.0
@@ -70,7 +71,7 @@ timeout_sec = 600.0
 timeout_sec = {_TEST_SECONDS}.0
 """
 _TEST = """#!/bin/bash
-python3 -m pytest -q --tb=line -p no:cacheprovider -c /dev/null \\
+COLUMNS=200 python3 -m pytest -q --tb=line -p no:cacheprovider -c /dev/null \\
   --rootdir=/tests --confcutdir=/tests {files} > /logs/verifier/output.txt 2>&1
 if [ $? = 0 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 """
@@ -106,9 +107,9 @@ class Mutant(NamedTuple):
 
 def main(_):
   folder = pathlib.Path(_FOLDER.value)
-  sources = {name: read(name) for name in PACKAGES}
+  sources = {name: read(name) for name in _PACKAGES.value or PACKAGES}
   with futures.ThreadPoolExecutor(_WORKERS.value) as pool:
-    found = {name: find_mutants(name, *sources[name], pool) for name in PACKAGES}
+    found = {name: find_mutants(name, *sources[name], pool) for name in sources}
     made = 0
     while found and made < _TASKS.value:
       for name in [*found]:
