@@ -158,6 +158,18 @@ def test_tests_that_fail_give_no_reward_and_a_reason(workspace, name):
   assert re.search(reason, played.reason, re.DOTALL)
 
 
+def test_a_working_directory_that_is_a_file_is_an_error(workspace):
+  with pytest.raises(
+    shell.CommandError, match='/app/x/in.txt is no directory: .*File exists'
+  ):
+    workspace(
+      {
+        'environment/Dockerfile': 'FROM debian\nWORKDIR /app/x\nCOPY in.txt .\n'
+        'WORKDIR /app/x/in.txt\n'
+      }
+    )
+
+
 def test_a_reward_in_json(workspace):
   script = 'echo \'{"reward": 0.75, "style": 3}\' > /logs/verifier/reward.json'
   played = workspace({'tests/test.sh': script})
@@ -301,6 +313,9 @@ def test_links_and_what_is_no_file_are_refused(tmp_path):
     make(folder / 'environment' / 'x')
     with pytest.raises(ValueError, match=r'x: it is a link or no regular file'):
       task_folders.read(folder)
+  (tmp_path / 'linked').symlink_to(write(tmp_path / 'real'))
+  with pytest.raises(ValueError, match='linked: it is a link; copy the folder'):
+    task_folders.read(tmp_path / 'linked')
   with pytest.raises(ValueError, match='neither it nor a folder in it'):
     directories.load(tmp_path / 'file' / 'environment')
 

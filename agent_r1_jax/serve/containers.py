@@ -22,6 +22,7 @@ import sys
 import tempfile
 
 from agent_r1_jax import types
+from agent_r1_jax.host import workers
 from agent_r1_jax.serve import program
 from agent_r1_jax.tasks import directories
 from agent_r1_jax.tools import shell
@@ -65,18 +66,18 @@ def in_directory(
   """
 
   async def run(task: types.Task, url: str) -> program.Output:
-    workspace = await asyncio.to_thread(directories.Workspace, limits)
+    workspace = await workers.call(directories.Workspace, limits, name='workspace')
     try:
-      await asyncio.to_thread(workspace.lay, directories.read(task))
+      await workers.call(workspace.lay, directories.read(task), name='workspace')
       async with open_docker(workspace, seconds) as docker:
         play = program.process(command(task, docker), read=_check_end)
         # A program may wait for itself, and the task's time is over all the same.
         with contextlib.suppress(TimeoutError):
           async with asyncio.timeout(workspace.folder.agent_seconds):
             await play(task, url)
-      return {'solved': await asyncio.to_thread(workspace.judge)}
+      return {'solved': await workers.call(workspace.judge, name='judge')}
     finally:
-      workspace.close()
+      await workers.call(workspace.close, name='workspace')
 
   return run
 
@@ -95,12 +96,15 @@ async def open_docker(session: shell.Session, seconds: float) -> AsyncIterator[s
   """
 
   async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-    with contextlib.suppress(OSError, ValueError):
+    try:
       words = json.loads(await reader.readline())
-      reply = await asyncio.to_thread(_run, session, seconds, words)
+      reply = await workers.call(_run, session, seconds, words, name='exec')
       writer.write(json.dumps(reply).encode() + b'\n')
       await writer.drain()
-    writer.close()
+    except (OSError, ValueError):  # It has gone, or has sent too much.
+      pass
+    finally:
+      writer.close()
 
   with tempfile.TemporaryDirectory(prefix='docker-') as folder:
     address = f'{folder}/socket'

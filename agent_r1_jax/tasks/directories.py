@@ -98,7 +98,7 @@ class Workspace(shell.Session):
     """Lays a task's first files in; from now on the time of the agent runs.
 
     Raises:
-      shell.CommandError: The shell has ended.
+      shell.CommandError: The files do not fit, and the shell has ended.
     """
     self.folder = folder
     places = '|'.join(map(re.escape, sorted(folder.places, key=len, reverse=True)))
@@ -107,8 +107,10 @@ class Workspace(shell.Session):
     self._outside = re.compile(rf'{re.escape(self.workspace)}(?=(?:{places})\b)')
     self._write(folder.files)
     # The files may all be elsewhere, and there may be none.
-    self._run_own(f'mkdir -p {self._quote(folder.workdir)}')
-    self._run_own(f'cd {self._quote(folder.workdir)}')
+    workdir = self._quote(folder.workdir)
+    output = self._run_own(f'mkdir -p {workdir} && cd {workdir}')
+    if output.code:
+      raise shell.CommandError(f'{folder.workdir} is no directory: {output.text}')
     self._end = time.monotonic() + folder.agent_seconds
 
   @property

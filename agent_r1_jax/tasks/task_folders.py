@@ -91,6 +91,8 @@ def read(path: str | os.PathLike) -> Folder:
     ValueError: It is no such folder, or needs what is not here; names the file and line.
   """
   folder = pathlib.Path(path)
+  if folder.is_symlink():
+    raise ValueError(f'{folder}: it is a link; copy the folder.')
   texts = _read_files(folder)
   for name in ('task.toml', 'instruction.md', 'tests/test.sh'):
     if not texts.get(name, '').strip():
