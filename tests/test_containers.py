@@ -11,7 +11,6 @@ from test_directories import FILES, SOLVE, write
 
 from agent_r1_jax.serve import containers
 from agent_r1_jax.tasks import directories
-from agent_r1_jax.tools import shell
 
 pytestmark = pytest.mark.usefixtures('needs_shell')
 needs_shell = confined.needs_shell
@@ -22,12 +21,13 @@ URL = 'http://nowhere'
 def play(tmp_path):
   """Plays the task by a script, which has docker's command as $0."""
 
-  def run(script, changes=None, **options):
+  def play_script(script, changes=None, **options):
     (task,) = directories.load(write(tmp_path / 'task', changes))
     command = lambda task, docker: ['bash', '-c', script, docker]
-    return asyncio.run(containers.in_directory(command, **options)(task, URL))
+    run = containers.in_workspace(command, directories.open_workspace, **options)
+    return asyncio.run(run(task, URL))
 
-  return run
+  return play_script
 
 
 def test_a_program_works_in_the_workspace_and_is_judged(play, tmp_path):
@@ -78,10 +78,10 @@ def test_the_time_of_the_agent_bounds_the_program(play):
   assert play(script, changes) == {'solved': 1.0}
 
 
-async def test_many_commands_at_a_time_are_run_one_after_the_other():
-  session = shell.Session()
+async def test_many_commands_at_a_time_are_run_one_after_the_other(tmp_path):
+  workspace = directories.open_workspace(directories.load(write(tmp_path))[0])
   results = []
-  async with containers.open_docker(session, 60.0) as docker:
+  async with containers.open_docker(workspace, 60.0) as docker:
     assert os.stat(os.path.dirname(docker)).st_mode & 0o77 == 0
 
     def run(n):
@@ -93,5 +93,5 @@ async def test_many_commands_at_a_time_are_run_one_after_the_other():
       thread.start()
     for thread in threads:
       await asyncio.to_thread(thread.join, 60)
-  session.close()
+  workspace.close()
   assert sorted(results) == [*range(1, 9)]

@@ -7,9 +7,10 @@ the model wrote is confined, while the agent's own code, which asks the endpoint
   def command(task, docker):
     return ['agent', '--docker', docker, task.messages[-1]['content']]
 
-  make_env = lambda: program.Program(containers.in_directory(command))
+  run = containers.in_workspace(command, directories.open_workspace)
+  train.run(..., make_env=lambda: program.Program(run))
 
-The task's tests judge when the program has ended.
+The workspace judges when the program has ended.
 """
 
 import asyncio
@@ -20,11 +21,11 @@ import pathlib
 import shlex
 import sys
 import tempfile
+from typing import Protocol
 
 from agent_r1_jax import types
 from agent_r1_jax.host import workers
 from agent_r1_jax.serve import program
-from agent_r1_jax.tasks import directories
 from agent_r1_jax.tools import shell
 
 # The whole command in place of docker: it sends its arguments, and prints the answer.
@@ -46,34 +47,53 @@ _WITH_VALUE = ('-w', '--workdir', '-e', '--env', '-u', '--user')
 _REFUSALS = ('max_turns', 'context_length_exceeded')
 
 
-def in_directory(
+class Workspace(Protocol):
+  """Where an agent's commands run, such as tasks/directories.Workspace."""
+
+  @property
+  def seconds_left(self) -> float:
+    """How long the agent may go on."""
+    ...
+
+  def run(self, command: str, seconds: float) -> shell.Output:
+    """Runs a command, or raises shell.CommandError."""
+    ...
+
+  def judge(self) -> float:
+    """Returns the reward of what the agent has left."""
+    ...
+
+  def close(self) -> None:
+    """Ends the workspace."""
+    ...
+
+
+def in_workspace(
   command: Callable[[types.Task, str], Sequence[str]],
+  open_workspace: Callable[[types.Task], Workspace],
   *,
   seconds: float = 30.0,
-  limits: shell.Limits = shell.LIMITS,
 ) -> Callable[[types.Task, str], Awaitable[program.Output]]:
-  """Makes a Program's `run` of a process that plays tasks of `directories.load`.
+  """Makes a Program's `run` of a process whose commands run in a task's workspace.
 
   The reward is the part 'solved'. A program that ends with another status than 0 makes
   the episode an error, unless the endpoint had refused it a reply for want of turns or
-  tokens: what it left is then judged.
+  tokens: what it left is then judged, as it is when the time of the task is over.
 
   Args:
     command: (task, path of the command in place of docker) -> the program and its
       arguments. It gets the environment of `program.process`.
+    open_workspace: Makes the workspace of an episode; it runs in a thread.
     seconds: Seconds of the clock that a command in the workspace may take.
-    limits: What the workspace may use.
   """
 
   async def run(task: types.Task, url: str) -> program.Output:
-    workspace = await workers.call(directories.Workspace, limits, name='workspace')
+    workspace = await workers.call(open_workspace, task, name='workspace')
     try:
-      await workers.call(workspace.lay, directories.read(task), name='workspace')
       async with open_docker(workspace, seconds) as docker:
         play = program.process(command(task, docker), read=_check_end)
-        # A program may wait for itself, and the task's time is over all the same.
         with contextlib.suppress(TimeoutError):
-          async with asyncio.timeout(workspace.folder.agent_seconds):
+          async with asyncio.timeout(workspace.seconds_left):
             await play(task, url)
       return {'solved': await workers.call(workspace.judge, name='judge')}
     finally:
@@ -88,17 +108,17 @@ def _check_end(status: int, output: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_docker(session: shell.Session, seconds: float) -> AsyncIterator[str]:
+async def open_docker(workspace: Workspace, seconds: float) -> AsyncIterator[str]:
   """Yields the path of a command in place of docker, which works meanwhile.
 
-  It knows `run -d`, whose container is the session's workspace, whatever the image,
+  It knows `run -d`, whose container is the workspace, whatever the image,
   `exec` with `-w` and `-e`, and `stop`, `kill` and `rm`, which do nothing.
   """
 
   async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
     try:
       words = json.loads(await reader.readline())
-      reply = await workers.call(_run, session, seconds, words, name='exec')
+      reply = await workers.call(_run, workspace, seconds, words, name='exec')
       writer.write(json.dumps(reply).encode() + b'\n')
       await writer.drain()
     except (OSError, ValueError):  # It has gone, or has sent too much.
@@ -115,7 +135,7 @@ async def open_docker(session: shell.Session, seconds: float) -> AsyncIterator[s
       yield str(path)
 
 
-def _run(session: shell.Session, seconds: float, words: list[str]) -> tuple[str, int]:
+def _run(workspace: Workspace, seconds: float, words: list[str]) -> tuple[str, int]:
   """Does what docker was asked for; returns what it prints and its exit status."""
   verb, *words = words or ['']
   if verb in ('stop', 'kill', 'rm'):
@@ -137,7 +157,7 @@ def _run(session: shell.Session, seconds: float, words: list[str]) -> tuple[str,
   words = ['-c' if word == '-lc' and n == 2 else word for n, word in enumerate(words)]
   try:
     # The directory of one command is not that of the next.
-    output = session.run(f'({start}{shlex.join(words[1:])})', seconds)
+    output = workspace.run(f'({start}{shlex.join(words[1:])})', seconds)
   except shell.CommandError as error:
     return f'{error}\n', _FAILED
   if output.reason:

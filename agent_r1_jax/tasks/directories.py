@@ -114,9 +114,9 @@ class Workspace(shell.Session):
     self._end = time.monotonic() + folder.agent_seconds
 
   @property
-  def late(self) -> bool:
-    """Whether the time of the agent is over."""
-    return time.monotonic() > self._end
+  def seconds_left(self) -> float:
+    """The time that the agent has left; 0 if that is over."""
+    return max(self._end - time.monotonic(), 0.0)
 
   def run(self, command: str, seconds: float = 30.0) -> shell.Output:
     """Runs a command of the agent; see `shell.Session.run`.
@@ -124,8 +124,8 @@ class Workspace(shell.Session):
     Raises:
       shell.CommandError: Also where the time of the task is over.
     """
-    left = self._end - time.monotonic()
-    if left <= 0:
+    left = self.seconds_left
+    if not left:
       raise shell.CommandError('the time of this task is over')
     output = super().run(self._enter(command), min(seconds, left))
     return output._replace(text=self._outside.sub('', output.text))
@@ -212,6 +212,22 @@ class Workspace(shell.Session):
     return shlex.quote(self.workspace + path)
 
 
+def open_workspace(task: types.Task, limits: shell.Limits = shell.LIMITS) -> Workspace:
+  """Starts a workspace with a loaded task laid in.
+
+  Raises:
+    ValueError: The task's folder is not what it was.
+    shell.CommandError: Its files do not fit.
+  """
+  folder, workspace = read(task), Workspace(limits)
+  try:
+    workspace.lay(folder)
+  except BaseException:
+    workspace.close()
+    raise
+  return workspace
+
+
 class DirectoryEnv(env.ToolEnv):
   """The agent has a shell in a task's files; the reward is what the task's tests say.
 
@@ -254,7 +270,7 @@ class DirectoryEnv(env.ToolEnv):
 
   async def step(self, reply: str) -> types.Step:
     """Runs the reply's command; without one, or after the time, the episode is done."""
-    if self._workspace.late:
+    if not self._workspace.seconds_left:
       self._late = True
       return await self.finish('max_turns', reply)
     return await super().step(reply)
@@ -304,13 +320,11 @@ def check(
 
 def find_fault(task: types.Task, limits: shell.Limits = shell.LIMITS) -> str:
   """Says what is wrong with a task, as `check` does; nothing if it is right."""
-  folder = read(task)
-  if 'solve.sh' not in folder.solution:
+  if 'solve.sh' not in read(task).solution:
     return 'it has no solution/solve.sh'
   for solve, wanted in ((True, 1.0), (False, 0.0)):
-    workspace = Workspace(limits)
+    workspace = open_workspace(task, limits)
     try:
-      workspace.lay(folder)
       output = workspace.solve() if solve else None
       reward = workspace.judge()
     except shell.CommandError as error:

@@ -13,6 +13,7 @@ import pathlib
 
 from agent_r1_jax import types
 from agent_r1_jax.serve import containers
+from agent_r1_jax.tasks import directories
 
 # Its own prompts are 1,500 tokens; these are for small policies.
 SHORT = pathlib.Path(__file__).with_name('mini.yaml')
@@ -31,7 +32,7 @@ def with_mini(program: str, prompts: str | pathlib.Path = 'mini.yaml', **options
   Args:
     program: The path of its command `mini`.
     prompts: Its configuration: one that it comes with, or a file such as SHORT.
-    **options: See `containers.in_directory`.
+    **options: See `containers.in_workspace`.
   """
 
   def command(task: types.Task, docker: str) -> Sequence[str]:
@@ -58,4 +59,4 @@ def with_mini(program: str, prompts: str | pathlib.Path = 'mini.yaml', **options
       task.messages[-1]['content'],
     ]
 
-  return containers.in_directory(command, **options)
+  return containers.in_workspace(command, directories.open_workspace, **options)
