@@ -134,6 +134,19 @@ def test_a_cheat_has_no_reward(workspace, name):
   assert (played.judge(), played.reason) == (0.0, '')
 
 
+@pytest.mark.parametrize('name', ['reward.txt', 'reward.json'])
+def test_a_reward_that_the_agent_wrote_is_gone_where_the_tests_write_none(
+  workspace, name
+):
+  played = workspace({'tests/test.sh': 'ls -A /logs/verifier'})
+  path = f'/logs/verifier/{name}'
+  made = played.run(
+    f'mkdir -p /logs/verifier; echo \'{{"reward": 1}}\' > {path}; ls {path}'
+  )
+  assert made.text == f'{path}\n'
+  assert played.judge() == 0.0 and "they printed ''" in played.reason
+
+
 FAULTS = {
   'hangs': ('sleep 600', 'longer than 1 seconds'),
   'forks': (':(){ :|:& };:; while :; do :; done', 'longer than 1 seconds'),
@@ -186,7 +199,7 @@ def test_an_agent_that_ends_its_shell_or_removes_all_has_no_reward(workspace):
 
 def test_the_time_of_the_agent_is_bounded(workspace):
   played = workspace({'task.toml': FILES['task.toml'].replace('60.0', '0.4')})
-  assert 'longer than' in played.run('sleep 60').reason
+  assert 'longer than 0.' in played.run('sleep 60').reason
   assert played.seconds_left == 0
   with pytest.raises(shell.CommandError, match='time of this task is over'):
     played.run(SOLVE)
