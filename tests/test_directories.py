@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import threading
 
 import confined
 import pytest
@@ -155,6 +156,7 @@ FAULTS = {
   'writes nothing': ('echo well', "no number .* they printed 'well"),
   'writes NaN': ('echo NaN > /logs/verifier/reward.txt', 'no number'),
   'writes 2': ('echo 2 > /logs/verifier/reward.txt', 'no number'),
+  'writes true': ('echo true > /logs/verifier/reward.txt', 'no number'),
   'writes a text': ('echo "{" > /logs/verifier/reward.txt', 'no number'),
   'nests': ('printf "[%.0s" {1..4000} > /logs/verifier/reward.txt', 'no number'),
   'makes a pipe': ('mkfifo /logs/verifier/reward.txt', 'no number'),
@@ -203,6 +205,17 @@ def test_the_time_of_the_agent_is_bounded(workspace):
   assert played.seconds_left == 0
   with pytest.raises(shell.CommandError, match='time of this task is over'):
     played.run(SOLVE)
+  assert (played.judge(), played.reason) == (0.0, '')
+
+
+def test_no_command_of_the_agent_runs_among_those_of_the_judge(workspace):
+  played = workspace({'tests/test.sh': 'sleep 1; echo 0 > /logs/verifier/reward.txt'})
+  judge = threading.Thread(target=played.judge)
+  judge.start()
+  with pytest.raises(shell.CommandError, match='is over'):
+    while True:  # At first the judge may not have begun.
+      played.run('mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt')
+  judge.join()
   assert (played.judge(), played.reason) == (0.0, '')
 
 

@@ -16,12 +16,14 @@ does not find it; `check` names a task whose own files do.
 import asyncio
 from collections.abc import Sequence
 from concurrent import futures
+import contextlib
 import json
 import math
 import os
 import pathlib
 import re
 import shlex
+import threading
 import time
 
 from agent_r1_jax import types
@@ -84,6 +86,7 @@ class Workspace(shell.Session):
 
   Attributes:
     folder: The task, once it is laid in.
+    printed: What the tests printed, once they have run.
     reason: Why `judge` found no reward; empty if it did, or was not asked.
   """
 
@@ -92,7 +95,9 @@ class Workspace(shell.Session):
   def __init__(self, limits: shell.Limits = shell.LIMITS):
     """Starts the shell; see `shell.Session`."""
     super().__init__(limits, packages=True)
-    self.reason, self._end = '', math.inf
+    self.reason, self.printed, self._end = '', '', math.inf
+    # A command of the agent that waits for its turn must not run among the judge's.
+    self._turn = threading.Lock()
 
   def lay(self, folder: task_folders.Folder) -> None:
     """Lays a task's first files in; from now on the time of the agent runs.
@@ -124,10 +129,10 @@ class Workspace(shell.Session):
     Raises:
       shell.CommandError: Also where the time of the task is over.
     """
-    left = self.seconds_left
-    if not left:
-      raise shell.CommandError('the time of this task is over')
-    output = super().run(self._enter(command), min(seconds, left))
+    with self._turn:
+      if not (left := self.seconds_left):
+        raise shell.CommandError('the time of this task is over')
+      output = super().run(self._enter(command), min(seconds, left))
     return output._replace(text=self._outside.sub('', output.text))
 
   def solve(self) -> shell.Output:
@@ -147,28 +152,32 @@ class Workspace(shell.Session):
     reward, the workspace's `reason` says why, and the reward is 0: else an agent could
     escape a bad one.
     """
-    self._end = math.inf
-    try:
-      self._clear()
-      self._write({f'/tests/{k}': v for k, v in self.folder.tests.items()})
-      home, workdir = self._quote('/logs/home'), self._quote(self.folder.workdir)
-      script = self._quote('/tests/test.sh')
-      output = super().run(
-        f'cd {workdir} && HOME={home} PYTHONNOUSERSITE=1 bash {script}',
-        self.folder.test_seconds,
-      )
-      reward = self._read_reward()
-    except shell.CommandError as error:
-      self.reason = str(error)
-      return 0.0
+    with self._turn:
+      self._end = -math.inf
+      try:
+        output, reward = self._run_tests(), self._read_reward()
+      except shell.CommandError as error:
+        self.reason = str(error)
+        return 0.0
+    self.printed = self._outside.sub('', output.text)
     if output.reason:
       self.reason = f'the tests were ended: {output.reason}'
     elif reward is None:
       self.reason = (
         'the tests wrote no number from 0 to 1 to /logs/verifier/reward.txt or, as '
-        f'"reward", to reward.json; they printed {output.text[-500:]!r}'
+        f'"reward", to reward.json; they printed {self.printed[-500:]!r}'
       )
     return 0.0 if self.reason or reward is None else reward
+
+  def _run_tests(self) -> shell.Output:
+    self._clear()
+    self._write({f'/tests/{k}': v for k, v in self.folder.tests.items()})
+    home, workdir = self._quote('/logs/home'), self._quote(self.folder.workdir)
+    script = self._quote('/tests/test.sh')
+    return super().run(
+      f'cd {workdir} && HOME={home} PYTHONNOUSERSITE=1 bash {script}',
+      self.folder.test_seconds,
+    )
 
   def _clear(self) -> None:
     """Removes what is in the layout's own places, and makes its directories."""
@@ -187,13 +196,11 @@ class Workspace(shell.Session):
       if output.code or output.reason:
         continue
       try:
-        found = json.loads(output.text)
-        found = found['reward'] if name.endswith('json') else found
-        if isinstance(found, int | float) and 0 <= found <= 1:
-          return float(found)
+        text = output.text
+        found = float(json.loads(text)['reward'] if name.endswith('json') else text)
+        return found if 0 <= found <= 1 else None
       except (ValueError, TypeError, KeyError, RecursionError):
-        pass
-      return None
+        return None
     return None
 
   def _write(self, files: dict[str, str]) -> None:
@@ -323,14 +330,13 @@ def find_fault(task: types.Task, limits: shell.Limits = shell.LIMITS) -> str:
   if 'solve.sh' not in read(task).solution:
     return 'it has no solution/solve.sh'
   for solve, wanted in ((True, 1.0), (False, 0.0)):
-    workspace = open_workspace(task, limits)
     try:
-      output = workspace.solve() if solve else None
-      reward = workspace.judge()
-    except shell.CommandError as error:
+      workspace = open_workspace(task, limits)
+      with contextlib.closing(workspace):
+        output = workspace.solve() if solve else None
+        reward = workspace.judge()
+    except ValueError as error:  # A CommandError, too.
       return str(error)
-    finally:
-      workspace.close()
     who = 'the solution' if solve else 'doing nothing'
     if workspace.reason:
       return f'{who} is not judged: {workspace.reason}'

@@ -72,7 +72,7 @@ timeout_sec = {_TEST_SECONDS}.0
 """
 _TEST = """#!/bin/bash
 COLUMNS=200 python3 -m pytest -q --tb=line -p no:cacheprovider -c /dev/null \\
-  --rootdir=/tests --confcutdir=/tests {files} > /logs/verifier/output.txt 2>&1
+  --rootdir=/tests --confcutdir=/tests {files}
 if [ $? = 0 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 """
 _INSTRUCTION = """One line of the Python package {name} in /app is wrong. For it the test
@@ -207,7 +207,7 @@ def run_tests(source, tests, files: list[str]) -> str | None:
     )
     if workspace.judge() == 1:
       return None
-    return '' if workspace.reason else workspace.run('cat /logs/verifier/output.txt').text
+    return '' if workspace.reason else workspace.printed
   finally:
     workspace.close()
 
