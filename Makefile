@@ -10,11 +10,11 @@
 #
 # PYTHON=...        the interpreter of the environment (default: 3.12, else 3.11)
 # EXTRA=cuda|tpu    the JAX of a new environment (default: that of a CPU)
-# WORKERS=2         of the tests, 2.5 GB each
+# WORKERS=3         of the tests, 2.5 to 3.5 GB each; some tests mostly wait
 # WORKDIR=...       where the quickstart writes (default: runs/quickstart)
 
 VENV ?= .venv
-WORKERS ?= 2
+WORKERS ?= 3
 WORKDIR ?= runs/quickstart
 
 # A name on the PATH may be a shim of a version that is not installed: run each.

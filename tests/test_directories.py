@@ -131,7 +131,8 @@ CHEATS = {
 @pytest.mark.parametrize('name', CHEATS)
 def test_a_cheat_has_no_reward(workspace, name):
   played = workspace()
-  played.run(f'{CHEATS[name]}; rm -f /app/out.txt')
+  played.run(CHEATS[name])
+  played.run('rm -f /app/out.txt')  # What was left would write it again.
   assert (played.judge(), played.reason) == (0.0, '')
 
 

@@ -70,8 +70,10 @@ timeout_sec = 600.0
 [verifier]
 timeout_sec = {_TEST_SECONDS}.0
 """
+# No plugins that happen to be installed: they may be of another Python than the shell's.
 _TEST = """#!/bin/bash
-COLUMNS=200 python3 -m pytest -q --tb=line -p no:cacheprovider -c /dev/null \\
+COLUMNS=200 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \\
+  python3 -m pytest -q --tb=line -p no:cacheprovider -c /dev/null \\
   --rootdir=/tests --confcutdir=/tests {files}
 if [ $? = 0 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 """
