@@ -46,8 +46,8 @@ class Schedule:
     """Starts nothing yet.
 
     Args:
-      config: The run's configuration; schedule, curriculum, limits, seed and log_episodes
-        are read.
+      config: The run's configuration; schedule, curriculum, limits, batch.replay, seed
+        and log_episodes are read.
       tasks: The tasks to train on.
       engine: The engine, open.
       chat: Encodes messages with the policy's tokenizer.
@@ -56,7 +56,8 @@ class Schedule:
       decoding: How training rollouts are sampled.
       make_env: Makes a new environment for each episode.
     """
-    self._config, self._files, self._decoding = config.schedule, files, decoding
+    self._config, self._files = config.schedule, files
+    self._decoding = decoding._replace(routes=config.batch.replay)
     self._watcher = watcher
     self._stream = curriculum_lib.TaskStream(
       config.curriculum, tasks, seed=config.seed, draws=files.loop_state.draws

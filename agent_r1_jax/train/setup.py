@@ -104,7 +104,6 @@ def start(
       evaluate.make_decoding(sampling, engine, chat, env)._replace(guides=guides)
       for sampling in (config.sampling, config.evaluation)
     )
-    training = training._replace(routes=config.batch.replay)
   with sharding.use_mesh(mesh):
     reference = initial_state.load_reference(config.model, model, mesh)
     update_config, train_state = initial_state.make(
