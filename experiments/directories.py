@@ -16,12 +16,11 @@ import time
 
 from absl import app, flags
 
-from agent_r1_jax import fields, report, train
+from agent_r1_jax import fields
 from agent_r1_jax.host import runtime
-from agent_r1_jax.rl import algorithms
 from agent_r1_jax.serve import program
 from agent_r1_jax.tasks import directories
-from experiments import task_list
+from experiments import task_list, watched
 from experiments.repairs import mini
 
 _DATA = flags.DEFINE_string('data', None, 'A folder of tasks.', required=True)
@@ -46,30 +45,13 @@ def main(_):
   print(f'{len(tasks) - len(faults)} of {len(tasks)} tasks are right; {seconds:.0f} s')
   if faults:
     raise SystemExit(1)
-  if not _CHECK_ONLY.value:
-    run(tasks)
-
-
-def run(tasks) -> None:
-  """Trains on all tasks but those that are watched."""
-  watched = _WATCHED.value
-  if not 0 < watched < len(tasks):
-    raise ValueError(
-      f'--watched={watched} must be above 0 and leave some of {len(tasks)} to train on.'
-    )
+  if _CHECK_ONLY.value:
+    return
   make_env = directories.DirectoryEnv
   if _MINI.value:
     play = mini.with_mini(_MINI.value)
     make_env = lambda: program.Program(play)
-  train.run(
-    _CFG.value,
-    _WORKDIR.value,
-    tasks=tasks[watched:],
-    make_env=make_env,
-    algorithm=algorithms.grpo(),
-    evals={'watched': tasks[:watched]},
-    watcher=report.Watcher(),
-  )
+  watched.run(_CFG.value, _WORKDIR.value, tasks, make_env, _WATCHED.value)
 
 
 if __name__ == '__main__':

@@ -17,9 +17,8 @@ Trains an instruct model in Hugging Face layout by GRPO. `--name` says what is p
 from absl import app, flags
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, report, train
-from agent_r1_jax.rl import algorithms
-from experiments import task_list
+from agent_r1_jax import fields
+from experiments import task_list, watched
 
 _KIND = flags.DEFINE_enum(
   'kind', None, task_list.GAMES, 'Where the tasks are from.', required=True
@@ -39,20 +38,7 @@ _CFG = fields.define_flags(
 
 def main(_):
   tasks, make_env = task_list.load_games(_KIND.value, _NAME.value, _TASKS.value)
-  watched = _WATCHED.value
-  if not 0 < watched < len(tasks):
-    raise ValueError(
-      f'--watched={watched} must be above 0 and leave some of {len(tasks)} to train on.'
-    )
-  train.run(
-    _CFG.value,
-    _WORKDIR.value,
-    tasks=tasks[watched:],
-    make_env=make_env,
-    algorithm=algorithms.grpo(),
-    evals={'watched': tasks[:watched]},
-    watcher=report.Watcher(),
-  )
+  watched.run(_CFG.value, _WORKDIR.value, tasks, make_env, _WATCHED.value)
 
 
 if __name__ == '__main__':

@@ -1,7 +1,6 @@
 """Harbor reads episodes that a program played, as ATIF: `make test-with-atif`."""
 
 import json
-import os
 import subprocess
 
 import numpy as np
@@ -11,6 +10,7 @@ import serving
 from test_convert_episodes import contexts, document, read_back
 from test_episodes import ROOT, failed, trajectory, write
 import tiny
+import with_package
 
 from agent_r1_jax import sft, types
 from agent_r1_jax.agent import calls
@@ -19,15 +19,9 @@ from agent_r1_jax.serve import program
 from agent_r1_jax.train import rollout
 from experiments import atif
 
-PYTHON = os.environ.get('PACKAGE_PYTHON', '')
-HAS_HARBOR = (
-  bool(PYTHON)
-  and not subprocess.run(
-    [PYTHON, '-c', 'import harbor'], capture_output=True, check=False
-  ).returncode
-)
 pytestmark = pytest.mark.skipif(
-  not HAS_HARBOR, reason='`make test-with-atif` installs harbor, for Python 3.12'
+  not with_package.has('harbor'),
+  reason='`make test-with-atif` installs harbor, for Python 3.12',
 )
 USER = {'role': 'user', 'content': 'Who is it?'}
 
@@ -48,7 +42,11 @@ for path in map(pathlib.Path, sys.argv[1:]):
 
 def read(*paths):
   done = subprocess.run(
-    [PYTHON, '-c', READER, *paths], capture_output=True, cwd=ROOT, timeout=300, check=True
+    [with_package.PYTHON, '-c', READER, *paths],
+    capture_output=True,
+    cwd=ROOT,
+    timeout=300,
+    check=True,
   )
   return [json.loads(line) for line in done.stdout.splitlines()]
 

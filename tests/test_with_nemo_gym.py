@@ -1,6 +1,5 @@
 """A resources server of nemo_gym's own code is played: `make test-with-nemo-gym`."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -11,20 +10,15 @@ import serving
 from test_episodes import ROOT
 from test_nemo_gym import REPLIES, ROW, write
 import tiny
+import with_package
 
 from agent_r1_jax import testing
 from agent_r1_jax.tasks import nemo_gym
 from agent_r1_jax.train import rollout
 
-PYTHON = os.environ.get('PACKAGE_PYTHON', '')
-HAS_GYM = (
-  bool(PYTHON)
-  and not subprocess.run(
-    [PYTHON, '-c', 'import nemo_gym'], capture_output=True, check=False
-  ).returncode
-)
 pytestmark = pytest.mark.skipif(
-  not HAS_GYM, reason='`make test-with-nemo-gym` installs nemo-gym, for Python 3.12'
+  not with_package.has('nemo_gym'),
+  reason='`make test-with-nemo-gym` installs nemo-gym, for Python 3.12',
 )
 
 
@@ -33,7 +27,7 @@ def url():
   """The socket listens before the server is there: who connects waits."""
   with socket.create_server(('127.0.0.1', 0)) as listener:
     number = str(listener.fileno())
-    command = [PYTHON, str(ROOT / 'tests' / 'nemo_gym_server.py'), number]
+    command = [with_package.PYTHON, str(ROOT / 'tests' / 'nemo_gym_server.py'), number]
     server = subprocess.Popen(command, pass_fds=[listener.fileno()])
     yield f'http://127.0.0.1:{listener.getsockname()[1]}'
   server.send_signal(signal.SIGTERM)

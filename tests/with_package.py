@@ -12,6 +12,15 @@ _RUN = 'import sys; sys.path.append(sys.argv.pop(1)); import pytest; '
 _RUN += 'sys.exit(pytest.main(sys.argv[1:]))'
 
 
+def has(name: str) -> bool:
+  """Whether there is such an environment, and it has the package.
+
+  Some packages want a newer Python than this one: their environment is then empty.
+  """
+  command = [str(PYTHON), '-c', f'import {name}']
+  return bool(PYTHON) and not subprocess.run(command, capture_output=True).returncode
+
+
 def site_packages() -> str:
   """Returns the folder of the packages."""
   code = 'import sysconfig; print(sysconfig.get_path("purelib"))'

@@ -1,0 +1,35 @@
+"""Trains on all tasks but the first ones, which are evaluated during the training."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import report, train, types
+from agent_r1_jax.rl import algorithms
+
+
+def run(
+  config: config_lib.Config,
+  workdir: str,
+  tasks: Sequence[types.Task],
+  make_env: Callable[[], Any],
+  watched: int,
+) -> None:
+  """Trains by GRPO; the set of the first `watched` tasks is called 'watched'.
+
+  Raises:
+    ValueError: None is watched, or none is left to train on.
+  """
+  if not 0 < watched < len(tasks):
+    raise ValueError(
+      f'--watched={watched} must be above 0 and leave some of {len(tasks)} to train on.'
+    )
+  train.run(
+    config,
+    workdir,
+    tasks=tasks[watched:],
+    make_env=make_env,
+    algorithm=algorithms.grpo(),
+    evals={'watched': tasks[:watched]},
+    watcher=report.Watcher(),
+  )
