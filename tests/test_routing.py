@@ -81,7 +81,7 @@ def test_its_command(tmp_path):
   line, replay = map(json.loads, done.stdout.splitlines())
   assert line['tokens'] == 16 and line['experts'] == 32
   gaps = [replay[name]['mean_difference'] for name in ('routed_again', 'replayed')]
-  assert replay['replayed']['tokens'] == 2 * 3 * 48 and gaps[0] >= gaps[1]
+  assert replay['replayed']['tokens'] == 2 * 3 * 48 and gaps[0] > gaps[1]
   done = script.run(
     '-m', 'experiments.bench.routing', '--policy=experiments/miniwiki/model'
   )

@@ -1,6 +1,6 @@
 """Requests under way: the arguments of a decode, and what its result adds to each."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,7 +67,7 @@ class ActiveRequest:
     m: int,
     policy_step: int,
     guide_states: list,
-    read_routes: Callable[[int, int], np.ndarray | None],
+    routes: np.ndarray | None = None,
   ):
     """Adds the tokens that a decode sampled to the text and the reply.
 
@@ -76,18 +76,15 @@ class ActiveRequest:
       m: The request's entry in the decode.
       policy_step: The policy_step of the policy that sampled them.
       guide_states: The states of the guides after the tokens.
-      read_routes: Reads the experts of a row's first tokens; see Device.read_routes.
+      routes: The experts of the whole text, if the reply has ended and reports them.
     """
     assert self.row is not None
-    request, n, routes = self.generation.request, decoded.count[m], None
-    top, stopped = request.top_logprobs, bool(decoded.stopped[m])
-    if request.routes and (stopped or n == self.generation.remaining):
-      routes = read_routes(self.row.index, self.row.cached + int(n))
+    n, top = decoded.count[m], self.generation.request.top_logprobs
     chunk = request_lib.Chunk(
       tokens=decoded.tokens[m, :n],
       logprobs=decoded.logprobs[m, :n],
       policy_steps=np.full(n, policy_step, np.int32),
-      stopped=stopped,
+      stopped=bool(decoded.stopped[m]),
       top_tokens=decoded.top_tokens[m, :n, :top],
       top_logprobs=decoded.top_logprobs[m, :n, :top],
       values=decoded.values[m, :n],

@@ -87,6 +87,12 @@ class AdapterTable:
     with self._naming:
       return len(self._list_free_slots())
 
+  @property
+  def unused(self) -> list[str]:
+    """The names that no request uses, in the order in which they came."""
+    with self._naming:
+      return [name for name, slot in self._names.items() if not self._users[slot]]
+
   def set(self, name: str, adapter: dict[str, Any], policy_step: int | None):
     """Gives a name these weights; see Engine.set_adapter."""
     if not isinstance(name, str) or not name:

@@ -79,7 +79,8 @@ class Device:
         on_done()
       most = sizes.prefill_rows[-1]
       self.copy(np.zeros(most, np.int32), unused(most), bucket)
-      self.read_routes(0, bucket)
+      if self.config.num_experts:
+        programs_lib.read_routes(self.cache, 0, bucket=bucket)
       on_done()
     acquired = [self.pool.acquire([automaton]) for automaton in automata]
     places = [None, drafts.Index().offer()] if sizes.drafts else [None]
@@ -120,15 +121,6 @@ class Device:
         bucket=bucket,
       )
 
-  def read_routes(self, row: int, tokens: int) -> np.ndarray | None:
-    """Reads the experts that computed a row's first tokens, [tokens, L, k], if any."""
-    if not self.config.num_experts:
-      return None
-    bucket = sizes_lib.round_up(self.sizes.buckets, tokens)
-    with sharding.use_mesh(self.mesh):
-      routes = programs_lib.read_routes(self.cache, row, bucket=bucket)
-    return np.asarray(routes)[:tokens]
-
   def prefill_and_score(
     self,
     params,
@@ -156,10 +148,15 @@ class Device:
     bucket: int,
     places: drafts.Places | None = None,
     adapters: lora.Adapters | None = None,
-  ) -> tuple[tuple[guide_lib.State, ...], programs_lib.Decoded]:
-    """Samples tokens; returns the states of the guides and the tokens, in numpy.
+    routed: Sequence[int] = (),
+  ) -> tuple[tuple[guide_lib.State, ...], programs_lib.Decoded, dict[int, np.ndarray]]:
+    """Samples tokens.
 
     With `places`, sizes.drafts tokens are drafted for each call of the policy.
+
+    Returns:
+      The states of the guides and the tokens, in numpy; and for those of the entries
+      `routed` whose reply has ended, the experts that computed their text, if any did.
     """
     with sharding.use_mesh(self.mesh):
       self._load_automata()
@@ -180,7 +177,23 @@ class Device:
     if not np.any(batch.top):  # Unless asked for, these large arrays are not copied.
       none = np.zeros((*decoded.tokens.shape, 0), np.int32)
       decoded = decoded._replace(top_tokens=none, top_logprobs=np.float32(none))
-    return jax.device_get((guide_states, decoded))
+    guide_states, decoded = jax.device_get((guide_states, decoded))
+    return guide_states, decoded, self._read_routes(batch, decoded, routed)
+
+  def _read_routes(self, batch, decoded, entries: Sequence[int]) -> dict[int, np.ndarray]:
+    """Reads the experts of texts whose replies have ended, [tokens, L, k] by entry."""
+    if not self.config.num_experts:
+      return {}
+    ended = decoded.stopped | (decoded.count == batch.budget)
+    lengths = {m: int(batch.length[m] + decoded.count[m]) for m in entries if ended[m]}
+    read = {}
+    for m, length in lengths.items():
+      bucket = sizes_lib.round_up(self.sizes.buckets, length)
+      with sharding.use_mesh(self.mesh):
+        row = int(batch.rows[m])
+        read[m] = programs_lib.read_routes(self.cache, row, bucket=bucket)
+    # All of them are under way before the first is waited for.
+    return {m: x[: lengths[m]] for m, x in jax.device_get(read).items()}
 
   def _load_automata(self):
     """Copies the automata to the device, if the pool has others since the last decode."""

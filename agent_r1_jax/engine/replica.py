@@ -363,10 +363,11 @@ class Replica:
     places = self.index.offer() if self.index else None
     slot_M = active_request.make_slots(entries, size)
     adapters = slots.select(self._copy_index, slot_M)
+    routed = [m for m, active in entries.items() if active.generation.request.routes]
     decode = functools.partial(
-      self.device.decode, params, batch, bucket, places, adapters
+      self.device.decode, params, batch, bucket, places, adapters, routed
     )
-    guide_states, decoded = await self._in_thread(decode)
+    guide_states, decoded, routes = await self._in_thread(decode)
     self._decode_ended_at = time.perf_counter()
     self.stats.decode_seconds += self._decode_ended_at - start_time
     sampled, calls = int(decoded.count.sum()), int(decoded.calls.sum())
@@ -380,7 +381,7 @@ class Replica:
       if not active.generation.done:
         states = [jax.tree.map(lambda x, m=m: x[m], state) for state in guide_states]
         step = slots.weights[active.slot].step if active.slot else policy_step
-        active.add_chunk(decoded, m, step, states, self.device.read_routes)
+        active.add_chunk(decoded, m, step, states, routes.get(m))
         if self.index:
           active.add_to(self.index)
         self._unanswered_replies += active.generation.done

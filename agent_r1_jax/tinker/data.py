@@ -123,7 +123,7 @@ def check(data: Sequence[Datum], vocab_size: int, row_tokens: int):
         raise ValueError(
           f'data[{number}]: token {outside[0]} is outside the vocabulary of {vocab_size}'
         )
-    total += n + 1 + int(sum(i + 2 for i, _ in _list_branches(datum)))
+    total += n + 1 + int((_list_branches(datum)[:, 0] + 2).sum())
   if total > MAX_TOKENS:
     raise ValueError(
       f'the texts have {total:,} tokens in all, and {MAX_TOKENS:,} are allowed: send '

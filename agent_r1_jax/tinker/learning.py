@@ -157,6 +157,8 @@ class Learning:
       loss: The loss; None: there is none.
     """
     packed = data_lib.pack(data, self.shape)
+    if loss:
+      self._check_plain(packed, loss)
     params = lora.join(adapter, self._base)
     scored = [
       learner.logprobs(params, batch, config=self.config) for batch in packed.batches
@@ -256,7 +258,6 @@ class Learning:
     unpacked = packed.unpack(logprobs)
     if loss is None:
       return Result(unpacked, [], 0.0)
-    self._check_plain(packed, loss)
     per_token = [
       _score(loss, x, batch) for x, batch in zip(logprobs, packed.batches, strict=True)
     ]

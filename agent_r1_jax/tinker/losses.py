@@ -15,7 +15,7 @@ from agent_r1_jax import types
 from agent_r1_jax.rl import learner, losses
 from agent_r1_jax.web import http
 
-# Each set of options is compiled, so that a server has so many.
+# Each set of options is compiled, so that a server has so many besides the defaults.
 _MOST = 32
 _RL = ('logprobs', 'advantages')
 
@@ -109,6 +109,8 @@ class Losses:
 
   def __init__(self):
     self._made: dict[Any, Loss] = {}
+    for name in _KINDS:
+      self.find(name, {})
 
   def find(self, name: str, options: Mapping[str, float]) -> Loss:
     """Finds or makes a loss.
@@ -136,7 +138,7 @@ class Losses:
       raise http.RefusedError(
         400, f'loss_fn_config: {name} has a number that is not finite'
       )
-    if len(self._made) >= _MOST:
+    if len(self._made) >= _MOST + len(_KINDS):
       text = (
         f'this server has compiled {_MOST} sets of loss options, and makes no more: use '
         'one of these, or start it again'

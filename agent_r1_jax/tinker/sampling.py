@@ -146,13 +146,16 @@ class Samplers:
     answer = {'request_id': request_id, 'sample_sequence_ids': names}
     if request_id in self._trainings.results:
       return answer
+    if request.num_samples > self._most_replies:
+      text = f'num_samples is {request.num_samples}, and at most {self._most_replies}'
+      raise http.RefusedError(400, f'{text} replies may be under way at a time')
     if self.count + request.num_samples > self._most_replies:
       raise http.RefusedError(429, f'{self.count} replies are under way; ask again later')
     prompt, max_tokens = self._read_prompt(request)
     stops = self._make_stops(request.sampling_params.stop)
-    scored = self._make_scored(request, prompt)
+    targets = self._make_targets(request, prompt)
     make_request = self._make_requests(request, prompt, max_tokens, stops)
-    work = self._work(request, sampler, make_request, scored)
+    work = self._work(request, sampler, make_request, targets)
     task = self._trainings.results.begin(request_id, work)
     self._count(sampler, request.num_samples)
     task.add_done_callback(lambda _: self._count(sampler, -request.num_samples))
@@ -228,70 +231,72 @@ class Samplers:
       request_lib.check(one, vocab_size=size, slots=sizes.slots, guides=())
     return make
 
-  def _make_scored(
+  def _make_targets(
     self, request: wire.Sample, prompt: np.ndarray
-  ) -> list[data_lib.Datum]:
-    """Makes what is scored of the prompt: its own tokens, and others that are named."""
-    made = []
+  ) -> data_lib.Datum | None:
+    """Makes what is scored of other tokens than the prompt's own, if any are named."""
     last = request.prompt_logprobs_last_n
     if len(prompt) < 2 and (request.prompt_logprobs or request.target_prompt_logprobs):
       raise http.RefusedError(400, 'a prompt of one token has no log-probs')
     if last is not None and (not request.prompt_logprobs or last >= len(prompt)):
       text = 'prompt_logprobs_last_n needs prompt_logprobs, and 1 to len(prompt) - 1'
       raise http.RefusedError(400, text)
-    if request.prompt_logprobs:
-      mask = np.arange(1, len(prompt)) < len(prompt) - (last or len(prompt))
-      targets = np.ma.masked_array(prompt[1:].astype(np.int64), mask)
-      made.append(data_lib.Datum(prompt[:-1], targets, {}))
-    if (sent := request.target_prompt_logprobs) is not None:
-      values, name = np.array(sent.data, np.int64), 'target_prompt_logprobs'
-      if sent.sparse_crow_indices is None:
-        column = data_lib.make_column(values, sent.shape, name)
-      else:
-        indices = sent.sparse_crow_indices, sent.sparse_col_indices or []
-        rows, columns = (np.array(x, np.int64) for x in indices)
-        column = data_lib.make_sparse_column(values, rows, columns, sent.shape, name)
-      column = np.ma.masked_equal(column, -1)
-      made.append(data_lib.make_datum(prompt[:-1], {'target_tokens': column}))
-    if made:
-      size = self._engine.config.vocab_size
-      data_lib.check(made, size, self._trainings.learning.shape.row_tokens)
-    return made
+    if (sent := request.target_prompt_logprobs) is None:
+      return None
+    values, name = np.array(sent.data, np.int64), 'target_prompt_logprobs'
+    if sent.sparse_crow_indices is None:
+      column = data_lib.make_column(values, sent.shape, name)
+    else:
+      indices = sent.sparse_crow_indices, sent.sparse_col_indices or []
+      rows, columns = (np.array(x, np.int64) for x in indices)
+      column = data_lib.make_sparse_column(values, rows, columns, sent.shape, name)
+    column = np.ma.masked_equal(column, -1)
+    datum = data_lib.make_datum(prompt[:-1], {'target_tokens': column})
+    size = self._engine.config.vocab_size
+    data_lib.check([datum], size, self._trainings.learning.shape.row_tokens)
+    return datum
 
-  async def _work(self, request: wire.Sample, sampler: Sampler, make, scored) -> bytes:
+  async def _work(
+    self, request: wire.Sample, sampler: Sampler, make, targets: data_lib.Datum | None
+  ) -> bytes:
     """Samples and scores; returns the message."""
     try:
       async with asyncio.timeout(self._seconds):
         name = await self._give_weights(request.sampling_session_id, sampler)
-        replies = await self._sample(make(name))
-        logprobs = await self._score(sampler, scored) if scored else []
+        requests = make(name)
+        if request.prompt_logprobs:
+          requests.append(_make_scoring(requests[0]))
+        generations = await self._sample(requests)
+        named = await self._score(sampler, targets) if targets else None
     except TimeoutError:
       raise http.RefusedError(504, f'no reply within {self._seconds:g} seconds') from None
-    prompt = target = None
+    own = None
     if request.prompt_logprobs:
-      computed = ~np.ma.getmaskarray(scored[0].targets)
-      prompt = np.append(np.nan, np.where(computed, logprobs[0], np.nan))
-    if request.target_prompt_logprobs is not None:
-      target = logprobs[-1]
-    return messages.write_samples(replies, prompt, target)
+      own = generations.pop().prompt.logprobs.copy()
+      own[: len(own) - (request.prompt_logprobs_last_n or len(own))] = np.nan
+    chunks = [request_lib.join(generation.chunks) for generation in generations]
+    replies = [
+      messages.Sample(x.tokens, x.logprobs, x.stopped, x.top_tokens, x.top_logprobs)
+      for x in chunks
+    ]
+    return messages.write_samples(replies, own, named)
 
-  async def _sample(self, requests: Sequence[request_lib.Request]) -> list:
+  async def _sample(self, requests: Sequence[request_lib.Request]) -> list[Any]:
+    """Returns the complete generations."""
     generations = [self._engine.submit(request) for request in requests]
     try:
-      chunks = [await generation for generation in generations]
+      for generation in generations:
+        await generation
     finally:
       for generation in generations:
         generation.cancel()
         generation.text.close()
-    return [
-      messages.Sample(x.tokens, x.logprobs, x.stopped, x.top_tokens, x.top_logprobs)
-      for x in chunks
-    ]
+    return generations
 
-  async def _score(self, sampler: Sampler, scored: Sequence[data_lib.Datum]):
-    """Computes log-probs in the turn of the client's process."""
+  async def _score(self, sampler: Sampler, targets: data_lib.Datum) -> np.ndarray:
+    """Computes the log-probs of targets in the turn of the client's process."""
     forward = self._trainings.learning.forward
-    compute = lambda: forward(self._get_weights(sampler), scored).logprobs
+    compute = lambda: forward(self._get_weights(sampler), [targets]).logprobs[0]
     async with self._scoring:
       return await self._trainings.worker.submit(sampler.session, compute)
 
@@ -299,8 +304,11 @@ class Samplers:
     """Gives a session's weights to the engine; returns the adapter's name."""
     if sampler.path is None and sampler.adapter is None:
       return None
+    table = self._engine.adapters
+    if sampler_id in table.names:  # Not behind those who wait for a slot.
+      return sampler_id
     async with self._setting:
-      if sampler_id not in self._engine.adapters.names:
+      if sampler_id not in table.names:
         weights = await asyncio.to_thread(self._get_weights, sampler)
         await self._free_slot()
         await asyncio.to_thread(self._engine.set_adapter, sampler_id, weights)
@@ -315,15 +323,28 @@ class Samplers:
     return learner.pad(adapter)
 
   async def _free_slot(self):
-    """Takes weights from the engine until there is a slot.
+    """Takes a name from the engine's weights, if it has no slot, and waits for one.
 
-    Those go whose session is gone, and then those that were not asked for longest.
+    Weights whose session is gone are taken first, then those that were asked for longest
+    ago, of both rather those that no request uses. Requests that do go on, and their
+    slot is free when they have ended; new ones wait behind who waits here.
     """
     table = self._engine.adapters
+    names = [name for name in table.names if name not in self.by_id]
+    names += [name for name in self.by_id if name in table.names]
+    if not table.free and names:
+      unused = [name for name in names if name in table.unused]
+      self._engine.remove_adapter((unused or names)[0])
     while not table.free:
-      gone = [name for name in table.names if name not in self.by_id]
-      idle = [k for k, s in self.by_id.items() if k in table.names and not s.replies]
-      if gone or idle:
-        self._engine.remove_adapter((gone or idle)[0])
-      else:
-        await asyncio.sleep(0.05)  # Until the request's own time is over.
+      await asyncio.sleep(0.05)  # Until the request's own time is over.
+
+
+def _make_scoring(request: request_lib.Request) -> request_lib.Request:
+  """Makes a request that scores the prompt, at temperature 1 as `forward` does."""
+  return request_lib.Request(
+    request.tokens,
+    max_tokens=1,
+    sampling=config_lib.GREEDY,
+    adapter=request.adapter,
+    score_prompt=True,
+  )

@@ -194,7 +194,8 @@ class States:
     path = f'{_SCHEME}{run_id}/{kind}/{name}'
     try:
       folder, record = self._find(path)
-    except http.RefusedError:
+      size = sum(file.stat().st_size for file in folder.iterdir())
+    except (http.RefusedError, FileNotFoundError):
       return None  # Its time is over, or somebody has deleted it meanwhile.
     return {
       'checkpoint_id': f'{kind}/{name}',
@@ -202,7 +203,7 @@ class States:
       'time': record['time'],
       'tinker_path': path,
       'lora_rank': record['rank'],
-      'size_bytes': sum(file.stat().st_size for file in folder.iterdir()),
+      'size_bytes': size,
       'user_metadata': record.get('user_metadata'),
       'expires_at': record.get('expires_at'),
     }

@@ -40,14 +40,14 @@ class Training:
 
   Attributes:
     session: The session that began it.
-    info: What its saved states record: the metadata that a client gave.
+    metadata: What a client said of it; its saved states record that.
     run: Its state; None until it has been made.
     last_seq: The highest number of an operation.
     last_time: When the last one came, in ISO format.
   """
 
   session: str
-  info: dict[str, Any]
+  metadata: dict[str, Any]
   run: learning.Run | None = None
   last_seq: int = 0
   last_time: str = ''
@@ -142,18 +142,24 @@ class Trainings:
     self.find_session(session_id)
     if request_id in self.results:
       return {'request_id': request_id, 'model_id': run_id}
-    self._make_room()
-    future = self.worker.submit(run_id, make)
-    training = self.by_id[run_id] = Training(session_id, {'user_metadata': metadata})
-    training.last_time = _now()
+    oldest = self._find_place()
+    training = Training(session_id, metadata or {}, last_time=_now())
+
+    def begin() -> dict:
+      # In the worker's thread, so that the next operation finds it.
+      training.run = make()
+      return answer
+
+    future = self.worker.submit(run_id, begin)
+    self.by_id.pop(oldest, None)
+    self.by_id[run_id] = training
 
     async def wait() -> dict:
       try:
-        training.run = await future
+        return await future
       except BaseException:
         self.by_id.pop(run_id, None)
         raise
-      return answer
 
     self.results.begin(request_id, wait())
     return {'request_id': request_id, 'model_id': run_id}
@@ -296,17 +302,16 @@ class Trainings:
 
   def _save(self, request, training: Training, run, kind, moments, overwrite) -> str:
     """Saves a state, in the worker's thread."""
-    info = training.info | {'user_metadata': request.user_metadata}
+    metadata = training.metadata | (request.user_metadata or {})
+    info: dict[str, Any] = {'user_metadata': metadata or None}
     if request.ttl_seconds:
       ends = datetime.timedelta(seconds=min(request.ttl_seconds, 10**9))
       info['expires_at'] = (datetime.datetime.now(datetime.UTC) + ends).isoformat()
     adapter = self.learning.trim(self.learning.get_adapter(run), run.shape)
-    saved = self.states.save
-    name = request.path
-    return saved(
+    return self.states.save(
       request.model_id,
       kind,
-      name,
+      request.path,
       run.shape,
       adapter,
       moments,
@@ -355,16 +360,16 @@ class Trainings:
     seed = secrets.randbits(31) if lora.seed is None else lora.seed
     return learning.Shape(lora.rank, seed, targets)
 
-  def _make_room(self):
-    """Ends the run that was silent longest, if there are too many; else refuses."""
+  def _find_place(self) -> str | None:
+    """Finds the run that gives its place, if there are too many; else refuses."""
     if len(self.by_id) < self._most:
-      return
+      return None
     seen = lambda run_id: self.sessions[self.by_id[run_id].session].seen
     oldest = min(self.by_id, key=seen)
     if time.monotonic() - seen(oldest) < self._idle_seconds:
       text = f'there are {len(self.by_id)} training runs, and --clients allows no more'
       raise http.RefusedError(429, text)
-    del self.by_id[oldest]
+    return oldest
 
   def _is_idle(self, session: Session) -> bool:
     return time.monotonic() - session.seen > self._idle_seconds

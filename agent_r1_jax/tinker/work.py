@@ -83,9 +83,14 @@ class Worker:
 
   async def _call(self, fn: Callable[[], Any], future: asyncio.Future):
     try:
-      async with asyncio.timeout(self._seconds):
+      async with asyncio.timeout(self._seconds) as limit:
         result = await asyncio.wrap_future(self._pool.submit(fn))
-    except TimeoutError:
+    except Exception as error:
+      # A function may raise TimeoutError itself: a disk that did not answer, for one.
+      if not (isinstance(error, TimeoutError) and limit.expired()):
+        if not future.done():
+          future.set_exception(error)
+        return
       self.stuck = (
         f'a computation did not end within {self._seconds:g} seconds, and the device is '
         'taken as lost: start the server again; saved states are there'
@@ -96,9 +101,6 @@ class Worker:
       for one in failed:
         if not one.done():
           one.set_exception(http.RefusedError(503, self.stuck))
-    except Exception as error:
-      if not future.done():
-        future.set_exception(error)
     else:
       if not future.done():
         future.set_result(result)
