@@ -7,7 +7,7 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.engine import prompt_scores
+from agent_r1_jax.engine import programs
 
 # One token, all of one prefill and its neighbours, several prefills, equal beginnings.
 _LENGTHS = 1, 2, 8, 9, 10, 33, 60
@@ -59,9 +59,9 @@ def test_who_asks_for_none_computes_and_shares_as_ever():
   done = tiny.within(engine.run, both)
   clients.assert_reference(dict(enumerate(done[::2])))
   assert_learners(done[1::2])
-  before = prompt_scores.prefill._cache_size()
+  before = programs.prefill._cache_size()
   clients.assert_plays(clients.engine(), range(4))
-  assert prompt_scores.prefill._cache_size() == before
+  assert programs.prefill._cache_size() == before
 
 
 def test_the_likeliest_tokens_of_each_place():

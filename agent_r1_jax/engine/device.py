@@ -110,36 +110,18 @@ class Device:
     bucket: int,
     adapters: Any = None,
     pictures: decoder.Pictures | None = None,
-  ):
-    """Writes tokens to rows; see programs.prefill."""
+    targets: prompt_scores.Targets | None = None,
+  ) -> prompt_scores.Scored | None:
+    """Writes tokens to rows; returns the scores of any targets, in numpy."""
     with sharding.use_mesh(self.mesh):
-      self.cache = programs_lib.prefill(
+      self.cache, scored = programs_lib.prefill(
         params,
         self.cache,
-        *(rows, start, tokens, count, adapters, pictures),
+        *(rows, start, tokens, count, adapters, pictures, targets),
         config=self.config,
         bucket=bucket,
       )
-
-  def prefill_and_score(
-    self,
-    params,
-    batch: tuple,
-    bucket: int,
-    targets: prompt_scores.Targets,
-    adapters: Any = None,
-    pictures: decoder.Pictures | None = None,
-  ) -> prompt_scores.Scored:
-    """Writes tokens to rows and scores the one after each, in numpy."""
-    with sharding.use_mesh(self.mesh):
-      self.cache, scored = prompt_scores.prefill(
-        params,
-        self.cache,
-        *(*batch, targets, adapters, pictures),
-        config=self.config,
-        bucket=bucket,
-      )
-    return jax.device_get(scored)
+    return scored and jax.device_get(scored)
 
   def decode(
     self,

@@ -3,8 +3,8 @@
 The device holds the key-value cache and nothing else. The host knows each row's text and
 how much of it is in the cache, and passes both in every call. The cache stays one token
 behind the text: the last token is known but not yet computed, so that a reply, a tool's
-answer and a prompt all continue a row in the same way, and no prefill computes logits.
-For requests that ask for the log-probs of their own tokens there is prompt_scores.py.
+answer and a prompt all continue a row in the same way. A prefill computes logits only for
+requests that ask for the log-probs of their own tokens (prompt_scores.py).
 
 Letters: B rows of the cache, M entries of one call (each names its row), T tokens of one
 prefill, or those that a decode computes at once: the last one and a draft of k = T - 1, W
@@ -20,7 +20,7 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, UInt32
 
-from agent_r1_jax.engine import drafts
+from agent_r1_jax.engine import drafts, prompt_scores
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.models import decoder, lora
@@ -73,30 +73,28 @@ def prefill(
   count: Int[Array, 'M'],
   adapters: lora.Adapters | None = None,
   pictures: decoder.Pictures | None = None,
+  targets: prompt_scores.Targets | None = None,
   *,
   config: decoder.DecoderConfig,
   bucket: int,
-) -> decoder.Cache:
+) -> tuple[decoder.Cache, prompt_scores.Scored | None]:
   """Writes tokens[m, :count[m]] to the slots of row rows[m] from start[m] on.
 
   Rows are distinct; B or more marks an unused entry. start[m] tokens are in the cache
   already. The first `bucket` slots of each row are read and written: at least start +
   count. The cache is donated; the params come from sampling_params.unstack. `adapters`,
-  if there are any, say which one each entry uses, and `pictures` what tokens show.
+  if there are any, say which one each entry uses, and `pictures` what tokens show. With
+  `targets`, which is another program, their scores are returned too.
   """
-  batch = rows, start, tokens, count
-  return extend_rows(params, cache, *batch, adapters, pictures, config, bucket)[1]
-
-
-def extend_rows(
-  params, cache, rows, start, tokens, count, adapters, pictures, config, bucket: int
-) -> tuple[Float[Array, 'M T D'], decoder.Cache]:
-  """Computes `prefill`, and returns the hidden states of the tokens, too."""
   view = _gather_rows(cache, rows, bucket)
   steps_1T = jnp.arange(tokens.shape[1])[None]
   positions = jnp.where(steps_1T < count[:, None], start[:, None] + steps_1T, bucket)
   x, view = decoder.extend(params, config, tokens, positions, view, adapters, pictures)
-  return x, _scatter_rows(cache, rows, view)
+  scored = None
+  if targets is not None:
+    top = min(TOP, config.vocab_size)
+    scored = prompt_scores.score(params, config, x, targets, top)
+  return _scatter_rows(cache, rows, view), scored
 
 
 @functools.partial(jax.jit, static_argnames='bucket', donate_argnames='cache')

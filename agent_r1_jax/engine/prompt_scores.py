@@ -1,10 +1,8 @@
-"""The log-probs of a request's own tokens: a prefill that computes logits as well.
+"""The log-probs of a request's own tokens, from the hidden states of their prefill.
 
-It is a program apart from `programs.prefill`, and compiled when a request first asks.
 Letters: as in programs.py.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -12,9 +10,8 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from agent_r1_jax.engine import programs
 from agent_r1_jax.engine import sampling as sampling_lib
-from agent_r1_jax.models import decoder, head, lora
+from agent_r1_jax.models import decoder, head
 
 
 class Targets(NamedTuple):
@@ -33,44 +30,31 @@ class Scored(NamedTuple):
   top_logprobs: Float[Array, 'M T n']  # Their log-probs.
 
 
-@functools.partial(jax.jit, static_argnames=('config', 'bucket'), donate_argnames='cache')
-def prefill(
+def score(
   params: decoder.Params,
-  cache: decoder.Cache,
-  rows: Int[Array, 'M'],
-  start: Int[Array, 'M'],
-  tokens: Int[Array, 'M T'],
-  count: Int[Array, 'M'],
-  targets: Targets,
-  adapters: lora.Adapters | None = None,
-  pictures: decoder.Pictures | None = None,
-  *,
   config: decoder.DecoderConfig,
-  bucket: int,
-) -> tuple[decoder.Cache, Scored]:
-  """Writes tokens to rows as `programs.prefill` does, and scores the one after each.
+  x: Float[Array, 'M T D'],
+  targets: Targets,
+  top: int,
+) -> Scored:
+  """Scores the targets from hidden states, and the `top` likeliest tokens (n).
 
   The logits are computed in blocks of tokens, as the learner's head does.
   """
-  batch = rows, start, tokens, count
-  x_MTD, cache = programs.extend_rows(
-    params, cache, *batch, adapters, pictures, config, bucket
-  )
-  M, T = tokens.shape
-  n = min(programs.TOP, config.vocab_size)
-  none = jnp.zeros(n, jnp.float32), jnp.zeros(n, jnp.int32)
+  M, T = targets.tokens.shape
+  none = jnp.zeros(top, jnp.float32), jnp.zeros(top, jnp.int32)
 
-  def score(x_D, target, temperature):
+  def score_one(x_D, target, temperature):
     logits_1V = decoder.logits(params, config, x_D[None])
     scaled_1V = sampling_lib.scale_logits(logits_1V, temperature[None])
     logprobs_V = jax.nn.log_softmax(scaled_1V[0])
-    likeliest = lambda: tuple(jax.lax.top_k(logprobs_V, n))
+    likeliest = lambda: tuple(jax.lax.top_k(logprobs_V, top))
     # top_k takes time, and is skipped where no entry asks for it.
     return logprobs_V[target], *jax.lax.cond(targets.top.any(), likeliest, lambda: none)
 
-  each = x_MTD.reshape(M * T, -1), targets.tokens.reshape(-1)
+  each = x.reshape(M * T, -1), targets.tokens.reshape(-1)
   each = *each, jnp.repeat(targets.temperature, T)
   block = min(head.block_tokens(config.vocab_size), M * T)
-  scored = jax.lax.map(lambda token: score(*token), each, batch_size=block)
+  scored = jax.lax.map(lambda token: score_one(*token), each, batch_size=block)
   logprobs, top_logprobs, top_tokens = (x.reshape(M, T, *x.shape[1:]) for x in scored)
-  return cache, Scored(logprobs, top_tokens, top_logprobs)
+  return Scored(logprobs, top_tokens, top_logprobs)

@@ -315,13 +315,11 @@ class Replica:
     bucket = sizes_lib.round_up(sizes.buckets, max(row.cached for row in rows))
     slot_M = active_request.make_slots(dict(enumerate(actives)), size)
     seen = slots.select(self._copy_index, slot_M), pictures
-    if targets:
-      score = functools.partial(self.device.prefill_and_score, params, batch, bucket)
-      scores = await self._in_thread(functools.partial(score, targets, *seen))
+    call = functools.partial(self.device.prefill, params, *batch, bucket, *seen, targets)
+    # Only scores are waited for, so only then in a thread.
+    if scores := await self._in_thread(call) if scored else call():
       for m, active in enumerate(actives):
         active.add_scores(scores, m, counts[m])
-    else:
-      self.device.prefill(params, *batch, bucket, *seen)
     self.stats.prefill_seconds += time.perf_counter() - start_time
     return True
 

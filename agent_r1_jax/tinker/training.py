@@ -151,7 +151,8 @@ class Trainings:
       return answer
 
     future = self.worker.submit(run_id, begin)
-    self.by_id.pop(oldest, None)
+    if oldest:
+      del self.by_id[oldest]
     self.by_id[run_id] = training
 
     async def wait() -> dict:

@@ -243,7 +243,8 @@ def lowered_sampling(program: str, config, mesh) -> Any:
 
   shapes = jax.eval_shape(lambda: decoder.empty_cache(config, texts, slots))
   params = replica(config, mesh)
-  cache = abstract(shapes, sharding.cache_sharding(config.num_kv_heads, mesh))
+  where = lambda x: sharding.cache_sharding(x.shape[1], mesh)
+  cache = abstract(shapes, jax.tree.map(where, shapes))
   options = {'config': config, 'bucket': slots}
   if program == 'prefill':
     rows, width = _PREFILL_ROWS.value, _PREFILL.value
