@@ -26,7 +26,7 @@ def _choose(shape, params, tokens):
   _, cache = jax.jit(decoder.extend, static_argnums=1)(
     copy, shape, tokens[None], at, cache
   )
-  return np.stack([layer[2][0, 0] for layer in cache], axis=1)
+  return np.stack([layer[2][0].T for layer in cache], axis=1)
 
 
 def _segment(n, routes=None, tokens=None):

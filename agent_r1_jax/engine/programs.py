@@ -112,7 +112,8 @@ def read_routes(
   cache: decoder.Cache, row: Int[Array, ''], *, bucket: int
 ) -> Int[Array, 'bucket L k']:
   """Reads which experts computed the first `bucket` slots of a row."""
-  return jnp.stack([layer[2][row, 0, :bucket] for layer in cache], axis=1)
+  routes_LkS = jnp.stack([layer[2][row, :, :bucket] for layer in cache])
+  return jnp.moveaxis(routes_LkS, 2, 0)
 
 
 @functools.partial(

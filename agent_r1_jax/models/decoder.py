@@ -44,7 +44,7 @@ Params = dict[str, Any]
 UNROLLED_LAYERS = 8
 _ACTIVATIONS = {'silu': nn.silu, 'gelu_pytorch_tanh': nn.gelu}
 # Keys and values of each layer, [B, K, S, H], and where there are experts those that have
-# computed each slot, [B, 1, S, k].
+# computed each slot, [B, k, S]: a TPU would fill a last axis of k up to 128.
 Cache = tuple[tuple[Array, ...], ...]
 
 
@@ -146,7 +146,7 @@ class Attention(nn.Module):
 
 
 def _write_slots(cache_BKSH: Array, x_BTKH: Array, positions_BT: Array) -> Array:
-  """Writes tokens to their slots; those past the last slot are dropped."""
+  """Writes tokens to their slots, none past the last; experts have no H, and k for K."""
   B, K = cache_BKSH.shape[:2]
   # Each head has an index. If the heads were a slice, a TPU's compiler would lay them out
   # behind the slots, and copy the whole cache for the kernel that reads it.
@@ -184,8 +184,8 @@ class Block(nn.Module):
       counts = segments and _find_text(positions_BT, *segments)
       loads = segments and experts.count_loads(expert_BTk, c.num_experts, counts)
       if cache is not None:
-        taken_BT1k = expert_BTk[:, :, None].astype(cache[2].dtype)
-        cache = (*cache[:2], _write_slots(cache[2], taken_BT1k, positions_BT))
+        taken_BTk = expert_BTk.astype(cache[2].dtype)
+        cache = (*cache[:2], _write_slots(cache[2], taken_BTk, positions_BT))
     x_BTD += self._normalise('mlp_out_norm', out)
     return x_BTD, cache if segments is None else loads
 
@@ -340,7 +340,7 @@ def empty_cache(config: DecoderConfig, rows: int, slots: int) -> Cache:
   arrays = [heads, heads]
   if config.num_experts:
     dtype = jnp.int8 if config.num_experts <= 128 else jnp.int16
-    arrays.append(((rows, 1, slots, config.experts_per_token), dtype))
+    arrays.append(((rows, config.experts_per_token, slots), dtype))
   return tuple(tuple(jnp.zeros(*a) for a in arrays) for _ in range(config.num_layers))
 
 
