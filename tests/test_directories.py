@@ -161,6 +161,10 @@ FAULTS = {
   'writes a text': ('echo "{" > /logs/verifier/reward.txt', 'no number'),
   'nests': ('printf "[%.0s" {1..4000} > /logs/verifier/reward.txt', 'no number'),
   'makes a pipe': ('mkfifo /logs/verifier/reward.txt', 'no number'),
+  'writes a huge number': (
+    'printf "{\\"reward\\": 1%0400d}" 0 > /logs/verifier/reward.json',
+    'no number',
+  ),
   'is no object': ('echo 1 > /logs/verifier/reward.json', 'no number'),
 }
 

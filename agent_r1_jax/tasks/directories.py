@@ -199,7 +199,7 @@ class Workspace(shell.Session):
         text = output.text
         found = float(json.loads(text)['reward'] if name.endswith('json') else text)
         return found if 0 <= found <= 1 else None
-      except (ValueError, TypeError, KeyError, RecursionError):
+      except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     return None
 
