@@ -4,6 +4,7 @@ import json
 import os
 import re
 import threading
+from unittest import mock
 
 import confined
 import pytest
@@ -109,6 +110,24 @@ def test_the_paths_of_the_container_are_seen(layers, workspace):
   assert (played.judge(), played.reason) == (0.5, '')
 
 
+@pytest.mark.parametrize('root', ['', '/tmp/shell-1'])
+def test_a_place_may_be_called_as_the_workspace(root):
+  """That of a shell with namespaces is /workspace."""
+  paths = directories.Paths(f'{root}/workspace', ('/tests', '/workspace', '/app'))
+  texts = '/workspace', '/workspace/x', '/workspace/app/x', '/workspace/workspace', '/app'
+  for text in texts:
+    entered = paths.enter(text)
+    assert entered == f'{root}/workspace{text}' and paths.leave(entered) == text
+  assert paths.leave(f'{root}/workspace/x') == f'{root}/workspace/x'
+
+
+def test_a_working_directory_may_be_called_as_the_workspace(layers, workspace):
+  dockerfile = 'FROM debian\nWORKDIR /workspace/app\nCOPY in.txt .\n'
+  played = workspace({'environment/Dockerfile': dockerfile})
+  shown = played.run('pwd; ls -d /workspace/app/in.txt; ls -d /workspace')
+  assert shown.text.split() == ['/workspace/app', '/workspace/app/in.txt', '/workspace']
+
+
 CHEATS = {
   'it writes the reward': 'mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt',
   'it writes the other reward': (
@@ -122,7 +141,7 @@ CHEATS = {
     'echo 1 > /logs/verifier/reward.txt; done" >/dev/null 2>&1 &)'
   ),
   'it changes what Python imports': (
-    'd=~/.local/lib/python3.11/site-packages; mkdir -p $d; '
+    'd=$(python3 -m site --user-site); mkdir -p $d; '
     'echo "import os; print(1, flush=True); os._exit(0)" > $d/usercustomize.py'
   ),
 }
@@ -204,9 +223,14 @@ def test_an_agent_that_ends_its_shell_or_removes_all_has_no_reward(workspace):
   assert played.judge() == 0.0 and 'shell has ended' in played.reason
 
 
-def test_the_time_of_the_agent_is_bounded(workspace):
-  played = workspace({'task.toml': FILES['task.toml'].replace('60.0', '0.4')})
-  assert 'longer than 0.' in played.run('sleep 60').reason
+def test_the_time_of_the_agent_is_bounded(workspace, monkeypatch):
+  clock = mock.Mock(monotonic=lambda: clock.now, now=1000.0)
+  monkeypatch.setattr(directories, 'time', clock)
+  played = workspace()
+  assert played.seconds_left == 60
+  clock.now += 59.5
+  assert 'longer than 0.5 seconds' in played.run('sleep 60').reason
+  clock.now += 0.5
   assert played.seconds_left == 0
   with pytest.raises(shell.CommandError, match='time of this task is over'):
     played.run(SOLVE)
@@ -234,12 +258,23 @@ async def test_it_is_an_environment(tmp_path):
   assert steps[-1].metrics['unjudged'] == steps[-1].metrics['late'] == 0.0
 
 
-async def test_an_episode_whose_time_is_over_is_judged(tmp_path):
-  changes = {'task.toml': FILES['task.toml'].replace('60.0', '0.3')}
-  (task,) = directories.load(write(tmp_path, changes))
+async def test_a_folder_is_read_in_a_thread(tmp_path, monkeypatch):
+  (task,), read, threads = directories.load(write(tmp_path)), directories.read, []
+  monkeypatch.setattr(
+    directories, 'read', lambda task: threads.append(threading.get_ident()) or read(task)
+  )
   env = directories.DirectoryEnv()
   await env.reset(task)
-  assert not (await env.step(call(f'{SOLVE}; sleep 60'))).done
+  env.close()
+  assert len(threads) == 1 and threading.get_ident() not in threads
+
+
+async def test_an_episode_whose_time_is_over_is_judged(tmp_path):
+  (task,) = directories.load(write(tmp_path))
+  env = directories.DirectoryEnv(seconds=60.0)
+  await env.reset(task)
+  assert not (await env.step(call(SOLVE))).done
+  env._workspace._end = 0.0
   step = await env.step(call('ls'))
   env.close()
   assert step.done and step.reward == step.metrics['late'] == 1.0

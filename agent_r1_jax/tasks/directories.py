@@ -81,6 +81,29 @@ def find(folder: str | os.PathLike) -> list[pathlib.Path]:
   return found
 
 
+class Paths:
+  """The absolute paths of a task, which are below a workspace, in texts."""
+
+  def __init__(self, workspace: str, places: Sequence[str]):
+    """Takes the workspace's path and the directories that the task's files are in."""
+    self._workspace = workspace
+    either = '|'.join(map(re.escape, sorted(places, key=len, reverse=True)))
+    # Not a part of a longer path or name: no x/app, ./app, /application and /app.py.
+    self._inside = re.compile(rf'(?<![\w.~/}}-])(?:{either})(?![\w-]|\.\w)')
+    # The place is matched too, as it may begin as the workspace does.
+    self._outside = re.compile(rf'{re.escape(workspace)}((?:{either})\b)')
+
+  def enter(self, text: str) -> str:
+    """Replaces the task's paths by where they are, unless it is no text."""
+    if _NO_TEXT.search(text):
+      return text
+    return self._inside.sub(lambda found: self._workspace + found[0], text)
+
+  def leave(self, text: str) -> str:
+    """Replaces paths below the workspace by the task's own."""
+    return self._outside.sub(r'\1', text)
+
+
 class Workspace(shell.Session):
   """The shell of one task, with the files of its container and its judge.
 
@@ -106,10 +129,7 @@ class Workspace(shell.Session):
       shell.CommandError: The files do not fit, and the shell has ended.
     """
     self.folder = folder
-    places = '|'.join(map(re.escape, sorted(folder.places, key=len, reverse=True)))
-    # Not a part of a longer path or name: no x/app, ./app, /application and /app.py.
-    self._inside = re.compile(rf'(?<![\w.~/}}-])(?:{places})(?![\w-]|\.\w)')
-    self._outside = re.compile(rf'{re.escape(self.workspace)}(?=(?:{places})\b)')
+    self._paths = Paths(self.workspace, folder.places)
     self._write(folder.files)
     # The files may all be elsewhere, and there may be none.
     workdir = self._quote(folder.workdir)
@@ -132,8 +152,8 @@ class Workspace(shell.Session):
     with self._turn:
       if not (left := self.seconds_left):
         raise shell.CommandError('the time of this task is over')
-      output = super().run(self._enter(command), min(seconds, left))
-    return output._replace(text=self._outside.sub('', output.text))
+      output = super().run(self._paths.enter(command), min(seconds, left))
+    return output._replace(text=self._paths.leave(output.text))
 
   def solve(self) -> shell.Output:
     """Runs the task's own solution in place of an agent.
@@ -159,7 +179,7 @@ class Workspace(shell.Session):
       except shell.CommandError as error:
         self.reason = str(error)
         return 0.0
-    self.printed = self._outside.sub('', output.text)
+    self.printed = self._paths.leave(output.text)
     if output.reason:
       self.reason = f'the tests were ended: {output.reason}'
     elif reward is None:
@@ -204,16 +224,10 @@ class Workspace(shell.Session):
     return None
 
   def _write(self, files: dict[str, str]) -> None:
-    self.write_files({k.lstrip('/'): self._enter(v) for k, v in files.items()})
+    self.write_files({k.lstrip('/'): self._paths.enter(v) for k, v in files.items()})
 
   def _run_own(self, command: str) -> shell.Output:
     return super().run(command, _OWN_SECONDS)
-
-  def _enter(self, text: str) -> str:
-    """Replaces the task's absolute paths by where they are, unless it is no text."""
-    if _NO_TEXT.search(text):
-      return text
-    return self._inside.sub(lambda found: self.workspace + found[0], text)
 
   def _quote(self, path: str) -> str:
     return shlex.quote(self.workspace + path)
@@ -272,7 +286,7 @@ class DirectoryEnv(env.ToolEnv):
     Raises:
       ValueError: The folder is not what it was when the task was loaded.
     """
-    await asyncio.to_thread(self._workspace.lay, read(task))
+    await asyncio.to_thread(lambda: self._workspace.lay(read(task)))
     return await super().reset(task)
 
   async def step(self, reply: str) -> types.Step:
