@@ -1,6 +1,7 @@
 """Tasks of mending: which lines change, and that a task is right."""
 
 import ast
+import contextlib
 import tarfile
 
 import confined
@@ -18,6 +19,16 @@ def f(a, b, *, é='é'):
     return a[1:] + [é == 'x']
   return f'{a + b} {1}'
 '''
+CHEATS = {
+  'a pytest of its own': 'touch /app/pytest.py',
+  'the end of the process': (
+    'printf "import os\\nos._exit(0)\\n" > /app/inflection/__init__.py'
+  ),
+  'a summary of its own': (
+    'printf "import os\\nprint(\\"9 passed in 1s\\", flush=True)\\nos._exit(0)\\n" '
+    '> /app/inflection/__init__.py'
+  ),
+}
 
 
 def test_each_mutation_changes_one_line_of_code():
@@ -65,6 +76,10 @@ def test_tasks_are_made_and_checked(tmp_path):
   assert 'test_inflection.py::test_more' in task.messages[0]['content']
   assert 'assert ' in task.messages[0]['content']
   assert directories.check([task]) == {}
+  for name, cheat in CHEATS.items():
+    with contextlib.closing(directories.open_workspace(task)) as workspace:
+      assert workspace.run(cheat).code == 0
+      assert (name, workspace.judge(), workspace.reason) == (name, 0.0, '')
   benchmark = task_list.TASKS['directories'](task_list.Source(str(folder), '', 100))
   ((sets, make_env),) = benchmark.methods.values()
   assert sets == {'': [task]} and make_env is directories.DirectoryEnv

@@ -13,8 +13,9 @@ What `--sdists` lacks is fetched by pip. `python -m experiments.directories --ch
 then checks every task once more, by its solution and by doing nothing.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
+import functools
 import pathlib
 import random
 import re
@@ -71,11 +72,21 @@ timeout_sec = 600.0
 timeout_sec = {_TEST_SECONDS}.0
 """
 # No plugins that happen to be installed: they may be of another Python than the shell's.
+# pytest is imported before what the agent left can be: it may have a pytest.py. Code that
+# ends the process has the status 0 too, so the last line has to be pytest's, with as many
+# tests that passed as with the solution.
 _TEST = """#!/bin/bash
-COLUMNS=200 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \\
-  python3 -m pytest -q --tb=line -p no:cacheprovider -c /dev/null \\
-  --rootdir=/tests --confcutdir=/tests {files}
-if [ $? = 0 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+COLUMNS=200 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 python3 -P -c '
+import os, sys, pytest
+sys.path.insert(0, os.getcwd())
+sys.exit(pytest.main(sys.argv[1:]))
+' -q --tb=line -p no:cacheprovider -c /dev/null \\
+  --rootdir=/tests --confcutdir=/tests {files} > /logs/verifier/printed.txt
+status=$? reward=0
+cat /logs/verifier/printed.txt
+last=$(tail -n 1 /logs/verifier/printed.txt)
+if [ $status = 0 ] && [[ $last =~ ^{passed}" passed"[\\ ,] ]]; then reward=1; fi
+echo $reward > /logs/verifier/reward.txt
 """
 _INSTRUCTION = """One line of the Python package {name} in /app is wrong. For it the test
 {test} of the package fails:
@@ -98,11 +109,12 @@ END
 
 
 class Mutant(NamedTuple):
-  """A mutation, and the test that fails for it."""
+  """A mutation, the test that fails for it, and how many of its files pass without it."""
 
   path: str
   change: mutations.Mutation
   files: tuple[str, ...]
+  passed: int
   test: str
   message: str
 
@@ -153,13 +165,9 @@ def find_mutants(
 ) -> Iterator[Mutant]:
   """Yields mutants that a test finds, of lines that differ, in an order by the seed."""
   files = sorted(test for test in tests if re.match(r'tests?_|tests?\.', test))
-  passing = [
-    test
-    for test, output in zip(
-      files, pool.map(lambda test: run_tests(source, tests, [test]), files), strict=True
-    )
-    if output is None
-  ]
+  # The tests that pass in some files without a change; 0 if others fail.
+  count = functools.cache(lambda *files: count_passed(run_tests(source, tests, files)))
+  passing = [test for test, n in zip(files, pool.map(count, files), strict=True) if n]
   changes = [
     (path, change)
     for path, text in sorted(source.items())
@@ -170,35 +178,41 @@ def find_mutants(
   lines, batch = set(), _WORKERS.value
   for first in range(0, len(changes), batch):
     tried = changes[first : first + batch]
-    judged = pool.map(lambda t: judge(t[0], t[1], source, tests, passing), tried)
+    judged = pool.map(lambda t: judge(*t, source, tests, passing, count), tried)
     for mutant in filter(None, judged):
       if (line := (mutant.path, mutant.change.line)) not in lines:
         lines.add(line)
         yield mutant
 
 
-def judge(path, change, source, tests, passing: list[str]) -> Mutant | None:
+def judge(path, change, source, tests, passing: list[str], count) -> Mutant | None:
   """Returns a mutant if a test of its module, or else of the package, fails for it."""
   stem = pathlib.PurePosixPath(path).stem
   files = [test for test in passing if test == f'test_{stem}.py'] or passing
   mutated = {**source, path: change.apply(source[path])}
   output = run_tests(mutated, tests, files)
   found = output and re.search(r'^FAILED (\S+?::\S+)(?: - (.*))?$', output, re.MULTILINE)
-  if not found:
+  if not found or not (passed := count(*files)):
     return None
   test = found[1].removeprefix('../tests/')
-  return Mutant(path, change, tuple(files), test, found[2] or 'It fails.')
+  return Mutant(path, change, tuple(files), passed, test, found[2] or 'It fails.')
 
 
-def run_tests(source, tests, files: list[str]) -> str | None:
-  """Runs tests in a workspace as the judge will; None if all pass, or their output."""
+def count_passed(printed: str) -> int:
+  """Returns how many tests passed by what pytest printed; 0 if one did not."""
+  found = re.search(r'^(\d+) passed[ ,](?!.*error).*\Z', printed.rstrip(), re.MULTILINE)
+  return int(found[1]) if found else 0
+
+
+def run_tests(source, tests, files: Sequence[str]) -> str:
+  """Runs tests in a workspace as the judge will; returns what they print, '' if late."""
   workspace = directories.Workspace()
   try:
     workspace.lay(
       task_folders.Folder(
         instruction='',
         files={f'/app/{path}': text for path, text in source.items()},
-        tests={**tests, 'test.sh': write_script(files)},
+        tests={**tests, 'test.sh': write_script(files, 0)},
         solution={},
         workdir='/app',
         places=(*task_folders.OWN_PLACES, '/app'),
@@ -207,16 +221,15 @@ def run_tests(source, tests, files: list[str]) -> str | None:
         digest='',
       )
     )
-    if workspace.judge() == 1:
-      return None
+    workspace.judge()
     return '' if workspace.reason else workspace.printed
   finally:
     workspace.close()
 
 
-def write_script(files: list[str] | tuple[str, ...]) -> str:
-  """Writes the script that runs test files and says whether all passed."""
-  return _TEST.format(files=' '.join(f'/tests/{file}' for file in files))
+def write_script(files: Sequence[str], passed: int) -> str:
+  """Writes the script that runs test files and says whether so many tests passed."""
+  return _TEST.format(files=' '.join(f'/tests/{file}' for file in files), passed=passed)
 
 
 def write(folder: pathlib.Path, name: str, source, tests, mutant: Mutant) -> None:
@@ -234,7 +247,7 @@ def write(folder: pathlib.Path, name: str, source, tests, mutant: Mutant) -> Non
     'environment/Dockerfile': _DOCKERFILE.format(name=name),
     **{f'environment/{path}': text for path, text in mutated.items()},
     **{f'tests/{file}': text for file, text in judging.items()},
-    'tests/test.sh': write_script(mutant.files),
+    'tests/test.sh': write_script(mutant.files, mutant.passed),
     'solution/solve.sh': _SOLUTION.format(
       path=mutant.path, line=change.line, new=change.new, old=change.old
     ),
