@@ -241,6 +241,15 @@ def test_each_reply_gives_its_calls_and_errors(name, reply, expected):
 
 
 @pytest.mark.parametrize('name', _FORMATS)
+def test_what_a_reply_says_before_its_calls(name):
+  call_format = _FORMATS[name]
+  written = call_format.render(run('x') if name == 'retool' else look('x'))
+  for text in ('', 'So. ', f'<think>{call_format.openings[0]} </think>So. '):
+    assert call_formats.cut_calls(text + written, call_format) == text
+    assert call_formats.cut_calls(text + written * 2, call_format) == text
+
+
+@pytest.mark.parametrize('name', _FORMATS)
 def test_parse_reads_what_render_writes(name):
   texts = ['x', 'é 中 \U0001f600', ' a\n b', 'say "</tool_call>"', '007', 'null', '\\n{']
   texts = [text.strip() for text in texts]

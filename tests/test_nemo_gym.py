@@ -1,5 +1,6 @@
 """NeMo Gym's protocol, spoken by a small server."""
 
+import asyncio
 import contextlib
 import json
 import math
@@ -38,6 +39,8 @@ ROW = {
   'initial_count': 3,
   'expected_count': 6,
 }
+
+SLOW = 7  # The server adds it later than what is asked just after it.
 
 
 def call(name, **arguments):
@@ -81,8 +84,10 @@ class Sessions:
     return answer
 
   async def increment(self, request):
-    number = request.cookies['session']
-    self.counts[number] += (await request.json())['count']
+    number, count = request.cookies['session'], (await request.json())['count']
+    if count == SLOW:
+      await asyncio.sleep(0.2)
+    self.counts[number] += count
     return responses.JSONResponse({'count': self.counts[number]})
 
   async def fail(self, request):
@@ -139,6 +144,14 @@ async def test_a_session_is_played_and_verified(tmp_path, url, sessions):
   }
   ids = [item['call_id'] for item in output if item['type'] == 'function_call']
   assert len({*ids}) == 4
+
+
+async def test_calls_of_a_reply_run_one_after_another(tmp_path, url):
+  (task,) = nemo_gym.load_tasks(write(tmp_path, ROW))
+  with contextlib.closing(nemo_gym.ServedEnv(url)) as env:
+    env.reset(task)
+    step = await env.step(call('increment', count=SLOW) + call('increment', count=1))
+  assert [m['content'] for m in step.messages] == ['{"count":10}', '{"count":11}']
 
 
 async def test_an_unfinished_reply_is_verified_too(tmp_path, url, sessions):

@@ -7,7 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls, tokenizer
+from agent_r1_jax.agent import call_formats, calls, tokenizer
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import request
 from agent_r1_jax.serve import requests
@@ -59,8 +59,9 @@ class Choice:
     self._decode = tokenizer.make_stream_decoder(chat.tokenizer)
     # How many characters `add` has returned, and the text after them.
     self._sent, self._unsent, self._ended = 0, '', False
-    self._openings = chat.format.openings if api_request.tools else ()
-    self._held_back = *api_request.stop, *self._openings
+    self._held_back = tuple(api_request.stop)
+    if api_request.tools:
+      self._held_back += chat.format.openings
     # The text of the prompt, where it is a part of the answer.
     self._echo = ''
     if api_request.echo:
@@ -100,9 +101,7 @@ class Choice:
     if self._api_request.tools and stopped:
       tool_calls = self._chat.format.parse(text, self._api_request.tools)
     if tool_calls:
-      begin = text.rfind('</think>') + 1
-      starts = [i for s in self._openings if (i := text.find(s, begin)) >= 0]
-      text = text[: min(starts, default=None)]
+      text = call_formats.cut_calls(text, self._chat.format)
     reason = 'length' if not stopped else 'tool_calls' if tool_calls else 'stop'
     named = [_name_call(call) for call in tool_calls]
     return Reply(self._echo + text, named, reason, stop), text[self._sent :]

@@ -50,7 +50,8 @@ def load_tasks(path: str | os.PathLike) -> list[types.Task]:
 class ServedEnv(env.ToolEnv):
   """An episode with a session on a resources server.
 
-  The tools are those of the task's row. A call whose arguments do not fit their schema is
+  The tools are those of the task's row; calls of one reply are made one after another.
+  A call whose arguments do not fit their schema is
   answered here; other answers are the server's. Numbers of its verdict that are not the
   task's are metrics.
   """
@@ -63,12 +64,15 @@ class ServedEnv(env.ToolEnv):
       seconds: The most seconds of one answer.
     """
     metrics = lambda task, messages: self._numbers
-    super().__init__([], self._verify, metrics=metrics, reward_seconds=seconds + 5)
+    # What a call does may depend on those before it: they share a session.
+    super().__init__(
+      [], self._verify, metrics=metrics, in_order=True, reward_seconds=seconds + 5
+    )
     self._url, self._seconds = bounded_http.check_url(url), seconds
     self._client: Any = None
     # What the conversation has after the prompt, as items of the Responses API.
     self._output: list[dict[str, Any]] = []
-    self._reply, self._openings, self._numbers = '', (), {}
+    self._numbers: dict[str, float] = {}
 
   def reset(self, task: types.Task) -> list[types.Message]:
     """Begins a session.
@@ -104,17 +108,13 @@ class ServedEnv(env.ToolEnv):
       tools.append(tool_lib.Tool(item['name'], schema, call, self._seconds + 5))
     return tuple(tools)
 
-  async def step(self, reply: str) -> types.Step:
-    """Runs the reply's calls on the server; without a call, the episode is done."""
-    self._reply, self._openings = reply, call_formats.chat_format.get().openings
-    return await super().step(reply)
-
   def process_reward(
     self, calls: Sequence[env.Call], results: Sequence[tool_lib.ToolResult]
   ) -> float:
     """Writes the turn down as the server will read it; the score is 0."""
+    replies = (m['content'] for m in reversed(self.messages) if m['role'] == 'assistant')
     pairs = [*zip(calls, results, strict=True)]
-    self._output += _write_turn(len(self._output), self._reply, self._openings, pairs)
+    self._output += _write_turn(len(self._output), next(replies), pairs)
     return 0.0
 
   def close(self):
@@ -125,7 +125,7 @@ class ServedEnv(env.ToolEnv):
   def _verify(self, task, messages, status) -> float:
     row, output = task.info['row'], self._output
     if status != 'done' and messages[-1]['role'] == 'assistant':  # It is unfinished.
-      output = output + _write_turn(len(output), messages[-1]['content'], (), [])
+      output = output + _write_turn(len(output), messages[-1]['content'], [])
     made = {'id': 'resp_0', 'object': 'response', 'created_at': 0, 'model': 'policy'}
     made |= {'output': output, 'parallel_tool_calls': True, 'tool_choice': 'auto'}
     made |= {'tools': row['responses_create_params'].get('tools') or []}
@@ -180,13 +180,11 @@ def _read_messages(params: Mapping[str, Any]) -> list[types.Message]:
 
 
 def _write_turn(
-  number: int, reply: str, openings: Sequence[str], called: Sequence[tuple[Any, Any]]
+  number: int, reply: str, called: Sequence[tuple[Any, Any]]
 ) -> list[dict[str, Any]]:
   """Writes a reply, its calls and their results as items of the Responses API."""
   pairs = [pair for pair in called if isinstance(pair[0], calls.ToolCall)]
-  begin = reply.rfind('</think>') + 1
-  starts = [i for s in openings if pairs and (i := reply.find(s, begin)) >= 0]
-  text = reply[: min(starts, default=None)]
+  text = call_formats.cut_calls(reply, call_formats.chat_format.get()) if pairs else reply
   part = {'type': 'output_text', 'text': text, 'annotations': []}
   message = {'id': f'msg_{number}', 'type': 'message', 'role': 'assistant'}
   items = [message | {'status': 'completed', 'content': [part]}] if text else []
