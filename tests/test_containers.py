@@ -48,19 +48,53 @@ def test_a_program_works_in_the_workspace_and_is_judged(play, tmp_path):
 def test_how_commands_end(play, tmp_path):
   seen = tmp_path / 'seen'
   script = f"""
-    for i in 1 2 3; do "$0" exec x sleep 60 >> {seen} & done; wait -n; echo $? >> {seen}
-    wait
     "$0" build . >> {seen}; echo $? >> {seen}
     "$0" >> {seen}; echo $? >> {seen}
     "$0" exec >> {seen}; echo $? >> {seen}
-    "$0" exec x bash -c "$(head -c 200000 /dev/zero | tr '\\0' 'x')" >> {seen} 2>&1
+    long=$(head -c 60000 /dev/zero | tr '\\0' 'x')
+    "$0" exec x echo $long $long >> {seen}; echo $? >> {seen}
     "$0" exec x printf '\\xff\\xc3\\xa9' >> {seen}
+  """
+  assert play(script, seconds=60.0) == {'solved': 0.0}
+  text = seen.read_text()
+  assert 'docker build: only run -d, exec, stop, kill and rm work here\n125\n' in text
+  assert 'docker : only run' in text and text.endswith('é')
+  assert 'a command has at most 100000 bytes, and no NUL among them\n125\n' in text
+
+
+def test_a_command_that_is_late_is_ended(play, tmp_path):
+  seen = tmp_path / 'seen'
+  script = f"""
+    for i in 1 2 3; do "$0" exec x sleep 60 >> {seen} & done; wait -n; echo $? >> {seen}
+    wait
   """
   assert play(script, seconds=0.3) == {'solved': 0.0}
   text = seen.read_text()
   assert text.count('it took longer than 0.3 seconds') == 3 and '\n124\n' in text
-  assert 'docker build: only run -d, exec, stop, kill and rm work here\n125\n' in text
-  assert 'docker : only run' in text and text.endswith('é')
+
+
+UNKNOWN = 'is not among the options that work here'
+OPTIONS = {
+  '--workdir=/data --env=A=b': '/data b 0',
+  '--workdir /data --env A=b': '/data b 0',
+  '-w /data -e A=b=c -u root --user=root': '/data b=c 0',
+  '-i -t -it -d --interactive --tty': '/app 0',
+  '--env-file f': f'docker exec: --env-file {UNKNOWN} 125',
+  '--privileged=true': f'docker exec: --privileged {UNKNOWN} 125',
+  '-w': 'docker exec: -w has no value 125',
+}
+
+
+def test_options_of_a_command(play, tmp_path):
+  seen = tmp_path / 'seen'
+  command = "x bash -c 'pwd; echo $A'"
+  lines = [
+    f'"$0" exec {o} {command if o != "-w" else ""} >> {seen}; echo $? \\$ >> {seen}'
+    for o in OPTIONS
+  ]
+  play('\n'.join(lines), seconds=60.0)
+  *found, _ = (' '.join(text.split()) for text in seen.read_text().split('$\n'))
+  assert found == [*OPTIONS.values()]
 
 
 def test_a_program_that_fails_is_an_error_unless_it_was_refused(play):
@@ -73,9 +107,13 @@ def test_a_program_that_fails_is_an_error_unless_it_was_refused(play):
 
 
 def test_the_time_of_the_agent_bounds_the_program(play):
-  changes = {'task.toml': FILES['task.toml'].replace('60.0', '2')}
-  script = f'"$0" exec x bash -c "{SOLVE}"; sleep 600'
-  assert play(script, changes) == {'solved': 1.0}
+  """What it left then is judged: here what was there at first."""
+  changes = {
+    'task.toml': FILES['task.toml'].replace('60.0', '0.5'),
+    'environment/Dockerfile': None,
+    'environment/out.txt': '42',
+  }
+  assert play('sleep 600', changes) == {'solved': 1.0}
 
 
 async def test_many_commands_at_a_time_are_run_one_after_the_other(tmp_path):

@@ -42,7 +42,13 @@ sys.exit(code)
 """
 _MOST_BYTES = 1 << 20  # Of the arguments of a command.
 _LATE, _FAILED = 124, 125  # As `timeout` and `docker` end.
-_WITH_VALUE = ('-w', '--workdir', '-e', '--env', '-u', '--user')
+# What options of `exec` with a value put before the command.
+_WITH_VALUE = {
+  **dict.fromkeys(('-w', '--workdir'), 'cd -- {} && '),
+  **dict.fromkeys(('-e', '--env'), 'export -- {} && '),
+  **dict.fromkeys(('-u', '--user'), ''),
+}
+_WITHOUT_VALUE = ('-i', '-t', '-it', '-d', '--interactive', '--tty')
 # What the endpoint calls a refusal, in an error that a program ends with.
 _REFUSALS = ('max_turns', 'context_length_exceeded')
 
@@ -144,15 +150,10 @@ def _run(workspace: Workspace, seconds: float, words: list[str]) -> tuple[str, i
     return 'workspace\n', 0
   if verb != 'exec':
     return f'docker {verb}: only run -d, exec, stop, kill and rm work here\n', _FAILED
-  start = ''
-  while words and words[0].startswith('-'):
-    option, *words = words
-    if option in _WITH_VALUE and words:
-      value, *words = words
-      if option in ('-w', '--workdir'):
-        start += f'cd -- {shlex.quote(value)} && '
-      elif option in ('-e', '--env'):
-        start += f'export -- {shlex.quote(value)} && '
+  try:
+    start, words = _read_options(words)
+  except ValueError as error:
+    return f'docker exec: {error}\n', _FAILED
   # A shell of a login complains that there is no /etc/profile.
   words = ['-c' if word == '-lc' and n == 2 else word for n, word in enumerate(words)]
   try:
@@ -163,3 +164,25 @@ def _run(workspace: Workspace, seconds: float, words: list[str]) -> tuple[str, i
   if output.reason:
     return f'{output.text}\nthe command was ended: {output.reason}\n', _LATE
   return output.text, output.code
+
+
+def _read_options(words: list[str]) -> tuple[str, list[str]]:
+  """Returns what the options of `exec` put before its command, and the other words.
+
+  Raises:
+    ValueError: An option is not known, or has no value.
+  """
+  start = ''
+  while words and words[0].startswith('-'):
+    option, *words = words
+    if option in _WITHOUT_VALUE:
+      continue
+    option, equals, value = option.partition('=')
+    if option not in _WITH_VALUE:
+      raise ValueError(f'{option} is not among the options that work here')
+    if not equals:
+      if not words:
+        raise ValueError(f'{option} has no value')
+      value, *words = words
+    start += _WITH_VALUE[option].format(shlex.quote(value))
+  return start, words
