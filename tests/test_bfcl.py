@@ -1,7 +1,9 @@
 """BFCL's multi-turn tasks: solutions, and what is none; hostile calls."""
 
+import asyncio
 import json
 import sys
+import threading
 import time
 
 import benchmark_mutants
@@ -75,6 +77,32 @@ async def test_calls_of_a_reply_run_one_after_another(tasks, monkeypatch):
 
   monkeypatch.setattr(bfcl._Apis, 'call', slow)
   assert await play(bfcl.MultiTurnEnv(), task, bfcl.solve(task)) == 1.0
+
+
+async def test_a_check_that_waits_for_others_holds_nobody_up(tasks):
+  env, task = bfcl.MultiTurnEnv(), tasks['multi_turn_base_0']
+  await env.reset(task)
+  bfcl._LOCK.acquire()
+  late = threading.Timer(60, bfcl._LOCK.release)  # Else it would hang this loop for ever.
+  late.start()
+  step = asyncio.ensure_future(env.step('I will not.'))
+  done, _ = await asyncio.wait([step], timeout=0.2)
+  late.cancel()
+  bfcl._LOCK.release()
+  assert not done and (await step).reward == 0.0
+
+
+async def test_new_apis_are_made_in_a_thread(tasks, monkeypatch):
+  threads = []
+
+  class Apis(bfcl._Apis):
+    def __init__(self, task):
+      threads.append(threading.get_ident())
+      super().__init__(task)
+
+  monkeypatch.setattr(bfcl, '_Apis', Apis)
+  await bfcl.MultiTurnEnv().reset(tasks['multi_turn_base_0'])
+  assert len(threads) == 2 and threading.get_ident() not in threads
 
 
 async def test_the_turn_that_fails_is_the_last(tasks):

@@ -10,7 +10,7 @@ by its name, with arguments that fit its schema. docs/benchmarks.md has what dif
 """
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import copy
 import decimal
 import functools
@@ -25,6 +25,7 @@ from typing import Any
 from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats, calls, env
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.host import workers
 
 CATEGORIES = (
   'multi_turn_base',
@@ -52,6 +53,8 @@ _LARGEST_OF = {'precision': 1000, 'exponent': 1000, 'decimal_places': 1000}
 # Copies of directories share their entries, so that a few calls make more paths than
 # can be walked; with so many the file system is full.
 _MOST_FILES = 20_000
+# For a turn's check, and for new APIs, with the wait for a thread and for the lock.
+_SECONDS = 60.0
 # The APIs set the precision of mpmath for the whole process.
 _LOCK = threading.Lock()
 
@@ -114,14 +117,15 @@ class MultiTurnEnv(env.ToolEnv):
 
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins with the first request, and with new APIs."""
-    self._apis, self._truth = _Apis(task), _Apis(task)
+    self._apis, self._truth = await _call(lambda: (_Apis(task), _Apis(task)), 'reset')
     self._turn = self._replies = self._calls = 0
     self._offer(task)
     return await super().reset(task)
 
   async def answer_text(self) -> list[types.Message]:
     """Checks the turn; the next request, or nothing where it failed or was the last."""
-    if not self._check_turn(self.task.answer[self._turn]):
+    right = self.task.answer[self._turn]
+    if not await _call(lambda: self._check_turn(right), 'check'):
       return []
     self._turn += 1
     if self._turn == len(self.task.answer):
@@ -237,6 +241,11 @@ class _Apis:
         return None
       left += getattr(left.pop(), 'contents', {}).values()
     return f'the file system is full: it has more than {_MOST_FILES} entries'
+
+
+async def _call(fn: Callable[[], Any], name: str) -> Any:
+  """Calls what may take long, or wait for the lock, in a thread."""
+  return await workers.call(fn, name=name, seconds=_SECONDS)
 
 
 def _write_result(value: Any) -> str:
