@@ -67,6 +67,9 @@ class Scripted:
   def close(self, generation):
     pass
 
+  def note_refusal(self, error):
+    pass
+
 
 @pytest.fixture(scope='module')
 def scripted():

@@ -25,7 +25,7 @@ from typing import Protocol
 
 from agent_r1_jax import types
 from agent_r1_jax.host import workers
-from agent_r1_jax.serve import program
+from agent_r1_jax.serve import conversation, program, sources
 from agent_r1_jax.tools import shell
 
 # The whole command in place of docker: it sends its arguments, and prints the answer.
@@ -50,7 +50,7 @@ _WITH_VALUE = {
 }
 _WITHOUT_VALUE = ('-i', '-t', '-it', '-d', '--interactive', '--tty')
 # What the endpoint calls a refusal, in an error that a program ends with.
-_REFUSALS = ('max_turns', 'context_length_exceeded')
+_REFUSALS = (conversation.MAX_TURNS, sources.TOO_LONG)
 
 
 class Workspace(Protocol):

@@ -36,6 +36,8 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.serve import branches, replies, requests, sources
 from agent_r1_jax.web import http
 
+MAX_TURNS = 'max_turns'  # The code of a refusal for want of replies.
+
 
 class Conversation:
   """The requests of one episode; a source of serve/server.py.
@@ -124,9 +126,8 @@ class Conversation:
   async def _submit_one(self, api_request, automata) -> request_lib.Generation:
     self._check_open()
     if len(self._transcript.turns) + len(self._sampled) >= self._max_turns:
-      self.refused = self.refused or 'max_turns'
       text = f'the episode has had its {self._max_turns} replies (limits.max_turns)'
-      raise http.RefusedError(400, text, 'max_turns')
+      raise http.RefusedError(400, text, MAX_TURNS)
     branch = await self._find(api_request)
     try:
       generation = self._sample(branch, api_request, automata)
@@ -147,7 +148,7 @@ class Conversation:
     length = len(branch.passage)
     room = self.slots - length - len(ids)
     if room < 1:
-      raise self.refuse_length(
+      raise sources.refuse_length(
         f'the prompt has {length + len(ids)} tokens, and a row {self.slots}'
       )
     parent = branch.text
@@ -170,10 +171,12 @@ class Conversation:
     _, ids = await self._encode(api_request, place)
     return place.length + len(ids)
 
-  def refuse_length(self, text: str) -> http.RefusedError:
-    """Makes the refusal of a text that no row can hold, which truncates the episode."""
-    self.refused, self.error = self.refused or 'truncated', f'{text} (slots)'
-    return http.RefusedError(400, text, 'context_length_exceeded')
+  def note_refusal(self, error: http.RefusedError):
+    """Notes that a budget refused a reply: that is how the episode ends."""
+    if error.code == MAX_TURNS:
+      self.refused = self.refused or 'max_turns'
+    elif error.code == sources.TOO_LONG:
+      self.refused, self.error = self.refused or 'truncated', f'{error} (slots)'
 
   async def _find(self, api_request: requests.ApiRequest) -> branches.Branch:
     """Finds the text that a request goes on from, or begins one.

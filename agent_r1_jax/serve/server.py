@@ -93,9 +93,7 @@ class Server:
     began = time.perf_counter()
     try:
       source = self.find_source(request)
-      asked = await self._read(form, source, request)
-      automata = await self._grammars.make(asked.request, self._restrict)
-      generations = await self._submit(source, asked.request, automata)
+      asked, generations = await self._begin(form, source, request)
     except http.RefusedError as error:
       return self.metrics.refuse(form, error)
     except ValueError as error:  # The chat or the engine cannot do it.
@@ -124,6 +122,16 @@ class Server:
       return self.metrics.refuse(form, error)
     except ValueError as error:
       return self.metrics.refuse(form, http.RefusedError(400, str(error)))
+
+  async def _begin(self, form, source, request):
+    """Begins the replies to a request; the source is told if they are refused."""
+    try:
+      asked = await self._read(form, source, request)
+      automata = await self._grammars.make(asked.request, self._restrict)
+      return asked, await self._submit(source, asked.request, automata)
+    except http.RefusedError as error:
+      source.note_refusal(error)
+      raise
 
   async def _read(self, form, source, request) -> forms.Asked:
     fields = await http.read_json(request, _MAX_BODY)

@@ -20,6 +20,7 @@ from agent_r1_jax.host import thread_pool
 from agent_r1_jax.serve import replies, requests
 from agent_r1_jax.web import http
 
+TOO_LONG = 'context_length_exceeded'  # The code of such a refusal.
 _MAX_CHARACTERS = 1 << 14  # Of a text that is encoded at once, which takes milliseconds.
 _SECONDS = 60.0  # For a long text, with its wait for a thread.
 _POOL = thread_pool.Pool(threads=2)
@@ -43,8 +44,8 @@ class Source(Protocol):
     """See the class."""
     ...
 
-  def refuse_length(self, text: str) -> http.RefusedError:
-    """Makes the refusal of a conversation that no row can hold."""
+  def note_refusal(self, error: http.RefusedError):
+    """Is called when a request for replies is refused; a count of tokens is none."""
     ...
 
   async def submit(
@@ -79,9 +80,8 @@ class StatelessSource:
     """The adapters that the engine has now."""
     return self._engine.adapters.names
 
-  def refuse_length(self, text: str) -> http.RefusedError:
-    """Makes a refusal, and notes nothing."""
-    return http.RefusedError(400, text, 'context_length_exceeded')
+  def note_refusal(self, error: http.RefusedError):
+    """Notes nothing."""
 
   async def submit(self, api_request, automata):
     """Encodes the conversation; what the cache holds of it is not computed again."""
@@ -91,7 +91,7 @@ class StatelessSource:
     room = self.slots - max(len(ids) for ids, _ in prompts)
     max_tokens = room if api_request.max_tokens is None else api_request.max_tokens
     if room < 1 or max_tokens > room:
-      raise self.refuse_length(
+      raise refuse_length(
         f'the prompt has {self.slots - room} tokens and the reply may have '
         f'{max(max_tokens, 1)}; there is room for {self.slots}'
       )
@@ -157,6 +157,11 @@ class StatelessSource:
     generation.text.close()
 
 
+def refuse_length(text: str) -> http.RefusedError:
+  """Makes the refusal of a conversation that no row can hold."""
+  return http.RefusedError(400, text, TOO_LONG)
+
+
 def check_count(source: Source, fields: dict[str, Any]):
   """Refuses more messages, parts and calls than a row has slots.
 
@@ -172,7 +177,7 @@ def check_count(source: Source, fields: dict[str, Any]):
         count += sum(size(m.get(part)) for part in ('tool_calls', 'content', 'output'))
   if count > source.slots:
     text = f'there are {count} messages, parts and calls'
-    raise source.refuse_length(f'{text}; there is room for {source.slots} tokens')
+    raise refuse_length(f'{text}; there is room for {source.slots} tokens')
 
 
 async def encode(source: Source, fn: Callable[..., np.ndarray], *args: Any) -> np.ndarray:
@@ -193,7 +198,7 @@ async def encode(source: Source, fn: Callable[..., np.ndarray], *args: Any) -> n
     async with asyncio.timeout(_SECONDS):
       return await asyncio.wrap_future(_POOL.submit(fn))
   except chat_lib.TooLongError as error:
-    raise source.refuse_length(str(error)) from None
+    raise refuse_length(str(error)) from None
   except (TimeoutError, thread_pool.PoolFullError) as error:
     text = f'the text was not encoded within {_SECONDS:g} seconds; {error}'
     raise http.RefusedError(503, text.rstrip('; ')) from None
