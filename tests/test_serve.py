@@ -1,5 +1,6 @@
 """The server, asked by OpenAI's client: what it answers, refuses, counts and survives."""
 
+import asyncio
 from concurrent import futures
 import contextlib
 import json
@@ -19,7 +20,8 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import request
-from agent_r1_jax.serve import requests, server, sources
+from agent_r1_jax.serve import answer as answer_lib
+from agent_r1_jax.serve import replies, requests, server, sources
 from agent_r1_jax.web import http
 
 TOOLS = [serving.search_tool().schema]
@@ -357,9 +359,9 @@ def test_what_fits_no_row_is_refused_before_it_is_encoded(
   chat, render = serving.policy()[2], mock.Mock(wraps=serving.policy()[2]._render)
   monkeypatch.setattr(chat, '_render', render)
   with _encoding(monkeypatch) as lengths:
-    answer = httpx2.post(f'{url}/v1/{path}', json=fields, timeout=60)
-  assert answer.status_code == 400, answer.text
-  error = answer.json()['error']
+    refused = httpx2.post(f'{url}/v1/{path}', json=fields, timeout=60)
+  assert refused.status_code == 400, refused.text
+  error = refused.json()['error']
   assert error['code'] == 'context_length_exceeded' and '320' in error['message']
   # A request of an earlier test, whose client has gone, may be read late.
   mine = [call for call in render.mock_calls if 'x' == call.args[0][0]['content'][:1]]
@@ -394,6 +396,60 @@ def test_a_long_text_is_encoded_while_others_are_answered(client, url, monkeypat
     assert [future.result(60) for future in waiting] == [expected] * 3
   gone = lambda: _metric(url, 'endpoint_replies ') == 0
   serving.wait_for(gone, 'the end of all replies')
+
+
+def test_the_prompts_of_a_request_are_long_together(client, monkeypatch):
+  on_loop = []
+
+  def look(plain, text):
+    on_loop.append(asyncio._get_running_loop() is not None)
+    return plain(text)
+
+  monkeypatch.setattr(sources, '_MAX_CHARACTERS', 200)
+  with _encoding(monkeypatch, look):
+    for count in (1, 20):
+      prompt = ['Who is it? ' * 5] * count
+      made = client.completions.create(model='policy', prompt=prompt, max_tokens=1)
+      assert len(made.choices) == count
+  assert on_loop == [True] + [False] * 20
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_long_log_probs_of_a_prompt_are_written_once_and_in_a_thread(
+  client, monkeypatch, stream
+):
+  written, write = [], replies._write_columns
+
+  def look(chat, tokens, *columns):
+    written.append((len(tokens), asyncio._get_running_loop() is not None))
+    return write(chat, tokens, *columns)
+
+  monkeypatch.setattr(replies, '_write_columns', look)
+  texts = 'Who is it? ' * 9, 'Who'
+  prompts = [serving.policy()[2].encode_text(text).tolist() for text in texts]
+
+  def ask():
+    written.clear()
+    made = client.completions.create(
+      model='policy',
+      prompt=prompts,
+      echo=True,
+      logprobs=5,
+      n=3,
+      max_tokens=0,
+      stream=stream,
+    )
+    parts = made if stream else [made]
+    choices = [choice for part in parts for choice in part.choices if choice.logprobs]
+    return [(c.index, c.logprobs.tokens, c.logprobs.token_logprobs) for c in choices]
+
+  at_once = ask()
+  assert written == [(len(ids), True) for ids in prompts]
+  monkeypatch.setattr(answer_lib, '_MAX_LOGPROBS', 10)
+  in_threads = ask()
+  assert written == [(len(ids), False) for ids in prompts]
+  assert [x[:2] for x in in_threads] == [x[:2] for x in at_once]
+  assert len([x for x in in_threads if x[1]]) == 6
 
 
 def test_a_text_that_is_not_encoded_in_time_is_refused(client, monkeypatch):

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 import contextlib
+import functools
 import json
 import time
 from typing import Any
@@ -13,6 +14,8 @@ from agent_r1_jax.serve import forms, replies, sources
 from agent_r1_jax.web import http
 
 _SEND_SECONDS = 30.0  # For an answer that is complete.
+# Log-probs of prompts that are written at once, the likeliest tokens among them.
+_MAX_LOGPROBS = 1 << 11
 
 
 class Metrics:
@@ -84,7 +87,11 @@ class Answer:
     self._generations, self._began = generations, began
     self._chat, self._metrics, self._seconds = chat, metrics, seconds
     self._on_end, self._sampled = on_end, 0
-    self._api_request = head.asked.request
+    self._api_request = asked = head.asked.request
+    # Whether the answer has the log-probs of prompts, and so many that it takes long.
+    self._echoes = asked.echo and asked.top_logprobs is not None
+    count = head.prompt_tokens * asked.n * (1 + (asked.top_logprobs or 0))
+    self._is_long = self._echoes and count > _MAX_LOGPROBS
 
   async def __call__(self, scope, receive, send):
     """Sends the answer; in the end no reply is left under way."""
@@ -116,7 +123,7 @@ class Answer:
     All replies are sampled at the same time; they are yielded one after the other. So
     only the first is timed: tokens of the others are here late.
     """
-    metrics = self._metrics
+    metrics, prompt = self._metrics, []
     async with asyncio.timeout(self._seconds):
       for index, generation in enumerate(self._generations):
         choice = replies.Choice(index, generation, self._api_request, self._chat)
@@ -125,8 +132,14 @@ class Answer:
           if not (first or index):
             first = time.perf_counter()
             metrics.first.observe(first - self._began)
-          text = choice.add(chunk)
-          yield forms.Part(index, text, choice.write_logprobs(chunk), None)
+          is_first, text = not choice.tokens, choice.add(chunk)
+          logprobs = choice.write_logprobs(chunk)
+          if self._echoes and is_first:
+            if index % self._api_request.n == 0:  # The others have the same prompt.
+              write = functools.partial(replies.write_prompt, generation, self._chat)
+              prompt = await self._write(write)
+            logprobs = [*prompt, *(logprobs or ())]
+          yield forms.Part(index, text, logprobs, None)
         more = len(choice.tokens) - 1
         if first and more > 0:
           metrics.each.observe((time.perf_counter() - first) / more)
@@ -137,6 +150,10 @@ class Answer:
         yield forms.Part(index, rest, None, reply)
     metrics.tokens.labels('prompt').inc(self._head.prompt_tokens)
     metrics.tokens.labels('reply').inc(self._sampled)
+
+  async def _write(self, fn: Callable[[], Any]) -> Any:
+    """Calls what writes a part of the answer, in a thread where it takes long."""
+    return await sources.run_in_thread(fn) if self._is_long else fn()
 
   async def _send_whole(self, scope, receive, send):
     parts, scored = [], []
@@ -149,43 +166,50 @@ class Answer:
             whole = part._replace(text=part.reply.text)
             parts.append(whole._replace(logprobs=scored if wanted else None))
             scored = []
-    except TimeoutError:
-      answer = self._metrics.refuse(self._form, self._make_late_error())
-    else:
+      write = lambda: self._form.write(self._head, parts, self._sampled)
+      answer = await self._write(lambda: http.answer_json(write()))
       self._metrics.answers.labels(200).inc()
-      answer = http.answer_json(self._form.write(self._head, parts, self._sampled))
+    except (TimeoutError, http.RefusedError) as error:
+      answer = self._metrics.refuse(self._form, self._make_error(error))
     await answer(scope, receive, send)
 
   async def _send_stream(self, scope, receive, send):
     headers = [(b'content-type', b'text/event-stream'), (b'cache-control', b'no-cache')]
     await send({'type': 'http.response.start', 'status': 200, 'headers': headers})
 
-    async def write(events: Sequence[forms.Event], more: bool = True):
-      body = b''.join(map(_encode_event, events))
+    async def write(body: bytes, more: bool = True):
       if body:
         await send({'type': 'http.response.body', 'body': body, 'more_body': more})
 
     status, stream = 200, self._form.stream(self._head)
     try:
-      await write(stream.begin())
+      await write(_encode(stream.begin))
       async with contextlib.aclosing(self._follow()) as follow:
         async for part in follow:
           if part.text or part.logprobs or part.reply:
-            await write(stream.add(part))
-      end = stream.finish(self._sampled)
-    except TimeoutError:
-      error = self._make_late_error()
-      status, end = error.status, stream.fail(error)
+            encode = functools.partial(_encode, stream.add, part)
+            await write(await self._write(encode))
+      end = _encode(stream.finish, self._sampled)
+    except (TimeoutError, http.RefusedError) as caught:
+      error = self._make_error(caught)
+      status, end = error.status, _encode(stream.fail, error)
     self._metrics.answers.labels(status).inc()
     await write(end, more=False)
 
-  def _make_late_error(self) -> http.RefusedError:
+  def _make_error(self, error: Exception) -> http.RefusedError:
+    if isinstance(error, http.RefusedError):
+      return error
     return http.RefusedError(504, f'no reply within {self._seconds:g} seconds')
 
 
 async def _wait_until_disconnected(receive):
   while (await receive())['type'] != 'http.disconnect':
     pass
+
+
+def _encode(write: Callable[..., Sequence[forms.Event]], *args: Any) -> bytes:
+  """Encodes the events that a stream writes."""
+  return b''.join(map(_encode_event, write(*args)))
 
 
 def _encode_event(event: forms.Event) -> bytes:

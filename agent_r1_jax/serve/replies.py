@@ -110,13 +110,9 @@ class Choice:
     """Writes the log-probs of the tokens that `add` took last, if they are wanted."""
     if self._api_request.top_logprobs is None:
       return None
-    written = []
-    scores, given = self.generation.prompt, self.generation.request.tokens
-    if self._api_request.echo and scores and len(self.tokens) == len(chunk.tokens):
-      written = _write_columns(self._chat, given, *scores)
     if self._api_request.max_tokens == 0:
-      return written
-    return written + write_logprobs(chunk, self._chat)
+      return []
+    return write_logprobs(chunk, self._chat)
 
 
 def _name_call(call: calls.Call) -> tuple[str, dict[str, Any] | str]:
@@ -134,6 +130,15 @@ def write_logprobs(chunk: request.Chunk, chat: chat_lib.Chat) -> list[dict[str, 
   """
   columns = (chunk.tokens, chunk.logprobs, chunk.top_tokens, chunk.top_logprobs)
   return _write_columns(chat, *columns)
+
+
+def write_prompt(
+  generation: request.Generation, chat: chat_lib.Chat
+) -> list[dict[str, Any]]:
+  """Writes the log-probs of the prompt of a reply that has begun, if it was scored."""
+  if generation.prompt is None:
+    return []
+  return _write_columns(chat, generation.request.tokens, *generation.prompt)
 
 
 def _write_columns(chat: chat_lib.Chat, *columns: Iterable) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from agent_r1_jax.serve import replies, requests
 from agent_r1_jax.web import http
 
 TOO_LONG = 'context_length_exceeded'  # The code of such a refusal.
-_MAX_CHARACTERS = 1 << 14  # Of a text that is encoded at once, which takes milliseconds.
+_MAX_CHARACTERS = 1 << 14  # Of texts that are encoded at once, which takes milliseconds.
 _SECONDS = 60.0  # For a long text, with its wait for a thread.
 _POOL = thread_pool.Pool(threads=2)
 
@@ -128,15 +128,13 @@ class StatelessSource:
       messages = requests.to_chat(api_request.messages, self._chat.format)
       ids = await encode(self, self._chat.encode_prompt, messages, api_request.tools)
       return [(ids, self._chat.list_pictures(messages))]
-    return [
-      (
-        await encode(self, self._chat.encode_text, prompt)
-        if isinstance(prompt, str)
-        else np.array(prompt),
-        [],
-      )
-      for prompt in api_request.prompts
-    ]
+    given = api_request.prompts
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    encoded = iter(await encode(self, self._encode_texts, texts))
+    return [(next(encoded) if isinstance(p, str) else np.array(p), []) for p in given]
+
+  def _encode_texts(self, texts: list[str], max_tokens: int) -> list[np.ndarray]:
+    return [self._chat.encode_text(text, max_tokens=max_tokens) for text in texts]
 
   def _find_adapter(self, model: str | None) -> str | None:
     """Finds the adapter that a client means by a model; None is the policy alone."""
@@ -180,12 +178,12 @@ def check_count(source: Source, fields: dict[str, Any]):
     raise refuse_length(f'{text}; there is room for {source.slots} tokens')
 
 
-async def encode(source: Source, fn: Callable[..., np.ndarray], *args: Any) -> np.ndarray:
-  """Encodes a text, in a thread if it is long.
+async def encode(source: Source, fn: Callable[..., Any], *args: Any) -> Any:
+  """Encodes the texts of a request, in a thread if they are long.
 
   Args:
-    source: Whose text it is.
-    fn: A method of a Chat that encodes; it gets the source's slots as `max_tokens`.
+    source: Whose texts they are.
+    fn: Encodes, such as a method of a Chat; it gets the source's slots as `max_tokens`.
     *args: Its arguments.
 
   Raises:
@@ -195,10 +193,20 @@ async def encode(source: Source, fn: Callable[..., np.ndarray], *args: Any) -> n
   try:
     if len(repr(args)) <= _MAX_CHARACTERS:
       return fn()
-    async with asyncio.timeout(_SECONDS):
-      return await asyncio.wrap_future(_POOL.submit(fn))
+    return await run_in_thread(fn)
   except chat_lib.TooLongError as error:
     raise refuse_length(str(error)) from None
+
+
+async def run_in_thread(fn: Callable[[], Any]) -> Any:
+  """Calls what would hold the event loop up in one of a few threads.
+
+  Raises:
+    RefusedError: It was not done in time, or no thread was free.
+  """
+  try:
+    async with asyncio.timeout(_SECONDS):
+      return await asyncio.wrap_future(_POOL.submit(fn))
   except (TimeoutError, thread_pool.PoolFullError) as error:
-    text = f'the text was not encoded within {_SECONDS:g} seconds; {error}'
+    text = f'a long text was not read or written within {_SECONDS:g} seconds; {error}'
     raise http.RefusedError(503, text.rstrip('; ')) from None
