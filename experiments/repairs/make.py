@@ -178,7 +178,7 @@ def find_mutants(
   lines, batch = set(), _WORKERS.value
   for first in range(0, len(changes), batch):
     tried = changes[first : first + batch]
-    judged = pool.map(lambda t: judge(*t, source, tests, passing, count), tried)
+    judged = pool.map(lambda t: judge(t[0], t[1], source, tests, passing, count), tried)
     for mutant in filter(None, judged):
       if (line := (mutant.path, mutant.change.line)) not in lines:
         lines.add(line)
