@@ -17,7 +17,14 @@ import serving
 import tiny
 
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.serve import messages_form, program, requests, responses_form, thinking
+from agent_r1_jax.serve import (
+  kept_responses,
+  messages_form,
+  program,
+  requests,
+  responses_form,
+  thinking,
+)
 from agent_r1_jax.serve import server as server_lib
 from agent_r1_jax.train import rollout
 from agent_r1_jax.web import http
@@ -42,6 +49,7 @@ class Scripted:
   def __init__(self):
     self.text, self.is_cut = '', False
     self.asked, self.replies = [], []
+    self.kept_responses = kept_responses.KeptResponses()
 
   async def submit(self, api_request, automata):
     self.asked.append(api_request)
@@ -280,6 +288,35 @@ def test_sub_agents_at_the_same_time():
   assert [turn.segment for turn in one.turns].count(0) == 2
 
 
+def test_an_episode_keeps_its_own_responses(monkeypatch):
+  monkeypatch.setattr(kept_responses, '_MOST_KEPT', 1)
+  both, names = asyncio.Barrier(2), set()
+
+  async def run(task, url):
+    async with openai.AsyncOpenAI(base_url=url, api_key='none', max_retries=0) as client:
+      create = functools.partial(client.responses.create, model='policy', input='a')
+      own = (await create()).id
+      names.add(own)
+      await both.wait()
+      (other,) = names - {own}
+      with pytest.raises(openai.BadRequestError, match='there is no response'):
+        await create(previous_response_id=other)
+      assert await create(previous_response_id=own)
+
+  engine, (_, _, chat) = serving.engine(), serving.policy()
+  made, options = lambda: program.Program(run), {'samples': 2, 'seed': 3}
+  played = tiny.within(
+    rollout.collect,
+    engine,
+    chat,
+    serving.tasks()[:1],
+    made,
+    limits=serving.LIMITS,
+    **options,
+  )
+  assert [(t.error, len(t.turns)) for t in played] == [(None, 2)] * 2
+
+
 @contextlib.contextmanager
 def _clients(url, key='none'):
   with (
@@ -370,13 +407,14 @@ def test_pictures_and_blocks_are_those_of_chat_completions():
     {'type': 'input_image', 'image_url': data},
   ]
   fields = {'instructions': 'Be brief.', 'input': [{'role': 'user', 'content': parts}]}
-  assert responses_form.Form().read(fields).request.messages == expected
+  kept = kept_responses.KeptResponses()
+  assert responses_form.Form().read(fields, kept).request.messages == expected
 
 
 def test_few_responses_are_kept(scripted, monkeypatch):
   source, url = scripted
   source.text, source.is_cut = 'So.', False
-  monkeypatch.setattr(responses_form, '_MOST_KEPT', 2)
+  monkeypatch.setattr(kept_responses, '_MOST_KEPT', 2)
   with openai.OpenAI(base_url=url, api_key='none', max_retries=0) as client:
     ask = lambda **more: client.responses.create(model='policy', input='a', **more)
     first, second, third = (ask().id for _ in range(3))
@@ -393,7 +431,7 @@ def test_few_responses_are_kept(scripted, monkeypatch):
     with pytest.raises(openai.BadRequestError):
       ask(previous_response_id=third)
     # So many characters are too many at once.
-    monkeypatch.setattr(responses_form, '_MOST_CHARACTERS', 10)
+    monkeypatch.setattr(kept_responses, '_MOST_CHARACTERS', 10)
     with pytest.raises(openai.BadRequestError):
       ask(previous_response_id=ask().id)
 

@@ -24,7 +24,7 @@ class Form(NamedTuple):
   choice: Callable[..., dict[str, Any]]
   delta: Callable[..., dict[str, Any]]
 
-  def read(self, fields: dict[str, Any]) -> forms.Asked:
+  def read(self, fields: dict[str, Any], kept: Any = None) -> forms.Asked:
     """The body is the request."""
     request = http.check_fields(self.model, fields)
     return forms.Asked(request, request)

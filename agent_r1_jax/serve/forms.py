@@ -1,13 +1,14 @@
 """What a dialect is: how requests are read and their answers are written.
 
 serve/server.py and serve/answer.py know no dialect, but forms alone: CHAT and TEXT of
-completions_form.py, Form of messages_form.py and of responses_form.py.
+completions_form.py, MESSAGES and COUNT of messages_form.py and RESPONSES of
+responses_form.py.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from agent_r1_jax.serve import replies, requests
+from agent_r1_jax.serve import kept_responses, replies, requests
 from agent_r1_jax.web import http
 
 
@@ -17,10 +18,12 @@ class Asked(NamedTuple):
   Attributes:
     request: What it asks for, whatever the dialect.
     body: The same as the dialect has it.
+    kept: Where the answer is kept, if later requests may go on from it.
   """
 
   request: requests.ApiRequest
   body: Any
+  kept: kept_responses.KeptResponses | None = None
 
 
 class Head(NamedTuple):
@@ -85,8 +88,8 @@ class Stream(Protocol):
 class Form(Protocol):
   """A dialect."""
 
-  def read(self, fields: dict[str, Any]) -> Asked:
-    """Reads the body of a request; raises RefusedError."""
+  def read(self, fields: dict[str, Any], kept: kept_responses.KeptResponses) -> Asked:
+    """Reads the body of a request, which may go on from `kept`; raises RefusedError."""
     ...
 
   def write(self, head: Head, parts: Sequence[Part], sampled: int) -> dict[str, Any]:

@@ -208,7 +208,7 @@ class Form(NamedTuple):
 
   counts: bool = False
 
-  def read(self, fields: dict[str, Any]) -> forms.Asked:
+  def read(self, fields: dict[str, Any], kept: Any = None) -> forms.Asked:
     """Reads a request, and makes one of chat completions of it."""
     fields = {name: value for name, value in fields.items() if value is not None}
     body = http.check_fields(_Body, fields | ({'max_tokens': 1} if self.counts else {}))

@@ -1,12 +1,10 @@
 """OpenAI's Responses: how requests are read, and their answers written.
 
-A response is kept for `previous_response_id`, unless the client says `store: false`: the
-newest _MOST_KEPT of a server, and no more of them than have _MOST_CHARACTERS in all.
+A response is kept for `previous_response_id`, unless the client says `store: false`: by
+the source of its replies, so those of an episode go with it (kept_responses.py).
 """
 
-import collections
 from collections.abc import Sequence
-import json
 import secrets
 import time
 from typing import Annotated, Any
@@ -15,11 +13,10 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from agent_r1_jax.serve import completions_form as completions
-from agent_r1_jax.serve import forms, replies, requests, thinking
+from agent_r1_jax.serve import forms, kept_responses, replies, requests, thinking
 from agent_r1_jax.serve import responses_items as items_lib
 from agent_r1_jax.web import http
 
-_MOST_KEPT, _MOST_CHARACTERS = 4096, 1 << 26
 _LOGPROBS = 'message.output_text.logprobs'
 # What `include` may name; there is nothing encrypted to leave out.
 _INCLUDES = _LOGPROBS, 'reasoning.encrypted_content'
@@ -125,19 +122,16 @@ _SAME = 'model', 'temperature', 'top_k', 'top_p', 'min_p', 'seed', 'stream'
 
 
 class Form:
-  """Responses; see forms.Form. It remembers those that later requests may go on from."""
+  """Responses; see forms.Form."""
 
-  def __init__(self):
-    # The items of a conversation and their number of characters, by the response's id.
-    self._kept: collections.OrderedDict[str, tuple[list[Any], int]]
-    self._kept = collections.OrderedDict()
-    self._characters = 0
-
-  def read(self, fields: dict[str, Any]) -> forms.Asked:
+  def read(
+    self, fields: dict[str, Any], kept: kept_responses.KeptResponses
+  ) -> forms.Asked:
     """Reads a request, and makes one of chat completions of it."""
     fields = {name: value for name, value in fields.items() if value is not None}
     body = http.check_fields(_Body, fields)
-    body.input = [*self._recall(body.previous_response_id), *body.input]
+    if body.previous_response_id is not None:
+      body.input = [*kept.recall(body.previous_response_id), *body.input]
     messages = []
     for i, item in enumerate(body.input):
       try:
@@ -156,18 +150,19 @@ class Form:
       chat['response_format'] = body.text
     if body.top_logprobs or _LOGPROBS in body.include:
       chat |= {'logprobs': True, 'top_logprobs': body.top_logprobs}
-    return forms.Asked(http.check_fields(requests.ChatRequest, chat), body)
+    request = http.check_fields(requests.ChatRequest, chat)
+    return forms.Asked(request, body, kept if body.store else None)
 
   def write(self, head: forms.Head, parts: Sequence[forms.Part], sampled: int):
     """Writes the one reply."""
-    stream = Stream(self, head)
+    stream = Stream(head)
     for part in parts:
       stream.add(part)
     return stream.finish(sampled)[-1].data['response']
 
   def stream(self, head: forms.Head) -> forms.Stream:
     """Begins a stream of items."""
-    return Stream(self, head)
+    return Stream(head)
 
   def describe(self, error: http.RefusedError) -> dict[str, Any]:
     """Writes an error in the form of OpenAI's API."""
@@ -177,33 +172,12 @@ class Form:
     """Writes the number of tokens of a request."""
     return {'object': 'response.input_tokens', 'input_tokens': tokens}
 
-  def keep(self, name: str, body: Any, output: list[dict[str, Any]]):
-    """Keeps the items up to the end of a response, and forgets the oldest ones."""
-    before, size = self._kept.get(body.previous_response_id, ((), 0))
-    added = [*body.input[len(before) :], *output]
-    size += len(json.dumps(added))
-    self._kept[name] = [*before, *added], size
-    self._characters += size
-    while len(self._kept) > _MOST_KEPT or self._characters > _MOST_CHARACTERS:
-      _, (_, size) = self._kept.popitem(last=False)
-      self._characters -= size
-
-  def _recall(self, name: str | None) -> list[Any]:
-    if name is None:
-      return []
-    if name not in self._kept:
-      text = f'there is no response {name!r:.80}, or it is not kept any longer; send the '
-      text += 'whole conversation as input'
-      raise http.RefusedError(400, text, 'previous_response_not_found')
-    self._kept.move_to_end(name)
-    return self._kept[name][0]
-
 
 class Stream:
   """The events of one response."""
 
-  def __init__(self, form: Form, head: forms.Head):
-    self._form, self._head, self._body = form, head, head.asked.body
+  def __init__(self, head: forms.Head):
+    self._head, self._body = head, head.asked.body
     # Whoever knows the name may go on from the response.
     self._name, self._created = f'resp_{secrets.token_hex(16)}', time.time()
     self._number = 0
@@ -245,8 +219,9 @@ class Stream:
     assert self._reply
     status = 'incomplete' if self._reply.reason == 'length' else 'completed'
     response = self._write(status, sampled)
-    if self._body.store:
-      self._form.keep(self._name, self._body, self._output)
+    if kept := self._head.asked.kept:
+      items = [*self._body.input, *self._output]
+      kept.keep(self._name, items, self._body.previous_response_id)
     return [self._event(status, response=response)]
 
   def fail(self, error: http.RefusedError):
@@ -372,3 +347,6 @@ def _count_usage(head: forms.Head, sampled: int) -> dict[str, Any]:
     'output_tokens_details': {'reasoning_tokens': 0},
     'total_tokens': given + sampled,
   }
+
+
+RESPONSES = Form()

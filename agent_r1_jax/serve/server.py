@@ -85,7 +85,6 @@ class Server:
     self.find, self.metrics, self.count = find, answer_lib.Metrics(), 0
     self.chat, self.name, self.seconds = chat, name, seconds
     self._max_replies, self._restrict = max_replies, restrict
-    self._responses = responses_form.Form()
     self._grammars = request_grammars.Grammars(chat, vocab_size)
 
   async def answer(self, form: forms.Form, request: Any) -> Any:
@@ -136,7 +135,7 @@ class Server:
   async def _read(self, form, source, request) -> forms.Asked:
     fields = await http.read_json(request, _MAX_BODY)
     sources.check_count(source, fields)
-    return form.read(fields)
+    return form.read(fields, source.kept_responses)
 
   async def _submit(self, source, api_request, automata) -> list[request_lib.Generation]:
     """Begins replies, which count from now on: their texts may have to be encoded."""
@@ -190,8 +189,8 @@ class Server:
       post('/v1/completions', completions_form.TEXT),
       post('/v1/messages', messages_form.MESSAGES),
       post('/v1/messages/count_tokens', messages_form.COUNT, self.count_tokens),
-      post('/v1/responses', self._responses),
-      post('/v1/responses/input_tokens', self._responses, self.count_tokens),
+      post('/v1/responses', responses_form.RESPONSES),
+      post('/v1/responses/input_tokens', responses_form.RESPONSES, self.count_tokens),
       routing.Route(prefix + '/v1/models', models),
     ]
 

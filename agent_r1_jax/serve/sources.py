@@ -17,6 +17,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import thread_pool
+from agent_r1_jax.serve import kept_responses as kept_responses_lib
 from agent_r1_jax.serve import replies, requests
 from agent_r1_jax.web import http
 
@@ -32,7 +33,10 @@ class Source(Protocol):
   Attributes:
     slots: The most tokens of a conversation and its reply.
     adapters: The names of the policy's adapters, which requests may ask.
+    kept_responses: What requests may go on from by `previous_response_id`.
   """
+
+  kept_responses: kept_responses_lib.KeptResponses
 
   @property
   def slots(self) -> int:
@@ -74,6 +78,7 @@ class StatelessSource:
     """Makes a source; clients call the policy without an adapter by its name."""
     self._engine, self._chat, self._name = engine, chat, name
     self.slots = engine.sizes.slots
+    self.kept_responses = kept_responses_lib.KeptResponses()
 
   @property
   def adapters(self) -> Sequence[str]:
