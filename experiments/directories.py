@@ -20,6 +20,7 @@ from agent_r1_jax import fields
 from agent_r1_jax.host import runtime
 from agent_r1_jax.serve import program
 from agent_r1_jax.tasks import directories
+from agent_r1_jax.train import preflight, task_times
 from experiments import task_list, watched
 from experiments.repairs import mini
 
@@ -37,6 +38,13 @@ _CFG = fields.define_flags(task_list.DIRECTORIES)
 def main(_):
   runtime.quiet_logging()
   tasks = task_list.shuffle(directories.load(_DATA.value))
+  make_env = directories.DirectoryEnv
+  if _MINI.value:
+    play = mini.with_mini(_MINI.value)
+    make_env = lambda: program.Program(play)
+  if not _CHECK_ONLY.value:  # Before that takes its time.
+    with preflight.open_environment(make_env, _CFG.value.limits) as env:
+      task_times.check(env, {'tasks': tasks}, _CFG.value.limits)
   start = time.monotonic()
   faults = directories.check(tasks, workers=_WORKERS.value)
   seconds = time.monotonic() - start
@@ -47,10 +55,6 @@ def main(_):
     raise SystemExit(1)
   if _CHECK_ONLY.value:
     return
-  make_env = directories.DirectoryEnv
-  if _MINI.value:
-    play = mini.with_mini(_MINI.value)
-    make_env = lambda: program.Program(play)
   watched.run(_CFG.value, _WORKDIR.value, tasks, make_env, _WATCHED.value)
 
 

@@ -9,7 +9,8 @@ import confined
 import pytest
 from test_directories import FILES, SOLVE, write
 
-from agent_r1_jax.serve import containers
+from agent_r1_jax import types
+from agent_r1_jax.serve import containers, program
 from agent_r1_jax.tasks import directories
 
 pytestmark = pytest.mark.usefixtures('needs_shell')
@@ -114,6 +115,14 @@ def test_the_time_of_the_agent_bounds_the_program(play):
     'environment/out.txt': '42',
   }
   assert play('sleep 600', changes) == {'solved': 1.0}
+
+
+def test_an_episode_has_to_last_as_long_as_its_task_may(tmp_path):
+  (task,) = directories.load(write(tmp_path))
+  run = containers.in_workspace(lambda task, docker: [], directories.open_workspace)
+  assert program.Program(run).least_limits(task) == {'episode_seconds': 140.0}
+  assert program.Program(run).least_limits(types.Task('x', [])) == {'episode_seconds': 0}
+  assert program.Program(lambda task, url: None).least_limits(task) == {}
 
 
 async def test_many_commands_at_a_time_are_run_one_after_the_other(tmp_path):

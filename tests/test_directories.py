@@ -78,6 +78,10 @@ def test_a_folder_becomes_a_task(tmp_path):
   assert second.messages == [{'role': 'user', 'content': FILES['instruction.md']}]
   (same,) = directories.load(tmp_path / 'b')
   assert same == second
+  assert directories.DirectoryEnv.least_limits(mock.Mock(), second) == {
+    'step_seconds': 80.0,
+    'episode_seconds': 140.0,
+  }
   read = directories.read(second)
   assert read.files == {
     '/app/in.txt': '42\n',

@@ -90,6 +90,9 @@ _CHANGES = {
   'make_env = lambda: env.ToolEnv([look], len)': r'called as reward\(task, messages\)',
   'algorithm = algorithms.grpo': 'algorithm is <function grpo.*such as algorithms.grpo',
   'algorithm = algorithm._replace(loss=losses.cispo)': r'as algorithm.loss\(stats, bat',
+  'env.ToolEnv.least_limits = lambda *_: {"step_seconds": 999}': (
+    r"limits.step_seconds is 300, and tasks\[0\] \('1'\) needs 999: raise it"
+  ),
   'tool.tool(lambda x: x)': 'no docstring.*fix its signature or docstring',
   'raise ModuleNotFoundError(name="nbclient")': "pip install 'nbclient==",
   # A file of at most 2,000 bytes stands for a full disk; what is printed takes fewer.

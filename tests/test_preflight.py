@@ -14,7 +14,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.tasks import context
-from agent_r1_jax.train import preflight
+from agent_r1_jax.train import preflight, task_times
 
 
 @tool_lib.tool
@@ -138,6 +138,44 @@ class TestFitting:
     assert first.startswith('1 of 2 tasks leave') and first.endswith('are left out.')
     assert second.startswith("1 of 2 tasks of evals['dev'] leave")
     assert second.endswith('They count as unanswered.')
+
+
+@pytest.mark.parametrize(
+  ('env', 'limits', 'said'),
+  [
+    (
+      'plain',
+      {'step_seconds': 99},
+      r"limits.step_seconds is 99, and dev\[1\] \('t1'\) ne",
+    ),
+    ('wrapped', {'step_seconds': 99}, r'needs 100: raise it'),
+    (
+      'plain',
+      {'episode_seconds': 9.5},
+      r"episode_seconds is 9.5, and tasks\[0\] \('t0'\)",
+    ),
+    ('plain', {'step_seconds': 100, 'episode_seconds': 10}, ''),
+    ('wrapped', {'step_seconds': 100, 'episode_seconds': 10}, ''),
+    ('other', {'step_seconds': 1}, ''),
+    ('wrapped other', {'step_seconds': 1}, ''),
+  ],
+)
+def test_limits_below_the_times_of_a_task_are_refused(env, limits, said):
+  class Slow(env_lib.ToolEnv):
+    def least_limits(self, task):
+      return {'episode_seconds': 10} | ({'step_seconds': 100} if task.id == 't1' else {})
+
+  inner = _env() if 'other' in env else Slow([], lambda *_: 0.0)
+  played = context.SlidingWindow(inner, turns=2) if 'wrapped' in env else inner
+  tasks = _tasks('x', 'y')
+  check = lambda: task_times.check(
+    played, {'tasks': tasks[:1], 'dev': tasks}, config_lib.Limits(**limits)
+  )
+  if not said:
+    check()
+    return
+  with pytest.raises(ValueError, match=said):
+    check()
 
 
 class TestTools:

@@ -19,6 +19,7 @@ def f(a, b, *, é='é'):
     return a[1:] + [é == 'x']
   return f'{a + b} {1}'
 '''
+MODEL = script.ROOT / 'experiments' / 'miniwiki' / 'model'
 CHEATS = {
   'a pytest of its own': 'touch /app/pytest.py',
   'the end of the process': (
@@ -80,6 +81,13 @@ def test_tasks_are_made_and_checked(tmp_path):
     with contextlib.closing(directories.open_workspace(task)) as workspace:
       assert workspace.run(cheat).code == 0
       assert (name, workspace.judge(), workspace.reason) == (name, 0.0, '')
+  for options in (
+    ['experiments.directories', '--watched=1'],
+    ['experiments.evaluate', '--task=directories', f'--config.model.path={MODEL}'],
+  ):
+    options += [f'--data={folder}', f'--workdir={tmp_path}/run']
+    refused = script.run('-m', *options, '--config.limits.step_seconds=79')
+    assert 'limits.step_seconds is 79, and tasks[0]' in refused.stderr
   benchmark = task_list.TASKS['directories'](task_list.Source(str(folder), '', 100))
   ((sets, make_env),) = benchmark.methods.values()
   assert sets == {'': [task]} and make_env is directories.DirectoryEnv

@@ -62,6 +62,11 @@ class Env(Protocol):
 
     def clone(self) -> Env
 
+  A sixth says which fields of config.Limits a task needs at least, by name, because its
+  own bounds are in them; a run with less is refused:
+
+    def least_limits(self, task: types.Task) -> Mapping[str, float]
+
   Coroutines share an event loop with those of other episodes and must not block it; a
   method that is a plain function runs in a thread and may block. A method that raises or
   takes too long (config.Limits) marks the trajectory 'error'.

@@ -13,7 +13,7 @@ from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import workers
 from agent_r1_jax.serve import program
-from agent_r1_jax.train import preflight, rollout
+from agent_r1_jax.train import preflight, rollout, task_times
 
 # A call that blocks the event loop for longer is reported: all other agents wait for it.
 _BLOCKED_SECONDS = 0.3
@@ -136,6 +136,7 @@ def check_env(
     reset_seconds = min(seconds, limits.reset_seconds)
     bounds = dataclasses.replace(limits, reset_seconds=reset_seconds)
     with preflight.open_environment(make_env, bounds) as env:
+      task_times.check(env, {'tasks': tasks}, limits)
       if isinstance(env, program.Program):
         return [_check_program(env, tasks[:4], seconds)]
       scripts = list(_write_scripts(tasks[:4], env, solve))

@@ -16,6 +16,7 @@ The workspace judges when the program has ended.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 import contextlib
+import dataclasses
 import json
 import pathlib
 import shlex
@@ -89,15 +90,27 @@ def in_workspace(
   Args:
     command: (task, path of the command in place of docker) -> the program and its
       arguments. It gets the environment of `program.process`.
-    open_workspace: Makes the workspace of an episode; it runs in a thread.
+    open_workspace: Makes the workspace of an episode; it runs in a thread. The info of
+      its tasks may say 'agent_seconds' and 'judge_seconds': a run whose episodes may be
+      shorter than both is refused.
     seconds: Seconds of the clock that a command in the workspace may take.
   """
+  return _Run(command, open_workspace, seconds)
 
-  async def run(task: types.Task, url: str) -> program.Output:
-    workspace = await workers.call(open_workspace, task, name='workspace')
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+  """A Program's `run`; see in_workspace."""
+
+  command: Callable[[types.Task, str], Sequence[str]]
+  open_workspace: Callable[[types.Task], Workspace]
+  seconds: float
+
+  async def __call__(self, task: types.Task, url: str) -> program.Output:
+    workspace = await workers.call(self.open_workspace, task, name='workspace')
     try:
-      async with open_docker(workspace, seconds) as docker:
-        play = program.process(command(task, docker), read=_check_end)
+      async with open_docker(workspace, self.seconds) as docker:
+        play = program.process(self.command(task, docker), read=_check_end)
         with contextlib.suppress(TimeoutError):
           async with asyncio.timeout(workspace.seconds_left):
             await play(task, url)
@@ -105,7 +118,10 @@ def in_workspace(
     finally:
       await workers.call(workspace.close, name='workspace')
 
-  return run
+  def least_limits(self, task: types.Task) -> dict[str, float]:
+    """Says how long an episode may be; see agent/env.py."""
+    seconds = (task.info.get(f'{who}_seconds', 0.0) for who in ('agent', 'judge'))
+    return {'episode_seconds': sum(seconds)}
 
 
 def _check_end(status: int, output: str) -> None:

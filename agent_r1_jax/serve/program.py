@@ -14,7 +14,7 @@ or `process(['node', 'agent.js'])`. See docs/endpoint.md.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -59,6 +59,11 @@ class Program(player.Player):
   run: Callable[[types.Task, str], Output | Awaitable[Output]]
   reward: env_lib.Reward = lambda task, messages: 0.0
   metrics: env_lib.Metrics | None = None
+
+  def least_limits(self, task: types.Task) -> Mapping[str, float]:
+    """Says which limits a task needs, if `run` does; see agent/env.py."""
+    inner = getattr(self.run, 'least_limits', None)
+    return inner(task) if inner else {}
 
   async def play(self, episode: episode_lib.Episode, task: types.Task) -> str:
     """Runs the program against an endpoint of its own; returns the episode's status.

@@ -12,7 +12,7 @@ environment's answer to it.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -54,6 +54,11 @@ class _Strategy:
     """Passes the end by a budget on to the environment."""
     step = await env_lib.call_optional(self.env, 'finish', status, reply)
     return step or types.Step([], done=True)
+
+  def least_limits(self, task: types.Task) -> Mapping[str, float]:
+    """Those of what it wraps, if there are any."""
+    inner = getattr(self.env, 'least_limits', None)
+    return inner(task) if inner else {}
 
   async def close(self):
     """Closes the environment."""

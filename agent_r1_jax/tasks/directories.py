@@ -33,6 +33,8 @@ from agent_r1_jax.tools import shell
 
 # Seconds for what the workspace itself runs: to clear a directory, to read a reward.
 _OWN_SECONDS = 10.0
+# To judge, besides the time of the tests.
+_JUDGE_SECONDS = 60.0
 # Bytes of a reward file that are read.
 _MOST_REWARD = 4096
 _MOST_ERRORS = 20
@@ -42,7 +44,8 @@ _NO_TEXT = re.compile('[\0\ud800-\udfff]')
 def load(folder: str | os.PathLike) -> list[types.Task]:
   """Reads the tasks in a folder, or the one that it is, in the order of names.
 
-  Files are read again as an episode begins; what has changed by then is refused.
+  Files are read again as an episode begins; what has changed by then is refused. A
+  task's info has the seconds of its agent and of its judge.
 
   Raises:
     ValueError: There is none, or one needs what is not here; names files and lines.
@@ -54,7 +57,13 @@ def load(folder: str | os.PathLike) -> list[types.Task]:
     except (OSError, ValueError) as error:
       errors.append(str(error))
       continue
-    info = {'folder': str(path), 'digest': read.digest, 'workdir': read.workdir}
+    info = {
+      'folder': str(path),
+      'digest': read.digest,
+      'workdir': read.workdir,
+      'agent_seconds': read.agent_seconds,
+      'judge_seconds': read.test_seconds + _JUDGE_SECONDS,
+    }
     prompt = [{'role': 'user', 'content': read.instruction}]
     tasks.append(types.Task(path.resolve().name, prompt, info=info))
   if errors:
@@ -256,7 +265,7 @@ class DirectoryEnv(env.ToolEnv):
 
   The reward is the metric 'reward/solved', too; 'unjudged' counts episodes whose tests
   wrote no reward. When the time of the task is over, the next reply ends the episode
-  ('late'). `limits.step_seconds` has to be above the time of the tests.
+  ('late'). A run whose limits are below the times of a task is refused.
   """
 
   def __init__(self, *, seconds: float = 30.0, limits: shell.Limits = shell.LIMITS):
@@ -277,8 +286,13 @@ class DirectoryEnv(env.ToolEnv):
       metrics=self._count,
       max_parallel_calls=1,
       # Each task has its own bound, which the workspace keeps.
-      reward_seconds=task_folders.MOST_SECONDS + 60,
+      reward_seconds=task_folders.MOST_SECONDS + _JUDGE_SECONDS,
     )
+
+  def least_limits(self, task: types.Task) -> dict[str, float]:
+    """Says which limits a task needs, so that it is judged whatever the agent does."""
+    agent, judge = task.info['agent_seconds'], task.info['judge_seconds']
+    return {'step_seconds': judge, 'episode_seconds': agent + judge}
 
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins the episode with the task's first files in the workspace.

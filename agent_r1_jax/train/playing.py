@@ -23,6 +23,7 @@ from agent_r1_jax.train import (
   run_files,
   setup,
   sizes,
+  task_times,
   watch,
 )
 
@@ -110,6 +111,9 @@ def play(
         total = samples * sum(map(len, sets.values()))
         with watcher.count_episodes(label, total) as ended:
           with preflight.open_environment(make_env, config.limits) as env:
+            task_times.check(
+              env, {n or 'tasks': s for n, s in sets.items()}, config.limits
+            )
             if line := preflight.describe_tool_prompt(chat, env):
               watcher.print_line(line)
             way = evaluate.make_decoding(config.evaluation, engine, chat, env)

@@ -170,7 +170,7 @@ def check_tasks(tasks: Any, name: str = 'tasks') -> None:
   listed = hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')
   if isinstance(tasks, str) or not listed:
     raise ValueError(f'{name} is {tasks!r:.100}; it must be a list of types.Task.')
-  for number, task in _sample_tasks(tasks):
+  for number, task in sample_tasks(tasks):
     if not isinstance(task, types.Task):
       raise ValueError(
         f'{name}[{number}] is {task!r:.100}; it must be a types.Task, such as '
@@ -307,7 +307,7 @@ def select_fitting_tasks(
   least = len(chat.encode_prompt([{'role': 'user', 'content': ''}], schemas))
   long: dict[int, int] = {}  # The number of each task that does not fit -> its tokens.
   checked = 0
-  for number, task in _sample_tasks(tasks):
+  for number, task in sample_tasks(tasks):
     checked += 1
     try:
       for message in task.messages:
@@ -376,7 +376,7 @@ def _begins_with_the_task(env: Any) -> bool:
   return isinstance(env, env_lib.ToolEnv) and type(env).reset is env_lib.ToolEnv.reset
 
 
-def _sample_tasks(tasks: Sequence[types.Task]) -> Iterator[tuple[int, types.Task]]:
+def sample_tasks(tasks: Sequence[types.Task]) -> Iterator[tuple[int, types.Task]]:
   """Yields (index, task): all of a list; else only some, since they may be on a disk."""
   if isinstance(tasks, list | tuple):
     yield from enumerate(tasks)
