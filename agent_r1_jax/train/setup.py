@@ -99,8 +99,7 @@ def start(
   model, params, chat = load(config.model, config.chat, mesh, config.model.frozen)
   engine = make_engine(config, model, params, mesh, guides)
   with preflight.open_environment(make_env, config.limits) as env:
-    named = {f'evals[{name!r}]': held_out for name, held_out in evals.items()}
-    task_times.check(env, {'tasks': tasks, **named}, config.limits)
+    task_times.check(env, {**evals, 'tasks': tasks}, config.limits)
     tasks, lines = preflight.check_prompts(chat, env, tasks, evals, config)
     made_of = identity.describe_run(algorithm, env, tasks, privileged, guides)
     training, evaluation = (
