@@ -129,7 +129,11 @@ def test_a_working_directory_may_be_called_as_the_workspace(layers, workspace):
   dockerfile = 'FROM debian\nWORKDIR /workspace/tests\nCOPY in.txt .\n'
   played = workspace({'environment/Dockerfile': dockerfile})
   shown = played.run('pwd; ls -d /workspace/tests/in.txt; ls -d /workspace')
-  assert shown.text.split() == ['/workspace/tests', '/workspace/tests/in.txt', '/workspace']
+  assert shown.text.split() == [
+    '/workspace/tests',
+    '/workspace/tests/in.txt',
+    '/workspace',
+  ]
 
 
 CHEATS = {

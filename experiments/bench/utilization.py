@@ -71,7 +71,7 @@ class Chips(device_lib.Device):
   def prefill(self, *args):
     """Nothing."""
 
-  def decode(self, params, batch, bucket, places=None, adapters=None):
+  def decode(self, params, batch, bucket, places=None, adapters=None, routed=()):
     """Takes its time, and continues each text by what its length leaves."""
     until = time.perf_counter() + _SEGMENT.value
     # All requests may sample _LONGEST tokens: what is missing of that has been sampled.
@@ -84,7 +84,7 @@ class Chips(device_lib.Device):
     zeros = np.float32(0 * said)
     out: Any = (said, zeros, zeros, zeros, *counts, np.int32(nothing), nothing)
     time.sleep(max(0.0, until - time.perf_counter()))
-    return batch.guide_states, programs_lib.Decoded(*out)
+    return batch.guide_states, programs_lib.Decoded(*out), {}
 
   def _length(self, key: np.ndarray) -> int:
     normal = np.random.default_rng([_SEED.value, *key.tolist()]).normal()
