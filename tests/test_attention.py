@@ -294,6 +294,27 @@ def test_pages_are_the_plain_attention(S, N, dtype):
     np.testing.assert_allclose(x.astype(float), y.astype(float), atol=0.02)
 
 
+@pytest.mark.parametrize(('N', 'K'), [(4, 2), (5, 5)])
+def test_a_prefill_on_tpus_is_the_plain_attention(N, K):
+  """Texts that begin in the first, inside and in the last block of slots, and padding."""
+  T, S = 128, 1024
+  q, _, _, _ = inputs(4, T, N, K, 128)
+  _, k, v, _ = inputs(4, S, N, K, 128)
+  k, v = (jnp.swapaxes(x, 1, 2).astype('bfloat16') for x in (k, v))
+  q = q.astype('bfloat16')
+  positions = jnp.asarray([[0], [S // 2 - 3], [S - T], [7]]) + jnp.arange(T)[None]
+  positions = positions.at[3, 100:].set(S)  # They are not written.
+  # What no query sees is not read.
+  unseen = jnp.full((K, S - 512, 128), jnp.nan, 'bfloat16')
+  k, v = (x.at[jnp.asarray([0, 3]), :, 512:].set(unseen) for x in (k, v))
+  with pltpu.force_tpu_interpret_mode():
+    found = jax.jit(attention_kernels.over_used_slots)(q, k, v, positions)
+  assert found.dtype == 'bfloat16' and jnp.isfinite(found).all()
+  expected = attention.cached(q, *map(jnp.nan_to_num, (k, v)), positions)
+  found, expected = (x.astype(float).at[3, 100:].set(0) for x in (found, expected))
+  np.testing.assert_allclose(found, expected, atol=0.02)
+
+
 @pytest.mark.parametrize(
   ('B', 'S', 'H', 'dtype', 'reads_pages'),
   [
@@ -313,6 +334,9 @@ def test_pages_are_for_tpus_bfloat16_and_whole_tiles(
   monkeypatch.setattr(sharding, 'platform', lambda: 'tpu')
   assert attention_kernels.reads_used_slots((B, 2, S, H), dtype) == reads_pages
   assert not attention_kernels.reads_used_slots((B, 2, S, H), dtype, 2)  # Drafts.
+  # A prefill has no list of pages.
+  prefills = reads_pages or B == 8192
+  assert attention_kernels.reads_used_slots((B, 2, S, H), dtype, 256) == prefills
 
 
 @pytest.mark.parametrize(

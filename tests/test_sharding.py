@@ -189,7 +189,7 @@ def test_layers_of_several_kinds_and_experts_on_eight_chips():
 
 
 _EIGHT = """
-import dataclasses, math, re
+import dataclasses, itertools, math, re
 import jax, numpy as np, optax
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
@@ -329,11 +329,11 @@ assert len(losses) == 6
 np.testing.assert_allclose(losses[3:], losses[:3], rtol=1e-5)
 assert len(scores) == 4 and scores[0] != scores[1]
 np.testing.assert_allclose(scores[2:], scores[:2], rtol=1e-5)
-# Decoding's pages: key-value heads on a chip each, and both on all four.
-q, slots = normal(B, 1, 8, 128), normal(2, B, 2, 128, 128)
-at = np.arange(0, 128, 16, dtype=np.int32)[:, None]
-plain = attention.cached(q, *slots, at)
-for sizes in ({'tensor': 4}, {'data': 2, 'tensor': 2}):
+# Decodes and prefills on TPUs: key-value heads on a chip each, and both on all four.
+slots, first = normal(2, B, 2, 256, 128), np.arange(0, 128, 16, dtype=np.int32)
+for T, sizes in itertools.product((1, 128), ({'tensor': 4}, {'data': 2, 'tensor': 2})):
+  q, at = normal(B, T, 8, 128), first[:, None] + np.arange(T)[None]
+  plain = attention.cached(q, *slots, at)
   mesh = sharding.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
   with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode():
     paged = jax.jit(attention_kernels.over_used_slots)(q, *slots, at)

@@ -44,16 +44,17 @@ def reads_used_slots(shape: tuple[int, ...], dtype: Any, queries: int = 1) -> bo
   """Whether attention to a cache reads no slots of a row but those of its text.
 
   `shape` is the cache's [B, K, S, H], and `queries` how many tokens of a row are computed
-  at a time. Both kernels compute in bfloat16: one reads pages, for one token, on TPUs,
-  and one blocks, on GPUs of the kind of the H100, where it has passed a check.
+  at a time. All kernels compute in bfloat16: on TPUs one for one token and one for many,
+  and one on GPUs of the kind of the H100, where it has passed a check.
   """
   B, K, S, H = shape
   platform = sharding.platform()
   if platform == 'gpu' and any(x in sharding.device_kind() for x in _HOPPER):
     return slot_attention.supports(shape, dtype) and _passes_check(H)
   tiles = S % LANES == 0 and H % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
-  few = B * K * S // math.gcd(S, PAGE) <= _PAGES
-  return platform == 'tpu' and tiles and few and queries == 1
+  if queries == 1:
+    tiles &= B * K * S // math.gcd(S, PAGE) <= _PAGES
+  return platform == 'tpu' and tiles and (queries == 1 or queries % LANES == 0)
 
 
 @functools.cache
@@ -96,7 +97,7 @@ def over_used_slots(q_BTNH, k_BKSH, v_BKSH, positions_BT) -> Float[Array, 'B T N
 
   A token that is past the last slot reads one of them, and its result has no meaning.
   """
-  attend = _attend_to_blocks if sharding.platform() == 'gpu' else _attend_to_pages
+  attend = _attend_to_blocks if sharding.platform() == 'gpu' else _attend_on_tpu
   mesh = sharding.active_mesh()
   K = k_BKSH.shape[1]
   if mesh is None:
@@ -121,8 +122,19 @@ def over_used_slots(q_BTNH, k_BKSH, v_BKSH, positions_BT) -> Float[Array, 'B T N
   )(q_BTNH, k_BKSH, v_BKSH, positions_BT)
 
 
+def _attend_on_tpu(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads: int):
+  """Attends on one chip; its queries are for `heads` key-value heads, from `first` on."""
+  if q_BTNH.shape[1] == 1:
+    return _attend_to_pages(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads)
+  # The import is slow, and useless on other platforms.
+  from agent_r1_jax.models import prefill_attention
+
+  positions_BT = jnp.where(positions_BT < k_BKSH.shape[2], positions_BT, 0)
+  return prefill_attention.attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads)
+
+
 def _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
-  """Attends on one chip, whose queries are for `heads` key-value heads, from `first` on.
+  """Attends from one token of each row.
 
   The slots of a row and a key-value head lie together: they are the pages of a text.
   """

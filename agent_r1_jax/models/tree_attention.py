@@ -1,19 +1,15 @@
 """Attention along the paths of trees on TPUs, in Pallas.
 
 A block of queries reads, one after the other, the blocks of keys that one of its queries
-sees. As in FlashAttention (arXiv 2205.14135), the softmax is joined from block to block,
-and the backward pass computes the scores again. The lists of such blocks are computed
-before a kernel begins, so that a block that nothing sees is not fetched either.
+sees. The softmax is joined from block to block (online_softmax.py), and the backward pass
+computes the scores again. The lists of such blocks are computed before a kernel begins,
+so that a block that nothing sees is not fetched either.
 
-All arrays of scores have keys in rows and queries in columns. What there is of a query,
-such as the sum of its softmax, is then a row of numbers that lie side by side, where a
-column of them would take 128 times its memory. The only column is that of the keys' ends,
-which all heads share.
+Arrays of scores have keys in rows and queries in columns. The only column of numbers is
+that of the keys' ends, which all heads share.
 
 Letters as in attention.py, and: U tokens of a block, A blocks of a row.
 """
-
-from typing import Any
 
 import jax
 from jax import Array
@@ -22,15 +18,10 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from agent_r1_jax.models import block_attention
+from agent_r1_jax.models import block_attention, online_softmax
 
 # Tokens of a block: the first of these that divides a row. They are whole tiles of a TPU.
 BLOCKS = (512, 256, 128)
-_HIDDEN = float(jnp.finfo(jnp.float32).min)
-# The axis of each of two matrices over which their product sums: x · yᵀ, x · y, xᵀ · y.
-_ROWS_BY_ROWS, _ROWS_BY_COLUMNS, _COLUMNS_BY_COLUMNS = (
-  (((x,), (y,)), ((), ())) for x, y in ((1, 1), (1, 0), (0, 0))
-)
 
 
 def attend(
@@ -66,7 +57,7 @@ def _forward(q_BNTH, k_BKTH, v_BKTH, ends_BT):
     _list(seen_BAA),
     [(q_BNTH, queries), (k_BKTH, keys), (v_BKTH, keys), (ends_BT[..., None], ends)],
     [((B, N, H, T), q_BNTH.dtype, columns), ((B, N, 1, T), jnp.float32, numbers)],
-    [(H, T // A), (1, T // A), (1, T // A)],
+    online_softmax.Sums.shapes(H, T // A),
   )
   return out_BNHT, (q_BNTH, k_BKTH, v_BKTH, ends_BT, out_BNHT, lse_BN1T)
 
@@ -113,31 +104,21 @@ def _forward_kernel(
   others_ref, count_ref, q_ref, k_ref, v_ref, ends_ref, out_ref, lse_ref, *scratch
 ):
   """Computes a block of queries: out [H, U], and the logarithm of the softmax's sum."""
-  sums_ref, total_ref, most_ref = scratch
+  sums = online_softmax.Sums(*scratch)
   i, n = pl.program_id(2), pl.program_id(3)
   j, used = _next(others_ref, count_ref, n)
 
-  @pl.when(n == 0)
-  def begin():
-    sums_ref[...] = jnp.zeros_like(sums_ref)
-    total_ref[...] = jnp.zeros_like(total_ref)
-    most_ref[...] = jnp.full_like(most_ref, _HIDDEN)
+  pl.when(n == 0)(sums.begin)
 
   @pl.when(used)
   def add_keys():
-    scores_UU = _scores(q_ref, k_ref, ends_ref, i, j)
-    new_1U = jnp.maximum(most_ref[...], scores_UU.max(0, keepdims=True))
-    p_UU, before_1U = jnp.exp(scores_UU - new_1U), jnp.exp(most_ref[...] - new_1U)
-    out_HU = _dot(v_ref[...], p_UU.astype(v_ref.dtype), _COLUMNS_BY_COLUMNS)
-    sums_ref[...] = sums_ref[...] * before_1U + out_HU
-    total_ref[...] = total_ref[...] * before_1U + p_UU.sum(0, keepdims=True)
-    most_ref[...] = new_1U
+    sums.add(_scores(q_ref, k_ref, ends_ref, i, j), v_ref[...])
 
   @pl.when(n == pl.num_programs(3) - 1)
   def end():
     # No sum is 0: each token sees itself, padding too.
-    out_ref[...] = (sums_ref[...] / total_ref[...]).astype(out_ref.dtype)
-    lse_ref[...] = most_ref[...] + jnp.log(total_ref[...])
+    out_ref[...] = sums.mean().astype(out_ref.dtype)
+    lse_ref[...] = sums.most[...] + jnp.log(sums.weights[...])
 
 
 def _queries_kernel(others_ref, count_ref, *refs):
@@ -155,7 +136,9 @@ def _queries_kernel(others_ref, count_ref, *refs):
     k_ref = inputs[1]
     _, dscores_UU = _differentiate(inputs, i, j)
     dscores_UU = dscores_UU.astype(k_ref.dtype)
-    sums_ref[...] += _dot(k_ref[...], dscores_UU, _COLUMNS_BY_COLUMNS)
+    sums_ref[...] += online_softmax.dot(
+      k_ref[...], dscores_UU, online_softmax.COLUMNS_BY_COLUMNS
+    )
 
   @pl.when(n == pl.num_programs(3) - 1)
   def end():
@@ -178,8 +161,12 @@ def _keys_kernel(others_ref, count_ref, *refs):
     q_ref, dout_ref = inputs[0], inputs[3]
     p_UU, dscores_UU = _differentiate(inputs, i, j)
     p_UU, dscores_UU = p_UU.astype(dout_ref.dtype), dscores_UU.astype(q_ref.dtype)
-    dv_sums_ref[...] += _dot(p_UU, dout_ref[...], _ROWS_BY_ROWS)
-    dk_sums_ref[...] += _dot(dscores_UU, q_ref[...], _ROWS_BY_COLUMNS)
+    dv_sums_ref[...] += online_softmax.dot(
+      p_UU, dout_ref[...], online_softmax.ROWS_BY_ROWS
+    )
+    dk_sums_ref[...] += online_softmax.dot(
+      dscores_UU, q_ref[...], online_softmax.ROWS_BY_COLUMNS
+    )
 
   @pl.when((g == pl.num_programs(3) - 1) & (n == pl.num_programs(4) - 1))
   def end():
@@ -191,23 +178,19 @@ def _differentiate(inputs, i, j) -> tuple[Float[Array, 'U U'], Float[Array, 'U U
   """Computes the softmax of a block and the gradient of its scores."""
   q_ref, k_ref, v_ref, dout_ref, lse_ref, sum_ref, ends_ref = inputs
   p_UU = jnp.exp(_scores(q_ref, k_ref, ends_ref, i, j) - lse_ref[...])
-  dp_UU = _dot(v_ref[...], dout_ref[...], _ROWS_BY_COLUMNS)
+  dp_UU = online_softmax.dot(v_ref[...], dout_ref[...], online_softmax.ROWS_BY_COLUMNS)
   return p_UU, p_UU * (dp_UU - sum_ref[...])
 
 
 def _scores(q_ref, k_ref, ends_ref, i, j) -> Float[Array, 'U U']:
   """Computes the scores of the keys of block j and the queries of block i."""
-  scores_UU = _dot(k_ref[...], q_ref[...], _ROWS_BY_ROWS)
+  scores_UU = online_softmax.dot(k_ref[...], q_ref[...], online_softmax.ROWS_BY_ROWS)
   count = lambda block, axis: (
     block * len(scores_UU) + jax.lax.broadcasted_iota(jnp.int32, scores_UU.shape, axis)
   )
   keys_UU, queries_UU = count(j, 0), count(i, 1)
   sees_UU = (keys_UU <= queries_UU) & (queries_UU < ends_ref[...])
-  return jnp.where(sees_UU, scores_UU, _HIDDEN)
-
-
-def _dot(x: Array, y: Array, axes: Any) -> Array:
-  return jax.lax.dot_general(x, y, axes, preferred_element_type=jnp.float32)
+  return jnp.where(sees_UU, scores_UU, online_softmax.HIDDEN)
 
 
 def _next(others_ref, count_ref, n) -> tuple[Array, Array]:

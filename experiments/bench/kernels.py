@@ -36,8 +36,10 @@ _COLLECTIVES = frozenset(
 _SLICES = frozenset(('dynamic-slice', 'slice', 'gather'))
 # What changes its first operand in place, and the number of the operand that is written.
 _UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
-# Products of T x T numbers and heads that kernels of attention on a TPU compute.
+# Products of T x T numbers and heads that kernels of attention on a TPU compute, causally,
+# so that each is T² H multiplications and additions; a prefill's two are of all slots.
 _PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4, 'forward': 2, 'queries': 3, 'keys': 4}
+_PRODUCTS |= {'prefill_attention': 4}
 KINDS = ('attention', 'product', 'exchange', 'move', 'sort', 'other')
 
 
@@ -323,7 +325,7 @@ def _count_attention(i: hlo.Instruction, operands) -> float:
 
 
 def _count_pallas(i: hlo.Instruction, operands) -> float:
-  """Counts what a TPU's kernel of attention over rows multiplies and adds, causally.
+  """Counts what a TPU's kernel of attention over rows or a cache multiplies and adds.
 
   Its name says which products it computes: the scores and the values, or in a gradient
   the scores again, those of the values, and one or two gradients.

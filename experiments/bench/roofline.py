@@ -14,6 +14,7 @@ _EXPECTED = {
   ('gpu', 'gradient'): ('fmhaScaleBiasSoftmax', 'fmhaScaleBiasSoftmaxBackward'),
   ('tpu', 'gradient'): ('fwd', 'dq', 'dkv'),
   ('tpu', 'decode'): ('paged_attention',),
+  ('tpu', 'prefill'): ('prefill_attention',),
 }
 # On these GPUs a decode reads blocks of slots.
 _READ_BLOCKS, _BLOCKS = ('h100', 'h200'), 'mosaic_gpu_v2'
