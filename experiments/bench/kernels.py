@@ -36,8 +36,8 @@ _COLLECTIVES = frozenset(
 _SLICES = frozenset(('dynamic-slice', 'slice', 'gather'))
 # What changes its first operand in place, and the number of the operand that is written.
 _UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
-# Products of T x T numbers and heads that kernels of attention on a TPU compute, causally,
-# so that each is T² H multiplications and additions; a prefill's two are of all slots.
+# Products that kernels of attention on a TPU compute, of half of T x T scores, since they
+# are causal; a prefill's two are of all scores.
 _PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4, 'forward': 2, 'queries': 3, 'keys': 4}
 _PRODUCTS |= {'prefill_attention': 4}
 KINDS = ('attention', 'product', 'exchange', 'move', 'sort', 'other')
