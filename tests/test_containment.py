@@ -53,7 +53,7 @@ def _collect(make_env, tasks, *, limits=_LIMITS, tree=None, **kwargs):
 @pytest.fixture
 def pool(monkeypatch):
   made = thread_pool.Pool(threads=4)
-  monkeypatch.setattr(workers, 'POOL', made)
+  monkeypatch.setattr(thread_pool, 'POOL', made)
   return made
 
 
@@ -599,7 +599,7 @@ def main(workdir, model):
 
   parse = lambda reply: [calls.ToolCall('hangs', {})]
   config = test_train._config(model, steps=2, tasks=3, eval_every=0)
-  workers.POOL = thread_pool.Pool(threads=4)
+  thread_pool.POOL = thread_pool.Pool(threads=4)
   os.environ['AGENT_R1_GRACE_SECONDS'] = '600'  # However slow the machine is.
   make = lambda: Hangs([hangs], lambda task, messages: 1.0, parse=parse)
   test_train._train(config, workdir, make_env=make, evals=None)

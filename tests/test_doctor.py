@@ -131,7 +131,7 @@ def test_a_faulty_environment_is_found(make_env, options, name, status, text):
     ([], 'ok', 'and has no reward of its own'),
     ([right], 'ok', 'a program is not played .*; an empty answer gets 0$'),
     ([broken], 'fail', r"an empty answer: KeyError: 'score' .*, in broken"),
-    ([hangs], 'fail', 'an empty answer got no reward within 0.1 seconds'),
+    ([hangs], 'fail', 'empty answer gave no answer; 0.1 seconds were left'),
   ],
 )
 def test_a_program_is_not_played_and_its_reward_is_looked_at(reward, status, text):

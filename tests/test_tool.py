@@ -10,7 +10,7 @@ import pytest
 
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent.tool import Tool, tool
-from agent_r1_jax.host import thread_pool, workers
+from agent_r1_jax.host import thread_pool
 
 
 def bare(fn, timeout=5.0, more=False, **properties):
@@ -284,7 +284,7 @@ async def test_a_late_answer_is_dropped(monkeypatch):
   loop = asyncio.get_running_loop()
   loop.set_exception_handler(lambda loop, context: problems.append(context))
   pool, gate = thread_pool.Pool(), threading.Event()
-  monkeypatch.setattr(workers, 'POOL', pool)
+  monkeypatch.setattr(thread_pool, 'POOL', pool)
   result = await tool_lib.call(bare(gate.wait, timeout=0.02), {})
   gate.set()
   while pool.abandoned or pool.busy:
@@ -309,7 +309,7 @@ async def test_a_call_without_a_free_thread_is_an_error_text(monkeypatch):
   def fail(thread):
     raise RuntimeError("can't start new thread")
 
-  monkeypatch.setattr(workers, 'POOL', thread_pool.Pool())  # without idle threads
+  monkeypatch.setattr(thread_pool, 'POOL', thread_pool.Pool())  # without idle threads
   monkeypatch.setattr(threading.Thread, 'start', fail)
   result = await tool_lib.call(bare(lambda: 'x'), {})
   assert (result.ok, "can't start new thread" in result.text) == (False, True)

@@ -23,7 +23,7 @@ from agent_r1_jax.host import thread_pool, user_loops, workers
 def pool(monkeypatch):
   """A small one for the test alone; what hangs in it is let go at the end."""
   made = thread_pool.Pool(threads=3, max_abandoned=6)
-  monkeypatch.setattr(workers, 'POOL', made)
+  monkeypatch.setattr(thread_pool, 'POOL', made)
   return made
 
 
@@ -456,7 +456,7 @@ class TestCoroutines:
     clock.advance(3)
     gate.set()
     await blocked
-    await until(lambda: workers.POOL.busy)
+    await until(lambda: thread_pool.POOL.busy)
     clock.advance(3)
     await asyncio.sleep(0.1)
     may_end.set()
@@ -546,7 +546,7 @@ _EXIT = """
 
   asyncio.run(main())
   ended.set()
-  while 'late' in workers.POOL.abandoned:
+  while 'late' in thread_pool.POOL.abandoned:
     time.sleep(0.001)
   print('end')
 """

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.checks import environment_check
-from agent_r1_jax.host import terminal, workers
+from agent_r1_jax.host import terminal, thread_pool, workers
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tools import sandbox
 from agent_r1_jax.train import footprint, preflight, rollout, sizes
@@ -58,15 +58,10 @@ def examine(
 ) -> list[Finding]:
   """Examines the machine, the configuration and the environment.
 
-  Args:
-    config: The run's configuration; without model.path the memory is not estimated.
-    workdir: The directory that the run would write to; it is not made.
-    algorithm: The run's algorithm; None if the policy only plays.
-    tasks: Tasks to play.
-    make_env: Makes the environment; None checks none.
-    solve: The replies that solve a task; see environment_check.check_env.
-    seconds: How long programs are compiled to see what fits; see sizes.resolve.
-    machine: The chips of the run if they are not here; the memory is that of them.
+  Without config.model.path the memory is not estimated; without an algorithm the policy
+  only plays. The workdir, to which the run would write, is not made. For `solve` see
+  environment_check.check_env, for `seconds` sizes.resolve; `machine` has the chips of the
+  run if they are not here, and the memory is that of them.
   """
   folder = pathlib.Path(workdir).resolve()
   if algorithm is not None:
@@ -295,7 +290,7 @@ def _needed_bytes(
 
 def _run_check(name: str, check: Callable[[], Finding], more: float = 0.0) -> Finding:
   """Runs a check within _SECONDS and `more`; an error or time-out becomes a finding."""
-  call = workers.POOL.submit(check)
+  call = thread_pool.POOL.submit(check)
   try:
     return call.result(_SECONDS + more)
   except TimeoutError:

@@ -1,7 +1,7 @@
 """Plays an environment with scripted replies, and checks its rewards and answers."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 import dataclasses
 import re
 import time
@@ -11,7 +11,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import testing, types
 from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.host import workers
+from agent_r1_jax.host import thread_pool, workers
 from agent_r1_jax.serve import program
 from agent_r1_jax.train import preflight, rollout, task_times
 
@@ -122,13 +122,9 @@ def check_env(
   refuses. A program.Program is not played, since it needs an endpoint; its reward and
   metrics are called with an empty answer.
 
-  Args:
-    tasks: The tasks; the first four are played.
-    make_env: Makes the environment.
-    solve: Returns the replies that solve a task. By default the task's answer in several
-      forms, which may all be wrong.
-    limits: The time limits of calls; config.Limits() by default.
-    seconds: The time limit of the whole check.
+  The first four tasks are played, within `seconds` in all. `solve` returns the replies
+  that solve a task; by default they are the task's answer in several forms, which may all
+  be wrong.
   """
   limits = limits or config_lib.Limits()
   try:
@@ -143,22 +139,30 @@ def check_env(
   except Exception as error:
     return [Finding('environment', 'fail', workers.describe_error(error))]
   player = _Player(make_env, limits)
-  call = workers.POOL.submit(lambda: asyncio.run(player.play_all(scripts)))
   try:
-    episodes = call.result(seconds)
-  except TimeoutError:
-    text = f'{player.call} gave no answer; {seconds:g} seconds were left for all episodes'
-    remedy = 'Give what it waits for a time-out; what blocks must be no coroutine.'
-    return [Finding('environment', 'fail', text, remedy)]
+    episodes = _run(lambda: player.play_all(scripts), seconds)
   except Exception as error:
-    text = f'{player.call}: {workers.describe_error(error)}{workers.locate_error(error)}'
-    return [Finding('environment', 'fail', text, _MASKED)]
+    return [_describe_fault(player.call, error, seconds)]
   return [
     _check_times(player, episodes),
     _check_rewards(episodes, known=solve is not None),
     _check_openings(tasks[:100], make_env, seconds),
     _check_conformance(episodes, make_env, seconds),
   ]
+
+
+def _run(fn: Callable[[], Coroutine[Any, Any, Any]], seconds: float) -> Any:
+  """Runs a coroutine function in a thread; raises TimeoutError if it takes longer."""
+  return thread_pool.POOL.submit(lambda: asyncio.run(fn())).result(seconds)
+
+
+def _describe_fault(call: str, error: Exception, seconds: float) -> Finding:
+  text = f'{call}: {workers.describe_error(error)}{workers.locate_error(error)}'
+  if not isinstance(error, TimeoutError):
+    return Finding('environment', 'fail', text, _MASKED)
+  text = f'{call} gave no answer; {seconds:g} seconds were left for all episodes'
+  remedy = 'Give what it waits for a time-out; what blocks must be no coroutine.'
+  return Finding('environment', 'fail', text, remedy)
 
 
 def _check_program(
@@ -174,15 +178,9 @@ def _check_program(
     return [await env.judge(t, [*t.messages, empty], 'done', None) for t in tasks]
 
   try:
-    call = workers.POOL.submit(lambda: asyncio.run(judge_all()))
-    rewards = {step.reward for step in call.result(seconds)}
-  except TimeoutError:
-    lost = f'an empty answer got no reward within {seconds:g} seconds'
-    return Finding('environment', 'fail', lost, 'Give what it waits for a time-out.')
+    rewards = {step.reward for step in _run(judge_all, seconds)}
   except Exception as error:
-    lost = f'an empty answer: {workers.describe_error(error)}'
-    lost += workers.locate_error(error)
-    return Finding('environment', 'fail', lost, _MASKED)
+    return _describe_fault('the reward of an empty answer', error, seconds)
   shown = ', '.join(f'{reward:g}' for reward in sorted(rewards))
   return Finding('environment', 'ok', f'{text}; an empty answer gets {shown}')
 
@@ -274,7 +272,7 @@ def _check_openings(tasks, make_env, seconds) -> Finding:
     return [await _open(task, make_env) for task in tasks]
 
   try:
-    openings = workers.POOL.submit(lambda: asyncio.run(open_all())).result(seconds)
+    openings = _run(open_all, seconds)
   except Exception as error:
     return Finding('leaks', 'fail', f'reset: {workers.describe_error(error)}')
   leaking = [
@@ -317,9 +315,9 @@ def _check_conformance(episodes, make_env, seconds) -> Finding:
     remedy = 'Give solve= with replies that end an episode.'
     return Finding('conformance', 'warn', 'no script ended an episode', remedy)
   longest = max(ended, key=lambda e: len(e.replies))
-  test = testing.check_env(make_env, longest.task, longest.replies)
   try:
-    workers.POOL.submit(lambda: asyncio.run(test)).result(seconds)
+    test = lambda: testing.check_env(make_env, longest.task, longest.replies)
+    _run(test, seconds)
   except Exception as error:
     text = str(error) or workers.describe_error(error)
     remedy = 'testing.check_env says what an environment must keep to.'

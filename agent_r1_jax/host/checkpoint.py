@@ -46,12 +46,9 @@ class Checkpointer:
   """
 
   def __init__(self, workdir: str | os.PathLike, *, every: int, keep: int = 3):
-    """Opens `workdir` and removes checkpoints that a killed run did not finish.
+    """Opens `workdir`, made if missing; removes checkpoints that a kill left unfinished.
 
-    Args:
-      workdir: The run's directory; made if missing.
-      every: Number of steps between two checkpoints.
-      keep: Number of checkpoints to keep; older ones are deleted.
+    One is due at each multiple of `every`; the newest `keep` are kept.
 
     Raises:
       ValueError: `workdir` cannot be written to.
@@ -94,11 +91,7 @@ class Checkpointer:
     """Starts to write a checkpoint, once the one before is on disk.
 
     It returns when the values are copied; the arguments may then be changed or donated.
-
-    Args:
-      step: The step, which names the checkpoint.
-      arrays: A pytree of JAX arrays.
-      host_state: State that JSON does not change: string keys, no tuples.
+    `host_state` is one that JSON does not change: string keys, no tuples.
 
     Returns:
       False if the step has a checkpoint already; then nothing is written.
@@ -216,12 +209,8 @@ class Checkpointer:
     for folder in self.directory.glob(f'{self._writing}{_UNFINISHED}'):
       # Orbax writes the time of the commit into this file later.
       checksums.write(folder, exclude=['_CHECKPOINT_METADATA'])
-      self._record_first(int(self._writing or 0))
-
-  def _record_first(self, step: int) -> None:
-    """Records that there is a checkpoint, unless that is recorded already."""
-    if not self._record.exists():
-      self._record.write_text(f'{step}\n')
+      if not self._record.exists():
+        self._record.write_text(f'{self._writing}\n')
 
   def _read_record(self) -> str | None:
     """Returns the first checkpoint's step as text; None if there has been none."""

@@ -7,9 +7,10 @@ gigabytes a second. It does not detect deliberate changes.
 
 from collections.abc import Callable, Collection, Sequence
 import json
-import os
 import pathlib
 import zlib
+
+from agent_r1_jax.host import disk
 
 _NAME = 'checksums.json'
 
@@ -21,10 +22,7 @@ def write(folder: pathlib.Path, exclude: Collection[str] = ()) -> None:
     name = str(path.relative_to(folder))
     if path.is_file() and name not in exclude:
       sums[name] = _checksum(path)
-  with (folder / _NAME).open('w') as file:
-    file.write(json.dumps(sums))
-    file.flush()
-    os.fsync(file.fileno())
+  disk.write_atomically(folder / _NAME, json.dumps(sums).encode())
 
 
 def find_mismatch(

@@ -32,9 +32,7 @@ def is_full(error: BaseException) -> bool:
 def explain_write_errors(path: str | os.PathLike, subject: str) -> Iterator[None]:
   """Gives an OSError inside `with` a message with the file, the cause and a remedy.
 
-  Args:
-    path: The file.
-    subject: The first words of the message, such as 'The configuration'.
+  `subject` is the first words of the message, such as 'The configuration'.
 
   Raises:
     OSError: An error with the same errno and that message.

@@ -121,8 +121,7 @@ def join_processes() -> None:
 def _bind_address(coordinator: str) -> str | None:
   """Returns the address at which the first process listens.
 
-  Args:
-    coordinator: The address to which the others connect (host:port).
+  `coordinator` is the address (host:port) to which the others connect.
 
   Returns:
     host:port in numbers; None, for all addresses, if the host is no address of this

@@ -16,9 +16,8 @@ _PICTURES |= {0x7F: '\u2421'} | dict.fromkeys(range(0x80, 0xA0), '\ufffd')
 def printable(text: str, encoding: str | None = 'utf-8') -> str:
   """Replaces control characters by pictures of them, newlines and tabs aside.
 
-  Args:
-    text: Any text, also with half a surrogate.
-    encoding: The terminal's; characters that it lacks become '?'.
+  The text may have half a surrogate. Characters that the terminal's encoding lacks become
+  '?'.
   """
   encoding = encoding or 'utf-8'
   return text.translate(_PICTURES).encode(encoding, errors='replace').decode(encoding)

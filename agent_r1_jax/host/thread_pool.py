@@ -122,9 +122,8 @@ class Pool:
   def __init__(self, threads: int = 64, max_abandoned: int = 256):
     """Starts no thread.
 
-    Args:
-      threads: The most calls that run at a time, abandoned ones aside.
-      max_abandoned: While so many abandoned calls hang, no further call is started.
+    At most `threads` calls run at a time, abandoned ones aside; while `max_abandoned` of
+    those hang, no further call is started.
     """
     self._threads, self._max_abandoned = threads, max_abandoned
     self._changed = threading.Condition()
@@ -234,6 +233,9 @@ class Pool:
         self._running.remove(call)
         self._idle += 1
       del call  # While this thread waits, it keeps no result alive.
+
+
+POOL = Pool()
 
 
 def _count_abandoned(counts: collections.Counter | None, name: str):

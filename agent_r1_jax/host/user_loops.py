@@ -4,7 +4,6 @@ Why there are several, and what happens where a coroutine blocks one, is in work
 """
 
 import asyncio
-from collections.abc import Callable
 from concurrent import futures
 import contextvars
 import dataclasses
@@ -39,12 +38,12 @@ home: contextvars.ContextVar[Home | None] = contextvars.ContextVar('home', defau
 class UserLoop:
   """An event loop for users' coroutines, in a daemon thread."""
 
-  def __init__(self, spread: bool, submit: Callable[[Callable], futures.Future]):
-    """Starts the loop's thread; `submit` runs what goes to asyncio.to_thread."""
+  def __init__(self, spread: bool):
+    """Starts the loop's thread."""
     self.spread = spread  # Whether it is for calls that others have held up.
     self.homes: weakref.WeakSet[Home] = weakref.WeakSet()  # Whose calls came here.
     self.loop = asyncio.new_event_loop()
-    self.loop.set_default_executor(_Executor(submit))
+    self.loop.set_default_executor(_Executor())
     self.loop.set_task_factory(self._make_task)
     self._callers = weakref.WeakKeyDictionary()
     self.blocked = False
@@ -91,14 +90,10 @@ class UserLoop:
 
 
 class _Executor(futures.ThreadPoolExecutor):
-  """Lets asyncio.to_thread use a pool; a real executor's threads are joined at exit."""
-
-  def __init__(self, submit: Callable[[Callable], futures.Future]):
-    super().__init__()
-    self._submit = submit
+  """Lets asyncio.to_thread use the pool; a real executor's threads are joined at exit."""
 
   def submit(self, fn, /, *args, **kwargs):
-    return self._submit(functools.partial(fn, *args, **kwargs))
+    return thread_pool.POOL.submit(functools.partial(fn, *args, **kwargs))
 
   def shutdown(self, wait=True, *, cancel_futures=False):
     pass
@@ -110,9 +105,7 @@ _loops: list[UserLoop] = []
 _loops_lock = threading.Lock()
 
 
-def choose_loop(
-  episode_home: Home, moved: bool, submit: Callable[[Callable], futures.Future]
-) -> UserLoop:
+def choose_loop(episode_home: Home, moved: bool) -> UserLoop:
   """Chooses an event loop that is not blocked for a call, and adds its home there.
 
   It is the home's or the oldest one, so that coroutines may share what is bound to it.
@@ -127,6 +120,6 @@ def choose_loop(
     if episode_home.loop in free and not moved:
       chosen = episode_home.loop
     elif not chosen or (spread and chosen.homes and len(loops) < _MOST_LOOPS):
-      _loops.append(chosen := UserLoop(spread, submit))
+      _loops.append(chosen := UserLoop(spread))
     chosen.homes.add(episode_home)
     return chosen

@@ -54,14 +54,9 @@ def check_config(
 ) -> None:
   """Writes the configuration the first time, and compares it with the file afterwards.
 
-  Args:
-    workdir: The run's directory; made if missing.
-    config: The run's configuration as nested dicts of JSON values.
-    may_change: Dotted names of fields that a continued run may change, such as
-      'schedule.steps'; the file then gets the new values.
-    write: Whether the file is written; if False, it is only compared.
-    name: The file's name in `workdir`.
-    remedy: The end of the error's message if a field differs: what the user can do.
+  Fields in `may_change` (dotted names, such as 'schedule.steps') may differ; the file
+  then gets the new values. Without `write` it is only compared. `remedy` is the end of
+  the error's message if a field differs: what the user can do.
 
   Raises:
     ValueError: Fields differ from the file (they are listed), the file cannot be read,

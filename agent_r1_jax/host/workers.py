@@ -3,9 +3,9 @@
 They are other people's code: they may block, hang, raise whatever can be raised, or never
 come back. So none of them runs on the engine's event loop:
 
-- A plain function runs in `POOL`, a bounded pool of daemon threads. A call that takes
-  longer than its time-out is abandoned: it gives up its place at once, is counted by
-  name, and nobody waits for its thread, not even the end of the interpreter.
+- A plain function runs in `thread_pool.POOL`, a bounded pool of daemon threads. A call
+  that takes longer than its time-out is abandoned: it gives up its place at once, is
+  counted by name, and nobody waits for its thread, not even the end of the interpreter.
 - A coroutine function runs on an event loop in a thread of its own, by
   `call_on_user_loop`; the loop's `asyncio.to_thread` uses the same pool. A coroutine that
   is late is cancelled, and counts as abandoned if it goes on all the same.
@@ -45,8 +45,6 @@ _HELD_UP_SECONDS = 0.5
 _NAMED_SECONDS = 60.0
 # An exception's text is cut to so many characters.
 _MAX_CHARS = 10_000
-
-POOL = thread_pool.Pool()
 
 
 class CallTimeoutError(TimeoutError):
@@ -106,15 +104,10 @@ async def call(
 
   An Exception that it raises passes through, but for StopIteration. A function that takes
   too long, or whose caller is cancelled, is abandoned; a coroutine is cancelled, and
-  abandoned if it goes on all the same.
+  abandoned if it goes on all the same. `seconds` include the wait for a free thread.
 
-  Args:
-    fn: The function, sync or async.
-    *args: Its arguments.
-    name: What errors and counts call it; by default its own name.
-    seconds: The time it may take, including the wait for a free thread.
-    field: The configuration's field that sets `seconds`, for the error's text.
-    **kwargs: Its arguments by name.
+  `name` is what errors and counts call it, by default its own name; `field` is the
+  configuration's field that sets `seconds`, for the error's text.
 
   Raises:
     CallTimeoutError: It took longer.
@@ -126,10 +119,10 @@ async def call(
   caller = thread_pool.Caller(name, deadline, outer)
   with _acting_for(caller):
     if is_async(fn):
-      POOL.check_room()
+      thread_pool.POOL.check_room()
       work = future = asyncio.ensure_future(_catch_async(fn, args, kwargs))
     else:
-      work = POOL.submit(functools.partial(_catch, fn, args, kwargs))
+      work = thread_pool.POOL.submit(functools.partial(_catch, fn, args, kwargs))
       future = asyncio.wrap_future(work)
   timer = _name_if_late(name, seconds)
   try:
@@ -158,7 +151,7 @@ async def _give_up(work: thread_pool.Call | asyncio.Task, caller: thread_pool.Ca
       await _wait(work, caller.grace_seconds)
     finally:
       if not work.done():
-        POOL.abandon(work, caller.name)
+        thread_pool.POOL.abandon(work, caller.name)
 
 
 async def call_on_user_loop(
@@ -180,7 +173,7 @@ async def call_on_user_loop(
     if error is not None or not inspect.isawaitable(value):
       return _return_or_raise(value, error)
     fn, args = _await, (value,)
-  POOL.check_room()
+  thread_pool.POOL.check_room()
   caller, episode_home = thread_pool.Caller(name), home.get() or Home()
   timer = _name_if_late(name, seconds)
   attempt = _UserLoopCall(fn, args, caller, seconds, episode_home)
@@ -228,10 +221,8 @@ class _UserLoopCall:
     moved: bool = False,
   ):
     self._fn, self._args, self._caller, self._seconds = fn, args, caller, seconds
-    self._home, self._user_loop = (
-      episode_home,
-      user_loops.choose_loop(episode_home, moved, _submit),
-    )
+    self._home = episode_home
+    self._user_loop = user_loops.choose_loop(episode_home, moved)
     self._claim, self.deadline = threading.Lock(), math.inf
     self._task: asyncio.Task | None = None
     self._cancelled = False
@@ -274,7 +265,7 @@ class _UserLoopCall:
     finally:
       held_up = text and blocker is not self._caller
       if self._task and not (self._task.done() or held_up):
-        POOL.abandon(self._task, self._caller.name)
+        thread_pool.POOL.abandon(self._task, self._caller.name)
     return blocker, text
 
   def _begin(self):
@@ -315,10 +306,6 @@ def _acting_for(caller: thread_pool.Caller):
     yield
   finally:
     thread_pool.current_caller.reset(token)
-
-
-def _submit(fn: Callable[[], Any]) -> thread_pool.Call:
-  return POOL.submit(fn)
 
 
 async def _await(value):
@@ -391,5 +378,6 @@ def _describe_timeout(name: str, seconds: float, field: str, queued: bool = Fals
   if field:
     text += f' ({field})'
   if queued:
-    text += f': it waited for a free thread, and {POOL.busy} calls were at work'
+    busy = thread_pool.POOL.busy
+    text += f': it waited for a free thread, and {busy} calls were at work'
   return text

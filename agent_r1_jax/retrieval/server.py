@@ -174,7 +174,7 @@ def make_app(
   search = _make_model('top_k', 5, max_waiting, max_k), _render_results
 
   async def health(request):
-    if hung := workers.POOL.abandoned.get(_CALL):
+    if hung := thread_pool.POOL.abandoned.get(_CALL):
       text = f'{hung} searches hang for more than {timeout:g} seconds'
       return http.answer_json({'status': 'error', 'error': text}, 503)
     return http.answer_json({'status': 'ok'})
@@ -275,10 +275,7 @@ def _render_results(rankings: list[list[Hit]], with_scores: bool) -> dict[str, A
 def serve(app: Any, host: str = '127.0.0.1', port: int = 8000) -> None:
   """Serves until SIGTERM or SIGINT, and prints the address once it accepts requests.
 
-  Args:
-    app: An ASGI application.
-    host: The address to listen at; 0.0.0.0 is reached from other machines.
-    port: 0 takes a free one.
+  0.0.0.0 is reached from other machines; port 0 takes a free one.
   """
   # The passages stay. Looking for garbage among a million of them holds all answers up
   # for a third of a second.

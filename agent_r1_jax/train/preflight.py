@@ -13,7 +13,7 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import messages as messages_lib
-from agent_r1_jax.host import workers
+from agent_r1_jax.host import thread_pool, workers
 from agent_r1_jax.models import lora
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.train import identity, player
@@ -147,25 +147,20 @@ def check_sets(tasks: Any, evals: Any) -> None:
   Raises:
     ValueError: One has a wrong type or is empty.
   """
-  check_tasks(tasks)
-  if len(tasks) == 0:
-    raise ValueError('tasks is empty: give at least one task to train on.')
+  _check_tasks(tasks, 'tasks', 'give at least one task to train on')
   if evals is not None and not isinstance(evals, Mapping):
     raise ValueError(
       f'evals is {evals!r:.100}; it must be a dict of sets by their names, such as '
       "{'held_out': [...]}."
     )
   for name, held_out in (evals or {}).items():
-    check_tasks(held_out, f'evals[{name!r}]')
-    if len(held_out) == 0:
-      raise ValueError(f'evals[{name!r}] is empty: give tasks to evaluate, or drop it.')
+    _check_tasks(held_out, f'evals[{name!r}]', 'give tasks to evaluate, or drop it')
 
 
-def check_tasks(tasks: Any, name: str = 'tasks') -> None:
-  """Checks that a value is a sequence of tasks; of a large data set only some are read.
+def _check_tasks(tasks: Any, name: str, remedy: str):
+  """Raises ValueError unless a value is a sequence of tasks with a task in it.
 
-  Raises:
-    ValueError: It is none; the message names the first wrong item.
+  Of a large data set only some are read. `remedy` says what to do about an empty one.
   """
   listed = hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')
   if isinstance(tasks, str) or not listed:
@@ -181,6 +176,8 @@ def check_tasks(tasks: Any, name: str = 'tasks') -> None:
         f'{name}[{number}] ({task.id!r}): messages is {task.messages!r:.100}; it must be '
         "a list: [{'role': 'user', 'content': 'the question'}]."
       )
+  if len(tasks) == 0:
+    raise ValueError(f'{name} is empty: {remedy}.')
 
 
 @contextlib.contextmanager
@@ -189,12 +186,8 @@ def open_environment(
 ) -> Iterator[Any]:
   """Makes an environment to look at before an episode is played; closes it at the end.
 
-  One that is made too late is closed once it is there. A `close` that fails or takes too
-  long is logged.
-
-  Args:
-    make_env: The user's function, which may hang; what it raises is raised.
-    limits: How long it and `close` may take.
+  One that is made too late is closed once it is there. What `make_env` raises is raised;
+  a `close` that fails or takes too long is logged.
 
   Raises:
     ValueError: It is no function, or returned no environment in that time.
@@ -216,7 +209,7 @@ def open_environment(
       close()
 
   try:
-    call = workers.POOL.submit(make)
+    call = thread_pool.POOL.submit(make)
     try:
       call.result(min(limits.reset_seconds, threading.TIMEOUT_MAX))
     except TimeoutError:
@@ -240,7 +233,7 @@ def open_environment(
     # wait for a thread.
     bound = min(limits.close_seconds + workers.BLOCKED_SECONDS, threading.TIMEOUT_MAX)
     try:
-      workers.POOL.submit(close).result(bound)
+      thread_pool.POOL.submit(close).result(bound)
     except Exception as error:
       _LOGGER.warning('make_env: close failed: %s', workers.describe_error(error))
 
@@ -289,19 +282,17 @@ def select_fitting_tasks(
   Encodes the tasks' own messages, with which a ToolEnv begins. The prompts of other
   environments are known only when they are played. If `tasks` is no list, only some are
   encoded and none is left out: an episode whose prompt does not fit is not learned from.
-
-  Args:
-    chat: Encodes messages with the policy's tokenizer.
-    env: An environment that the tasks will be played in.
-    tasks: The tasks.
-    slots: The most tokens of a text.
-    long_prompts: 'refuse', or 'skip' to leave such tasks out.
-    name: The name of the tasks in messages.
+  `long_prompts` is 'refuse', or 'skip' to leave such tasks out.
 
   Raises:
     ValueError: A message is broken. A prompt leaves no room and is refused, or none does.
   """
-  if not _begins_with_the_task(env):
+  inner: Any = env
+  # A context strategy (tasks/context.py) whose first prompt is what it wraps begins with.
+  while getattr(inner, 'keeps_opening', False):
+    inner = inner.env
+  is_tool_env = isinstance(inner, env_lib.ToolEnv)
+  if not (is_tool_env and type(inner).reset is env_lib.ToolEnv.reset):
     return tasks, None
   schemas = _schemas(env)
   least = len(chat.encode_prompt([{'role': 'user', 'content': ''}], schemas))
@@ -367,13 +358,6 @@ def check_prompts(
 
 def _schemas(env: env_lib.Env) -> list[dict[str, Any]]:
   return [tool.schema for tool in getattr(env, 'tools', ())]
-
-
-def _begins_with_the_task(env: Any) -> bool:
-  # A context strategy (tasks/context.py) whose first prompt is what it wraps begins with.
-  while getattr(env, 'keeps_opening', False):
-    env = env.env
-  return isinstance(env, env_lib.ToolEnv) and type(env).reset is env_lib.ToolEnv.reset
 
 
 def sample_tasks(tasks: Sequence[types.Task]) -> Iterator[tuple[int, types.Task]]:

@@ -13,7 +13,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import replica as replica_lib
-from agent_r1_jax.host import processes, records, workers
+from agent_r1_jax.host import processes, records, thread_pool, workers
 from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import episode as episode_lib
 from agent_r1_jax.train import episode_context, episode_store, player
@@ -71,10 +71,7 @@ def _exchange(
 ) -> list[types.Trajectory]:
   """Returns the trajectories of all processes, in the order of tasks and samples.
 
-  Args:
-    played: This process's trajectories, or None if it was interrupted.
-    tasks: The rollout's tasks, by group; all processes have the same ones.
-    send_messages: As in `start`.
+  `played` are this process's, or None if it was interrupted; `tasks` are those of all.
   """
   if None in processes.gather(None if played is None else len(played)) or played is None:
     raise replica_lib.PreemptedError
@@ -122,21 +119,9 @@ def start(
   alone: the order, the number of rows and the tools' speed change nothing. If a task is
   in `tasks` twice, the sample numbers of its second group continue those of the first.
 
-  Args:
-    engine: The engine, open, with the policy's weights.
-    chat: Encodes messages with the policy's tokenizer.
-    tasks: The tasks to play.
-    make_env: Makes a new environment for each episode, or who plays it by itself.
-    limits: What each episode may use.
-    decoding: How the replies are sampled.
-    samples: How many episodes of each task are played.
-    seed: The run's seed.
-    rollout_number: Another number samples other episodes of the same tasks.
-    store: Keeps finished episodes on disk; episodes that it has from before a kill are
-      not played again.
-    send_messages: With several processes, how many trajectories each process sends with
-      their messages; None means all, and the rest are sent without.
-    on_done: Called with each trajectory as it ends.
+  The engine is open and has the policy's weights. Episodes that `store` has from before a
+  kill are not played again. With several processes, each sends `send_messages` of its
+  trajectories with their messages, by default all, and the rest without.
 
   Raises:
     ValueError: A limit is not above 0.
@@ -144,7 +129,7 @@ def start(
   limits.check()
   finished = store.open_rollout(rollout_number, tasks) if store else None
   # Slow tools of all rows may wait at the same time.
-  workers.POOL.grow(2 * engine.sizes.rows * len(engine.replicas))
+  thread_pool.POOL.grow(2 * engine.sizes.rows * len(engine.replicas))
   stops = chat.stop_automaton(engine.config.vocab_size)
   automata = (stops,) if decoding.grammar is None else (stops, decoding.grammar)
   rows = decoding.choice.rows if decoding.choice else 1
