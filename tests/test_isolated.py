@@ -12,7 +12,7 @@ import time
 import graders
 import pytest
 
-from agent_r1_jax.host import isolated
+from agent_r1_jax.host import isolated, workers
 
 
 def gone(process: int) -> bool:
@@ -34,7 +34,7 @@ async def test_a_call_returns_what_the_function_returns():
   grade = isolated.in_subprocess(graders.length, seconds=60, processes=1)
   assert await grade('four') == 4
   assert await grade('four', times=3) == 12
-  assert grade.__name__ == 'length' and asyncio.iscoroutinefunction(grade)
+  assert grade.__name__ == 'length' and workers.is_async(grade)
   chat = isolated.in_subprocess(graders.chat, seconds=60, processes=1)
   assert await chat('what it prints is no answer') == 'what it prints is no answer'
 
@@ -162,7 +162,7 @@ _TOLD_TO_END = """
     grading, before = asyncio.create_task(wait_for(str(go_on))), await which()
     while not go_on.with_name('go.begun').exists():
       await asyncio.sleep(0.01)
-    (process,) = which.__closure__[0].cell_contents._idle
+    (process,) = which._idle
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
       os.killpg(0, number)
       os.kill(process._process.pid, number)
@@ -203,7 +203,7 @@ _KILLED = """
   async def main():
     print(await which(), flush=True)
     await hangs('aab')
-    (process,) = hangs.__closure__[0].cell_contents._idle
+    (process,) = hangs._idle
     print(process._process.pid, flush=True)
     # From here on nobody kills it, for this process is killed.
     process._pipe.send(((['a' * 60], {}), 0.5))

@@ -29,10 +29,8 @@ async def compile_grammar(
 ) -> types.Automaton:
   """Makes an automaton in one of two processes, which live on.
 
-  Args:
-    make: A function of grammars.py.
-    args: Its arguments.
-    vocabulary: (stop ids, the bytes of each of the tokenizer's tokens, vocab_size).
+  `make` is a function of grammars.py with these `args`; the vocabulary is (stop ids, the
+  bytes of each of the tokenizer's tokens, vocab_size).
 
   Raises:
     ValueError: There is no such automaton, or it takes too much.
@@ -44,10 +42,9 @@ async def compile_grammar(
 
 
 def compile_and_wait(make: Callable, args: Sequence, *vocabulary: Any) -> types.Automaton:
-  """Like `compile_grammar`, in a process that ends with the call."""
+  """Like `compile_grammar`, for callers without an event loop."""
   with _name_limits():
-    call = (make, args, vocabulary, grammars.PROCESSOR_SECONDS)
-    text = isolated.call_in_subprocess(grammars.make_encoded, call, {}, **_LIMITS)
+    text = _compile.call_and_wait(make, args, vocabulary, grammars.PROCESSOR_SECONDS)
   return types.Automaton(*grammars.decode(text))
 
 

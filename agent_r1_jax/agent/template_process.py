@@ -53,7 +53,10 @@ class Renderer:
   def __init__(self, template: str):
     """Renders short conversations, to find the problem."""
     self._template, self._lock = template, threading.Lock()
-    self._process: isolated.Process | None = None
+    imports = ['jinja2', 'transformers.utils.chat_template_utils']
+    self._render = isolated.in_subprocess(
+      _render, seconds=_WAIT_SECONDS, memory_mb=_MEMORY_MB, imports=imports
+    )
     _, self.problem = self._ask(None)
 
   def render(self, *arguments: Any) -> str:
@@ -65,25 +68,20 @@ class Renderer:
 
   def _ask(self, arguments: Any) -> tuple[str, str]:
     """Returns the text, and what went wrong."""
-    with self._lock:
-      if self._process is None or not self._process.is_alive:
-        imports = ['jinja2', 'transformers.utils.chat_template_utils']
-        self._process = isolated.Process(_render, _MEMORY_MB, imports)
-      # As JSON: other types would be imported there.
-      call = (self._template, json.dumps(arguments), _CPU_SECONDS), {}
-      try:
-        ok, answer = self._process.call(call, _WAIT_SECONDS)
-      except isolated.LostError as error:
-        if error.status == -signal.SIGPROF:
-          return '', f'did not end within {_CPU_SECONDS} s of a processor'
-        return '', f'ended its process with status {error.status}'
-      except BaseException as error:
-        # An interrupted wait must not leave its answer to the next request.
-        self._process.end()
-        if isinstance(error, TimeoutError):  # On a machine where it is not even run.
-          return '', f'gave no answer within {_WAIT_SECONDS} s'
-        raise
-    return answer if ok else ('', answer)
+    # As JSON: other types would be imported there.
+    call = self._template, json.dumps(arguments), _CPU_SECONDS
+    try:
+      with self._lock:  # One process renders all.
+        text, problem = self._render.call_and_wait(*call)
+        return text, problem
+    except isolated.FailedError as error:
+      return '', str(error)
+    except isolated.LostError as error:
+      if error.status == -signal.SIGPROF:
+        return '', f'did not end within {_CPU_SECONDS} s of a processor'
+      return '', f'ended its process with status {error.status}'
+    except TimeoutError:  # On a machine where it is not even run.
+      return '', f'gave no answer within {_WAIT_SECONDS} s'
 
 
 # A run has one template or two; each has a process for as long as it is here.
@@ -93,10 +91,8 @@ find_renderer = functools.lru_cache(4)(Renderer)
 def _render(template: str, arguments: str, seconds: float) -> tuple[str, str]:
   """Renders a conversation in the subprocess, or tests the template.
 
-  Args:
-    template: The template.
-    arguments: Those of `_apply` as JSON; null tests the template.
-    seconds: Of a processor, after which the system ends this process.
+  `arguments` are those of `_apply` as JSON; null tests the template. After `seconds` of a
+  processor the system ends this process.
 
   Returns:
     The text, and what went wrong.

@@ -14,7 +14,7 @@ interpreter: every thread stops, the engine's too. A subprocess can be killed:
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import ctypes
 import errno
@@ -65,7 +65,7 @@ def in_subprocess(
   processes: int = 4,
   memory_mb: int | None = None,
   imports: Sequence[str] = (),
-) -> Callable[..., Coroutine[Any, Any, Any]]:
+) -> 'IsolatedFunction':
   """Makes an async function that calls fn in a subprocess, and kills it after a time.
 
   Subprocesses are started when they are needed, reused, and replaced when one was killed
@@ -102,31 +102,7 @@ def in_subprocess(
       f'{fn.__module__}.{fn.__qualname__} is no name to import it by: define it at the '
       'top of a module that is not the script itself.'
     )
-  make_process = functools.partial(Process, fn, memory_mb, imports)
-  pool = _ProcessPool(make_process, seconds, processes)
-
-  @functools.wraps(fn)
-  async def call(*args, **kwargs):
-    return await pool.call(args, kwargs)
-
-  return call
-
-
-def call_in_subprocess(
-  fn: Callable, args, kwargs, *, seconds: float, memory_mb: int | None = None
-) -> Any:
-  """Calls fn in a subprocess that ends with the call, and waits for the answer.
-
-  The limits and the errors are those of `in_subprocess`.
-  """
-  process = Process(fn, memory_mb)
-  try:
-    ok, answer = process.call((args, kwargs), seconds)
-  finally:
-    process.end()
-  if not ok:
-    raise FailedError(answer)
-  return answer
+  return IsolatedFunction(fn, seconds, processes, memory_mb, imports)
 
 
 def _import_function(module: str, name: str) -> Any:
@@ -136,22 +112,25 @@ def _import_function(module: str, name: str) -> Any:
   return value
 
 
-class _ProcessPool:
-  """Subprocesses of one function, and a thread for each that works."""
+class IsolatedFunction:
+  """What `in_subprocess` makes: an async function that runs in subprocesses."""
 
-  def __init__(self, make_process, seconds, processes):
-    self._make_process, self._seconds = make_process, seconds
-    self._threads = thread_pool.Pool(threads=processes)
-    self._idle: list[Process] = []
+  def __init__(self, fn, seconds, processes, memory_mb, imports):
+    functools.update_wrapper(self, fn)
+    self._make_process = functools.partial(_Process, fn, memory_mb, imports)
+    self._seconds, self._threads = seconds, thread_pool.Pool(threads=processes)
+    self._idle: list[_Process] = []
 
-  async def call(self, args, kwargs) -> Any:
-    work = self._threads.submit(functools.partial(self._call, args, kwargs))
+  async def __call__(self, *args, **kwargs) -> Any:
+    """Calls it in a subprocess."""
+    work = self._threads.submit(functools.partial(self.call_and_wait, *args, **kwargs))
     try:
       return await asyncio.wrap_future(work)
     finally:
       work.cancel()
 
-  def _call(self, args, kwargs) -> Any:
+  def call_and_wait(self, *args, **kwargs) -> Any:
+    """Calls it in this thread, whose call is none of the `processes` at a time."""
     process = self._take_idle() or self._make_process()
     try:
       ok, answer = process.call((args, kwargs), self._seconds)
@@ -163,7 +142,7 @@ class _ProcessPool:
       raise FailedError(answer)
     return answer
 
-  def _take_idle(self) -> 'Process | None':
+  def _take_idle(self) -> '_Process | None':
     """Returns an idle subprocess, and drops those that ended meanwhile."""
     while True:
       try:
@@ -175,14 +154,14 @@ class _ProcessPool:
       process.end()
 
 
-class Process:
+class _Process:
   """One subprocess and the pipe to it.
 
   Attributes:
     end: Kills it.
   """
 
-  def __init__(self, fn: Callable, memory_mb: int | None, imports: Sequence[str] = ()):
+  def __init__(self, fn: Callable, memory_mb: int | None, imports: Sequence[str]):
     """Starts it; the arguments are those of `in_subprocess`."""
     self._name = fn.__name__
     here, there = connection.Pipe()
