@@ -14,14 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh
-import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import types
-from agent_r1_jax.engine import active_request, automaton_guide, drafts
-from agent_r1_jax.engine import guide as guide_lib
-from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.host import processes
 from agent_r1_jax.models import (
   decoder,
@@ -31,9 +25,8 @@ from agent_r1_jax.models import (
   sampling_params,
   sharding,
 )
-from agent_r1_jax.rl import algorithms, credit, learner, optimizers, packing, train_state
-from agent_r1_jax.rl import table as table_lib
-from agent_r1_jax.train import initial_state
+from agent_r1_jax.rl import algorithms, packing, train_state
+from agent_r1_jax.train import initial_state, lowering
 
 # Bytes of the process itself on a CPU: Python, the libraries, XLA and what it compiled;
 # the engine's programs have the code of each layer.
@@ -275,38 +268,22 @@ class Footprint:
     """Lowers a program from shapes, on the mesh of the run."""
     mesh, samplers = initial_state.make_mesh(config.mesh, self.machine.absent)
     if program == 'sampling':
-      replica = None
       if chips := self.machine.absent_engine:
-        replica = sharding.make_mesh(tensor=len(chips), devices=chips)
+        mesh = sharding.make_mesh(tensor=len(chips), devices=chips)
       elif mesh:
-        replica = sharding.make_replica_meshes(mesh, samplers)[0]
-      copy = _place(self._copy, replica)
-      with sharding.use_mesh(replica):
-        return _lower_sampling(config, self.models.policy, copy, replica)
-    assert self._update_config
-    update_config = dataclasses.replace(
-      self._update_config,
-      model=dataclasses.replace(self.models.policy, remat=config.model.remat or 'none'),
-      shape=packing.MicrobatchShape(
-        config.batch.microbatch, config.batch.row_tokens, config.batch.trees
-      ),
-    )
-    params = _place(self._params, mesh)
+        mesh = sharding.make_replica_meshes(mesh, samplers)[0]
     with sharding.use_mesh(mesh):
-      if program == 'the gradient':
-        batch = _make_batch(update_config, config.batch.replay)
-        batch = _place(batch, mesh, mesh and sharding.batch_sharding(mesh))
-        options = {
-          'loss': update_config.objectives['policy'],
-          'config': update_config.model,
-          'temperature': update_config.temperature,
-        }
-        return [learner._gradient.lower(params, batch, **options)]
-      optimizer = optimizers.make(config.optimizer, config.optimizer.learning_rate)
-      learned = lora.split(params)[0]
-      state: Any = jax.eval_shape(lambda p: learner.init(p, optimizer), params)
-      state = _place(state._replace(params=learned), mesh)
-      return [learner._apply.lower(state, learned, optimizer=optimizer)]
+      if program == 'sampling':
+        return lowering.lower_sampling(config, self.models.policy, self._copy, mesh)
+      if program == 'the update':
+        return [lowering.lower_update(config.optimizer, self._params, mesh)]
+      assert self._update_config
+      model = dataclasses.replace(self.models.policy, remat=config.model.remat or 'none')
+      batch = config.batch
+      shape = packing.MicrobatchShape(batch.microbatch, batch.row_tokens, batch.trees)
+      changes: Any = {'model': model, 'shape': shape}
+      update_config = dataclasses.replace(self._update_config, **changes)
+      return [lowering.lower_gradient(update_config, self._params, batch.replay, mesh)]
 
 
 def _on_chip(tree: Any, mesh: AbstractMesh) -> float:
@@ -334,67 +311,3 @@ def _key(program: str, config: config_lib.Config) -> tuple[str, str, int, int]:
 
 def _count_temporaries(lowered: Any) -> float:
   return float(lowered.compile().memory_analysis().temp_size_in_bytes)
-
-
-def _place(tree: Any, mesh: Any, where: Any = None) -> Any:
-  """Returns the shapes of a tree as they lie on a mesh, or all as `where` says."""
-  if mesh is None:
-    return tree
-  struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
-  if where is not None:
-    return jax.tree.map(lambda x: struct(x, where), tree)
-  return jax.tree.map(struct, tree, sharding.make_shardings(tree, mesh))
-
-
-def _make_batch(update_config: train_state.UpdateConfig, replay: bool) -> types.Batch:
-  """Makes a micro-batch of one episode, with the columns that the algorithm needs."""
-  one, algorithm, model = np.ones(1), update_config.algorithm, update_config.model
-  text = types.Segment(np.ones(1, np.int32), np.ones(1, bool), one)
-  if model.num_experts and replay:
-    shape = 1, model.num_layers, model.experts_per_token
-    text.routes = np.zeros(shape, np.int8)
-  columns: dict[str, Any] = {'advantages': one}
-  if algorithm.needs_reference:
-    columns['ref_logprobs'] = one
-  if algorithm.needs_critic:
-    columns |= {'values': one, 'returns': one}
-  if algorithm.correction:
-    columns['correction'] = one
-  table = dataclasses.replace(table_lib.from_segments([text]), **columns)
-  options = {'shape': update_config.shape, 'shared_critic': update_config.shared_critic}
-  return credit.make_minibatch(table, [0], algorithm, **options)[0][0]
-
-
-def _lower_sampling(
-  config: config_lib.Config, model: decoder.DecoderConfig, params: Any, mesh: Any
-) -> list[Any]:
-  """Lowers a replica's largest decode and prefill, on the mesh that is set."""
-  options: Any = dataclasses.asdict(config.engine)
-  del options['weights']  # As `params` are.
-  sizes = sizes_lib.make(model, **options | {'width': config.engine.width or None})
-  cache: Any = jax.eval_shape(lambda: decoder.empty_cache(model, sizes.rows, sizes.slots))
-  if mesh is not None:
-    place = lambda x: _place(x, mesh, sharding.cache_sharding(x.shape[1], mesh))
-    cache = jax.tree.map(place, cache)
-  guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION)
-  pool = automaton_guide.AutomatonPool(model.vocab_size)
-  rows, bucket = sizes.decode_rows[-1], sizes.decode_buckets[-1]
-  decode = programs_lib.decode.lower(
-    params,
-    cache,
-    active_request.make_decode_batch({}, rows, guides, sizes.rows),
-    (automaton_guide.make_tables(pool.entries), None),
-    drafts.Index().offer() if sizes.drafts else None,
-    config=model,
-    guides=guides,
-    steps=sizes.decode_steps,
-    bucket=bucket,
-    in_place=sizes.decodes_in_place(rows, bucket),
-    k=sizes.drafts,
-  )
-  zeros = np.zeros(sizes.prefill_rows[-1], np.int32)
-  tokens = np.zeros((len(zeros), sizes.prefill_tokens), np.int32)
-  prefill = programs_lib.prefill.lower(
-    *(params, cache, zeros, zeros, tokens, zeros), config=model, bucket=sizes.buckets[-1]
-  )
-  return [decode, prefill]

@@ -1,6 +1,6 @@
 """The mesh of a run, the constants of its updates, and its train state before any step.
 
-setup.py makes them; footprint.py counts and compiles them from shapes alone.
+prepare.py makes them; footprint.py counts and compiles them from shapes alone.
 """
 
 from collections.abc import Sequence
@@ -52,14 +52,8 @@ def make(
 ) -> tuple[train_state.UpdateConfig, train_state.TrainState]:
   """Makes the constants of the updates, and the train state before the first rollout.
 
-  Args:
-    config: The run's configuration.
-    model: The shape of the policy.
-    params: Its parameters; adapters are added here.
-    algorithm: The run's algorithm.
-    mesh: Where the parameters are; None is one chip.
-    reference: The model in config.model.reference; without one, the reference policy of
-      an algorithm that needs one is the policy as it begins.
+  The policy's parameters, on the mesh, get adapters here. Without a `reference`, the
+  reference policy of an algorithm that needs one is the policy as it begins.
 
   Raises:
     ValueError: A field of the configuration does not fit the algorithm or the model.
@@ -101,20 +95,26 @@ def make(
   return update_config, train_state.init(params, update_config, reference_params)
 
 
-def load_reference(
-  config: config_lib.Model, policy: decoder.DecoderConfig, mesh: Mesh | None
-) -> Model | None:
-  """Loads the model in `config.reference`; None if that is empty."""
-  if not config.reference:
-    return None
-  place = sharding.make_placer(mesh)
-  model, params = weights.load(config.reference, dtype='float32', place=place)
-  if model.vocab_size != policy.vocab_size:
-    raise ValueError(
-      f'model.reference: {config.reference} has {model.vocab_size} tokens and the policy '
-      f'{policy.vocab_size}; they must share a tokenizer.'
-    )
-  return dataclasses.replace(model, dtype=config.dtype), params
+def load(
+  config: config_lib.Config,
+  policy: decoder.DecoderConfig,
+  params: decoder.Params,
+  algorithm: algorithms.Algorithm,
+  mesh: Mesh | None,
+) -> tuple[train_state.UpdateConfig, train_state.TrainState]:
+  """Does what `make` does, with the reference in `config.model.reference`, if any."""
+  reference, path = None, config.model.reference
+  with sharding.use_mesh(mesh):
+    if path:
+      place = sharding.make_placer(mesh)
+      model, theirs = weights.load(path, dtype='float32', place=place)
+      if model.vocab_size != policy.vocab_size:
+        raise ValueError(
+          f'model.reference: {path} has {model.vocab_size} tokens and the policy '
+          f'{policy.vocab_size}; they must share a tokenizer.'
+        )
+      reference = dataclasses.replace(model, dtype=config.model.dtype), theirs
+    return make(config, policy, params, algorithm, mesh, reference)
 
 
 def _check_replaceable(

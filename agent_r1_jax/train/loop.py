@@ -1,6 +1,6 @@
 """The training loop: sample, score, estimate advantages, update, log, save.
 
-train/setup.py makes the objects that the loop uses.
+train/prepare.py makes the objects that the loop uses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,16 +17,16 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.host import preemption, processes, runtime
-from agent_r1_jax.models import decoder, lora, peft_files, quantization, sharding, weights
-from agent_r1_jax.rl import algorithms, learner, updates, value_targets
+from agent_r1_jax.models import decoder, lora, quantization, sharding
+from agent_r1_jax.rl import algorithms, learner, updates
 from agent_r1_jax.train import (
   curriculum,
   evaluate,
   groups,
   preflight,
+  prepare,
   rollout,
   schedule,
-  setup,
   watch,
 )
 
@@ -89,7 +89,7 @@ def run(
   preflight.check_config(config, algorithm)
   watcher.check(config)
   preflight.check_sets(tasks, evals)
-  with setup.start(
+  with prepare.open_run(
     config,
     workdir,
     tasks=tasks,
@@ -109,7 +109,8 @@ def run(
     # While the workdir is still locked: another run may not write a model there too.
     run.files.checkpoints.wait()
     run.signals.phase = 'the writing of the model'
-    _save_models(run)
+    privileged_critic = privileged is not None
+    run.files.save_models(run.train_state, run.update_config, privileged_critic)
     params = run.train_state.states['policy'].params
   # The engine's copy of the policy is freed before another one is made.
   del run
@@ -118,7 +119,7 @@ def run(
   return params if quantization.is_frozen(params) else lora.merge(params)
 
 
-def _run_steps(run: setup.Run):
+def _run_steps(run: prepare.Run):
   """Takes the remaining steps of the run: sample, learn, evaluate, log, save."""
   config, files, loop_state = run.config, run.files, run.files.loop_state
   watcher, steps = run.watcher, config.schedule.steps
@@ -152,7 +153,7 @@ def _run_steps(run: setup.Run):
       files.save(run.train_state, run.update_config)
 
 
-def _write_line(run: setup.Run, metrics: dict[str, float]):
+def _write_line(run: prepare.Run, metrics: dict[str, float]):
   """Writes the line of the current step to metrics.jsonl, and tells the watcher."""
   run.files.write(metrics)
   run.watcher.write(run.files.loop_state.step, metrics)
@@ -180,7 +181,7 @@ class _Sample(NamedTuple):
 
 
 @functools.partial(jax.profiler.annotate_function, name='rollout')
-def _sample(run: setup.Run) -> _Sample:
+def _sample(run: prepare.Run) -> _Sample:
   """Plays the episodes of the next step and chooses those to learn from.
 
   The schedule syncs the sampler to the engine, starts the rollouts that are due and waits
@@ -192,11 +193,8 @@ def _sample(run: setup.Run) -> _Sample:
     ValueError: All prompts of the run's first rollout are too long, and chat.long_prompts
       is 'refuse'.
   """
-  config, algorithm, step = (
-    run.config,
-    run.update_config.algorithm,
-    run.files.loop_state.step,
-  )
+  config, algorithm = run.config, run.update_config.algorithm
+  step = run.files.loop_state.step
   run.signals.phase = 'a rollout'
   stats = run.engine.stats
   sampled, calls = stats.sampled, stats.calls
@@ -231,7 +229,7 @@ def _sample(run: setup.Run) -> _Sample:
 
 
 @functools.partial(jax.profiler.annotate_function, name='update')
-def _learn(run: setup.Run, sample: _Sample):
+def _learn(run: prepare.Run, sample: _Sample):
   """Scores the tokens, estimates advantages and updates policy and critic.
 
   Returns:
@@ -258,7 +256,7 @@ def _learn(run: setup.Run, sample: _Sample):
   return {f'train/{k}': v for k, v in metrics.items()}, table
 
 
-def _evaluate(run: setup.Run) -> dict[str, float]:
+def _evaluate(run: prepare.Run) -> dict[str, float]:
   """Plays the evaluation sets by the current policy; returns numbers to log.
 
   If no rollout is under way, the engine keeps this policy, even where the sampler is an
@@ -291,23 +289,7 @@ def _evaluate(run: setup.Run) -> dict[str, float]:
   return metrics
 
 
-def _save_models(run: setup.Run):
-  """Writes the policy, its adapters, and a critic."""
-  base, workdir = run.config.model.path, run.files.workdir
-  value_head = value_targets.describe(
-    run.update_config.algorithm, base, privileged=run.privileged is not None
-  )
-  options = {'tokenizer_from': base, 'value_head': value_head}
-  for name, state in run.train_state.states.items():
-    target = workdir / ('model' if name == 'policy' else name)
-    weights.save(target, run.update_config.model, state.params, **options)
-  policy = run.train_state.states['policy'].params
-  # PEFT has one adapter for projections that are one tensor in a checkpoint.
-  if lora.has_adapters(policy) and not run.update_config.model.facts.fused:
-    peft_files.save(workdir / 'adapter', policy, pathlib.Path(base).resolve())
-
-
-def _save_preempted(run: setup.Run):
+def _save_preempted(run: prepare.Run):
   """Writes a checkpoint before the process ends, and prints that it does."""
   files, step = run.files, run.files.loop_state.step
   run.watcher.set_phase('saving')

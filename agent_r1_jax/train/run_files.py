@@ -14,6 +14,8 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.host import checkpoint, disk, processes
 from agent_r1_jax.host import workdir as workdir_lib
+from agent_r1_jax.models import lora, peft_files, weights
+from agent_r1_jax.rl import value_targets
 from agent_r1_jax.rl.train_state import TrainState, UpdateConfig
 from agent_r1_jax.train import curriculum, episode_store
 from agent_r1_jax.train import metrics as metrics_lib
@@ -81,12 +83,9 @@ def check_config(
   Raises:
     ValueError: They differ in a field that a resumed run may not change.
   """
-  workdir_lib.check_config(
-    workdir,
-    dataclasses.asdict(config),
-    may_change=('schedule.steps', 'sinks', 'profile'),
-    write=write,
-  )
+  may_change = ('schedule.steps', 'sinks', 'profile')
+  fields = dataclasses.asdict(config)
+  workdir_lib.check_config(workdir, fields, may_change=may_change, write=write)
 
 
 class RunFiles:
@@ -107,10 +106,7 @@ class RunFiles:
   ):
     """Opens and locks the workdir.
 
-    Args:
-      config: The run's configuration, which is written to config.json.
-      workdir: The directory; made if missing.
-      made_of: What else may not change between two starts (identity.describe_run).
+    `made_of` is what else may not change between two starts (identity.describe_run).
 
     Raises:
       ValueError: Another run holds the workdir, or its run has another configuration or
@@ -118,17 +114,13 @@ class RunFiles:
     """
     self._config, self.workdir = config, pathlib.Path(workdir)
     self.loop_state = LoopState()
-    self.store = (
-      episode_store.EpisodeStore(workdir) if config.checkpoint.keep_rollouts else None
-    )
+    every, keep, keeps_rollouts = dataclasses.astuple(config.checkpoint)
+    self.store = episode_store.EpisodeStore(workdir) if keeps_rollouts else None
     with contextlib.ExitStack() as stack:
       stack.enter_context(lock(workdir))
       check_config(config, workdir)
-      self.checkpoints = stack.enter_context(
-        checkpoint.Checkpointer(
-          workdir, every=config.checkpoint.every, keep=config.checkpoint.keep
-        )
-      )
+      checkpoints = checkpoint.Checkpointer(workdir, every=every, keep=keep)
+      self.checkpoints = stack.enter_context(checkpoints)
       # Written last: a start that failed before this leaves no file, and can be repeated.
       check_config(config, workdir, write=True)
       if made_of is not None:
@@ -181,10 +173,8 @@ class RunFiles:
     """
     if processes.is_first():
       metrics_lib.write(self.workdir, self.loop_state.step, metrics)
-    self.loop_state.written_step, self.loop_state.pending_metrics = (
-      self.loop_state.step,
-      {},
-    )
+    self.loop_state.written_step = self.loop_state.step
+    self.loop_state.pending_metrics = {}
 
   def save(self, train_state: TrainState, update_config: UpdateConfig):
     """Starts to write a checkpoint of the current step, if there is none."""
@@ -197,6 +187,23 @@ class RunFiles:
     # The new one is not complete yet: a run may still resume from the one before it.
     if self.store and (complete := self.checkpoints.steps):
       self.store.delete(before=rollout_number(self._config.schedule, complete[-1]))
+
+  def save_models(
+    self, train_state: TrainState, update_config: UpdateConfig, privileged: bool
+  ):
+    """Writes the policy, its adapters, and a critic, which may be a privileged one."""
+    base = self._config.model.path
+    value_head = value_targets.describe(
+      update_config.algorithm, base, privileged=privileged
+    )
+    options = {'tokenizer_from': base, 'value_head': value_head}
+    for name, state in train_state.states.items():
+      target = self.workdir / ('model' if name == 'policy' else name)
+      weights.save(target, update_config.model, state.params, **options)
+    policy = train_state.states['policy'].params
+    # PEFT has one adapter for projections that are one tensor in a checkpoint.
+    if lora.has_adapters(policy) and not update_config.model.facts.fused:
+      peft_files.save(self.workdir / 'adapter', policy, pathlib.Path(base).resolve())
 
   def find_newest_checkpoint(self) -> int:
     """Returns the newest checkpoint's step, 0 if none; any thread may call it."""
