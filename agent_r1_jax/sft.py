@@ -98,20 +98,6 @@ def encode(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
   )
 
 
-def repeats(seed: int, vocab_size: int, tokens: float) -> Iterator[types.Segment]:
-  """Yields random strings repeated two to four times, about `tokens` tokens in all.
-
-  Only copying predicts the repetitions, so that the model learns induction heads early.
-  """
-  rng = np.random.default_rng(seed)
-  while tokens > 0:
-    string = rng.integers(0, vocab_size, rng.integers(4, 41))
-    text = np.tile(string, rng.integers(2, 5)).astype(np.int32)
-    repeated = np.arange(len(text)) > len(string)
-    yield types.Segment(text, repeated, np.zeros(len(text), np.float32))
-    tokens -= len(text)
-
-
 def batches(
   segments: Iterable[types.Segment], config: Config, vision: VisionConfig | None = None
 ) -> Iterator[types.Batch]:
@@ -156,12 +142,8 @@ def run(
   On several chips: with parameters on a mesh, inside `jax.set_mesh`, and in every process
   with the same segments.
 
-  Args:
-    model: The policy's shape.
-    params: The parameters to start from; donated.
-    segments: A stream of segments that fills config.steps batches; see `segment`.
-    config: The configuration of the run.
-    on_step: Called after each step, which donates the parameters of the one before.
+  The segments must fill config.steps batches; see `segment`. `params` are donated, and
+  each step donates the parameters of the one before, which `on_step` gets.
 
   Returns:
     The new parameters.

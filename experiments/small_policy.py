@@ -116,7 +116,7 @@ def train(
     for e in examples
   )
   budget = _COPYING.value * config.steps * config.rows * config.row_tokens
-  text = itertools.chain(sft.repeats(seed, len(tok), budget), conversations)
+  text = itertools.chain(induction.repeats(seed, len(tok), budget), conversations)
   with (
     (out / 'log.jsonl').open('w') as log,
     progress_lib.Progress(config.steps, label='base policy') as progress,

@@ -14,6 +14,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import learner
+from experiments.miniwiki import induction
 
 _SEARCH = {'type': 'function', 'function': {'name': 'search', 'parameters': {}}}
 _MESSAGES = (
@@ -70,7 +71,7 @@ def test_a_conversation_ends_with_a_reply(chat, messages):
 
 
 def test_repeats_are_strings_whose_repetition_alone_is_learnt():
-  made = list(sft.repeats(0, 64, 2000))
+  made = list(induction.repeats(0, 64, 2000))
   sizes = [len(s.tokens) for s in made]
   assert sum(sizes[:-1]) < 2000 <= sum(sizes)
   for s in made:
@@ -79,8 +80,8 @@ def test_repeats_are_strings_whose_repetition_alone_is_learnt():
     assert s.action_mask[period + 1 :].all() and len(s.tokens) / period in (2, 3, 4)
     np.testing.assert_array_equal(s.tokens[period:], s.tokens[:-period])
     assert s.tokens.dtype == np.int32 and not s.behaviour_logprobs.any()
-  assert {len(s.tokens) for s in sft.repeats(1, 64, 2000)} != set(sizes)
-  again = sft.repeats(0, 64, 2000)
+  assert {len(s.tokens) for s in induction.repeats(1, 64, 2000)} != set(sizes)
+  again = induction.repeats(0, 64, 2000)
   assert all((a.tokens == b.tokens).all() for a, b in zip(made, again, strict=True))
 
 

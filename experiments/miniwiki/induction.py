@@ -8,10 +8,13 @@ the first two layers; everything else stays random, and all of it is trained.
 Letters as in decoder.py.
 """
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from agent_r1_jax import types
 from agent_r1_jax.models import decoder, rope
 
 _FAMILIES = ('llama', 'qwen2_moe', 'qwen2_5_vl')
@@ -107,3 +110,17 @@ def _place_match(attn, reader, copier, frequencies, tokens, before, config):
       k[before, group, d][j] = _MATCH
     v[tokens, group, : copied.shape[1]] = copied
     o[head][: copied.shape[1], tokens] = _COPY * copied.T
+
+
+def repeats(seed: int, vocab_size: int, tokens: float) -> Iterator[types.Segment]:
+  """Yields random strings repeated two to four times, about `tokens` tokens in all.
+
+  Only copying predicts the repetitions, so that the model learns induction heads early.
+  """
+  rng = np.random.default_rng(seed)
+  while tokens > 0:
+    string = rng.integers(0, vocab_size, rng.integers(4, 41))
+    text = np.tile(string, rng.integers(2, 5)).astype(np.int32)
+    repeated = np.arange(len(text)) > len(string)
+    yield types.Segment(text, repeated, np.zeros(len(text), np.float32))
+    tokens -= len(text)
