@@ -12,7 +12,6 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
-from agent_r1_jax.agent import chat
 from agent_r1_jax.rl import algorithms, optimizers
 from agent_r1_jax.train import preflight, sizes
 
@@ -100,8 +99,6 @@ def test_ranges_of_fields_that_do_not_exist_are_a_mistake():
 def test_choices_are_those_of_the_code():
   for kind in optimizers.KINDS:
     config_lib.Optimizer(kind=kind).check()
-  for who in chat.TOOLS_IN_PROMPT:
-    config_lib.Chat(tools_in_prompt=who).check()
 
 
 def test_names_of_sizes_are_names_of_fields():

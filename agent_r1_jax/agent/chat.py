@@ -28,8 +28,6 @@ from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.agent import pictures as pictures_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 
-TOOLS_IN_PROMPT = ('default', 'refuse', 'own')
-
 # Stands for a reply in a rendering; no template's own text contains it.
 _REPLY = 'qzreplyqz'
 _PROBE_TOOL = {
@@ -62,7 +60,6 @@ class Chat:
     format: How the model writes tool calls.
     detected: The format in which the template writes calls; None if it is not known.
     supports_tools: Whether the template describes tools and calls in `format`.
-    tools_in_prompt: The argument of that name.
   """
 
   def __init__(
@@ -76,19 +73,10 @@ class Chat:
     template_kwargs: Mapping[str, Any] | None = None,
     pictures: pictures_lib.Reader | None = None,
   ):
-    """Analyses the template.
+    """Analyses the template of a tokenizer of `tokenizer.load`.
 
-    Args:
-      tokenizer: A tokenizer of `tokenizer.load`.
-      max_tool_tokens: The most tokens of one tool message, without those of the template.
-      tools_in_prompt: Who describes the tools to the model. 'default': the template, or,
-        if it cannot, the format's text at the end of the system message. 'refuse': the
-        template, or, if it cannot, an error. 'own': only the task's own messages.
-      tool_format: How the model writes tool calls; by default as the template does, or in
-        Hermes format if it shows none that is known.
-      stop_strings: Strings that end a reply, besides the stop ids and the format's.
-      template_kwargs: Arguments of every rendering, such as {'enable_thinking': False}.
-      pictures: Reads pictures; None if the model sees none.
+    The options are those of config.Chat; `template_kwargs` are arguments of every
+    rendering. `pictures` reads pictures; None if the model sees none.
 
     Raises:
       ValueError: There is no chat template, its turns do not end with a control token, or
@@ -98,10 +86,6 @@ class Chat:
       raise ValueError(
         f'tokenizer {tokenizer.name_or_path} has no chat template; add "chat_template" '
         'to its tokenizer_config.json.'
-      )
-    if tools_in_prompt not in TOOLS_IN_PROMPT:
-      raise ValueError(
-        f'tools_in_prompt is {tools_in_prompt!r}; give one of {TOOLS_IN_PROMPT}.'
       )
     self.tokenizer = tokenizer
     self.tools_in_prompt = tools_in_prompt
@@ -203,13 +187,9 @@ class Chat:
   ) -> np.ndarray:
     """Encodes what follows a reply: the rest of its turn, `messages`, the next start.
 
-    Args:
-      messages: What comes after the reply.
-      last_token: The last token of the reply; None stands for a stop id. If it is none,
-        because a stop string or a limit ended the reply, the template's end of turn comes
-        first; it is no action of the policy.
-      max_tokens: See encode_prompt.
-      **template_kwargs: Arguments of the template.
+    `last_token` is the last token of the reply; None stands for a stop id. If it is none,
+    because a stop string or a limit ended the reply, the template's end of turn comes
+    first; it is no action of the policy.
 
     Returns:
       int32 [T].
