@@ -35,10 +35,6 @@ def get(config: Any, name: str) -> Any:
 def replace(config: _T, changes: Mapping[str, Any]) -> _T:
   """Returns a copy of a configuration with other values.
 
-  Args:
-    config: A dataclass; it is not changed.
-    changes: Values by dotted names.
-
   Raises:
     ValueError: There is no field of such a name.
   """
@@ -70,10 +66,7 @@ def suggest(kind: Any, name: str) -> str:
 def define_flags(default: Any, name: str = 'config', **options: Any):
   """Defines the absl flags --config.<field> of a configuration.
 
-  Args:
-    default: The configuration, a dataclass, without any flag.
-    name: The name of the flags.
-    **options: Options of ml_collections.config_flags.DEFINE_config_dataclass.
+  `options` are those of ml_collections.config_flags.DEFINE_config_dataclass.
 
   Returns:
     The holder of the flag, whose `value` is the configuration.
@@ -173,10 +166,7 @@ def check(
 def check_takes(name: str, function: Any, *arguments: str) -> None:
   """Refuses a function that cannot be called with these positional arguments.
 
-  Args:
-    name: The function's name in the error.
-    function: The function; one without a Python signature passes.
-    *arguments: The names of the arguments.
+  A function without a Python signature passes.
 
   Raises:
     ValueError: Shows its parameters and how it is called.
@@ -197,10 +187,7 @@ def check_takes(name: str, function: Any, *arguments: str) -> None:
 def parse_json(name: str, text: str, kind: type) -> Any:
   """Reads a field whose text is JSON.
 
-  Args:
-    name: The field's dotted name, for the error.
-    text: Its value.
-    kind: `list` for a list of texts, or `dict`.
+  `kind` is `list` for a list of texts, or `dict`.
 
   Raises:
     ValueError: The text is no such JSON.

@@ -23,10 +23,7 @@ async def check_env(
   that a method `finish` scores truncated episodes repeatably; and that a method `close`
   works before `reset` and amid the episode, and disturbs no other instance.
 
-  Args:
-    make_env: Makes a new environment at each call.
-    task: The task to play.
-    replies: The agent's replies, at least one.
+  There must be one reply at least.
 
   Returns:
     The steps, for further checks.

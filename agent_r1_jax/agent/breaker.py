@@ -17,10 +17,8 @@ class Breaker:
   ):
     """Lets all calls through.
 
-    Args:
-      failures: So many in a row hold further calls back.
-      pause: Seconds until a call is let through again.
-      clock: Returns the time in seconds; time.monotonic by default.
+    So many `failures` in a row hold further calls back; `pause` seconds later one is let
+    through.
     """
     self._max_failures, self._pause = failures, pause
     self._clock = clock or (lambda: time.monotonic())

@@ -139,11 +139,7 @@ def cut_calls(reply: str, call_format: CallFormat) -> str:
 
 
 def detect(render: Callable[[list[types.Message]], str]) -> CallFormat | None:
-  """Returns the format in which a chat template writes a call; None if none is known.
-
-  Args:
-    render: Renders messages with the template, which may refuse them.
-  """
+  """Returns the format in which a chat template writes a call; None if none is known."""
   try:
     text = render(_CONVERSATION)
   except Exception:  # A template is a program of others.

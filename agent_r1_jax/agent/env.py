@@ -292,10 +292,7 @@ async def close_env(envs: list[Any], seconds: float, owner: str) -> bool:
   It is first taken out of the list, so that of two threads that come here one closes it;
   the list is empty where it was not made yet.
 
-  Args:
-    envs: The list, of one environment at most.
-    seconds: The time that `close` may take (limits.close_seconds).
-    owner: What the log calls the environment's owner.
+  `owner` is what the log calls the environment's owner.
 
   Returns:
     Whether it failed.

@@ -32,11 +32,8 @@ def make_encoded(
 ) -> str:
   """Makes an automaton over tokens in a process that ends if it takes too long.
 
-  Args:
-    make: One of the functions below.
-    args: Its arguments.
-    vocabulary: The further arguments of byte_automata.lift_to_tokens.
-    processor_seconds: Until its states are known.
+  `make` is one of the functions below, for which there are so many seconds of a
+  processor; `vocabulary` has the further arguments of byte_automata.lift_to_tokens.
 
   Returns:
     The automaton for `decode`.

@@ -32,10 +32,7 @@ def add_system(
 ) -> list[types.Message]:
   """Adds a text to the system message, or to the first one if there can be none.
 
-  Args:
-    messages: The messages of a prompt.
-    text: The text.
-    writes_system: Whether the template writes a system message before a message.
+  `writes_system` says whether the template writes a system message before a message.
   """
   first, *others = messages
   if first.get('role') == 'system':

@@ -181,9 +181,7 @@ class Reader:
 def load(directory: Any, side: int) -> Reader | None:
   """Loads the reader of a model that sees; None if its directory has none.
 
-  Args:
-    directory: The model's directory.
-    side: The pixels of a token's square, in each direction, by the model's own shape.
+  `side` is the pixels of a token's square, in each direction, by the model's own shape.
 
   Raises:
     ValueError: preprocessor_config.json is of another kind of model.

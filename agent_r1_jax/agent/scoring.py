@@ -61,11 +61,7 @@ async def judge(
 def add_score(step: types.Step, kind: str, task: types.Task, score: Score) -> None:
   """Adds a score and its named parts to a step.
 
-  Args:
-    step: The step.
-    kind: What errors call the score, such as 'reward'.
-    task: The task.
-    score: What a user's function returned.
+  `kind` is what errors call the score, such as 'reward'.
 
   Raises:
     ValueError: The score is no finite number.

@@ -135,12 +135,8 @@ def train(
   The ids are SPECIAL_TOKENS, ADDED_TOKENS, `more_tokens`, the 256 bytes and the merges,
   in this order. The result depends on the texts, and not on their order or the machine.
 
-  Args:
-    texts: Training texts; control tokens in them are skipped.
-    vocab_size: The most ids; there are fewer if the texts have too few pairs.
-    directory: The folder for tokenizer.json and tokenizer_config.json.
-    chat_template: The chat template, in Jinja.
-    more_tokens: Further texts that are one token each.
+  Control tokens in the texts are skipped. There are fewer than `vocab_size` ids if the
+  texts have too few pairs. `more_tokens` are further texts of one token each.
 
   Raises:
     ValueError: vocab_size is too small for bytes.

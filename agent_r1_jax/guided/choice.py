@@ -100,7 +100,7 @@ def by_value(
     engine: The engine of the episodes, made with the policy's parameters.
     critic: The critic's directory, or that of the policy if it has a value head.
     policy: The policy's directory.
-    candidates: The number of candidates.
+    candidates: As in Choice, like `beta`.
     beta: As in Choice.
     **expected: What the critic must have been trained with, as in critic.load.
 
@@ -127,14 +127,9 @@ def by_implicit_value(
   candidates: int,
   beta: float = 0.0,
 ) -> Choice:
-  """Makes the choice by the implicit value in a directory.
+  """Makes the choice by the implicit value in a directory; see `by_value`.
 
-  Args:
-    engine: The engine of the episodes, made with the guide FORCED.
-    critic: The directory of the implicit value.
-    policy: The policy's directory.
-    candidates: The number of candidates.
-    beta: As in Choice.
+  The engine must have been made with the guide FORCED.
 
   Raises:
     ValueError: The values are of another policy.
@@ -221,8 +216,7 @@ class Chooser:
     Its request has the key that the text goes on with: at the positions of a rejected
     reply the randomness of that one's key is spent.
 
-    Args:
-      request: The request of the first candidate; the others are forks of its text.
+    `request` is that of the first candidate; the others are forks of its text.
     """
     parent = request.parent
     if isinstance(parent, request_lib.Text):

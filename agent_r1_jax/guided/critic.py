@@ -25,12 +25,9 @@ def load(
 ) -> tuple[decoder.Params, dict[str, Any]]:
   """Loads a critic that values the states of a policy.
 
-  Args:
-    directory: The critic's directory, or that of a policy with a value head.
-    policy: The policy's directory; the critic must have its tokenizer and its shape.
-    mesh: The mesh that the parameters are sharded over.
-    **expected: Values of the description's fields that the caller relies on, such as
-      gamma=1.0.
+  `directory` is that of the critic, or of a policy with a value head; the critic must
+  have the tokenizer and the shape of `policy`. `expected` has values of the description's
+  fields that the caller relies on, such as gamma=1.0.
 
   Returns:
     The parameters, float32, and the description.

@@ -74,17 +74,9 @@ def fit(
 ) -> tuple[decoder.Params, Odds]:
   """Fits π_φ to episodes of π by the cross-entropy of their success (reward above 0.5).
 
-  Args:
-    params: The parameters of π, to start from; donated.
-    played: Episodes that π sampled.
-    config: The model's shape.
-    optimizer: The optimizer.
-    shape: The shape of the micro-batches; it does not change the gradient.
-    steps: Number of optimizer steps.
-    episodes: Episodes of each step, from shuffled epochs.
-    beta: β above.
-    seed: The seed of the episodes' order.
-    on_step: Called with the number of finished steps and the last one's loss.
+  `params`, those of π, are donated. Each step takes so many `episodes`, from shuffled
+  epochs; `on_step` gets the number of finished steps and the last one's loss. The `shape`
+  of the micro-batches does not change the gradient.
 
   Returns:
     The parameters of π_φ, and b and β.

@@ -29,12 +29,8 @@ def openai_endpoint(
 ) -> Ask:
   """Makes the function that asks a chat model behind an OpenAI-compatible endpoint.
 
-  Args:
-    url: The endpoint's base, such as 'http://localhost:8000/v1'.
-    model: The model's name there.
-    key: The API key, if the endpoint wants one.
-    max_tokens: The most tokens of an answer.
-    seconds: The most seconds of each phase of a request.
+  `url` is its base, such as 'http://localhost:8000/v1', and `model` the model's name
+  there. Each phase of a request may take `seconds`.
   """
   headers = {'Authorization': f'Bearer {key}'} if key else {}
   # A client for each call serves any event loop; certificates are read once.

@@ -44,16 +44,9 @@ class RewardModel:
   ):
     """Holds the model; `load` makes it.
 
-    Args:
-      shape: The model's shape.
-      params: Its parameters, with a value head.
-      chat: Encodes conversations with its tokenizer.
-      training: What `save` was told of its training.
-      tools: The schemas of the tools in the prompt.
-      clip: The greatest absolute value of a normalised score.
-      rows: How many conversations one forward pass scores.
-      timeout: The most seconds of a batch; a later call raises, and so marks its
-        trajectory as an error.
+    `training` is what `save` was told of its training. A normalised score is clipped to
+    `clip`; one forward pass scores so many `rows`. A call that is later than `timeout`
+    seconds raises, and so marks its trajectory as an error.
     """
     self._model, self._params, self._chat = shape, params, chat
     self._mean, self._std = training['mean'], training['std']
@@ -102,14 +95,9 @@ def save(
 ) -> None:
   """Writes a reward model in HF layout; config.json says how it was trained.
 
-  Args:
-    directory: As for weights.save.
-    shape: The model's shape.
-    params: Its parameters, with a value head.
-    tokenizer_from: The directory of its tokenizer.
-    **training: The `loss` and the `limit` of success; `mean` and `std` of the scores that
-      it was trained on; its `auc` on held-out tasks; `row_tokens`, the longest
-      conversation that it reads, in tokens.
+  `training` has the `loss` and the `limit` of success; `mean` and `std` of the scores
+  that it was trained on; its `auc` on held-out tasks; `row_tokens`, the longest
+  conversation that it reads, in tokens.
   """
   training['tokenizer'] = value_targets.tokenizer_digest(tokenizer_from)
   options = {'tokenizer_from': tokenizer_from, 'value_head': training}
@@ -119,10 +107,8 @@ def save(
 def load(directory: str | os.PathLike, *, min_auc: float = 0.6, **options) -> RewardModel:
   """Loads what `save` wrote.
 
-  Args:
-    directory: The directory.
-    min_auc: The least held-out AUC of a model that may be used.
-    **options: The options of RewardModel.
+  `min_auc` is the least held-out AUC of a model that may be used; `options` are those of
+  RewardModel.
 
   Raises:
     ValueError: It is no reward model, does not know successes from failures well enough,

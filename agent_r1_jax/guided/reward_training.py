@@ -103,22 +103,10 @@ def fit(
 
   Each step takes whole groups, in shuffled epochs.
 
-  Args:
-    params: The parameters to start from, with a value head; donated.
-    texts: The tokens of each trajectory, shorter than a packed row by one at least.
-    rewards: The reward of each trajectory.
-    groups: The group of each trajectory; its members answered the same task.
-    config: The model's shape.
-    loss: The loss, as a function of all scores of a step.
-    optimizer: The optimizer.
-    shape: The shape of the micro-batches; it does not change the gradient.
-    steps: Number of optimizer steps.
-    groups_per_step: Number of groups of a step.
-    seed: The seed of the groups' order.
-    on_step: Called with the number of finished steps and the last one's metrics.
-
-  Returns:
-    The new parameters.
+  `params`, with a value head, are donated. A text is shorter than a packed row by one
+  token at least; the members of a group answered the same task. `on_step` gets the number
+  of finished steps and the last one's metrics. The `shape` of the micro-batches does not
+  change the gradient.
   """
   state = learner.init(params, optimizer)
   value_and_grad = jax.jit(jax.value_and_grad(loss))

@@ -130,7 +130,7 @@ class IsolatedFunction:
       work.cancel()
 
   def call_and_wait(self, *args, **kwargs) -> Any:
-    """Calls it in this thread, whose call is none of the `processes` at a time."""
+    """Calls it and waits; such a call needs no turn among the `processes`."""
     process = self._take_idle() or self._make_process()
     try:
       ok, answer = process.call((args, kwargs), self._seconds)

@@ -58,12 +58,8 @@ def write(
 ) -> None:
   """Writes a log, completely or not at all.
 
-  Args:
-    path: The file. Its directory is made if missing.
-    trajectories: The episodes in any order; members of a group share `group`.
-    step: The update that they were sampled for.
-    columns: The columns of the tokens of the first episodes.
-    parse: Parses the tool calls of a reply, to show each with its result.
+  `columns` are those of the tokens of the first episodes. `parse` finds the tool calls of
+  a reply, to show each with its result.
 
   Raises:
     OSError: The disk is full or cannot be written.

@@ -52,9 +52,7 @@ _OPENED = ('messages', 'turn_tokens', 'metrics', 'info', 'error')
 def write_page(workdir: str | os.PathLike, path: str | os.PathLike) -> str:
   """Writes the page of a run, completely or not at all.
 
-  Args:
-    workdir: The run's directory, which is only read.
-    path: The HTML file.
+  The run's directory is only read.
 
   Returns:
     A sentence about what is on the page, and what could not be read.

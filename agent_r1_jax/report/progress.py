@@ -70,14 +70,8 @@ class Progress:
   ):
     """Shows nothing before `with`.
 
-    Args:
-      total: Number of steps of the whole loop.
-      label: The loop's name, for example 'GRPO'.
-      start: Number of steps done before, when a run is resumed.
-      every: The least seconds between two lines if `file` is no terminal; with 0 each
-        step has its line.
-      file: The file to write to; by default standard output.
-      clock: Returns monotonic seconds.
+    `start` steps of `total` were done before. If `file`, by default standard output, is
+    no terminal, a line comes every so many seconds; with 0 each step has its line.
     """
     self._total, self._label, self._start, self._every = total, label, start, every
     self._file, self._clock = file or sys.stdout, clock
@@ -244,9 +238,6 @@ def _redirect_logging(streams: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
   """Makes log handlers write to other streams.
 
   They hold the standard streams from when they were made, and would write into the view.
-
-  Args:
-    streams: Old stream -> new stream.
 
   Returns:
     The handlers, each with its old stream.

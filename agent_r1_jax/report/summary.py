@@ -59,10 +59,8 @@ def write_tables(
 ) -> str:
   """Writes table.md and table.json: a measure by method, set and kind of task.
 
-  Args:
-    scores: Method -> set -> the result of `evaluate.by_kind`.
-    workdir: The run's directory.
-    measure: What the scores are, for the titles.
+  `scores` has for each method and set the result of `evaluate.by_kind`; `measure` says
+  what they are, for the titles.
 
   Returns:
     The text of table.md.

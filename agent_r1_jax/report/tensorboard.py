@@ -22,9 +22,7 @@ class EventWriter:
   def __init__(self, folder: pathlib.Path, resume_step: int | None):
     """Opens a new file for this start of the run.
 
-    Args:
-      folder: The folder of the events files; made if missing.
-      resume_step: TensorBoard then hides this and later steps of earlier files.
+    TensorBoard then hides `resume_step` and later steps of earlier files.
     """
     from tensorboardX import record_writer, summary
     from tensorboardX.proto import event_pb2

@@ -66,14 +66,9 @@ class Dense:
   ) -> 'Dense':
     """Indexes passages that are encoded already.
 
-    Args:
-      passages: The corpus.
-      vectors: float32 arrays [n, d] whose rows, one array after the other, are those of
-        the passages; files that are mapped into memory are read a piece at a time.
-      encode_query: Encodes queries.
-      factory: As in `__init__`, like the others.
-      parameters: Parameters of the search.
-      train_size: How many passages train the index.
+    `vectors` are float32 arrays [n, d] whose rows, one array after the other, are those
+    of the passages; files that are mapped into memory are read a piece at a time. The
+    others are the arguments of the class.
     """
     if (rows := sum(map(len, vectors))) != len(passages):
       raise ValueError(f'vectors has {rows} rows for {len(passages)} passages')

@@ -20,9 +20,7 @@ class Fusion:
   def __init__(self, retrievers: Sequence[Retriever], *, depth: int = 100):
     """Keeps the retrievers.
 
-    Args:
-      retrievers: For example BM25 and Dense over the same corpus.
-      depth: Passages that each retriever is asked for, if more than `search`'s k.
+    Each is asked for `depth` passages, if that is more than `search`'s k.
     """
     if not retrievers:
       raise ValueError('retrievers is empty; Fusion needs at least one')

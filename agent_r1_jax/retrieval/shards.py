@@ -27,12 +27,8 @@ def encode_corpus(
   other, at random, so that seldom two of them encode the same one. Who is killed loses
   the shard that it was at.
 
-  Args:
-    passages: The corpus.
-    encode: Encodes passages.
-    folder: Where the shards are written; made if there is none.
-    size: Passages in a shard.
-    on_progress: Called with the number of passages that are encoded.
+  A shard has `size` passages. `on_progress` is called with the number of passages that
+  are encoded.
 
   Returns:
     The shards, mapped into memory.

@@ -45,9 +45,7 @@ class RemoteSandbox:
   def run(self, code: str, seconds: float = 10.0) -> sandbox.Output:
     """Runs code in an interpreter of its own; prints what a cell of a notebook would.
 
-    Args:
-      code: Python.
-      seconds: Seconds of the clock that it may take.
+    It may take so many seconds of the clock.
 
     Raises:
       ConnectionError: The server cannot be reached, is late, or answers nonsense.

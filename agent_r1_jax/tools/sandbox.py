@@ -201,9 +201,8 @@ class Session:
   def run(self, code: str, seconds: float = 10.0) -> Output:
     """Runs a cell of code; after any status but 'ok' and 'error' the session is closed.
 
-    Args:
-      code: Python; the value of a last expression is printed, as in a notebook.
-      seconds: Seconds of the clock that it may take.
+    It may take so many seconds of the clock; the value of a last expression is printed,
+    as in a notebook.
     """
     if not self.close.alive:
       return Output('', 'ended', 0.0)

@@ -247,10 +247,8 @@ def make_filter(
 ) -> Any:
   """Makes a filter of seccomp by which all other system calls fail with EPERM.
 
-  Args:
-    names: Calls that are allowed, whatever their arguments.
-    requests: The requests of `ioctl` that are.
-    commands: The commands of `fcntl` that are.
+  `names` are allowed whatever their arguments; of `ioctl` some requests are, and of
+  `fcntl` some commands.
   """
   import pyseccomp
 

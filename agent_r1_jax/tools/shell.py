@@ -210,9 +210,8 @@ def shell_tool(session: Session, *, seconds: float = 10.0) -> tool_lib.Tool:
   command that is late or exceeds a limit is an error of the call, which says why. Calls
   of one reply would run in any order: give `ToolEnv` max_parallel_calls=1.
 
-  Args:
-    session: The session of this episode, made in `make_env`; it ends with the tool.
-    seconds: Seconds of the clock that a command may take.
+  The session is that of the episode, made in `make_env`; it ends with the tool. A command
+  may take so many seconds of the clock.
   """
 
   def shell(command: str) -> str:

@@ -52,14 +52,10 @@ class TaskStream:
     seed: int = 0,
     draws: Draws | None = None,
   ):
-    """Continues from `draws`.
+    """Continues from a copy of `draws`, as they were at the start of a step.
 
-    Args:
-      config: How tasks are weighted.
-      tasks: The tasks to train on: a list, or anything with a length whose items can be
-        read in any order, such as a grain.MapDataset.
-      seed: The run's seed.
-      draws: The attribute of that name at the start of a step; it is copied.
+    `tasks` is a list, or anything with a length whose items can be read in any order,
+    such as a grain.MapDataset.
 
     Raises:
       ValueError: A task has no field of those that curriculum.by names.

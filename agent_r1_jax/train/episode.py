@@ -54,15 +54,7 @@ class Episode:
     context: episode_context.Context,
     trajectory: types.Trajectory,
   ):
-    """Makes no environment yet.
-
-    Args:
-      chat: Encodes messages with the policy's tokenizer.
-      make_env: Makes the environment, or who plays the episode by itself.
-      limits: The episode's budgets of tokens, turns and seconds.
-      context: A new context.
-      trajectory: An empty trajectory with its task and sample number.
-    """
+    """Makes no environment yet; `trajectory` is empty but for task, group and sample."""
     self.chat, self.make_env, self.limits = chat, make_env, limits
     self.context, self.trajectory = context, trajectory
     self.env: Any = None
@@ -78,10 +70,7 @@ class Episode:
     self.sampled, self.value = collections.Counter(), 0.0
 
   async def play(self, choice: decoding.Choice | None = None):
-    """Plays to the end and completes the trajectory.
-
-    Args:
-      choice: How it is chosen among candidates, if it is.
+    """Plays to the end and completes the trajectory, with a choice among candidates.
 
     Raises:
       workers.LoopBlockedError: A call waited on an event loop that another call blocks.
@@ -102,8 +91,9 @@ class Episode:
           t.status = await self.env.play(self, task)
         else:
           t.status = await self._play_turns(task, chooser)
-          if t.status in types.BUDGET_STATUSES and self.transcript.turns:
-            await self._finish(t.status)
+          scored = t.status in types.BUDGET_STATUSES and self.transcript.turns
+          if scored and getattr(self.env, 'finish', None) is not None:
+            self.add_reward(await self._call_env('finish', t.status, self.unfinished))
     except faults.EnvironmentFaultError as error:
       t.status, t.error = 'error', str(error)
       t.metrics[f'error/{error.name}'] = 1.0
@@ -157,10 +147,8 @@ class Episode:
     With `choose` the reply is chosen among candidates.
     """
     t, ids, transcript = self.trajectory, self.pending_ids, self.transcript
-    max_tokens, pictures = (
-      min(self._room, self.limits.max_turn_tokens),
-      self.pending_pictures,
-    )
+    max_tokens = min(self._room, self.limits.max_turn_tokens)
+    pictures = self.pending_pictures
     reply = self.reply = await self.context.reply(ids, max_tokens, choose, pictures)
     self.sampled['tokens'] += len(reply.tokens)
     transcript.add_turn(transcript.passage, ids, reply, pictures)
@@ -269,11 +257,6 @@ class Episode:
     """Closes the environment, unless another thread does; returns whether that failed."""
     owner = f'Task {self.trajectory.task.id}'
     return await env_lib.close_env(self.made, self.limits.close_seconds, owner)
-
-  async def _finish(self, status: str):
-    """Lets the environment score an episode that a budget ended."""
-    if getattr(self.env, 'finish', None) is not None:
-      self.add_reward(await self._call_env('finish', status, self.unfinished))
 
   async def _call_env(self, kind: str, *args) -> Any:
     """Calls a method of the environment, within its time limit."""

@@ -33,11 +33,8 @@ class Context:
   ):
     """Begins without a text.
 
-    Args:
-      replica: Samples the replies.
-      decoding: How they are sampled.
-      automata: The automaton that ends replies, then the decoding's grammar, if any.
-      identity: What the keys of the episode's requests are made from; see rollout.start.
+    `automata` has the one that ends replies, then the decoding's grammar, if any.
+    `identity` is what the keys of the requests are made from; see rollout.start.
     """
     self.replica, self._decoding, self._automata = replica, decoding, automata
     self._key_parts = identity

@@ -32,12 +32,7 @@ class RolloutStore:
   """The finished trajectories of one rollout, by the key of each."""
 
   def __init__(self, folder: pathlib.Path, tasks: Sequence[types.Task]):
-    """Reads what all processes have written of the rollout.
-
-    Args:
-      folder: The folder of the rollout.
-      tasks: The tasks of the rollout, by group.
-    """
+    """Reads what all processes have written of the rollout; `tasks` are by group."""
     self._finished: dict[Hashable, types.Trajectory] = {}
     for path in sorted(folder.glob('*')):
       for key, fields in _read(path):
@@ -58,8 +53,10 @@ class RolloutStore:
     """
     try:
       record = records.pack([key, records.fields(trajectory)])
-      header = _HEADER.pack(len(record), zlib.crc32(record))
-      self._append(header + record)
+      data = _HEADER.pack(len(record), zlib.crc32(record)) + record
+      self._path.parent.mkdir(parents=True, exist_ok=True)
+      with io.FileIO(self._path, 'a') as file:
+        disk.append(file, data if file.tell() else _MAGIC + data)
     except (OSError, ValueError) as error:
       if not self._warned:
         why = disk.describe_failure(self._path, error)
@@ -69,12 +66,6 @@ class RolloutStore:
           stacklevel=2,
         )
       self._warned = True
-
-  def _append(self, data: bytes):
-    """Writes all of the data or, if the disk is full, nothing."""
-    self._path.parent.mkdir(parents=True, exist_ok=True)
-    with io.FileIO(self._path, 'a') as file:
-      disk.append(file, data if file.tell() else _MAGIC + data)
 
   def _take(self, path, key, fields, tasks):
     """Adds a trajectory that was read, if it belongs to one of the tasks."""

@@ -40,17 +40,8 @@ def run(
     Trajectories by set, in the order of the tasks; those of a task are side by side.
   """
   tasks = [task for tasks in sets.values() for task in tasks]
-  played = rollout.collect(
-    engine,
-    chat,
-    tasks,
-    make_env,
-    limits=limits,
-    decoding=decoding,
-    samples=samples,
-    **options,
-  )
-  parts = iter(played)
+  options |= {'limits': limits, 'decoding': decoding, 'samples': samples}
+  parts = iter(rollout.collect(engine, chat, tasks, make_env, **options))
   return {
     name: [next(parts) for _ in range(samples * len(tasks))]
     for name, tasks in sets.items()
@@ -64,23 +55,17 @@ def make_decoding(
   env: env_lib.Env,
 ) -> decoding_lib.Decoding:
   """Makes the decoding of a configuration; `env` has the tools of its grammar."""
-  grammar = _make_grammar(env, engine, chat) if config.tool_grammar else None
-  return decoding_lib.Decoding(config, grammar)
-
-
-def _make_grammar(
-  env: env_lib.Env, engine: engine_lib.Engine, chat: chat_lib.Chat
-) -> types.Automaton | None:
-  """Makes the grammar of calls of the environment's tools; None if it has none."""
   schemas = [tool.schema for tool in getattr(env, 'tools', ())]
-  if not schemas:
-    return None
+  if not (config.tool_grammar and schemas):
+    return decoding_lib.Decoding(config)
   if chat.format != call_formats.HERMES:
     raise ValueError(
       f'tool_grammar: calls in the format {chat.format.name} have no grammar; make it '
       "False, or chat.tool_format 'hermes'."
     )
-  return automata.tool_calls(schemas, chat.token_bytes, engine.config.vocab_size)
+  vocab_size = engine.config.vocab_size
+  grammar = automata.tool_calls(schemas, chat.token_bytes, vocab_size)
+  return decoding_lib.Decoding(config, grammar)
 
 
 def mean_metric(trajectories: Sequence[types.Trajectory], metric: str = 'em') -> float:

@@ -52,10 +52,10 @@ def select_usable(
   refilled: bool = False,
   mask_truncated: bool = False,
 ) -> list[Group]:
-  """Returns the episodes that can be learned from, by group.
+  """Returns the episodes of a step that can be learned from, by group.
 
   Args:
-    groups: The groups of one step.
+    groups: All groups.
     max_error_rate: The share of episodes whose environment may raise or be late.
     refilled: Whether tied groups are left out, because others took their place.
     mask_truncated: Whether episodes that a budget ended are left out.

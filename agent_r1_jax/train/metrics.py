@@ -24,13 +24,8 @@ def write(
   """Appends a line to `<workdir>/metrics.jsonl`; it is on disk when this returns.
 
   The line is a JSON object with 'step' and the metrics. JSON has no NaN and no infinity:
-  they become the strings 'nan', 'inf' and '-inf', which `read` converts back.
-
-  Args:
-    workdir: The run's directory.
-    step: The step; it may have several lines.
-    values: Metrics, as scalars of Python, NumPy or JAX. TensorBoard groups names 'a/b'
-      by 'a'.
+  they become the strings 'nan', 'inf' and '-inf', which `read` converts back. A step may
+  have several lines.
 
   Raises:
     OSError: The line cannot be written; the file is unchanged.

@@ -16,9 +16,7 @@ class Player(abc.ABC):
     What is sampled goes into `episode.transcript`, messages into `episode.trajectory`,
     and rewards through `episode.add_reward`.
 
-    Args:
-      episode: The train/episode.py Episode: its chat, context, limits and transcript.
-      task: A copy of the task, which the player may change.
+    The player may change `task`, which is a copy.
 
     Raises:
       faults.EnvironmentFaultError: The user's code raised or was late.

@@ -67,16 +67,10 @@ def play(
 
   An episode's randomness depends on (config.seed, task id, sample) alone.
 
-  Args:
-    config: The configuration; its model.path is replaced by `model`.
-    model: The policy's directory in HF layout.
-    methods: The tasks and the environment of each method, by name; see rollout.Method.
-    samples: How many episodes of each task are played.
-    workdir: Where each episode is written as it ends; a repeated call, also one with more
-      samples or methods, then plays only the missing ones. None writes nothing.
-    choose: Makes, for the engine, the choice among several candidates of each reply.
-    guides: Guides of one's own, as in train.run.
-    watcher: Is shown how many episodes have ended.
+  The configuration's model.path is replaced by `model`, a directory in HF layout. Each
+  episode is written to `workdir` as it ends; a repeated call, also one with more samples
+  or methods, then plays only the missing ones. `choose` makes, for the engine, the choice
+  among several candidates of each reply; `guides` are as in train.run.
 
   Returns:
     Method -> set -> trajectories; those of a task are side by side.

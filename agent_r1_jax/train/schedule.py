@@ -43,19 +43,7 @@ class Schedule:
     decoding: decoding_lib.Decoding,
     make_env: rollout.MakeEnv,
   ):
-    """Starts nothing yet.
-
-    Args:
-      config: The run's configuration; schedule, curriculum, limits, batch.replay, seed
-        and log_episodes are read.
-      tasks: The tasks to train on.
-      engine: The engine, open.
-      chat: Encodes messages with the policy's tokenizer.
-      files: The run's files, restored.
-      watcher: Is shown how many episodes have ended.
-      decoding: How training rollouts are sampled.
-      make_env: Makes a new environment for each episode.
-    """
+    """Starts nothing yet; `files` are restored, and `decoding` is that of training."""
     self._config, self._files = config.schedule, files
     self._decoding = decoding._replace(routes=config.batch.replay)
     self._watcher = watcher

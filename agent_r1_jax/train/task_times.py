@@ -17,10 +17,7 @@ def check(
 ) -> None:
   """Refuses limits below what `env.least_limits` says of a task, if it has that method.
 
-  Args:
-    env: An environment, or a player, that the tasks will be played in.
-    sets: The tasks, by the name of their set in messages.
-    limits: The limits.
+  `sets` has the tasks by the name of their set in messages.
 
   Raises:
     ValueError: The message names the field and the task.
