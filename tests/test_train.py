@@ -467,7 +467,7 @@ class TestResume:
   def test_killed_at_random_moments_is_uninterrupted(self, whole, model, tmp_path):
     """AGENT_R1_KILLS=50 for the long version."""
     rng, kills = random.Random(0), 0
-    while kills < int(os.environ.get('AGENT_R1_KILLS', 3)):
+    while kills < int(os.environ.get('AGENT_R1_KILLS', 1)):
       with _start(tmp_path / 'run', model, 'none') as process:
         _wait_for_lock(tmp_path / 'run', process)
         time.sleep(rng.uniform(0, 3))
