@@ -42,11 +42,16 @@ def test_every_way_computes_the_same_log_probs(model):
   assert list(ways) == [
     *('engine', 'decoded', 'prefilled', 'packed', 'blocks', 'head', 'learner')
   ]
+
+  @jax.jit
+  def score(params, tokens):
+    places = jnp.arange(len(tokens))[None]
+    text = tokens[None], places, jnp.ones_like(places)
+    x_TD = decoder.hidden(params, model.config, *text)[0]
+    return jax.nn.log_softmax(decoder.logits(params, model.config, x_TD))[:-1]
+
   for b, tokens in enumerate(model.tokens):
-    T = len(tokens)
-    text = (tokens[None], np.arange(T, dtype=np.int32)[None], np.ones((1, T), np.int32))
-    x_TD = decoder.hidden(model.params, model.config, *jax.device_put(text))[0]
-    expected = jax.nn.log_softmax(decoder.logits(model.params, model.config, x_TD))[:-1]
+    T, expected = len(tokens), score(model.params, tokens)
     chosen = np.take_along_axis(np.asarray(expected), tokens[1:, None], axis=1)[:, 0]
     for name, (logprobs, likeliest) in ways.items():
       where = model.played[b].segment.action_mask if name == 'engine' else slice(1, None)
@@ -64,10 +69,13 @@ def test_float32_attention_computes_the_same_with_float32_weights():
   def compute(dtype):
     config = dataclasses.replace(tiny.config(), dtype=dtype)
     params = tiny.params(config)
-    packed = decoder.hidden(params, config, text, places, jnp.ones_like(places))
-    params = sampling_params.unstack(params, config)
-    cache = decoder.empty_cache(config, 2, 48)
-    return packed, decoder.extend(params, config, text, places, cache)[0]
+
+    def both(params, copy):
+      packed = decoder.hidden(params, config, text, places, jnp.ones_like(places))
+      cache = decoder.empty_cache(config, 2, 48)
+      return packed, decoder.extend(copy, config, text, places, cache)[0]
+
+    return jax.jit(both)(params, sampling_params.unstack(params, config))
 
   before = {dtype: compute(dtype) for dtype in ('float32', 'bfloat16')}
   with gaps.float32_attention():
