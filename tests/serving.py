@@ -55,7 +55,13 @@ def tasks() -> list[types.Task]:
 def serve(served: engine_lib.Engine | None = None, chat: Any = None, **options: Any):
   """The address of a server of an engine, by default `engine`, open meanwhile."""
   served = served or engine()
-  app = server.make_app(served, chat or policy()[2], **options)
+  with run(served, server.make_app(served, chat or policy()[2], **options)) as url:
+    yield url
+
+
+@contextlib.contextmanager
+def run(served: engine_lib.Engine, app: Any):
+  """The address of an application in an engine's event loop, open meanwhile."""
   running = http.make_server(app, 5)
   with served.open(), http.listen('127.0.0.1', 0) as listener:
     future = served.start([running.serve([listener])])

@@ -5,8 +5,8 @@ import contextlib
 import functools
 import json
 import re
-import threading
 
+import answers
 import anthropic
 import dialects
 import httpx2
@@ -88,13 +88,8 @@ def scripted():
   options = {'name': 'policy', 'max_replies': 9, 'seconds': 60, 'restrict': False}
   server = server_lib.Server(lambda *who: source, chat, shape.vocab_size, **options)
   app = applications.Starlette(routes=server.make_routes())
-  running = http.make_server(app, 1, lifespan='off')
-  with http.listen('127.0.0.1', 0) as listener:
-    thread = threading.Thread(target=lambda: asyncio.run(running.serve([listener])))
-    thread.start()
-    yield source, f'http://127.0.0.1:{listener.getsockname()[1]}/v1'
-    running.should_exit = True
-    thread.join(60)
+  with answers.run(app) as (port, _):
+    yield source, f'http://127.0.0.1:{port}/v1'
 
 
 @pytest.fixture(scope='module')
@@ -384,6 +379,89 @@ def test_fields_of_responses(url):
     assert isinstance(json.loads(made.output_text)['year'], int)
 
 
+def test_a_reply_that_may_have_one_call_ends_with_it(url):
+  """In each dialect; where it may have several it goes on, here to its stop token."""
+  required = {'tools': TOOLS, 'tool_choice': 'required', 'messages': [USER]}
+  as_messages = required | {'tools': [dialects.Messages.tool(SEARCH.schema)]}
+  as_responses = required | {'tools': [dialects.Responses.tool(SEARCH.schema)]}
+
+  def count(path, **fields):
+    body = {'temperature': 0, 'max_tokens': 200, 'input': [USER], **fields}
+    usage = httpx2.post(f'{url}/v1/{path}', json=body).json()['usage']
+    return usage.get('completion_tokens') or usage['output_tokens']
+
+  found = [
+    (
+      count('chat/completions', **required, parallel_tool_calls=parallel),
+      count(
+        'messages',
+        **as_messages
+        | {'tool_choice': {'type': 'any', 'disable_parallel_tool_use': not parallel}},
+      ),
+      count('responses', **as_responses, parallel_tool_calls=parallel),
+    )
+    for parallel in (True, False)
+  ]
+  assert len({*found[0]}) == 1 and found[1] == tuple(n - 1 for n in found[0])
+
+
+def test_a_reply_goes_on_from_a_given_beginning(url):
+  asked = {'temperature': 0, 'max_tokens': 40}
+  ask = lambda path, text, **more: httpx2.post(
+    f'{url}/v1/{path}',
+    json={**asked, 'messages': [USER, *_said(text)], **more},
+  ).json()
+  whole = ask('messages', '')['content'][0]['text']
+  begun = whole[: whole.index(' ', 10)]
+  goes_on = ask('messages', begun)
+  assert goes_on['content'][0]['text'] == whole.removeprefix(begun)
+  chat = ask('chat/completions', begun, continue_final_message=True)
+  assert chat['choices'][0]['message']['content'] == whole.removeprefix(begun)
+  counted = ask('messages/count_tokens', begun)['input_tokens']
+  assert counted == goes_on['usage']['input_tokens']
+  long = ask('messages', 'x' * 100_000)['error']['message']
+  assert 'more than 320 tokens' in long
+
+
+def _said(text):
+  return [{'role': 'assistant', 'content': text}] * bool(text)
+
+
+def test_an_episode_has_replies_of_one_call_and_none_that_is_begun():
+  """The turn is ended by the template, which is no action."""
+
+  async def run(task, url):
+    async with openai.AsyncOpenAI(base_url=url, api_key='none', max_retries=0) as client:
+      create = functools.partial(client.chat.completions.create, model='policy')
+      asked = {'tools': TOOLS, 'parallel_tool_calls': False}
+      reply = await create(messages=task.messages, **asked)
+      message = reply.choices[0].message
+      (call,) = message.tool_calls
+      said = message.model_dump(exclude_none=True)
+      found = {'role': 'tool', 'tool_call_id': call.id, 'content': 'Nothing.'}
+      await create(messages=[*task.messages, said, found], **asked)
+      begun = [*task.messages, *_said('It is')]
+      with pytest.raises(openai.BadRequestError, match='prefill'):
+        await create(messages=begun, extra_body={'continue_final_message': True})
+
+  engine, (_, _, chat) = serving.engine(), serving.policy()
+  (one,) = tiny.within(
+    rollout.collect,
+    engine,
+    chat,
+    serving.tasks()[2:3],
+    lambda: program.Program(run),
+    limits=serving.LIMITS,
+    samples=1,
+    seed=3,
+  )
+  (segment,), (first, second) = one.segments, one.turns
+  assert one.error is None and segment.tokens[first.stop] == chat.stop_ids[0]
+  assert not segment.action_mask[first.stop : second.start].any()
+  text = chat.decode_exactly(segment.tokens[first.start : first.stop])
+  assert text.endswith('</tool_call>') and text.count('</tool_call>') == 1
+
+
 def test_pictures_and_blocks_are_those_of_chat_completions():
   data = 'data:image/png;base64,AAAA'
   chat = [
@@ -437,6 +515,7 @@ def test_few_responses_are_kept(scripted, monkeypatch):
 
 
 _TOOL, _BLOCK = {'name': 'f', 'input_schema': {}}, {'type': 'text', 'text': ''}
+_USE = {'type': 'tool_use', 'name': 'f', 'input': {}}
 
 
 @pytest.mark.parametrize(
@@ -449,7 +528,8 @@ _TOOL, _BLOCK = {'name': 'f', 'input_schema': {}}, {'type': 'text', 'text': ''}
     ({'messages': []}, 'at least 1 item'),
     ({'messages': [5]}, r'messages\[0\] is 5'),
     ({'messages': [{'role': 'tool', 'content': 'x'}]}, '"role": "user" or "assistant"'),
-    ({'messages': [USER, {'role': 'assistant', 'content': 'It'}]}, 'prefill'),
+    ({'messages': [{'role': 'assistant', 'content': 'It'}]}, 'prefill'),
+    ({'messages': [USER, {'role': 'assistant', 'content': [_USE]}]}, 'neither calls'),
     ({'messages': [{'role': 'user', 'content': 5}]}, 'a text or a list of blocks'),
     ({'messages': [{'role': 'user', 'content': [{'type': 'document'}]}]}, 'only texts'),
     ({'messages': [{'role': 'user', 'content': [[]]}]}, 'only texts'),
@@ -462,10 +542,6 @@ _TOOL, _BLOCK = {'name': 'f', 'input_schema': {}}, {'type': 'text', 'text': ''}
     ({'tools': [{'type': 'bash_20250124', 'name': 'bash'}]}, 'tools of the client'),
     ({'tools': [_TOOL], 'tool_choice': {'type': 'x'}}, r'give {"type": "auto"}'),
     ({'tools': [_TOOL], 'tool_choice': {'type': 'tool', 'name': 'g'}}, 'no such tool'),
-    (
-      {'tools': [_TOOL], 'tool_choice': {'disable_parallel_tool_use': True}},
-      'disable_parallel_tool_use is not supported',
-    ),
     ({'stop_sequences': [5]}, r'stop_sequences\[0\] is 5'),
     ({'stop_sequences': ['a'] * 17}, 'at most 16'),
     ({'thinking': {'type': 'always'}}, 'enabled, adaptive or disabled'),
@@ -503,7 +579,7 @@ def test_what_messages_cannot_do_is_refused(url, fields, message):
     ({'text': {'format': {'type': 'grammar'}}}, "'json_object'"),
     ({'include': ['web_search_call.results']}, 'is not supported'),
     ({'top_logprobs': 21}, 'top_logprobs is 21'),
-    ({'parallel_tool_calls': False}, 'cannot be forbidden'),
+    ({'parallel_tool_calls': 'no'}, "parallel_tool_calls is 'no'"),
     ({'truncation': 'auto'}, "only 'disabled'"),
     ({'background': True}, 'background is True; it is not supported'),
     ({'conversation': 'x'}, 'conversation is .* it is not supported'),

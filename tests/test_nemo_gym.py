@@ -4,15 +4,14 @@ import asyncio
 import contextlib
 import json
 import math
-import threading
 
+import answers
 import pytest
 from starlette import applications, responses, routing
 
 from agent_r1_jax import testing, types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.tasks import nemo_gym
-from agent_r1_jax.web import http
 
 TOOL = {
   'type': 'function',
@@ -107,13 +106,8 @@ def sessions():
 
 @pytest.fixture
 def url(sessions):
-  server = http.make_server(sessions.make_app(), shutdown_seconds=1, lifespan='off')
-  with http.listen('127.0.0.1', 0) as listener:
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    yield f'http://127.0.0.1:{listener.getsockname()[1]}'
-    server.should_exit = True
-    thread.join(30)
+  with answers.run(sessions.make_app()) as (port, _):
+    yield f'http://127.0.0.1:{port}'
 
 
 async def test_a_session_is_played_and_verified(tmp_path, url, sessions):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import serving
 import tiny
 
 from agent_r1_jax import types
@@ -59,16 +60,9 @@ def serve(workdir, **options):
   app = server.make_app(
     engine(), tiny.chat(), learn(), saved, base_model='tiny', **options
   )
-  running = http.make_server(app, 5, lifespan='off')
-  with engine().open(), http.listen('127.0.0.1', 0) as listener:
-    future = engine().start([running.serve([listener])])
-    try:
-      url = f'http://127.0.0.1:{listener.getsockname()[1]}/api/v1/'
-      with httpx2.Client(base_url=url, timeout=120) as asked:
-        yield asked
-    finally:
-      running.should_exit = True
-      future.result(60)
+  with serving.run(engine(), app) as url:
+    with httpx2.Client(base_url=f'{url}/api/v1/', timeout=120) as asked:
+      yield asked
 
 
 @pytest.fixture(scope='module')

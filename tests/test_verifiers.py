@@ -1,9 +1,11 @@
 """Environments written for verifiers 0.4, as their packages would be installed."""
 
 import asyncio
+import collections
 import contextlib
 import json
 
+import answers
 import numpy as np
 import pytest
 import serving
@@ -12,7 +14,6 @@ import tiny
 
 from agent_r1_jax.tasks import verifiers
 from agent_r1_jax.train import rollout
-from agent_r1_jax.web import http
 
 pytest.importorskip('verifiers', reason='the extra `verifiers` is not installed')
 
@@ -157,26 +158,29 @@ async def _play(make_env, task, replies):
     reports.append(await request.json())
     return responses.JSONResponse({})
 
-  async with _serve(answer, report) as url:
+  with _serve(answer, report) as url:
     await make_env().run(task, url)
-  (body,) = reports
-  return requests, body
+  return requests, _add_up(reports)
 
 
-@contextlib.asynccontextmanager
-async def _serve(answer, report):
+def _add_up(reports):
+  """The rewards of all runs together, and the metrics."""
+  *rewarded, last = reports
+  rewards = collections.Counter()
+  for report in rewarded:
+    rewards.update(report['reward'])
+  return {'reward': dict(rewards), **last}
+
+
+@contextlib.contextmanager
+def _serve(answer, report):
   """The address of an endpoint, open meanwhile."""
   routes = [
     routing.Route('/v1/chat/completions', answer, methods=['POST']),
     routing.Route('/v1/reward', report, methods=['POST']),
   ]
-  app = applications.Starlette(routes=routes)
-  server = http.make_server(app, shutdown_seconds=1, lifespan='off')
-  with http.listen('127.0.0.1', 0) as listener:
-    serving_task = asyncio.create_task(server.serve([listener]))
-    yield f'http://127.0.0.1:{listener.getsockname()[1]}/v1'
-    server.should_exit = True
-    await serving_task
+  with answers.run(applications.Starlette(routes=routes)) as (port, _):
+    yield f'http://127.0.0.1:{port}/v1'
 
 
 def _complete(message):
@@ -237,10 +241,11 @@ async def test_agents_that_wait_for_each_other_play():
     reports.append(await request.json())
     return responses.JSONResponse({})
 
-  async with _serve(answer, report) as url:
+  with _serve(answer, report) as url:
     await make_env().run(tasks[2], url)
-  # The rewards of the three are added, their metrics are means.
-  (body,) = reports
+  # Each of the three has its reward; their metrics are means.
+  assert sorted(report['reward']['right'] for report in reports[:-1]) == [0.0, 1.0, 1.0]
+  body = _add_up(reports)
   assert body['reward'] == {'right': 2.0, 'short': 1.5}
   assert body['metrics']['turns'] == 1.0 and body['metrics']['best'] == pytest.approx(
     2 / 3
@@ -256,7 +261,7 @@ async def test_an_agent_that_is_not_trained_has_a_client_of_its_own():
     return _complete(next(user))
 
   config = {'id': 'user-sim', 'taskset': {'id': 'adding_env'}}
-  async with _serve(answer, answer) as url:
+  with _serve(answer, answer) as url:
     client = {'type': 'eval', 'base_url': url, 'api_key_var': 'NO_KEY'}
     user_config = {'client': client, 'model': 'a user'}
     tasks, make_env = verifiers.load(config | {'user': user_config})
@@ -283,6 +288,11 @@ def test_agents_that_ask_at_once_and_for_a_stream_are_trained():
   for trajectory in played:
     assert trajectory.error is None
     assert len(trajectory.segments) == len(trajectory.turns) == 2
+    texts = [m['content'] for m in trajectory.messages if m['role'] == 'assistant']
+    right = str(trajectory.task.info['index'] + 1)
+    # Each agent has its own reward, in whatever order they ended.
+    scores = [float(right in text) + 0.5 * (len(text) < 20) for text in texts]
+    assert [turn.reward for turn in trajectory.turns] == scores
     for turn in trajectory.turns:
       segment = trajectory.segments[turn.segment]
       sampled = np.flatnonzero(segment.action_mask)

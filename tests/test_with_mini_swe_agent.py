@@ -2,12 +2,11 @@
 
 import asyncio
 import contextlib
-from http import server
 import json
 import os
 import pathlib
-import threading
 
+import answers
 import confined
 import pytest
 from test_directories import FILES, write
@@ -30,41 +29,24 @@ MINI = str(pathlib.Path(PYTHON).parent / 'mini')
 END = 'echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT'
 
 
-class _Script(server.BaseHTTPRequestHandler):
-  """A policy that gives one command after the other, in OpenAI's protocol."""
+@contextlib.contextmanager
+def _serve(commands):
+  """The address of a policy that gives one command after the other, and its requests."""
+  asked = []
 
-  commands: list[str] = []
-  asked: list[dict] = []
-
-  def do_POST(self):
-    body = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
-    self.asked.append(body)
-    command = self.commands[sum(m['role'] == 'assistant' for m in body['messages'])]
+  def answer(handler, body):
+    asked.append(body)
+    command = commands[sum(m['role'] == 'assistant' for m in body['messages'])]
     function = {'name': 'bash', 'arguments': json.dumps({'command': command})}
-    call = {'id': f'c{len(self.asked)}', 'type': 'function', 'function': function}
+    call = {'id': f'c{len(asked)}', 'type': 'function', 'function': function}
     message = {'role': 'assistant', 'content': 'Well.', 'tool_calls': [call]}
     choice = {'index': 0, 'message': message, 'finish_reason': 'tool_calls'}
     usage = {'prompt_tokens': 1, 'completion_tokens': 1, 'total_tokens': 2}
     reply = {'id': 'x', 'object': 'chat.completion', 'created': 1, 'model': 'policy'}
-    data = json.dumps({**reply, 'choices': [choice], 'usage': usage}).encode()
-    self.send_response(200)
-    self.send_header('Content-Type', 'application/json')
-    self.send_header('Content-Length', str(len(data)))
-    self.end_headers()
-    self.wfile.write(data)
+    return 200, json.dumps({**reply, 'choices': [choice], 'usage': usage}).encode()
 
-  def log_message(self, *_):
-    pass
-
-
-@contextlib.contextmanager
-def _serve(commands):
-  """The address of a scripted policy, and the requests that it gets."""
-  script = type('Script', (_Script,), {'commands': commands, 'asked': []})
-  with server.ThreadingHTTPServer(('127.0.0.1', 0), script) as running:
-    threading.Thread(target=running.serve_forever, daemon=True).start()
-    yield f'http://127.0.0.1:{running.server_address[1]}/v1', script.asked
-    running.shutdown()
+  with answers.serve_posts(answer, **{'Content-Type': 'application/json'}) as url:
+    yield f'{url}/v1', asked
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ HERMES = CallFormat(
   call_parsers.parse_hermes,
   call_parsers.render_hermes,
   ('<tool_call>',),
+  '</tool_call>',
   types.ControlText(
     _TOOLS
     + 'A call is a JSON object with the name and the arguments of the tool, in two '
@@ -31,6 +32,7 @@ LLAMA3 = CallFormat(
   call_parsers.parse_llama3,
   call_parsers.render_llama3,
   ('<|python_tag|>', '{'),
+  None,
   types.ControlText(
     _TOOLS
     + 'To call one, reply with a JSON object of its name and arguments, and with nothing '
@@ -44,6 +46,7 @@ QWEN3_CODER = CallFormat(
   call_parsers.parse_qwen3_coder,
   call_parsers.render_qwen3_coder,
   ('<tool_call>', '<function='),
+  '</tool_call>',
   types.ControlText(
     _TOOLS + 'A call names the tool, and each argument with its value:\n'
     '<tool_call>\n'
@@ -61,6 +64,7 @@ SEARCH_R1 = CallFormat(
   call_parsers.parse_search_r1,
   lambda call: f'<search> {call_parsers.get_only_argument(call)} </search>',
   ('<search>',),
+  '</search>',
   types.ControlText(
     'You can search: write what to search for between <search> and </search>, and what '
     'is found comes between <information> and </information>. Search as often as '
@@ -75,6 +79,7 @@ RETOOL = CallFormat(
   call_parsers.parse_retool,
   lambda call: f'<code>\n```python\n{call_parsers.get_only_argument(call)}\n```\n</code>',
   ('<code>',),
+  '</code>',
   types.ControlText(
     'You can run Python code. Write it like this:\n'
     '<code>\n'
@@ -94,6 +99,7 @@ REACT = CallFormat(
   call_parsers.parse_react,
   call_parsers.render_react,
   ('Action',),
+  '\nObservation:',
   types.ControlText(
     _TOOLS
     + 'Write in this form, and repeat its first three lines as often as necessary:\n'

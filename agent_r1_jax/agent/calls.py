@@ -63,6 +63,7 @@ class CallFormat:
     parse: Finds the calls in a reply.
     render: Writes one call, as `parse` reads it.
     openings: Texts with one of which a call begins.
+    closing: The text with which each call ends; None if there is none.
     description: Tells a model of its tools, if the chat template does not; in the place
       of {schemas} comes a line of JSON for each tool.
     answer: Writes what a tool answered, in a message of the user; None if that is a
@@ -75,6 +76,7 @@ class CallFormat:
   parse: Parse
   render: Callable[[ToolCall], str]
   openings: tuple[str, ...]
+  closing: str | None
   description: types.ControlText
   answer: types.ControlText | None = None
   stop_strings: tuple[str, ...] = ()

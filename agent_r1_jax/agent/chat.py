@@ -214,13 +214,16 @@ class Chat:
       )
     return [self._pictures.read(url) for url in urls] if self._pictures else []
 
-  def encode_reply(self, text: str) -> np.ndarray:
+  def encode_reply(self, text: str, *, max_tokens: float = math.inf) -> np.ndarray:
     """Encodes a reply and its stop token as int32 [T], for supervised text.
 
     Replies that the policy sampled are never encoded again.
+
+    Raises:
+      TooLongError: See encode_prompt.
     """
     mark = control_tokens.find_unused_mark(text)
-    ids = self._encode(self._control.hide_unsampled(text, mark), mark)
+    ids = self._encode(self._control.hide_unsampled(text, mark), mark, max_tokens)
     return np.append(ids, self.stop_ids[0]).astype(np.int32)
 
   def encode_text(self, text: str, *, max_tokens: float = math.inf) -> np.ndarray:

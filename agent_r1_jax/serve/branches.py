@@ -31,6 +31,7 @@ class Branch:
     key_id: What the key was made of: the digest of the tokens that the text began with,
       and its number among the texts that began with them.
     pending: The request that is being answered: its messages and tokens.
+    session: The session of the request that was made last.
   """
 
   tools: str
@@ -43,6 +44,7 @@ class Branch:
   key: np.ndarray
   key_id: tuple[bytes, int]
   pending: tuple[list[types.Message], list[types.Message], np.ndarray] | None = None
+  session: str = ''
 
 
 class Place(NamedTuple):

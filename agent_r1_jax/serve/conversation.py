@@ -80,6 +80,7 @@ class Conversation:
     self._sampled: dict[request_lib.Generation, branches.Branch] = {}
     self._key_ids: set[tuple[bytes, int]] = set()
     self._last_reply_truncated = False
+    self._last_turns: dict[str, types.Turn] = {}  # By session.
     self._closed = False
     # Requests whose texts are encoded in a thread stay in the order of their arrival.
     self._in_order = asyncio.Lock()
@@ -200,6 +201,7 @@ class Conversation:
     else:
       branch = self._fork(parent, count, length, ids)
     branch.pending = messages[count:], rendered, ids
+    branch.session = api_request.session
     return branch
 
   async def _encode(self, api_request, place) -> tuple[list[types.Message], np.ndarray]:
@@ -268,7 +270,8 @@ class Conversation:
     is_first = not self._transcript.turns
     begins_fork = not branch.passage.turns and bool(branch.shared_messages)
     pictures = self._chat.list_pictures(rendered)
-    self._transcript.add_turn(branch.passage, ids, chunk, pictures)
+    turn = self._transcript.add_turn(branch.passage, ids, chunk, pictures)
+    self._last_turns[branch.session] = turn
     text = self._chat.decode(chunk.tokens.tolist())
     branch.messages += [*messages, requests.make_comparable(reply.as_message())]
     branch.rendered += [*rendered, {'role': 'assistant', 'content': text}]
@@ -302,8 +305,10 @@ class Conversation:
     if text is not None and all(branch.text is not text for branch in self._branches):
       text.close()
 
-  def report(self, step: types.Step):
+  def report(self, step: types.Step, session: str):
     """Takes a reward that the program reports; it belongs to the last reply.
+
+    That is the last one of the session; of all, if it has none.
 
     Raises:
       RefusedError: The episode is over, or has no reply yet.
@@ -311,7 +316,8 @@ class Conversation:
     self._check_open()
     if not self._transcript.turns:
       raise http.RefusedError(400, 'there is no reply to reward yet')
-    self.reports.append((self._transcript.turns[-1], step))
+    turn = self._transcript.turns[-1]
+    self.reports.append((self._last_turns.get(session, turn) if session else turn, step))
 
   def _check_open(self):
     if self._closed:
@@ -341,5 +347,9 @@ class Conversation:
 
 def _make_comparable(api_request) -> tuple[str, list[types.Message]]:
   """Makes the tools and messages of a request as those of branches are."""
+  if api_request.continue_final_message:
+    text = 'a reply of an episode cannot go on from a given beginning (prefill), for all '
+    text += 'of it is trained; end with a message of the user'
+    raise http.RefusedError(400, text)
   messages = [requests.make_comparable(message) for message in api_request.messages]
   return json.dumps(api_request.tools, sort_keys=True), messages

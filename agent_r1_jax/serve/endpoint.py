@@ -2,7 +2,9 @@
 
   {url}/chat/completions, {url}/messages, {url}/responses  as serve/server.py has them
   {url}/reward  POST {"reward": 1.0, "metrics": {"steps": 3}}; the reward may be
-                          a dict of the named parts of a sum, and metrics may be left out
+                          a dict of the named parts of a sum, and metrics may be left out.
+                          With the header X-Session-ID of requests it belongs to the
+                          last reply to these, else to the last one of the episode
 
 An address holds a key that cannot be guessed; the same key serves as API key at the
 address without it. The server listens on the loopback, in the engine's event loop, for as
@@ -21,6 +23,7 @@ import pydantic
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.serve import conversation as conversation_lib
+from agent_r1_jax.serve import requests
 from agent_r1_jax.serve import server as server_lib
 from agent_r1_jax.web import http
 
@@ -76,7 +79,8 @@ class _Endpoint:
     try:
       conversation: Any = self._server.find_source(request)
       report = http.check_fields(_Report, await http.read_json(request, 1 << 16))
-      conversation.report(report.to_step())
+      session = request.headers.get(requests.SESSION_HEADER, '')
+      conversation.report(report.to_step(), session)
       return http.answer_json({})
     except http.RefusedError as error:
       return self._server.refuse(error)

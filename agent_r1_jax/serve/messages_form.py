@@ -123,20 +123,22 @@ def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
   )
 
 
-def _read_tool_choice(choice: dict[str, Any]) -> Any:
-  if choice.get('disable_parallel_tool_use'):
-    raise ValueError('disable_parallel_tool_use is not supported; leave it out')
+def _read_tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
+  """Makes the fields of chat completions."""
   match choice:
     case {'type': 'auto' | 'none' as kind}:
-      return kind
+      named = kind
     case {'type': 'any'}:
-      return 'required'
+      named = 'required'
     case {'type': 'tool', 'name': str(name)}:
-      return {'type': 'function', 'function': {'name': name}}
-  raise ValueError(
-    'give {"type": "auto"}, {"type": "any"}, {"type": "none"} or '
-    '{"type": "tool", "name": ...}'
-  )
+      named = {'type': 'function', 'function': {'name': name}}
+    case _:
+      raise ValueError(
+        'give {"type": "auto"}, {"type": "any"}, {"type": "none"} or '
+        '{"type": "tool", "name": ...}'
+      )
+  parallel = not choice.get('disable_parallel_tool_use')
+  return {'tool_choice': named, 'parallel_tool_calls': parallel}
 
 
 def _read_thinking(config: dict[str, Any]) -> bool:
@@ -155,15 +157,6 @@ def _read_output(config: dict[str, Any]) -> dict[str, Any] | None:
   raise ValueError('its format must be {"type": "json_schema", "schema": {...}}')
 
 
-def _check_last(messages: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-  if messages[-1] and messages[-1][-1]['role'] == 'assistant':
-    raise ValueError(
-      "the last message is the assistant's: a reply cannot go on from a given beginning "
-      '(prefill); end with a message of the user'
-    )
-  return messages
-
-
 _Object = dict[str, Any]
 
 
@@ -179,13 +172,12 @@ class _Body(pydantic.BaseModel):
   messages: Annotated[
     list[Annotated[_Object, AfterValidator(_read_message)]],
     Field(min_length=1, fail_fast=True),
-    AfterValidator(_check_last),
   ]
   system: Annotated[str | list[Any] | None, AfterValidator(_read_content)] = None
   tools: Annotated[
     list[Annotated[_Object, AfterValidator(_read_tool)]], Field(fail_fast=True)
   ] = []
-  tool_choice: Annotated[_Object, AfterValidator(_read_tool_choice)] | None = None
+  tool_choice: Annotated[_Object, AfterValidator(_read_tool_choice)] = {}
   stop_sequences: list[str] = Field([], max_length=16)
   thinking: Annotated[_Object, AfterValidator(_read_thinking)] | None = None
   output_config: Annotated[_Object, AfterValidator(_read_output)] | None = None
@@ -217,8 +209,9 @@ class Form(NamedTuple):
       messages.insert(0, {'role': 'system', 'content': body.system})
     chat = {name: fields[name] for name in _SAME if name in fields}
     chat |= {'messages': messages, 'tools': body.tools, 'stop': body.stop_sequences}
-    if body.tool_choice is not None:
-      chat['tool_choice'] = body.tool_choice
+    chat |= body.tool_choice
+    last = body.messages[-1]
+    chat['continue_final_message'] = bool(last) and last[-1]['role'] == 'assistant'
     if body.output_config is not None:
       chat['response_format'] = body.output_config
     return forms.Asked(http.check_fields(requests.ChatRequest, chat), body)

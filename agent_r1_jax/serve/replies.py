@@ -100,6 +100,8 @@ class Choice:
     tool_calls = []
     if self._api_request.tools and stopped:
       tool_calls = self._chat.format.parse(text, self._api_request.tools)
+      if not self._api_request.parallel_tool_calls:
+        tool_calls = tool_calls[:1]  # A format may close several calls at once.
     if tool_calls:
       text = call_formats.cut_calls(text, self._chat.format)
     reason = 'length' if not stopped else 'tool_calls' if tool_calls else 'stop'

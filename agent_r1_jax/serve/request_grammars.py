@@ -43,9 +43,12 @@ class Grammars:
     """
     chat, size = self._chat, self._vocab_size
     result = [chat.stop_automaton(size)]
-    if api_request.stop:
+    strings = [*api_request.stop]
+    if api_request.tools and not api_request.parallel_tool_calls:
+      strings.append(self._find_closing())
+    if strings:
       # The first time, this reads the bytes of all tokens.
-      stops = await asyncio.to_thread(chat.find_stops, size, api_request.stop)
+      stops = await asyncio.to_thread(chat.find_stops, size, strings)
       ids, _, strings, pieces = stops
       result = [await self._find(grammars.stop, [strings], (ids, pieces, size))]
     if not restrict or not (api_request.json_schema is not None or api_request.required):
@@ -62,6 +65,14 @@ class Grammars:
       text = f'calls in the format {chat.format.name} cannot be required'
       raise http.RefusedError(400, text)
     return [*result, await restricted]
+
+  def _find_closing(self) -> str:
+    """Returns the text at which a reply ends that may have one call."""
+    if self._chat.format.closing is None:
+      text = f'calls in the format {self._chat.format.name} have no end tag at which a '
+      text += 'reply could end: parallel calls cannot be forbidden; leave it out'
+      raise http.RefusedError(400, text)
+    return self._chat.format.closing
 
   async def _find(
     self, make: Callable, args: Sequence, vocabulary: tuple[Sequence[int], Any, int]

@@ -23,6 +23,7 @@ from agent_r1_jax.web import http
 
 _MAX = 2**31 - 1  # The engine counts in int32.
 _MAX_PROMPTS = 128  # Of one request for completions.
+SESSION_HEADER = 'X-Session-ID'  # As verifiers sends it.
 
 
 def _refuse(value: Any) -> Any:
@@ -127,6 +128,7 @@ class _Request(pydantic.BaseModel):
     stream: Whether the reply is sent as it is sampled.
     usage: Whether the stream ends with the numbers of tokens.
     json_schema: What the reply must be, as a JSON schema.
+    session: Which of a client's conversations it belongs to, by its X-Session-ID.
   """
 
   model_config = pydantic.ConfigDict(strict=True)
@@ -150,6 +152,7 @@ class _Request(pydantic.BaseModel):
     False, validation_alias=AliasPath('stream_options', 'include_usage')
   )
   json_schema: _Schema = Field(None, validation_alias='response_format')
+  session: str = Field('', validation_alias=SESSION_HEADER)
   presence_penalty: Unsupported = None
   frequency_penalty: Unsupported = None
   logit_bias: Unsupported = None
@@ -176,6 +179,8 @@ class ChatRequest(_Request):
   Attributes:
     tools: The schemas of the tools that may be called.
     tool_choice: Which of them may or must be called, as the client says.
+    parallel_tool_calls: Whether a reply may have several calls.
+    continue_final_message: Whether the last message is the beginning of the reply.
     top_logprobs: The likeliest tokens to report with each one; None reports no log-probs.
   """
 
@@ -184,6 +189,8 @@ class ChatRequest(_Request):
   given: list[_Message] = _Items(min_length=1, validation_alias='messages')
   tools: list[Annotated[Any, AfterValidator(_check_tool)]] = _Items([])
   tool_choice: Any = 'auto'
+  parallel_tool_calls: bool = True
+  continue_final_message: bool = False
   max_tokens: int | None = Field(
     None,
     ge=1,
@@ -217,7 +224,19 @@ class ChatRequest(_Request):
       raise ValueError(
         'a reply cannot be a required call and of a response_format; leave one out'
       )
+    if self.continue_final_message:
+      self._check_beginning()
     return self
+
+  def _check_beginning(self):
+    last, restricted = self.given[-1], self.required or self.json_schema is not None
+    is_text = last['role'] == 'assistant' and isinstance(last.get('content', ''), str)
+    if not is_text or last.get('tool_calls') or len(self.given) == 1 or restricted:
+      raise ValueError(
+        'the last message is the beginning of the reply (prefill): it must be a text of '
+        'the assistant after other messages, with neither calls in it, nor a required '
+        'call, nor a response_format'
+      )
 
   @property
   def count(self) -> int:
@@ -265,6 +284,8 @@ class TextRequest(_Request):
   messages: ClassVar[None] = None
   tools: ClassVar[Sequence[dict[str, Any]]] = ()
   required: ClassVar[bool] = False
+  parallel_tool_calls: ClassVar[bool] = True
+  continue_final_message: ClassVar[bool] = False
   prompts: Annotated[Any, AfterValidator(_read_prompts)] = Field(
     validation_alias='prompt'
   )

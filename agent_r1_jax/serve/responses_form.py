@@ -71,12 +71,6 @@ def _check_includes(names: list[str]) -> list[str]:
   return names
 
 
-def _check_parallel(wanted: bool) -> bool:
-  if not wanted:
-    raise ValueError('parallel calls cannot be forbidden; leave it out')
-  return wanted
-
-
 def _check_truncation(kind: str) -> str:
   if kind != 'disabled':
     raise ValueError("only 'disabled' is supported; leave it out")
@@ -105,7 +99,7 @@ class _Body(pydantic.BaseModel):
   metadata: _Object | None = None
   include: Annotated[list[str], AfterValidator(_check_includes)] = []
   top_logprobs: int = 0
-  parallel_tool_calls: Annotated[bool, AfterValidator(_check_parallel)] = True
+  parallel_tool_calls: bool = True
   truncation: Annotated[str, AfterValidator(_check_truncation)] = 'disabled'
   previous_response_id: str | None = None
   store: bool = True
@@ -144,6 +138,7 @@ class Form:
       messages.insert(0, {'role': 'system', 'content': body.instructions})
     chat = {name: fields[name] for name in _SAME if name in fields}
     chat |= {'messages': messages, 'tools': body.tools, 'tool_choice': body.tool_choice}
+    chat['parallel_tool_calls'] = body.parallel_tool_calls
     if body.max_output_tokens is not None:
       chat['max_tokens'] = body.max_output_tokens
     if body.text is not None:
@@ -319,7 +314,7 @@ class Stream:
       'usage': usage,
       'instructions': body.instructions,
       'metadata': body.metadata or {},
-      'parallel_tool_calls': True,
+      'parallel_tool_calls': body.parallel_tool_calls,
       'previous_response_id': body.previous_response_id,
       'store': body.store,
       'temperature': request.temperature,

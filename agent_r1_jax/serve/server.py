@@ -38,6 +38,7 @@ from agent_r1_jax.serve import (
   messages_form,
   replies,
   request_grammars,
+  requests,
   responses_form,
   sources,
 )
@@ -135,7 +136,9 @@ class Server:
   async def _read(self, form, source, request) -> forms.Asked:
     fields = await http.read_json(request, _MAX_BODY)
     sources.check_count(source, fields)
-    return form.read(fields, source.kept_responses)
+    asked = form.read(fields, source.kept_responses)
+    asked.request.session = request.headers.get(requests.SESSION_HEADER, '')
+    return asked
 
   async def _submit(self, source, api_request, automata) -> list[request_lib.Generation]:
     """Begins replies, which count from now on: their texts may have to be encoded."""

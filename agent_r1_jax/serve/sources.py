@@ -131,12 +131,19 @@ class StatelessSource:
     """Encodes the conversation or the texts; returns tokens and pictures of each."""
     if api_request.messages is not None:
       messages = requests.to_chat(api_request.messages, self._chat.format)
-      ids = await encode(self, self._chat.encode_prompt, messages, api_request.tools)
+      begun = messages.pop()['content'] if api_request.continue_final_message else ''
+      ids = await encode(self, self._encode_chat, messages, api_request.tools, begun)
       return [(ids, self._chat.list_pictures(messages))]
     given = api_request.prompts
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     encoded = iter(await encode(self, self._encode_texts, texts))
     return [(next(encoded) if isinstance(p, str) else np.array(p), []) for p in given]
+
+  def _encode_chat(self, messages, tools, begun: str, max_tokens: int) -> np.ndarray:
+    """Encodes messages and the beginning of the reply."""
+    ids = self._chat.encode_prompt(messages, tools, max_tokens=max_tokens)
+    reply = self._chat.encode_reply(begun, max_tokens=max_tokens) if begun else ids[:0]
+    return np.append(ids, reply[:-1])  # Without its stop token.
 
   def _encode_texts(self, texts: list[str], max_tokens: int) -> list[np.ndarray]:
     return [self._chat.encode_text(text, max_tokens=max_tokens) for text in texts]

@@ -10,9 +10,9 @@ its own, an agent is played by a loop in this process that calls the environment
 tools.
 
 Several agents of an environment play at the same time, and each context of theirs is a
-segment of the episode. The reward of the episode is the sum of theirs. An agent that the
-environment does not train needs a client of its own, because the policy's replies are
-trained.
+segment of the episode. What an agent gets is the reward of its own last reply, and the
+reward of the episode is the sum of theirs. An agent that the environment does not train
+needs a client of its own, because the policy's replies are trained.
 """
 
 import collections
@@ -98,8 +98,9 @@ def _read_prompt(data: Any) -> list[types.Message]:
 async def _report(episode: Any, url: str, several: bool) -> None:
   """Reports the rewards of the agents that are trained, and the metrics of all.
 
-  Several runs of one agent add their rewards, and their metrics become means. If the
-  environment has `several` agents, both are named AGENT/NAME.
+  Each run of an agent is rewarded by itself: verifiers sends a run's id with its
+  requests. Metrics of several runs of one agent become means. If the environment has
+  `several` agents, both are named AGENT/NAME.
 
   Raises:
     RuntimeError: The environment or one of its agents failed, or the policy played an
@@ -110,7 +111,7 @@ async def _report(episode: Any, url: str, several: bool) -> None:
   if not episode.ok:
     errors = [*episode.errors, *(e for t in episode.traces for e in t.errors)]
     raise RuntimeError('; '.join(f'{e.type}: {e.message}' for e in errors)[:2000])
-  rewards, metrics = collections.Counter(), collections.defaultdict(list)
+  reports, metrics = [], collections.defaultdict(list)
   for trace in episode.traces:
     agent = trace.agent
     if not agent.trainable and agent.config.client.base_url == url:
@@ -124,11 +125,13 @@ async def _report(episode: Any, url: str, several: bool) -> None:
       if x is not None:
         metrics[prefix + name].append(x)
     if agent.trainable:
-      rewards.update({prefix + n: r.value for n, r in trace.rewards.items() if r})
+      rewards = {prefix + n: r.value for n, r in trace.rewards.items() if r}
+      reports.append(({'X-Session-ID': trace.id}, {'reward': rewards}))
   means = {name: sum(numbers) / len(numbers) for name, numbers in metrics.items()}
   async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
-    body = {'reward': dict(rewards), 'metrics': means}
-    (await client.post(f'{url}/reward', json=body)).raise_for_status()
+    for headers, body in [*reports, ({}, {'metrics': means})]:
+      answer = await client.post(f'{url}/reward', json=body, headers=headers)
+      answer.raise_for_status()
 
 
 @functools.cache
