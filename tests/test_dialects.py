@@ -581,6 +581,8 @@ def test_what_messages_cannot_do_is_refused(url, fields, message):
     ({'top_logprobs': 21}, 'top_logprobs is 21'),
     ({'parallel_tool_calls': 'no'}, "parallel_tool_calls is 'no'"),
     ({'truncation': 'auto'}, "only 'disabled'"),
+    ({'metadata': {'a': 5}}, 'metadata.a is 5'),
+    ({'metadata': {'a': 'x' * 513}}, 'at most 512 characters'),
     ({'background': True}, 'background is True; it is not supported'),
     ({'conversation': 'x'}, 'conversation is .* it is not supported'),
     ({'prompt': {'id': 'x'}}, 'prompt is .* it is not supported'),

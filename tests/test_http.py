@@ -40,6 +40,23 @@ def _serve(**handlers):
     yield ('127.0.0.1', port), server, refused
 
 
+@pytest.mark.parametrize(('size', 'in_thread'), [(100, False), (5000, True)])
+def test_a_long_body_is_read_while_others_are_answered(size, in_thread, monkeypatch):
+  monkeypatch.setattr(http, '_LONG', 1000)
+  on_loop = []
+
+  def make(fields):
+    on_loop.append(asyncio._get_running_loop() is not None)
+    return len(fields['a'])
+
+  async def count(request):
+    return http.answer_json({'count': await http.read_json(request, 1 << 20, make)})
+
+  with _serve(count=count) as ((host, port), *_):
+    answer = httpx2.post(f'http://{host}:{port}/count', json={'a': 'x' * size})
+  assert answer.json() == {'count': size} and on_loop == [not in_thread]
+
+
 def _read(connection) -> bytes:
   """All that the server sends until it closes the connection."""
   connection.settimeout(60)

@@ -229,6 +229,7 @@ def test_only_the_first_choice_is_timed(client, url):
     ({'stop': ['']}, 'stop is .* empty'),
     ({'stop': ['a'] * 17}, 'stop is .*at most 16 items'),
     ({'stop': [5] * 300_000}, r'stop\[0\] is 5; it should be a valid string'),
+    ({'tools': TOOLS * 400}, 'tools; there is room for 320'),
     ({'tools': 5}, 'tools is 5; it should be a valid list'),
     ({'tools': [{'type': 'function'}]}, r'tools\[0\] is .*; give {"type": "function"'),
     ({'tools': [{'function': {'name': 'f', 'parameters': 5}}]}, 'a JSON schema'),
@@ -455,7 +456,7 @@ def test_long_log_probs_of_a_prompt_are_written_once_and_in_a_thread(
 def test_a_text_that_is_not_encoded_in_time_is_refused(client, monkeypatch):
   gate = threading.Event()
   monkeypatch.setattr(sources, '_MAX_CHARACTERS', 0)
-  monkeypatch.setattr(sources, '_SECONDS', 0.01)
+  monkeypatch.setattr(http, '_THREAD_SECONDS', 0.01)
   with _encoding(monkeypatch, lambda plain, text: gate.wait(60) and plain(text)):
     try:
       with pytest.raises(openai.InternalServerError, match=r'within 0.01 s') as refused:

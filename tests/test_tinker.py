@@ -432,6 +432,7 @@ def test_an_error_says_what_is_wrong(asked):
     assert text in sample(asked, base, 99, status=400, **more)['error']
   for data, options, text in [
     ([], {}, 'data is empty'),
+    ([([7], {})] * 1025, {}, '1,025 data; send at most 1,024'),
     ([shifted()], {'loss': 'other'}, 'there are cross_entropy'),
     ([shifted()], {'beta': 1.0}, 'no option'),
     ([shifted()], {'loss': 'ppo'}, 'no advantages'),

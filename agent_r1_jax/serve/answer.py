@@ -153,7 +153,7 @@ class Answer:
 
   async def _write(self, fn: Callable[[], Any]) -> Any:
     """Calls what writes a part of the answer, in a thread where it takes long."""
-    return await sources.run_in_thread(fn) if self._is_long else fn()
+    return await http.run_in_thread(fn) if self._is_long else fn()
 
   async def _send_whole(self, scope, receive, send):
     parts, scored = [], []

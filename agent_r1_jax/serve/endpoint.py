@@ -14,6 +14,7 @@ long as that runs.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 import contextlib
+import functools
 import math
 import secrets
 from typing import Any
@@ -78,7 +79,8 @@ class _Endpoint:
   async def _reward(self, request: Any):
     try:
       conversation: Any = self._server.find_source(request)
-      report = http.check_fields(_Report, await http.read_json(request, 1 << 16))
+      make = functools.partial(http.check_fields, _Report)
+      report = await http.read_json(request, 1 << 16, make)
       session = request.headers.get(requests.SESSION_HEADER, '')
       conversation.report(report.to_step(), session)
       return http.answer_json({})

@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Sequence
+import contextlib
 import json
 from typing import Any
 
@@ -24,13 +25,17 @@ class KeptResponses:
     self._characters = 0
 
   def recall(self, name: str) -> list[Any]:
-    """Returns the items up to the end of a response; raises RefusedError."""
-    if name not in self._kept:
+    """Returns the items up to the end of a response; raises RefusedError.
+
+    It may be called in any thread.
+    """
+    if (found := self._kept.get(name)) is None:
       text = f'there is no response {name!r:.80}, or it is not kept any longer; send the '
       text += 'whole conversation as input'
       raise http.RefusedError(400, text, 'previous_response_not_found')
-    self._kept.move_to_end(name)
-    return self._kept[name][0]
+    with contextlib.suppress(KeyError):  # It may have been dropped since.
+      self._kept.move_to_end(name)
+    return found[0]
 
   def keep(self, name: str, items: Sequence[Any], previous: str | None) -> None:
     """Keeps the items up to the end of a response, and forgets the oldest ones.

@@ -78,6 +78,11 @@ def _check_truncation(kind: str) -> str:
 
 
 _Object = dict[str, Any]
+# It comes back with each event that has the response; the sizes are those of the API.
+_Metadata = Annotated[
+  dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+  Field(max_length=16),
+]
 
 
 class _Body(pydantic.BaseModel):
@@ -96,7 +101,7 @@ class _Body(pydantic.BaseModel):
   tool_choice: Annotated[Any, AfterValidator(_read_tool_choice)] = 'auto'
   text: Annotated[_Object, AfterValidator(_read_text)] | None = None
   reasoning: _Object | None = None
-  metadata: _Object | None = None
+  metadata: _Metadata | None = None
   include: Annotated[list[str], AfterValidator(_check_includes)] = []
   top_logprobs: int = 0
   parallel_tool_calls: bool = True

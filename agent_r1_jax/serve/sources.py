@@ -5,7 +5,6 @@ hold is refused before it is encoded. Of the rest, short texts are encoded at on
 long ones in threads; these are few, because encoding takes many times a text's memory.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
 import functools
 from typing import Any, Protocol
@@ -16,15 +15,12 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.host import thread_pool
 from agent_r1_jax.serve import kept_responses as kept_responses_lib
 from agent_r1_jax.serve import replies, requests
 from agent_r1_jax.web import http
 
 TOO_LONG = 'context_length_exceeded'  # The code of such a refusal.
 _MAX_CHARACTERS = 1 << 14  # Of texts that are encoded at once, which takes milliseconds.
-_SECONDS = 60.0  # For a long text, with its wait for a thread.
-_POOL = thread_pool.Pool(threads=2)
 
 
 class Source(Protocol):
@@ -173,20 +169,20 @@ def refuse_length(text: str) -> http.RefusedError:
 
 
 def check_count(source: Source, fields: dict[str, Any]):
-  """Refuses more messages, parts and calls than a row has slots.
+  """Refuses more messages, parts, calls and tools than a row has slots.
 
-  A message and a call have a token at least, and so has a part that says something.
+  Each has a token at least, as far as it says something.
   """
   size = lambda some: len(some) if isinstance(some, list) else 0
   count = 0
-  for name in ('messages', 'input'):
+  for name in ('messages', 'input', 'tools'):
     messages = fields.get(name)
     count += size(messages)
     for m in messages if isinstance(messages, list) else ():
       if isinstance(m, dict):
         count += sum(size(m.get(part)) for part in ('tool_calls', 'content', 'output'))
   if count > source.slots:
-    text = f'there are {count} messages, parts and calls'
+    text = f'there are {count} messages, parts, calls and tools'
     raise refuse_length(f'{text}; there is room for {source.slots} tokens')
 
 
@@ -205,20 +201,6 @@ async def encode(source: Source, fn: Callable[..., Any], *args: Any) -> Any:
   try:
     if len(repr(args)) <= _MAX_CHARACTERS:
       return fn()
-    return await run_in_thread(fn)
+    return await http.run_in_thread(fn)
   except chat_lib.TooLongError as error:
     raise refuse_length(str(error)) from None
-
-
-async def run_in_thread(fn: Callable[[], Any]) -> Any:
-  """Calls what would hold the event loop up in one of a few threads.
-
-  Raises:
-    RefusedError: It was not done in time, or no thread was free.
-  """
-  try:
-    async with asyncio.timeout(_SECONDS):
-      return await asyncio.wrap_future(_POOL.submit(fn))
-  except (TimeoutError, thread_pool.PoolFullError) as error:
-    text = f'a long text was not read or written within {_SECONDS:g} seconds; {error}'
-    raise http.RefusedError(503, text.rstrip('; ')) from None

@@ -19,6 +19,7 @@ from agent_r1_jax.tinker import data
 from agent_r1_jax.web import http
 
 MEDIA_TYPE = 'application/x-protobuf'
+MOST_DATA = 1024  # Of a request, as the client sends them.
 # The fields of each message: (number, type), a type with a * being a list.
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
   'SparseCsr': {
@@ -160,6 +161,11 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
       text = f'loss_fn_config: {entry.key} is a text, and every option is a number'
       raise http.RefusedError(400, text)
     options[entry.key] = entry.value.number
+  if len(message.data) > MOST_DATA:
+    text = (
+      f'the request has {len(message.data):,} data; send at most {MOST_DATA:,} at once'
+    )
+    raise http.RefusedError(400, text)
   read, total = [], 0
   for number, datum in enumerate(message.data):
     try:

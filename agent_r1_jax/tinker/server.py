@@ -14,7 +14,7 @@ The handlers run in the engine's own event loop, and one thread computes (work.p
 
 import asyncio
 from collections.abc import Callable, Collection
-import hmac
+import functools
 from typing import Any
 
 from agent_r1_jax.agent import chat as chat_lib
@@ -39,6 +39,7 @@ _CLIENT_CONFIG = {
   'pjwt_auth_enabled': False,
   # Parts of one pass come one after the other, so that each finds the part before it.
   'parallel_fwdbwd_chunks': False,
+  'fwdbwd_max_chunk_len': messages.MOST_DATA,
   'fwdbwd_max_chunk_bytes_count': _MAX_BODY // 4,
   'use_pyqwest_transport': False,
   'sample_use_retrieve_futures': False,
@@ -62,12 +63,7 @@ class _Handlers:
 
   def check_key(self, request: Any):
     """Raises RefusedError if the client has none of the keys."""
-    key = request.headers.get('X-API-Key', '')
-    # Every key is compared in full, so that the time tells nothing.
-    if self._keys and not sum(
-      hmac.compare_digest(key.encode(), k.encode()) for k in self._keys
-    ):
-      raise http.RefusedError(401, 'the API key is wrong; give api_key=KEY')
+    http.check_key(request.headers.get('X-API-Key', ''), self._keys, 'give api_key=KEY')
 
   async def config(self, request) -> dict:
     return _CLIENT_CONFIG
@@ -113,7 +109,8 @@ class _Handlers:
     return self._trainings.describe(fields.model_id)
 
   async def forward_backward(self, request) -> dict:
-    return self._trainings.forward_backward(await http.read_body(request, _MAX_BODY))
+    read = self._trainings.read_forward_backward
+    return self._trainings.forward_backward(*await http.read(request, _MAX_BODY, read))
 
   async def optim_step(self, request) -> dict:
     return self._trainings.optim_step(await _read(request, wire.OptimStep))
@@ -186,7 +183,8 @@ class _Handlers:
 
 
 async def _read(request: Any, model: Any) -> Any:
-  return http.check_fields(model, await http.read_json(request, _MAX_JSON))
+  make = functools.partial(http.check_fields, model)
+  return await http.read_json(request, _MAX_JSON, make)
 
 
 def _page(request: Any, name: str, found: list[dict]) -> dict:

@@ -196,17 +196,23 @@ class Trainings:
       text = f'the base model {name!r:.120} is not here; there is {self.base_model}'
       raise http.RefusedError(400, text)
 
-  def forward_backward(self, body: bytes) -> dict[str, Any]:
-    """Computes log-probs and a loss, and adds its gradient unless it is forward only."""
+  def read_forward_backward(self, body: bytes) -> tuple[messages.ForwardBackward, int]:
+    """Reads a request and checks its data, in whatever thread; returns its size, too."""
     request = messages.read_forward_backward(body)
+    shape, size = self.learning.shape, self.learning.config.vocab_size
+    data_lib.check(request.data, size, shape.row_tokens)
+    return request, len(body)
+
+  def forward_backward(
+    self, request: messages.ForwardBackward, size: int
+  ) -> dict[str, Any]:
+    """Computes log-probs and a loss, and adds its gradient unless it is forward only."""
     training = self.find(request.model_id)
 
     def check() -> losses_lib.Loss:
       loss = self._losses.find(request.loss, request.options)
       for number, datum in enumerate(request.data):
         losses_lib.check_columns(loss, number, datum.columns)
-      shape, size = self.learning.shape, self.learning.config.vocab_size
-      data_lib.check(request.data, size, shape.row_tokens)
       return loss
 
     def compute(run: learning.Run, loss: losses_lib.Loss) -> bytes:
@@ -220,7 +226,7 @@ class Trainings:
       metrics = {'loss:sum': result.loss, 'num_tokens:sum': count}
       return messages.write_forward_backward(columns, metrics)
 
-    return self._begin(training, request, check, compute, len(body))
+    return self._begin(training, request, check, compute, size)
 
   def optim_step(self, request: wire.OptimStep) -> dict[str, Any]:
     """Makes a step of Adam."""

@@ -1,18 +1,28 @@
 """Parts of all HTTP servers here: refusals, JSON, metrics, sockets, uvicorn."""
 
 import asyncio
+from collections.abc import Callable, Collection
+import functools
+import hmac
 import json
 import math
 import socket
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from agent_r1_jax.host import thread_pool
+
 if TYPE_CHECKING:
   import pydantic
 
 _Model = TypeVar('_Model', bound='pydantic.BaseModel')
+_Made = TypeVar('_Made')
 MAX_CONNECTIONS = 4096
 REQUEST_SECONDS = 30.0  # For a whole request to arrive.
 _MAX_DEPTH = 64  # Of JSON.
+# Bytes of a body that is read in a thread: 4 MB of it may take seconds.
+_LONG = 1 << 18
+_THREAD_SECONDS = 60.0  # For that, with its wait for a thread.
+_POOL = thread_pool.Pool(threads=2)
 _UNREAD_SECONDS = 60  # Until a connection is lost whose client takes no bytes.
 
 
@@ -53,13 +63,30 @@ async def read_body(request: Any, max_bytes: int) -> bytes:
   return bytes(body)
 
 
-async def read_json(request: Any, max_bytes: int) -> dict[str, Any]:
-  """Reads the JSON object in the body of a starlette request.
+async def read(request: Any, max_bytes: int, make: Callable[[bytes], _Made]) -> _Made:
+  """Makes something of the body of a starlette request, in a thread if it is long.
 
   Raises:
-    RefusedError: It is too long, or no JSON object.
+    RefusedError: It is too long, the client left, or `make` raised it.
   """
   body = await read_body(request, max_bytes)
+  if len(body) <= _LONG:
+    return make(body)
+  return await run_in_thread(functools.partial(make, body))
+
+
+async def read_json(
+  request: Any, max_bytes: int, make: Callable[[dict[str, Any]], Any] = lambda x: x
+) -> Any:
+  """Makes something of the JSON object in the body of a starlette request, as `read`.
+
+  Raises:
+    RefusedError: It is too long, or no JSON object, or `make` raised it.
+  """
+  return await read(request, max_bytes, lambda body: make(_parse_object(body)))
+
+
+def _parse_object(body: bytes) -> dict[str, Any]:
   try:
     fields = parse_json(body)
   except ValueError as error:
@@ -67,6 +94,20 @@ async def read_json(request: Any, max_bytes: int) -> dict[str, Any]:
   if not isinstance(fields, dict):
     raise RefusedError(400, 'the body is no JSON object; give {"a field": "its value"}')
   return fields
+
+
+async def run_in_thread(fn: Callable[[], _Made]) -> _Made:
+  """Calls what would hold the event loop up in one of a few threads.
+
+  Raises:
+    RefusedError: It was not done in time, or no thread was free.
+  """
+  try:
+    async with asyncio.timeout(_THREAD_SECONDS):
+      return await asyncio.wrap_future(_POOL.submit(fn))
+  except (TimeoutError, thread_pool.PoolFullError) as error:
+    text = f'a long text was not read or written within {_THREAD_SECONDS:g} seconds; '
+    raise RefusedError(503, f'{text}{error}'.rstrip('; ')) from None
 
 
 def check_fields(model: type[_Model], fields: dict[str, Any]) -> _Model:
@@ -95,6 +136,13 @@ def check_fields(model: type[_Model], fields: dict[str, Any]) -> _Model:
   elif where:
     reason = f'{where} is {first["input"]!r:.80}; {reason}'
   raise RefusedError(400, reason)
+
+
+def check_key(key: str, keys: Collection[str], remedy: str):
+  """Raises RefusedError if there are keys, and this is none of them."""
+  # Every key is compared in full, so that the time tells nothing.
+  if keys and not sum(hmac.compare_digest(key.encode(), k.encode()) for k in keys):
+    raise RefusedError(401, f'the API key is wrong; {remedy}', 'invalid_api_key')
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
