@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import threading
+from unittest import mock
 
 import confined
 import pytest
@@ -123,6 +124,18 @@ def test_an_episode_has_to_last_as_long_as_its_task_may(tmp_path):
   assert program.Program(run).least_limits(task) == {'episode_seconds': 140.0}
   assert program.Program(run).least_limits(types.Task('x', [])) == {'episode_seconds': 0}
   assert program.Program(lambda task, url: None).least_limits(task) == {}
+
+
+async def test_who_connects_and_sends_nothing_is_let_go(monkeypatch):
+  """Since Python 3.12 a server waits in the end for all connections."""
+  monkeypatch.setattr(containers, '_SECONDS', 0.01)
+  async with containers.open_docker(mock.Mock(), 1.0) as docker:
+    reader, writer = await asyncio.open_unix_connection(
+      docker.removesuffix('docker') + 'socket'
+    )
+    async with asyncio.timeout(60):
+      assert await reader.read() == b''
+  writer.close()
 
 
 async def test_many_commands_at_a_time_are_run_one_after_the_other(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 
+import httpx2
 import numpy as np
 import openai
 import pytest
@@ -144,6 +145,41 @@ def test_openais_client_sends_pictures(served):
   alone = _ask(served, 'What is it?')
   # Six tokens of a picture, and two around it.
   assert texts[0].usage.prompt_tokens == alone.usage.prompt_tokens + 8
+
+
+def test_a_picture_is_the_same_in_every_dialect(served):
+  """Through the engine: with it each dialect has one reply, and without it another."""
+  url = test_pictures.url(test_pictures.image())
+  kind, data = url.removeprefix('data:').split(';base64,')
+  source = {'type': 'base64', 'media_type': kind, 'data': data}
+  parts = {
+    'chat/completions': {'type': 'image_url', 'image_url': {'url': url}},
+    'messages': {'type': 'image', 'source': source},
+    'responses': {'type': 'input_image', 'image_url': url},
+  }
+
+  def ask(path, *shown):
+    text = {'type': 'input_text' if path == 'responses' else 'text', 'text': 'What?'}
+    said = [{'role': 'user', 'content': [text, *shown]}]
+    given = {'input': said, 'max_output_tokens': 8}
+    if path != 'responses':
+      given = {'messages': said, 'max_tokens': 8}
+    answer = httpx2.post(f'{served}/v1/{path}', json={'seed': 0, **given}).json()
+    usage = answer['usage']
+    return usage.get('prompt_tokens') or usage['input_tokens'], _find_text(answer)
+
+  seen = [ask(path, part) for path, part in parts.items()]
+  assert len({*seen}) == 1 and seen[0][1]
+  assert seen[0][0] == ask('messages')[0] + 8 and seen[0][1] != ask('messages')[1]
+
+
+def _find_text(answer):
+  """The text of a reply, in whatever dialect."""
+  match answer:
+    case {'choices': [{'message': {'content': text}}]}:
+      return text
+    case {'content': [{'text': text}]} | {'output': [{'content': [{'text': text}]}]}:
+      return text
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ sys.stdout.write(text)
 sys.exit(code)
 """
 _MOST_BYTES = 1 << 20  # Of the arguments of a command.
+_SECONDS = 30.0  # For these to arrive, and for the answer to be taken.
 _LATE, _FAILED = 124, 125  # As `timeout` and `docker` end.
 # What options of `exec` with a value put before the command.
 _WITH_VALUE = {
@@ -139,14 +140,15 @@ async def open_docker(workspace: Workspace, seconds: float) -> AsyncIterator[str
 
   async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
     try:
-      words = json.loads(await reader.readline())
+      async with asyncio.timeout(_SECONDS):
+        words = json.loads(await reader.readline())
       reply = await workers.call(_run, workspace, seconds, words, name='exec')
       writer.write(json.dumps(reply).encode() + b'\n')
-      await writer.drain()
-    except (OSError, ValueError):  # It has gone, or has sent too much.
-      pass
-    finally:
+      async with asyncio.timeout(_SECONDS):
+        await writer.drain()
       writer.close()
+    except (OSError, ValueError):  # It has gone, waits, or has sent too much.
+      writer.transport.abort()
 
   with tempfile.TemporaryDirectory(prefix='docker-') as folder:
     address = f'{folder}/socket'
