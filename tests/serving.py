@@ -7,12 +7,14 @@ import pathlib
 import threading
 from typing import Any
 
+import tiny
+
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.serve import server
+from agent_r1_jax.serve import program, server
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import setup
+from agent_r1_jax.train import rollout, setup
 from agent_r1_jax.web import http
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
@@ -49,6 +51,19 @@ def search_tool():
 @functools.cache
 def tasks() -> list[types.Task]:
   return miniwiki.train_tasks(0, 6)
+
+
+def collect(make_env: rollout.MakeEnv, played: Any = None, **options: Any):
+  """Plays tasks, by default `tasks`, with the policy, one sample each."""
+  options = {'limits': LIMITS, 'samples': 1, 'seed': 3} | options
+  played = tasks() if played is None else played
+  given = engine(), policy()[2], played, make_env
+  return tiny.within(rollout.collect, *given, **options)
+
+
+def run_programs(run: Any, played: Any = None, **options: Any):
+  """The same, by a program that asks an endpoint."""
+  return collect(lambda: program.Program(run), played, **options)
 
 
 @contextlib.contextmanager

@@ -14,24 +14,19 @@ import numpy as np
 import openai
 import pytest
 import serving
-import tiny
 
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.serve import (
   kept_responses,
-  messages_form,
-  program,
   requests,
-  responses_form,
   thinking,
 )
 from agent_r1_jax.serve import server as server_lib
-from agent_r1_jax.train import rollout
-from agent_r1_jax.web import http
 
 SEARCH = serving.search_tool()
 TOOLS = [SEARCH.schema]
 USER = {'role': 'user', 'content': 'Who is it?'}
+_MANY = serving.replace(serving.LIMITS, max_turns=20)
 ALL = {
   'chat': dialects.Chat,
   'messages': dialects.Messages,
@@ -227,14 +222,7 @@ def _play(name, stream=False, remembers=False):
     async with agent.client:
       await _play_script(agent, task)
 
-  engine, (_, _, chat) = serving.engine(), serving.policy()
-  limits = serving.replace(serving.LIMITS, max_turns=20)
-  played = []
-  for task in serving.tasks()[2:3]:  # One at a time, so that every bit repeats.
-    options = {'limits': limits, 'samples': 1, 'seed': 3}
-    made = lambda: program.Program(run)
-    played += tiny.within(rollout.collect, engine, chat, [task], made, **options)
-  return played
+  return serving.run_programs(run, serving.tasks()[2:3], limits=_MANY)
 
 
 @pytest.mark.parametrize(
@@ -273,12 +261,7 @@ def test_sub_agents_at_the_same_time():
 
     await asyncio.gather(*map(play, ALL))
 
-  engine, (_, _, chat) = serving.engine(), serving.policy()
-  limits = serving.replace(serving.LIMITS, max_turns=20)
-  made, options = lambda: program.Program(run), {'samples': 1, 'seed': 3}
-  (one,) = tiny.within(
-    rollout.collect, engine, chat, serving.tasks()[:1], made, limits=limits, **options
-  )
+  (one,) = serving.run_programs(run, serving.tasks()[:1], limits=_MANY)
   assert one.error is None and len(one.segments) == 3
   assert [turn.segment for turn in one.turns].count(0) == 2
 
@@ -298,17 +281,7 @@ def test_an_episode_keeps_its_own_responses(monkeypatch):
         await create(previous_response_id=other)
       assert await create(previous_response_id=own)
 
-  engine, (_, _, chat) = serving.engine(), serving.policy()
-  made, options = lambda: program.Program(run), {'samples': 2, 'seed': 3}
-  played = tiny.within(
-    rollout.collect,
-    engine,
-    chat,
-    serving.tasks()[:1],
-    made,
-    limits=serving.LIMITS,
-    **options,
-  )
+  played = serving.run_programs(run, serving.tasks()[:1], samples=2)
   assert [(t.error, len(t.turns)) for t in played] == [(None, 2)] * 2
 
 
@@ -444,49 +417,13 @@ def test_an_episode_has_replies_of_one_call_and_none_that_is_begun():
       with pytest.raises(openai.BadRequestError, match='prefill'):
         await create(messages=begun, extra_body={'continue_final_message': True})
 
-  engine, (_, _, chat) = serving.engine(), serving.policy()
-  (one,) = tiny.within(
-    rollout.collect,
-    engine,
-    chat,
-    serving.tasks()[2:3],
-    lambda: program.Program(run),
-    limits=serving.LIMITS,
-    samples=1,
-    seed=3,
-  )
+  chat = serving.policy()[2]
+  (one,) = serving.run_programs(run, serving.tasks()[2:3])
   (segment,), (first, second) = one.segments, one.turns
   assert one.error is None and segment.tokens[first.stop] == chat.stop_ids[0]
   assert not segment.action_mask[first.stop : second.start].any()
   text = chat.decode_exactly(segment.tokens[first.start : first.stop])
   assert text.endswith('</tool_call>') and text.count('</tool_call>') == 1
-
-
-def test_pictures_and_blocks_are_those_of_chat_completions():
-  data = 'data:image/png;base64,AAAA'
-  chat = [
-    {'role': 'system', 'content': 'Be brief.'},
-    {
-      'role': 'user',
-      'content': [
-        {'type': 'text', 'text': 'a'},
-        {'type': 'image_url', 'image_url': {'url': data}},
-      ],
-    },
-  ]
-  (expected,) = [http.check_fields(requests.ChatRequest, {'messages': chat}).messages]
-  source = {'type': 'base64', 'media_type': 'image/png', 'data': 'AAAA'}
-  blocks = [{'type': 'text', 'text': 'a'}, {'type': 'image', 'source': source}]
-  fields = {'max_tokens': 5, 'system': [{'type': 'text', 'text': 'Be brief.'}]}
-  fields |= {'messages': [{'role': 'user', 'content': blocks}]}
-  assert messages_form.Form().read(fields).request.messages == expected
-  parts = [
-    {'type': 'input_text', 'text': 'a'},
-    {'type': 'input_image', 'image_url': data},
-  ]
-  fields = {'instructions': 'Be brief.', 'input': [{'role': 'user', 'content': parts}]}
-  kept = kept_responses.KeptResponses()
-  assert responses_form.Form().read(fields, kept).request.messages == expected
 
 
 def test_few_responses_are_kept(scripted, monkeypatch):

@@ -24,7 +24,6 @@ from agent_r1_jax.engine import request
 from agent_r1_jax.rl import table
 from agent_r1_jax.serve import conversation, program, replies, requests, sources
 from agent_r1_jax.tasks import qa
-from agent_r1_jax.train import rollout
 from agent_r1_jax.web import http
 from experiments.miniwiki import agents
 
@@ -44,11 +43,8 @@ print('a line\\n{"reward": 2, "length": 0.5}', flush=True)
 
 
 def _collect(make_env, tasks=None, *, samples=1, **limits):
-  engine, (_, _, chat) = serving.engine(), serving.policy()
   limits = serving.replace(serving.LIMITS, **limits)
-  tasks = serving.tasks() if tasks is None else tasks
-  options = {'limits': limits, 'samples': samples, 'seed': 3}
-  return tiny.within(rollout.collect, engine, chat, tasks, make_env, **options)
+  return serving.collect(make_env, tasks, samples=samples, limits=limits)
 
 
 def _play(run, **limits):

@@ -147,7 +147,7 @@ def test_openais_client_sends_pictures(served):
   assert texts[0].usage.prompt_tokens == alone.usage.prompt_tokens + 8
 
 
-def test_a_picture_is_the_same_in_every_dialect(served):
+def test_pictures_and_blocks_are_the_same_in_every_dialect(served):
   """Through the engine: with it each dialect has one reply, and without it another."""
   url = test_pictures.url(test_pictures.image())
   kind, data = url.removeprefix('data:').split(';base64,')
@@ -160,10 +160,12 @@ def test_a_picture_is_the_same_in_every_dialect(served):
 
   def ask(path, *shown):
     text = {'type': 'input_text' if path == 'responses' else 'text', 'text': 'What?'}
-    said = [{'role': 'user', 'content': [text, *shown]}]
-    given = {'input': said, 'max_output_tokens': 8}
-    if path != 'responses':
-      given = {'messages': said, 'max_tokens': 8}
+    said, brief = [{'role': 'user', 'content': [text, *shown]}], 'Be brief.'
+    given = {
+      'chat/completions': {'messages': [{'role': 'system', 'content': brief}, *said]},
+      'messages': {'messages': said, 'system': [{'type': 'text', 'text': brief}]},
+      'responses': {'input': said, 'instructions': brief, 'max_output_tokens': 8},
+    }[path] | {'max_tokens': 8}
     answer = httpx2.post(f'{served}/v1/{path}', json={'seed': 0, **given}).json()
     usage = answer['usage']
     return usage.get('prompt_tokens') or usage['input_tokens'], _find_text(answer)

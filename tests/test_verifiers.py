@@ -13,7 +13,6 @@ from starlette import applications, responses, routing
 import tiny
 
 from agent_r1_jax.tasks import verifiers
-from agent_r1_jax.train import rollout
 
 pytest.importorskip('verifiers', reason='the extra `verifiers` is not installed')
 
@@ -276,15 +275,7 @@ async def test_an_agent_that_is_not_trained_has_a_client_of_its_own():
 
 def test_agents_that_ask_at_once_and_for_a_stream_are_trained():
   tasks, make_env = verifiers.load({'taskset': {'id': 'adding_pair'}})
-  played = tiny.within(
-    rollout.collect,
-    serving.engine(),
-    serving.policy()[2],
-    tasks,
-    make_env,
-    limits=serving.LIMITS,
-    seed=3,
-  )
+  played = serving.collect(make_env, tasks)
   for trajectory in played:
     assert trajectory.error is None
     assert len(trajectory.segments) == len(trajectory.turns) == 2

@@ -9,14 +9,12 @@ import pytest
 import serving
 from test_convert_episodes import contexts, document, read_back
 from test_episodes import ROOT, failed, trajectory, write
-import tiny
 import with_package
 
 from agent_r1_jax import sft, types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.rl import table
 from agent_r1_jax.serve import program
-from agent_r1_jax.train import rollout
 from experiments import atif
 
 pytestmark = pytest.mark.skipif(
@@ -68,15 +66,8 @@ async def delegate(task, url):
 
 
 def test_harbor_reads_an_episode_with_the_tokens_of_each_context(tmp_path):
-  (played,) = tiny.within(
-    rollout.collect,
-    serving.engine(),
-    serving.policy()[2],
-    serving.tasks()[:1],
-    lambda: program.Program(delegate, lambda task, messages: 1.0),
-    limits=serving.LIMITS,
-    seed=3,
-  )
+  make_env = lambda: program.Program(delegate, lambda task, messages: 1.0)
+  (played,) = serving.collect(make_env, serving.tasks()[:1])
   assert played.error is None and len(played.segments) == 3
   root = document(tmp_path, played)
   ((errors, rows),) = read(next(tmp_path.glob('*.json')))

@@ -14,7 +14,6 @@ import with_package
 
 from agent_r1_jax import testing
 from agent_r1_jax.tasks import nemo_gym
-from agent_r1_jax.train import rollout
 
 pytestmark = pytest.mark.skipif(
   not with_package.has('nemo_gym'),
@@ -47,17 +46,8 @@ async def test_its_session_tools_and_verdict(tmp_path, url):
 def test_a_policy_plays_it(tmp_path, url):
   row = ROW | {'expected_count': 3}
   tasks = nemo_gym.load_tasks(write(tmp_path, row, row))
-  model, params, chat = serving.policy()
-  played = tiny.within(
-    rollout.collect,
-    serving.engine(),
-    chat,
-    tasks,
-    lambda: nemo_gym.ServedEnv(url),
-    limits=serving.LIMITS,
-    samples=32,
-    seed=3,
-  )
+  model, params, _ = serving.policy()
+  played = serving.collect(lambda: nemo_gym.ServedEnv(url), tasks, samples=32)
   assert len(played) == 64
   assert {t.error for t in played} == {None} and {t.reward for t in played} == {1.0}
   assert all(np.isfinite(t.metrics['calls']) for t in played)

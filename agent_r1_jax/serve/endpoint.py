@@ -23,8 +23,8 @@ import pydantic
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.serve import completions_form, requests
 from agent_r1_jax.serve import conversation as conversation_lib
-from agent_r1_jax.serve import requests
 from agent_r1_jax.serve import server as server_lib
 from agent_r1_jax.web import http
 
@@ -38,7 +38,7 @@ class _Endpoint:
   """
 
   def __init__(self, chat: chat_lib.Chat, vocab_size: int, on_end: Callable[[], Any]):
-    from starlette import applications, routing
+    from starlette import applications
 
     self.episodes: dict[str, conversation_lib.Conversation] = {}
     self._server = server_lib.Server(
@@ -52,8 +52,9 @@ class _Endpoint:
     )
     routes = []
     for prefix in ('', '/episodes/{episode}'):
-      reward = routing.Route(f'{prefix}/v1/reward', self._reward, methods=['POST'])
-      routes += [*self._server.make_routes(prefix), reward]
+      routes += self._server.make_routes(prefix)
+      reward = f'{prefix}/v1/reward', self._reward, completions_form.CHAT, 'POST'
+      routes.append(self._server.make_route(*reward))
     self._app = applications.Starlette(routes=routes)
     listener = http.listen('127.0.0.1', 0)
     self.url = f'http://127.0.0.1:{listener.getsockname()[1]}'
@@ -77,15 +78,12 @@ class _Endpoint:
       await server.shutdown([listener])
 
   async def _reward(self, request: Any):
-    try:
-      conversation: Any = self._server.find_source(request)
-      make = functools.partial(http.check_fields, _Report)
-      report = await http.read_json(request, 1 << 16, make)
-      session = request.headers.get(requests.SESSION_HEADER, '')
-      conversation.report(report.to_step(), session)
-      return http.answer_json({})
-    except http.RefusedError as error:
-      return self._server.refuse(error)
+    conversation: Any = self._server.find_source(request)
+    make = functools.partial(http.check_fields, _Report)
+    report = await http.read_json(request, 1 << 16, make)
+    session = request.headers.get(requests.SESSION_HEADER, '')
+    conversation.report(report.to_step(), session)
+    return http.answer_json({})
 
 
 class _Report(pydantic.BaseModel):

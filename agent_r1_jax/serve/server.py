@@ -89,14 +89,8 @@ class Server:
 
   async def answer(self, form: forms.Form, request: Any) -> Any:
     """Begins the replies to one request; returns what sends them."""
-    began = time.perf_counter()
-    try:
-      source = self.find_source(request)
-      asked, generations = await self._begin(form, source, request)
-    except http.RefusedError as error:
-      return self.metrics.refuse(form, error)
-    except ValueError as error:  # The chat or the engine cannot do it.
-      return self.metrics.refuse(form, http.RefusedError(400, str(error)))
+    began, source = time.perf_counter(), self.find_source(request)
+    asked, generations = await self._begin(form, source, request)
     name = generations[0].request.adapter or self.name
     prompts = [len(g.text) for g in generations[:: asked.request.n]]
     return answer_lib.Answer(
@@ -113,14 +107,9 @@ class Server:
 
   async def count_tokens(self, form: Any, request: Any) -> Any:
     """Answers how many tokens a request has, in a dialect that has `write_count`."""
-    try:
-      source = self.find_source(request)
-      asked = await self._read(form, source, request)
-      return http.answer_json(form.write_count(await source.count(asked.request)))
-    except http.RefusedError as error:
-      return self.metrics.refuse(form, error)
-    except ValueError as error:
-      return self.metrics.refuse(form, http.RefusedError(400, str(error)))
+    source = self.find_source(request)
+    asked = await self._read(form, source, request)
+    return http.answer_json(form.write_count(await source.count(asked.request)))
 
   async def _begin(self, form, source, request):
     """Begins the replies to a request; the source is told if they are refused."""
@@ -164,31 +153,30 @@ class Server:
     key = key.strip()
     return self.find(request.path_params.get('episode'), key)
 
-  def refuse(self, error: http.RefusedError) -> Any:
-    """Makes the answer to a request of no dialect that is refused."""
-    return self.metrics.refuse(completions_form.CHAT, error)
-
   def count_replies(self, more: int):
     """Counts replies that begin, or that have ended."""
     self.count += more
     self.metrics.replies.set(self.count)
 
-  def make_routes(self, prefix: str = '') -> list[Any]:
-    """Makes the routes under a prefix."""
+  def make_route(self, path: str, handle: Any, form: forms.Form, method: str) -> Any:
+    """Makes a route, whose refusals are answered in a dialect."""
     from starlette import routing
 
+    refuse = functools.partial(self.metrics.refuse, form)
+    return routing.Route(path, http.guard(handle, refuse), methods=[method])
+
+  def make_routes(self, prefix: str = '') -> list[Any]:
+    """Makes the routes under a prefix."""
+
     async def models(request):
-      try:
-        names = self.name, *self.find_source(request).adapters
-      except http.RefusedError as error:
-        return self.refuse(error)
+      names = self.name, *self.find_source(request).adapters
       model = {'object': 'model', 'created': 0, 'owned_by': 'policy'}
       models = [{'id': name, **model} for name in names]
       return http.answer_json({'object': 'list', 'data': models})
 
     def post(path, form, answer=self.answer):
-      endpoint = functools.partial(answer, form)
-      return routing.Route(prefix + path, endpoint, methods=['POST'])
+      handle = functools.partial(answer, form)
+      return self.make_route(prefix + path, handle, form, 'POST')
 
     return [
       post('/v1/chat/completions', completions_form.CHAT),
@@ -197,7 +185,7 @@ class Server:
       post('/v1/messages/count_tokens', messages_form.COUNT, self.count_tokens),
       post('/v1/responses', responses_form.RESPONSES),
       post('/v1/responses/input_tokens', responses_form.RESPONSES, self.count_tokens),
-      routing.Route(prefix + '/v1/models', models),
+      self.make_route(f'{prefix}/v1/models', models, completions_form.CHAT, 'GET'),
     ]
 
 

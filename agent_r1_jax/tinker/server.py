@@ -255,16 +255,11 @@ def _route(handlers: _Handlers, worker: work.Worker) -> Any:
 
   def wrap(answer: Callable) -> Callable:
     async def handle(request):
-      try:
-        handlers.check_key(request)
-        content = await answer(request)
-      except http.RefusedError as error:
-        return _refuse(error)
-      except ValueError as error:
-        return _refuse(http.RefusedError(400, str(error)))
+      handlers.check_key(request)
+      content = await answer(request)
       return http.answer_json(content) if isinstance(content, dict) else content
 
-    return handle
+    return http.guard(handle, _refuse)
 
   async def health(request):
     status = 503 if worker.stuck else 200

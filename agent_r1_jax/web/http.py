@@ -138,6 +138,25 @@ def check_fields(model: type[_Model], fields: dict[str, Any]) -> _Model:
   raise RefusedError(400, reason)
 
 
+def guard(
+  handle: Callable[[Any], Any], refuse: Callable[[RefusedError], Any]
+) -> Callable[[Any], Any]:
+  """Makes a handler of starlette requests: `refuse` answers what `handle` raises.
+
+  A ValueError says what cannot be done, as RefusedError does with the status 400.
+  """
+
+  async def answer(request):
+    try:
+      return await handle(request)
+    except RefusedError as error:
+      return refuse(error)
+    except ValueError as error:
+      return refuse(RefusedError(400, str(error)))
+
+  return answer
+
+
 def check_key(key: str, keys: Collection[str], remedy: str):
   """Raises RefusedError if there are keys, and this is none of them."""
   # Every key is compared in full, so that the time tells nothing.
