@@ -210,7 +210,7 @@ class Form(NamedTuple):
     chat = {name: fields[name] for name in _SAME if name in fields}
     chat |= {'messages': messages, 'tools': body.tools, 'stop': body.stop_sequences}
     chat |= body.tool_choice
-    last = body.messages[-1]
+    last: Any = body.messages[-1]
     chat['continue_final_message'] = bool(last) and last[-1]['role'] == 'assistant'
     if body.output_config is not None:
       chat['response_format'] = body.output_config
