@@ -4,6 +4,10 @@ from collections.abc import Callable, Iterator
 import contextlib
 import http.server
 import json
+import pathlib
+import signal
+import socket
+import subprocess
 import threading
 from typing import Any
 
@@ -58,3 +62,18 @@ def run(app: Any) -> Iterator[tuple[int, Any]]:
     finally:
       server.should_exit = True
       thread.join(20)
+
+
+@contextlib.contextmanager
+def run_script(python: str, name: str) -> Iterator[str]:
+  """Gives the address of a server in a process: a script of tests/, given a socket.
+
+  The socket listens before the server is there: who connects waits.
+  """
+  path = pathlib.Path(__file__).parent / name
+  with socket.create_server(('127.0.0.1', 0)) as listener:
+    number = listener.fileno()
+    server = subprocess.Popen([python, str(path), str(number)], pass_fds=[number])
+    yield f'http://127.0.0.1:{listener.getsockname()[1]}'
+  server.send_signal(signal.SIGTERM)
+  assert server.wait(60) in (0, -signal.SIGTERM)

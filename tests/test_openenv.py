@@ -1,11 +1,8 @@
 """A real OpenEnv server, in a process, and the environment that plays on it."""
 
-import pathlib
-import signal
-import socket
-import subprocess
 import sys
 
+import answers
 import pytest
 
 from agent_r1_jax import testing, types
@@ -16,14 +13,8 @@ pytest.importorskip('openenv', reason='the extra `environments` is not installed
 
 @pytest.fixture(scope='module')
 def url():
-  """The socket listens before the server is there: who connects waits."""
-  with socket.create_server(('127.0.0.1', 0)) as listener:
-    number = listener.fileno()
-    path = pathlib.Path(__file__).parent / 'openenv_server.py'
-    server = subprocess.Popen([sys.executable, str(path), str(number)], pass_fds=[number])
-    yield f'http://127.0.0.1:{listener.getsockname()[1]}'
-  server.send_signal(signal.SIGTERM)
-  assert server.wait(60) in (0, -signal.SIGTERM)
+  with answers.run_script(sys.executable, 'openenv_server.py') as url:
+    yield url
 
 
 def act(*actions):

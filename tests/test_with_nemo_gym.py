@@ -1,13 +1,9 @@
 """A resources server of nemo_gym's own code is played: `make test-with-nemo-gym`."""
 
-import signal
-import socket
-import subprocess
-
+import answers
 import numpy as np
 import pytest
 import serving
-from test_episodes import ROOT
 from test_nemo_gym import REPLIES, ROW, write
 import tiny
 import with_package
@@ -23,14 +19,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope='module')
 def url():
-  """The socket listens before the server is there: who connects waits."""
-  with socket.create_server(('127.0.0.1', 0)) as listener:
-    number = str(listener.fileno())
-    command = [with_package.PYTHON, str(ROOT / 'tests' / 'nemo_gym_server.py'), number]
-    server = subprocess.Popen(command, pass_fds=[listener.fileno()])
-    yield f'http://127.0.0.1:{listener.getsockname()[1]}'
-  server.send_signal(signal.SIGTERM)
-  assert server.wait(60) in (0, -signal.SIGTERM)
+  with answers.run_script(str(with_package.PYTHON), 'nemo_gym_server.py') as url:
+    yield url
 
 
 async def test_its_session_tools_and_verdict(tmp_path, url):
