@@ -360,7 +360,7 @@ def test_a_reply_that_may_have_one_call_ends_with_it(url):
 
   def count(path, **fields):
     body = {'temperature': 0, 'max_tokens': 200, 'input': [USER], **fields}
-    usage = httpx2.post(f'{url}/v1/{path}', json=body).json()['usage']
+    usage = httpx2.post(f'{url}/v1/{path}', json=body, timeout=120).json()['usage']
     return usage.get('completion_tokens') or usage['output_tokens']
 
   found = [
@@ -383,6 +383,7 @@ def test_a_reply_goes_on_from_a_given_beginning(url):
   ask = lambda path, text, **more: httpx2.post(
     f'{url}/v1/{path}',
     json={**asked, 'messages': [USER, *_said(text)], **more},
+    timeout=120,
   ).json()
   whole = ask('messages', '')['content'][0]['text']
   begun = whole[: whole.index(' ', 10)]
