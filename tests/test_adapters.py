@@ -27,6 +27,7 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import (
   decoder,
   families,
+  kv_cache,
   lora,
   peft_files,
   sampling_params,
@@ -164,7 +165,7 @@ class TestTokens:
     @functools.partial(jax.jit, static_argnames='c')
     def extend(params, adapters=None, c=shape):
       x, _ = decoder.extend(
-        params, c, tokens, positions, decoder.empty_cache(c, 2, 8), adapters
+        params, c, tokens, positions, kv_cache.empty(c, 2, 8), adapters
       )
       return x.astype(jnp.float32)
 

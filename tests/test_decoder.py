@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from agent_r1_jax.models import decoder, families, sampling_params, weights
+from agent_r1_jax.models import decoder, families, kv_cache, sampling_params, weights
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
 _FAMILIES = tuple(families.FAMILIES)
@@ -65,7 +65,7 @@ def test_the_cache_gives_the_logits_of_transformers(family):
   config, params, rows = _model(family)
   layers = sampling_params.unstack(params, config)
   extend = jax.jit(functools.partial(decoder.extend, layers, config))
-  slots, cache, found = 48, decoder.empty_cache(config, len(rows), 48), []
+  slots, cache, found = 48, kv_cache.empty(config, len(rows), 48), []
   tokens = np.array([np.resize(tokens, slots) for tokens, _ in rows])
   places = np.array([np.arange(slots)] * len(rows))
   for row, (text, _) in enumerate(rows):

@@ -10,7 +10,7 @@ import pytest
 import script
 import tiny
 
-from agent_r1_jax.models import decoder, sampling_params
+from agent_r1_jax.models import decoder, kv_cache, sampling_params
 from experiments.bench import gaps
 
 
@@ -72,7 +72,7 @@ def test_float32_attention_computes_the_same_with_float32_weights():
 
     def both(params, copy):
       packed = decoder.hidden(params, config, text, places, jnp.ones_like(places))
-      cache = decoder.empty_cache(config, 2, 48)
+      cache = kv_cache.empty(config, 2, 48)
       return packed, decoder.extend(copy, config, text, places, cache)[0]
 
     return jax.jit(both)(params, sampling_params.unstack(params, config))

@@ -10,7 +10,7 @@ import tiny
 from agent_r1_jax import train, types
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import records
-from agent_r1_jax.models import decoder, experts, sampling_params, weights
+from agent_r1_jax.models import decoder, experts, kv_cache, sampling_params, weights
 from agent_r1_jax.rl import algorithms, credit, packing
 from agent_r1_jax.rl import table as table_lib
 
@@ -20,13 +20,13 @@ L, E, k = SHAPE.num_layers, SHAPE.num_experts, SHAPE.experts_per_token
 
 def _choose(shape, params, tokens):
   """The experts that the layers take where all tokens are computed at once, [n, L, k]."""
-  cache = decoder.empty_cache(shape, 1, len(tokens))
+  cache = kv_cache.empty(shape, 1, len(tokens))
   at = np.arange(len(tokens), dtype=np.int32)[None]
   copy = sampling_params.unstack(params, shape)
   _, cache = jax.jit(decoder.extend, static_argnums=1)(
     copy, shape, tokens[None], at, cache
   )
-  return np.stack([layer[2][0].T for layer in cache], axis=1)
+  return np.stack([layer.experts[0].T for layer in cache], axis=1)
 
 
 def _segment(n, routes=None, tokens=None):

@@ -109,7 +109,7 @@ jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 import tiny
 from agent_r1_jax import types
-from agent_r1_jax.models import decoder, sampling_params, sharding
+from agent_r1_jax.models import decoder, kv_cache, sampling_params, sharding
 from agent_r1_jax.rl import algorithms, learner, packing
 from agent_r1_jax.rl import table as table_lib
 
@@ -156,10 +156,10 @@ def check(family, batch, sizes, **fields):
   layers = sampling_params.unstack(jax.device_put(params), config)
   args = np.arange(12, dtype=np.int32).reshape(2, 6), np.tile(np.arange(6), (2, 1))
   extend = jax.jit(lambda p, c: decoder.extend(p, config, *args, c)[0])
-  want = extend(layers, decoder.empty_cache(config, 2, 16))
+  want = extend(layers, kv_cache.empty(config, 2, 16))
   pair = sharding.make_mesh(tensor=2, devices=jax.devices()[:2])
   with jax.set_mesh(pair):
-    cache = sharding.shard_cache(decoder.empty_cache(config, 2, 16), pair)
+    cache = sharding.shard_cache(kv_cache.empty(config, 2, 16), pair)
     layers = jax.device_put(layers, sharding.make_shardings(layers, pair))
     np.testing.assert_allclose(extend(layers, cache), want, rtol=0, atol=1e-4)
 

@@ -20,6 +20,7 @@ from agent_r1_jax.agent import pictures
 from agent_r1_jax.models import (
   decoder,
   hf_config,
+  kv_cache,
   picture_patches,
   picture_places,
   sampling_params,
@@ -245,7 +246,7 @@ def test_the_cache_gives_the_logits_of_transformers():
   config, params = _model()
   layers, features = sampling_params.unstack(params, config), _features()[0]
   rows = [_row(0), _row(1)]
-  slots, cache = 80, decoder.empty_cache(config, 2, 80)
+  slots, cache = 80, kv_cache.empty(config, 2, 80)
   lengths = [len(row[0]) for row in rows]
   tokens, places = np.zeros((2, slots), np.int32), np.zeros((2, slots, 3), np.int32)
   index, positions = np.full((2, slots), -1, np.int32), np.full((2, slots), slots)

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 from agent_r1_jax.engine import drafts, prompt_scores
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import sampling as sampling_lib
-from agent_r1_jax.models import decoder, lora
+from agent_r1_jax.models import decoder, kv_cache, lora
 
 # The number of likeliest tokens whose log-probs a request can ask for.
 TOP = 20
@@ -66,7 +66,7 @@ class Decoded(NamedTuple):
 @functools.partial(jax.jit, static_argnames=('config', 'bucket'), donate_argnames='cache')
 def prefill(
   params: decoder.Params,
-  cache: decoder.Cache,
+  cache: kv_cache.Cache,
   rows: Int[Array, 'M'],
   start: Int[Array, 'M'],
   tokens: Int[Array, 'M T'],
@@ -77,7 +77,7 @@ def prefill(
   *,
   config: decoder.DecoderConfig,
   bucket: int,
-) -> tuple[decoder.Cache, prompt_scores.Scored | None]:
+) -> tuple[kv_cache.Cache, prompt_scores.Scored | None]:
   """Writes tokens[m, :count[m]] to the slots of row rows[m] from start[m] on.
 
   Rows are distinct; B or more marks an unused entry. start[m] tokens are in the cache
@@ -99,8 +99,8 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames='bucket', donate_argnames='cache')
 def copy(
-  cache: decoder.Cache, source: Int[Array, 'M'], rows: Int[Array, 'M'], *, bucket: int
-) -> decoder.Cache:
+  cache: kv_cache.Cache, source: Int[Array, 'M'], rows: Int[Array, 'M'], *, bucket: int
+) -> kv_cache.Cache:
   """Copies the first `bucket` slots of row source[m] to row rows[m]."""
   return jax.tree.map(
     lambda x: x.at[rows, :, :bucket].set(x[source, :, :bucket], mode='drop'), cache
@@ -109,10 +109,13 @@ def copy(
 
 @functools.partial(jax.jit, static_argnames='bucket')
 def read_routes(
-  cache: decoder.Cache, row: Int[Array, ''], *, bucket: int
+  cache: kv_cache.Cache, row: Int[Array, ''], *, bucket: int
 ) -> Int[Array, 'bucket L k']:
   """Reads which experts computed the first `bucket` slots of a row."""
-  routes_LkS = jnp.stack([layer[2][row, :, :bucket] for layer in cache])
+  experts = (
+    layer.experts[row, :, :bucket] for layer in cache if layer.experts is not None
+  )
+  routes_LkS = jnp.stack([*experts])
   return jnp.moveaxis(routes_LkS, 2, 0)
 
 
@@ -123,7 +126,7 @@ def read_routes(
 )
 def decode(
   params: decoder.Params,
-  cache: decoder.Cache,
+  cache: kv_cache.Cache,
   batch: DecodeBatch,
   guide_params: tuple,
   places: drafts.Places | None = None,
@@ -135,7 +138,7 @@ def decode(
   bucket: int,
   in_place: bool = False,
   k: int = 0,
-) -> tuple[decoder.Cache, tuple[guide_lib.State, ...], Decoded]:
+) -> tuple[kv_cache.Cache, tuple[guide_lib.State, ...], Decoded]:
   """Samples until every entry has stopped, but calls the policy at most `steps` times.
 
   A token's randomness is (key, position): neither the other rows nor the way a reply is
@@ -162,7 +165,7 @@ def decode(
   Returns:
     The cache, the guides' states after the last token of each entry, and the tokens.
   """
-  B = cache[0][0].shape[0]
+  B = cache[0].keys.shape[0]
   # Rows are copied once a decode; attention then reads `bucket` slots in each call.
   view = cache if in_place else _gather_rows(cache, batch.rows, bucket)
   sizes = len(batch.rows), drafts.count_most(steps, k), min(TOP, config.vocab_size)
@@ -216,7 +219,7 @@ def _no_tokens(M: int, steps: int, n: int) -> Decoded:
 
 def _extend_replies(
   policy: _Policy, batch: DecodeBatch, view, replies: _Replies, places, *, bucket, k
-) -> tuple[decoder.Cache, _Replies]:
+) -> tuple[kv_cache.Cache, _Replies]:
   """Computes each text's last token and a draft; samples 1 to k + 1 tokens of each."""
   out, alive = replies.out, replies.alive
   tokens_MT = replies.ends[:, -1:]
@@ -353,17 +356,17 @@ def _where(alive: Bool[Array, 'M'], new: Array, old: Array) -> Array:
 
 
 def _gather_rows(
-  cache: decoder.Cache, rows: Int[Array, 'M'], bucket: int
-) -> decoder.Cache:
+  cache: kv_cache.Cache, rows: Int[Array, 'M'], bucket: int
+) -> kv_cache.Cache:
   """Copies the first `bucket` slots of M rows out of the cache."""
   return jax.tree.map(lambda x: x[rows, :, :bucket], cache)
 
 
 def _scatter_rows(
-  cache: decoder.Cache, rows: Int[Array, 'M'], view: decoder.Cache
-) -> decoder.Cache:
+  cache: kv_cache.Cache, rows: Int[Array, 'M'], view: kv_cache.Cache
+) -> kv_cache.Cache:
   """Writes what `_gather_rows` copied back into the cache; drops unused entries."""
-  bucket = view[0][0].shape[2]
+  bucket = view[0].keys.shape[2]
   return jax.tree.map(
     lambda x, v: x.at[rows, :, :bucket].set(v, mode='drop'), cache, view
   )

@@ -23,6 +23,7 @@ import numpy as np
 from agent_r1_jax.models import (
   attention,
   experts,
+  kv_cache,
   lora,
   rope,
   sharded_params,
@@ -43,9 +44,6 @@ Params = dict[str, Any]
 # array and out of it, which takes 15 % of a small model's gradient.
 UNROLLED_LAYERS = 8
 _ACTIVATIONS = {'silu': nn.silu, 'gelu_pytorch_tanh': nn.gelu}
-# Keys and values of each layer, [B, K, S, H], and where there are experts those that have
-# computed each slot, [B, k, S]: a TPU would fill a last axis of k up to 128.
-Cache = tuple[tuple[Array, ...], ...]
 
 
 class Pictures(NamedTuple):
@@ -133,26 +131,12 @@ class Attention(nn.Module):
       ids, ends = segments
       out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, ids, ends, local, rules)
     else:
-      k_BKSH, v_BKSH = (
-        _write_slots(x_BKSH, x_BTKH, positions_BT)
-        for x_BKSH, x_BTKH in zip(cache[:2], (k_BTKH, v_BTKH), strict=True)
-      )
-      cache = (k_BKSH, v_BKSH, *cache[2:])
+      cache = kv_cache.write(cache, k_BTKH, v_BTKH, positions_BT)
       rules = rules._replace(window=c.window if kind and kind.slides else 0)
-      out_BTNH = attention.cached(q_BTNH, k_BKSH, v_BKSH, positions_BT, rules)
+      out_BTNH = attention.cached(q_BTNH, cache.keys, cache.values, positions_BT, rules)
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
     out = Projection((c.embed_dim,), c.dtype, 2, kernel_init=init, name='o')
     return apply_flat(out, out_BTNH), cache
-
-
-def _write_slots(cache_BKSH: Array, x_BTKH: Array, positions_BT: Array) -> Array:
-  """Writes tokens to their slots, none past the last; experts have no H, and k for K."""
-  B, K = cache_BKSH.shape[:2]
-  # Each head has an index. If the heads were a slice, a TPU's compiler would lay them out
-  # behind the slots, and copy the whole cache for the kernel that reads it.
-  rows_B11, heads_11K = jnp.arange(B)[:, None, None], jnp.arange(K)[None, None]
-  where = rows_B11, heads_11K, positions_BT[..., None]
-  return cache_BKSH.at[where].set(x_BTKH, mode='drop')
 
 
 class Block(nn.Module):
@@ -184,8 +168,7 @@ class Block(nn.Module):
       counts = segments and _find_text(positions_BT, *segments)
       loads = segments and experts.count_loads(expert_BTk, c.num_experts, counts)
       if cache is not None:
-        taken_BTk = expert_BTk.astype(cache[2].dtype)
-        cache = (*cache[:2], _write_slots(cache[2], taken_BTk, positions_BT))
+        cache = kv_cache.write_experts(cache, expert_BTk, positions_BT)
     x_BTD += self._normalise('mlp_out_norm', out)
     return x_BTD, cache if segments is None else loads
 
@@ -334,25 +317,15 @@ def hidden_and_loads(
   return out
 
 
-def empty_cache(config: DecoderConfig, rows: int, slots: int) -> Cache:
-  """A cache of zeros; see `Cache`."""
-  heads: Any = (rows, config.num_kv_heads, slots, config.head_dim), config.dtype
-  arrays = [heads, heads]
-  if config.num_experts:
-    dtype = jnp.int8 if config.num_experts <= 128 else jnp.int16
-    arrays.append(((rows, config.experts_per_token, slots), dtype))
-  return tuple(tuple(jnp.zeros(*a) for a in arrays) for _ in range(config.num_layers))
-
-
 def extend(
   params: Params,
   config: DecoderConfig,
   tokens: Int[Array, 'B T'],
   positions: Int[Array, 'B T'],
-  cache: Cache,
+  cache: kv_cache.Cache,
   adapters: lora.Adapters | None = None,
   pictures: Pictures | None = None,
-) -> tuple[Float[Array, 'B T D'], Cache]:
+) -> tuple[Float[Array, 'B T D'], kv_cache.Cache]:
   """Writes tokens at their positions and returns their final hidden states.
 
   A token whose position is at or past the last slot is computed but not written. With

@@ -20,6 +20,7 @@ from agent_r1_jax.host import processes
 from agent_r1_jax.models import (
   decoder,
   head,
+  kv_cache,
   lora,
   quantization,
   sampling_params,

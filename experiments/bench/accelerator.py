@@ -40,6 +40,7 @@ from agent_r1_jax.host import runtime
 from agent_r1_jax.models import (
   attention_kernels,
   decoder,
+  kv_cache,
   sampling_params,
   slot_attention,
 )
@@ -105,7 +106,7 @@ def decode():
     in_place = attention_kernels.reads_used_slots(
       (rows, config.num_kv_heads, slots, config.head_dim), config.dtype
     )
-    cache = decoder.empty_cache(config, rows, slots)
+    cache = kv_cache.empty(config, rows, slots)
     a_token = sum(x.nbytes for x in jax.tree.leaves(cache)) / rows / slots
     empty = active_request.make_decode_batch({}, rows, guides, unused_row=rows)
     for used in map(int, _USED.value):

@@ -65,6 +65,7 @@ from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.models import (
   decoder,
   head,
+  kv_cache,
   lora,
   quantization,
   sampling_params,
@@ -241,7 +242,7 @@ def lowered_sampling(program: str, config, mesh) -> Any:
   def ints(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
-  shapes = jax.eval_shape(lambda: decoder.empty_cache(config, texts, slots))
+  shapes = jax.eval_shape(lambda: kv_cache.empty(config, texts, slots))
   params = replica(config, mesh)
   where = lambda x: sharding.cache_sharding(x.shape[1], mesh)
   cache = abstract(shapes, jax.tree.map(where, shapes))
@@ -298,7 +299,7 @@ def count_needed(
     return operations / mesh.size, 0.0
   if program == 'decode':
     texts, used = replica_texts(mesh), _USED.value or _SLOTS.value
-    cache = jax.eval_shape(lambda: decoder.empty_cache(config, texts, used))
+    cache = jax.eval_shape(lambda: kv_cache.empty(config, texts, used))
     narrow = [k for k in jax.tree.leaves(replica(config, mesh)) if k.dtype.itemsize == 1]
     # A chip reads its heads; where there are fewer than chips, one.
     slots = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))

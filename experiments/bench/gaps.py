@@ -28,6 +28,7 @@ from agent_r1_jax.models import (
   block_attention,
   decoder,
   head,
+  kv_cache,
   sampling_params,
 )
 from agent_r1_jax.rl import learner, packing, table
@@ -222,7 +223,7 @@ def decode(params, tokens_BT, *, config) -> Array:
     x_B1D, cache = decoder.extend(params, config, token_B1, position_B1, cache)
     return cache, x_B1D[:, 0]
 
-  cache = decoder.empty_cache(config, B, T)
+  cache = kv_cache.empty(config, B, T)
   _, x_TBD = jax.lax.scan(step, cache, jnp.arange(T))
   return jnp.swapaxes(x_TBD, 0, 1)
 
@@ -232,7 +233,7 @@ def prefill(params, tokens_BT, *, config) -> Array:
   """Computes hidden states [B, T, D] by one call for the whole text, with a cache."""
   B, T = tokens_BT.shape
   positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
-  cache = decoder.empty_cache(config, B, T)
+  cache = kv_cache.empty(config, B, T)
   return decoder.extend(params, config, tokens_BT, positions_BT, cache)[0]
 
 

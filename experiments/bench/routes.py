@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.models import decoder, experts, sampling_params
+from agent_r1_jax.models import decoder, experts, kv_cache, sampling_params
 from agent_r1_jax.rl import learner, packing
 from agent_r1_jax.rl import table as table_lib
 from experiments.bench import gaps
@@ -69,7 +69,7 @@ def decode(params, tokens_BT: Array, *, config: decoder.DecoderConfig):
       *(x[:, :, 0] for x in stack(noted, 1)),
     )
 
-  cache = decoder.empty_cache(config, B, T)
+  cache = kv_cache.empty(config, B, T)
   _, found = jax.lax.scan(step, cache, jnp.arange(T - 1))
   return tuple(jnp.swapaxes(x, 0, 1) for x in found)
 
