@@ -337,6 +337,8 @@ def test_pages_are_for_tpus_bfloat16_and_whole_tiles(
   # A prefill has no list of pages.
   prefills = reads_pages or B == 8192
   assert attention_kernels.reads_used_slots((B, 2, S, H), dtype, 256) == prefills
+  for queries in (1, 256):
+    assert not attention_kernels.reads_used_slots((B, 2, S, H), dtype, queries, True)
 
 
 @pytest.mark.parametrize(

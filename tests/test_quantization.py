@@ -175,11 +175,15 @@ def test_an_algorithm_without_a_correction_gets_one():
   preflight.check_config(
     tiny.run_config(config('int8'), sync_every=2), add('int8', plain)
   )
+  cache = config_lib.Config(engine=config_lib.Engine(cache='int8'))
+  assert preflight.correct_rounding(cache, plain).correction
+  assert preflight.correct_rounding(cache, given) is given
 
 
 @pytest.mark.usefixtures('no_curves')
 def test_a_run_is_corrected_and_learns_in_full_precision(model, tmp_path):
-  config = test_train._config(model, steps=1, eval_every=0, weights='int8')
+  numbers = {'weights': 'int8', 'cache': 'int8'}
+  config = test_train._config(model, steps=1, eval_every=0, **numbers)
   params = test_train._run(config, tmp_path)
   lines = [line for line in metrics.read(tmp_path) if line['step']]
   # The learner's policy is another one than the sampler's.

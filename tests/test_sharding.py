@@ -156,12 +156,14 @@ def check(family, batch, sizes, **fields):
   layers = sampling_params.unstack(jax.device_put(params), config)
   args = np.arange(12, dtype=np.int32).reshape(2, 6), np.tile(np.arange(6), (2, 1))
   extend = jax.jit(lambda p, c: decoder.extend(p, config, *args, c)[0])
-  want = extend(layers, kv_cache.empty(config, 2, 16))
+  # A number between two integers may be rounded to the other one on two chips.
+  numbers, atol = ('int8', 5e-3) if family == 'gemma2' else ('model', 1e-4)
+  want = extend(layers, kv_cache.empty(config, 2, 16, numbers))
   pair = sharding.make_mesh(tensor=2, devices=jax.devices()[:2])
   with jax.set_mesh(pair):
-    cache = sharding.shard_cache(kv_cache.empty(config, 2, 16), pair)
+    cache = sharding.shard_cache(kv_cache.empty(config, 2, 16, numbers), pair)
     layers = jax.device_put(layers, sharding.make_shardings(layers, pair))
-    np.testing.assert_allclose(extend(layers, cache), want, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(extend(layers, cache), want, rtol=0, atol=atol)
 
 half, deep, long = (
   dict(data=2, fsdp=2, tensor=2), dict(fsdp=2, tensor=4), dict(fsdp=4, context=2)

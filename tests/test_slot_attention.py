@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from agent_r1_jax.models import attention, attention_kernels, sharding, slot_attention
+from agent_r1_jax.models import (
+  attention,
+  attention_kernels,
+  kv_cache,
+  sharding,
+  slot_attention,
+)
 
 try:
   from jax.experimental.pallas.mosaic_gpu import (
@@ -51,6 +57,26 @@ def test_used_slots_are_the_plain_attention(T, N, K, S, H):
   assert out.dtype == jnp.bfloat16
   plain = attention.cached(q, spoil(k, 0), spoil(v, 0), positions)
   np.testing.assert_allclose(out.astype(float), plain.astype(float), atol=0.02)
+
+
+def test_of_eight_bits_integers_and_scales_are_read():
+  """Five blocks, more than are in shared memory, and a text of one slot."""
+  q, k, v = inputs(2, 1, 4, 2, 320, 128)
+  positions = jnp.asarray([[0], [317]])
+  (k, k_scale), (v, v_scale) = map(kv_cache.round_heads, (k, v))
+  # Slots that are larger than others by as much as two scales are.
+  scales = k_scale * 3, v_scale * (1 + jnp.arange(320) % 7)[None, None]
+  plain = slot_attention.attend_plainly(q, k, v, positions, scales)
+  unread = (jnp.arange(320) >= slot_attention.BLOCK)[None] & (positions == 0)
+  spoil = lambda x: jnp.where(unread[:, None], jnp.nan, x)
+  out = _interpreted(q, k, v, positions, scales=tuple(map(spoil, scales)))
+  assert out.dtype == jnp.bfloat16
+  far = np.abs(out.astype(float) - plain).max(-1) / np.abs(plain).max(-1)
+  assert far.max() < 0.02
+  # XLA's attention is the same.
+  out = attention.cached(q, k, v, positions, scales=scales)
+  far = np.abs(out.astype(float) - plain).max(-1) / np.abs(plain).max(-1)
+  assert far.max() < 0.02
 
 
 def test_parts_keep_the_cores_busy_and_compute_the_same(monkeypatch):
@@ -105,7 +131,9 @@ def test_it_is_for_gpus_with_its_instructions(monkeypatch, kind, H, dtype, reads
   monkeypatch.setattr(sharding, 'platform', lambda: 'gpu')
   monkeypatch.setattr(sharding, 'device_kind', lambda: kind)
   for queries in (1, 256):
-    assert attention_kernels.reads_used_slots((8, 2, 4096, H), dtype, queries) == reads
+    for rounded in (False, True):
+      sizes = (8, 2, 4096, H), dtype, queries, rounded
+      assert attention_kernels.reads_used_slots(*sizes) == reads
 
 
 @pytest.fixture
@@ -113,7 +141,7 @@ def check(monkeypatch):
   """The check of a GPU, which measures what `gap` returns."""
 
   def run(gap):
-    monkeypatch.setattr(slot_attention, 'measure_gap', lambda H: gap())
+    monkeypatch.setattr(slot_attention, 'measure_gap', lambda *args: gap())
     attention_kernels._passes_check.cache_clear()
     return attention_kernels._passes_check(128)
 
@@ -149,7 +177,14 @@ def test_a_check_without_an_answer_says_how_to_go_on(check, monkeypatch):
     waits.set()
 
 
-def test_the_check_measures_the_largest_difference(monkeypatch):
-  off = lambda *args: _interpreted(*args).at[2, 3, 5, 7].add(0.5)
+@pytest.mark.parametrize('rounded', [False, True])
+def test_the_check_measures_the_largest_difference(monkeypatch, rounded):
+  given = []
+
+  def off(*args, scales=None):
+    given.extend(args[1:3])
+    return slot_attention.attend_plainly(*args, scales).at[2, 3, 5, 7].add(0.5)
+
   monkeypatch.setattr(slot_attention, 'attend', off)
-  assert slot_attention.measure_gap(64) == pytest.approx(0.5, abs=0.02)
+  assert slot_attention.measure_gap(64, rounded) == pytest.approx(0.5, abs=0.02)
+  assert {x.dtype.name for x in given} == {'int8' if rounded else 'bfloat16'}

@@ -85,6 +85,8 @@ class Engine:
       model.dtype; or 'int8' or 'fp8', of 8 bits with a scale for each output. The learner
       never has these: an algorithm without a correction then gets
       correction.token_truncated().
+    cache: The numbers of the keys and values in the KV cache: 'model', of model.dtype; or
+      'int8', of 8 bits with a scale for each slot of each head. The correction likewise.
   """
 
   rows: int = 0
@@ -98,16 +100,22 @@ class Engine:
   drafts: int = 0
   replicas: int = 0
   weights: str = 'model'
+  cache: str = 'model'
 
   @property
   def rounds_weights(self) -> bool:
     """Whether it samples with other kernels than the learner's."""
     return self.weights != 'model'
 
+  @property
+  def rounds(self) -> bool:
+    """Whether it samples with other numbers than the learner's."""
+    return self.rounds_weights or self.cache != 'model'
+
   def check(self) -> None:
     """Raises ValueError for a wrong value; the message names the field."""
     chosen = [name.removeprefix('engine.') for name in SIZES if 'engine.' in name]
-    choices = {'weights': ('model', 'int8', 'fp8')}
+    choices = {'weights': ('model', 'int8', 'fp8'), 'cache': ('model', 'int8')}
     fields.check(
       self, 'engine', at_least_1=('decode_steps',), chosen_if_0=chosen, choices=choices
     )

@@ -39,7 +39,7 @@ class Device:
   ):
     """Allocates the cache on `mesh`."""
     self.config, self.sizes, self.mesh = config, sizes, mesh
-    self.cache = kv_cache.empty(config, sizes.rows, sizes.slots)
+    self.cache = kv_cache.empty(config, sizes.rows, sizes.slots, sizes.cache)
     if mesh is not None:
       self.cache = sharding.shard_cache(self.cache, mesh)
     self.sight = sight_lib.Sight(config, mesh) if config.vision else None

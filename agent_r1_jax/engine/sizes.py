@@ -5,7 +5,7 @@ import logging
 from typing import NamedTuple
 
 from agent_r1_jax.engine import drafts as drafts_lib
-from agent_r1_jax.models import attention_kernels, decoder
+from agent_r1_jax.models import attention_kernels, decoder, kv_cache
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ class Sizes(NamedTuple):
   buckets: list[int]  # Slots that a prefill or a copy reads of each row.
   decode_buckets: list[int]  # Slots that a decode reads of each row.
   drafts: int  # Tokens that are drafted for a call of the policy (k).
+  cache: str  # The numbers of the cache; see `kv_cache.empty`.
 
   @property
   def programs(self) -> int:
@@ -56,6 +57,7 @@ def make(
   narrow: bool = True,
   drafts: int = 0,
   replicas: int = 1,
+  cache: str = 'model',
 ) -> Sizes:
   """Chooses the sizes of one replica's programs, on the mesh that is set.
 
@@ -78,13 +80,17 @@ def make(
     replicas: Replicas on each chip. They share its parameters and divide its rows and
       width. On a CPU, one for each core keeps all cores busy: XLA computes a decode
       mostly on one core.
+    cache: The numbers of keys and values, one of kv_cache.NUMBERS.
 
   A log-prob's last bits depend on the program that computed it: runs whose tools take
   their time repeat to the last bit only with bucket = slots and narrow = False.
 
   Raises:
-    ValueError: A size is below 1, or replicas does not divide rows and width.
+    ValueError: A size is below 1, or replicas does not divide rows and width; or there
+      are no such numbers.
   """
+  if cache not in kv_cache.NUMBERS:
+    raise ValueError(f'cache is {cache!r}; give one of {", ".join(kv_cache.NUMBERS)}.')
   width = rows if width is None else min(width, rows)
   checked = {'rows': rows, 'slots': slots, 'decode_steps': decode_steps}
   checked |= {'prefill_rows': prefill_rows, 'prefill_tokens': prefill_tokens}
@@ -104,16 +110,18 @@ def make(
   buckets = [b for i in range(32) if (b := bucket << i) < slots] + [slots]
   decode_rows, decode_buckets = with_quarter(width), buckets
   cache_shape = (rows, config.num_kv_heads, slots, config.head_dim)
-  reads_used_slots = attention_kernels.reads_used_slots
-  if width == rows and reads_used_slots(cache_shape, config.dtype):
+  reads_used_slots = lambda queries: attention_kernels.reads_used_slots(
+    cache_shape, config.dtype, queries, cache != 'model'
+  )
+  if width == rows and reads_used_slots(1):
     # Smaller programs would read as much, and copy it first.
     decode_rows, decode_buckets = [rows], [slots]
-    if drafts and not reads_used_slots(cache_shape, config.dtype, drafts + 1):
+    if drafts and not reads_used_slots(drafts + 1):
       _LOGGER.warning('Nothing is drafted: the kernel of a decode has one query.')
       drafts = 0
   prefills = prefill_tokens, with_quarter(min(prefill_rows, rows))
   decodes = decode_rows, buckets, decode_buckets
-  return Sizes(rows, slots, decode_steps, *prefills, *decodes, drafts)
+  return Sizes(rows, slots, decode_steps, *prefills, *decodes, drafts, cache)
 
 
 def round_up(sizes: list[int], n: int) -> int:

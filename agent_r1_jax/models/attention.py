@@ -12,10 +12,10 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 
 from agent_r1_jax.models import attention_kernels as kernels
-from agent_r1_jax.models import block_attention, sharding
+from agent_r1_jax.models import block_attention, kv_cache, sharding
 
 # A block of causal attention has at least this many queries.
 _MIN_BLOCK = 64
@@ -165,25 +165,28 @@ def _packed(
 
 def cached(
   q_BTNH: Float[Array, 'B T N H'],
-  k_BKSH: Float[Array, 'B K S H'],
-  v_BKSH: Float[Array, 'B K S H'],
+  k_BKSH: Num[Array, 'B K S H'],
+  v_BKSH: Num[Array, 'B K S H'],
   positions_BT: Int[Array, 'B T'],
   rules: Rules = _PLAIN,
+  scales: kv_cache.Scales | None = None,
 ) -> Float[Array, 'B T N H']:
   """Attends to every slot at or before the query's position: the cache's only mask.
 
-  With a window, to the last slots of them, its own included.
+  With a window, to the last slots of them, its own included. Keys and values that are
+  int8 have scales.
   """
   slots = k_BKSH.shape[2]
   plain = rules.cap is None and not 0 < rules.window < slots
-  if plain and kernels.reads_used_slots(k_BKSH.shape, k_BKSH.dtype, q_BTNH.shape[1]):
-    return kernels.over_used_slots(q_BTNH, k_BKSH, v_BKSH, positions_BT)
+  sizes = k_BKSH.shape, q_BTNH.dtype, q_BTNH.shape[1]
+  if plain and kernels.reads_used_slots(*sizes, rounded=scales is not None):
+    return kernels.over_used_slots(q_BTNH, k_BKSH, v_BKSH, positions_BT, scales)
   slots_S = jnp.arange(k_BKSH.shape[2])
   after_BTS = positions_BT[:, :, None] - slots_S[None, None, :]
   mask_BTS = after_BTS >= 0
   if rules.window:
     mask_BTS &= after_BTS < rules.window
-  return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, rules.cap)
+  return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, rules.cap, scales)
 
 
 def count_blocks(tokens: int) -> int:
@@ -196,20 +199,25 @@ def cap_scores(x: Array, cap: float | None) -> Array:
   return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, cap) -> Float[Array, 'B T N H']:
+def _attend(
+  q_BTNH, k_BKSH, v_BKSH, mask_BTS, cap, scales: kv_cache.Scales | None = None
+) -> Float[Array, 'B T N H']:
   """Computes masked attention by XLA; scores and softmax are float32."""
   B, T, N, H = q_BTNH.shape
   K = k_BKSH.shape[1]
   q_BKGTH = jnp.transpose((q_BTNH * H**-0.5).reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
   # G and T are merged so that both products are plain matrix products a (row, kv head).
   q_BKMH = q_BKGTH.reshape(B, K, (N // K) * T, H)
+  if scales:  # Every integer is exact in the type of the queries.
+    k_BKSH, v_BKSH = (x.astype(q_BTNH.dtype) for x in (k_BKSH, v_BKSH))
   scores = _scores(q_BKMH, k_BKSH)
+  scores = scores * scales[0][:, :, None] if scales else scores
   scores = cap_scores(scores.reshape(B, K, N // K, T, -1), cap)
   scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
-  weights = jax.nn.softmax(scores, axis=-1).astype(v_BKSH.dtype)
-  out_BKMH = jnp.einsum(
-    'bkms,bksh->bkmh', weights.reshape(B, K, -1, k_BKSH.shape[2]), v_BKSH
-  )
+  weights = jax.nn.softmax(scores, axis=-1)
+  weights = weights * scales[1][:, :, None, None] if scales else weights
+  weights = weights.astype(v_BKSH.dtype).reshape(B, K, -1, k_BKSH.shape[2])
+  out_BKMH = jnp.einsum('bkms,bksh->bkmh', weights, v_BKSH)
   out_BKGTH = out_BKMH.reshape(B, K, N // K, T, H)
   return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(B, T, N, H)
 

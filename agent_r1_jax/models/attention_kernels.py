@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from agent_r1_jax.models import sharding, slot_attention
+from agent_r1_jax.models import kv_cache, sharding, slot_attention
 
 # Causal attention over a row is computed in at most this many blocks of queries.
 MAX_BLOCKS = 8
@@ -40,25 +40,35 @@ _CHECK_SECONDS, VARIABLE = 300.0, 'AGENT_R1_SLOT_ATTENTION'
 _LOGGER = logging.getLogger(__name__)
 
 
-def reads_used_slots(shape: tuple[int, ...], dtype: Any, queries: int = 1) -> bool:
+def reads_used_slots(
+  shape: tuple[int, ...], dtype: Any, queries: int = 1, rounded: bool = False
+) -> bool:
   """Whether attention to a cache reads no slots of a row but those of its text.
 
-  `shape` is the cache's [B, K, S, H], and `queries` how many tokens of a row are computed
-  at a time. All kernels compute in bfloat16: on TPUs one for one token and one for many,
-  and one on GPUs of the kind of the H100, where it has passed a check.
+  All kernels compute in bfloat16: on TPUs one for one token and one for many, and one on
+  GPUs of the kind of the H100, where it has passed a check. Those of TPUs have no form
+  for a cache of 8 bits: JAX's for one token repeats a scale H times, in float32.
+
+  Args:
+    shape: The cache's [B, K, S, H].
+    dtype: Of the queries.
+    queries: How many tokens of a row are computed at a time.
+    rounded: Whether the cache has 8 bits.
   """
   B, K, S, H = shape
   platform = sharding.platform()
   if platform == 'gpu' and any(x in sharding.device_kind() for x in _HOPPER):
-    return slot_attention.supports(shape, dtype) and _passes_check(H)
+    return slot_attention.supports(shape, dtype) and _passes_check(H, rounded)
+  if platform != 'tpu' or rounded:
+    return False
   tiles = S % LANES == 0 and H % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
   if queries == 1:
     tiles &= B * K * S // math.gcd(S, PAGE) <= _PAGES
-  return platform == 'tpu' and tiles and (queries == 1 or queries % LANES == 0)
+  return tiles and (queries == 1 or queries % LANES == 0)
 
 
 @functools.cache
-def _passes_check(H: int) -> bool:
+def _passes_check(H: int, rounded: bool = False) -> bool:
   """Whether the kernel for GPUs computes here what XLA does; else a warning says so."""
   if jax.default_backend() != 'gpu':
     return True  # Programs are only compiled, for GPUs that are not here.
@@ -68,7 +78,7 @@ def _passes_check(H: int) -> bool:
 
   def measure():
     try:
-      answer.set_result(slot_attention.measure_gap(H))
+      answer.set_result(slot_attention.measure_gap(H, rounded))
     except Exception as error:  # Whatever its compiler or the driver raises.
       answer.set_exception(error)
 
@@ -92,7 +102,9 @@ def _passes_check(H: int) -> bool:
   return gap < _LARGEST_GAP
 
 
-def over_used_slots(q_BTNH, k_BKSH, v_BKSH, positions_BT) -> Float[Array, 'B T N H']:
+def over_used_slots(
+  q_BTNH, k_BKSH, v_BKSH, positions_BT, scales: kv_cache.Scales | None = None
+) -> Float[Array, 'B T N H']:
   """Computes `cached` by a kernel that reads nothing after a position's page or block.
 
   A token that is past the last slot reads one of them, and its result has no meaning.
@@ -101,29 +113,30 @@ def over_used_slots(q_BTNH, k_BKSH, v_BKSH, positions_BT) -> Float[Array, 'B T N
   mesh = sharding.active_mesh()
   K = k_BKSH.shape[1]
   if mesh is None:
-    return attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, 0, K)
+    return attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, 0, K, scales)
   tensor = mesh.shape['tensor']
   # As sharding.cached lays them out: fewer key-value heads than chips are on each, and
   # the query heads of a chip then share one of them.
   split = K % tensor == 0
 
-  def on_chip(q_BTNH, k_BKSH, v_BKSH, positions_BT):
+  def on_chip(q_BTNH, k_BKSH, v_BKSH, positions_BT, scales):
     first = 0 if split else jax.lax.axis_index('tensor') * K // tensor
     heads = k_BKSH.shape[1] if split else 1
-    return attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads)
+    return attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads, scales)
 
   queries = PartitionSpec(sharding.ROW_AXES, None, 'tensor')
   slots = PartitionSpec(sharding.ROW_AXES, 'tensor' if split else None)
   return jax.shard_map(
     on_chip,
-    in_specs=(queries, slots, slots, PartitionSpec(sharding.ROW_AXES)),
+    in_specs=(queries, slots, slots, PartitionSpec(sharding.ROW_AXES), slots),
     out_specs=queries,
     check_vma=False,
-  )(q_BTNH, k_BKSH, v_BKSH, positions_BT)
+  )(q_BTNH, k_BKSH, v_BKSH, positions_BT, scales)
 
 
-def _attend_on_tpu(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads: int):
+def _attend_on_tpu(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads: int, scales):
   """Attends on one chip; its queries are for `heads` key-value heads, from `first` on."""
+  assert scales is None
   if q_BTNH.shape[1] == 1:
     return _attend_to_pages(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads)
   # The import is slow, and useless on other platforms.
@@ -163,10 +176,11 @@ def _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
   return out_QGH.reshape(B, 1, N, H).astype(q_B1NH.dtype)
 
 
-def _attend_to_blocks(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads: int):
+def _attend_to_blocks(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads: int, scales):
   """The same by the kernel for GPUs (slot_attention.py)."""
   positions_BT = jnp.where(positions_BT < k_BKSH.shape[2], positions_BT, 0)
-  return slot_attention.attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads)
+  slots = q_BTNH, k_BKSH, v_BKSH, positions_BT
+  return slot_attention.attend(*slots, first, heads, scales=scales)
 
 
 def splash(

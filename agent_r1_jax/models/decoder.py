@@ -133,7 +133,8 @@ class Attention(nn.Module):
     else:
       cache = kv_cache.write(cache, k_BTKH, v_BTKH, positions_BT)
       rules = rules._replace(window=c.window if kind and kind.slides else 0)
-      out_BTNH = attention.cached(q_BTNH, cache.keys, cache.values, positions_BT, rules)
+      slots = cache.keys, cache.values, positions_BT, rules, cache.scales
+      out_BTNH = attention.cached(q_BTNH, *slots)
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
     out = Projection((c.embed_dim,), c.dtype, 2, kernel_init=init, name='o')
     return apply_flat(out, out_BTNH), cache

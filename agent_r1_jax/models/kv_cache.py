@@ -1,5 +1,13 @@
 """The key-value cache: what each layer keeps of the tokens, and how it is written.
 
+With the numbers 'int8' (config.engine.cache), keys and values have 8 bits, and each slot
+of each head has a scale, its largest number divided by 127. k ≈ keys · scale, so that
+q · k = (q · keys) · scale: attention multiplies scores by the scales of keys, and weights
+by those of values, and nothing of the cache's size is written in a wider type.
+
+Keys are rounded after their rotation, when they are written, and never again. A chunk of
+a prefill reads its own rounded keys, as later tokens do.
+
 Letters: B rows, S slots of a row, T tokens, K key-value heads, H head dim, k experts of a
 token.
 """
@@ -10,35 +18,50 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from agent_r1_jax.models import quantization
 from agent_r1_jax.models.decoder_config import DecoderConfig
+
+# The numbers that keys and values may have: those of the activations, or integers.
+NUMBERS = ('model', 'int8')
+# Of keys and of values that are int8, float32 [B, K, S] each.
+Scales = tuple[Array, Array]
 
 
 class LayerCache(NamedTuple):
   """What a layer keeps of each slot.
 
   Numbers of which a slot has few are laid out with the slots last: a TPU would fill a
-  last axis of k up to 128.
+  last axis of k, or of K, up to 128.
   """
 
-  keys: Float[Array, 'B K S H']
-  values: Float[Array, 'B K S H']
+  keys: Array  # [B, K, S, H] of the model's dtype, or int8.
+  values: Array
   # The experts that have computed each slot; None where there are none.
   experts: Int[Array, 'B k S'] | None = None
+  scales: Scales | None = None
 
 
 Cache = tuple[LayerCache, ...]
 
 
-def empty(config: DecoderConfig, rows: int, slots: int) -> Cache:
-  """Makes a cache of zeros."""
-  c, experts = config, None
-  if c.num_experts:
-    dtype = jnp.int8 if c.num_experts <= 128 else jnp.int16
-    experts = (rows, c.experts_per_token, slots), dtype
-  heads = (rows, c.num_kv_heads, slots, c.head_dim), c.dtype
+def empty(config: DecoderConfig, rows: int, slots: int, numbers: str = 'model') -> Cache:
+  """Makes a cache of zeros; `numbers` is one of NUMBERS."""
   return tuple(
-    LayerCache(jnp.zeros(*heads), jnp.zeros(*heads), experts and jnp.zeros(*experts))
-    for _ in range(c.num_layers)
+    _empty_layer(config, rows, slots, numbers) for _ in range(config.num_layers)
+  )
+
+
+def _empty_layer(c: DecoderConfig, rows: int, slots: int, numbers: str) -> LayerCache:
+  zeros = lambda heads, *rest, dtype: jnp.zeros((rows, heads, slots, *rest), dtype)
+  rounds, K, H = numbers == 'int8', c.num_kv_heads, c.head_dim
+  head = jnp.int8 if rounds else c.dtype
+  scale = lambda: zeros(K, dtype=jnp.float32)
+  expert = jnp.int8 if c.num_experts <= 128 else jnp.int16
+  return LayerCache(
+    zeros(K, H, dtype=head),
+    zeros(K, H, dtype=head),
+    zeros(c.experts_per_token, dtype=expert) if c.num_experts else None,
+    (scale(), scale()) if rounds else None,
   )
 
 
@@ -49,10 +72,20 @@ def write(
   positions_BT: Int[Array, 'B T'],
 ) -> LayerCache:
   """Writes keys and values to the tokens' slots, none past the last."""
-  return cache._replace(
-    keys=_write_slots(cache.keys, k_BTKH, positions_BT),
-    values=_write_slots(cache.values, v_BTKH, positions_BT),
-  )
+  put = lambda x, new: _write_slots(x, new, positions_BT)
+  if cache.scales:
+    (k_BTKH, k_BTK), (v_BTKH, v_BTK) = map(round_heads, (k_BTKH, v_BTKH))
+    k_scale_BKS, v_scale_BKS = cache.scales
+    cache = cache._replace(scales=(put(k_scale_BKS, k_BTK), put(v_scale_BKS, v_BTK)))
+  return cache._replace(keys=put(cache.keys, k_BTKH), values=put(cache.values, v_BTKH))
+
+
+def round_heads(
+  x: Float[Array, '*B H'],
+) -> tuple[Int[Array, '*B H'], Float[Array, '*B']]:
+  """Rounds each head of each token to int8, and returns the scales too."""
+  values_HB, scale_1B = quantization.quantize(jnp.moveaxis(x, -1, 0), 1, 'int8')
+  return jnp.moveaxis(values_HB, 0, -1), scale_1B[0]
 
 
 def write_experts(

@@ -11,6 +11,9 @@ fill a GPU too and all parts have equally much to do. It copies blocks to shared
 ahead of the tensor cores, and leaves the maximum and the sum of its weights with its
 output, by which XLA joins the parts.
 
+Of a cache of 8 bits (kv_cache.py) integers and their scales are copied. A block is cast
+in shared memory before its product, whose other operand or result takes the scales.
+
 It has been compiled for an H100 and interpreted on a CPU, and has not run on a GPU: there
 it is used only if it computes what XLA does (attention_kernels.py).
 
@@ -20,17 +23,19 @@ block.
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
+
+from agent_r1_jax.models import kv_cache
 
 # Rows of a product of the tensor cores, and the slots of a block.
 _M, BLOCK = 64, 64
 # Blocks of keys and of values that are in shared memory at a time: with heads of 128
-# numbers 128 of 227 KiB.
+# numbers of 16 bits 128 of 227 KiB.
 _DEPTH = 4
 # The cores of an H100, and the most parts.
 _CORES, _MOST_PARTS = 132, 16
@@ -39,13 +44,16 @@ _LOWEST = -1e30
 
 
 def supports(shape: tuple[int, ...], dtype: Any) -> bool:
-  """Whether the kernel takes a cache [B, K, S, H] of this dtype."""
+  """Whether the kernel takes a cache [B, K, S, H] of a model of this dtype."""
   _, _, S, H = shape
   return jnp.dtype(dtype) == jnp.bfloat16 and S % BLOCK == 0 and H in (64, 128)
 
 
-def measure_gap(H: int) -> float:
-  """Measures the largest difference to plain attention, on a few rows of this machine."""
+def measure_gap(H: int, rounded: bool = False) -> float:
+  """Measures the largest difference to plain attention, on a few rows of this machine.
+
+  If it is `rounded`, the cache has 8 bits.
+  """
   B, T, N, K, S = 4, 5, 32, 2, 4 * BLOCK
   keys = jax.random.split(jax.random.key(0), 3)
   shapes = (B, T, N, H), (B, K, S, H), (B, K, S, H)
@@ -53,16 +61,24 @@ def measure_gap(H: int) -> float:
   first_B1 = jnp.asarray([[0], [BLOCK - 3], [BLOCK], [S - T]])
   positions_BT = first_B1 + jnp.arange(T)[None]
   q_BTNH, k_BKSH, v_BKSH = map(normal, keys, shapes)
-  out_BTNH = jax.jit(attend)(q_BTNH, k_BKSH, v_BKSH, positions_BT)
-  plain_BTNH = attend_plainly(q_BTNH, k_BKSH, v_BKSH, positions_BT)
+  scales = None
+  if rounded:
+    (k_BKSH, k_BKS), (v_BKSH, v_BKS) = map(kv_cache.round_heads, (k_BKSH, v_BKSH))
+    scales = k_BKS, v_BKS
+  out_BTNH = jax.jit(attend)(q_BTNH, k_BKSH, v_BKSH, positions_BT, scales=scales)
+  plain_BTNH = attend_plainly(q_BTNH, k_BKSH, v_BKSH, positions_BT, scales)
   return float(jnp.abs(out_BTNH.astype(jnp.float32) - plain_BTNH).max())
 
 
-def attend_plainly(q_BTNH, k_BKSH, v_BKSH, positions_BT) -> Float[Array, 'B T N H']:
+def attend_plainly(
+  q_BTNH, k_BKSH, v_BKSH, positions_BT, scales: kv_cache.Scales | None = None
+) -> Float[Array, 'B T N H']:
   """Computes `attend` in float32 by XLA."""
   B, T, N, H = q_BTNH.shape
   q_BTKGH = q_BTNH.reshape(B, T, k_BKSH.shape[1], -1, H)
   q_BTKGH, k_BKSH, v_BKSH = (x.astype(jnp.float32) for x in (q_BTKGH, k_BKSH, v_BKSH))
+  if scales:
+    k_BKSH, v_BKSH = k_BKSH * scales[0][..., None], v_BKSH * scales[1][..., None]
   score_BTKGS = jnp.einsum('btkgh,bksh->btkgs', q_BTKGH, k_BKSH) * H**-0.5
   seen_BTS = jnp.arange(k_BKSH.shape[2])[None, None] <= positions_BT[..., None]
   score_BTKGS = jnp.where(seen_BTS[:, :, None, None], score_BTKGS, _LOWEST)
@@ -72,17 +88,19 @@ def attend_plainly(q_BTNH, k_BKSH, v_BKSH, positions_BT) -> Float[Array, 'B T N 
 
 def attend(
   q_BTNH: Float[Array, 'B T N H'],
-  k_BKSH: Float[Array, 'B K S H'],
-  v_BKSH: Float[Array, 'B K S H'],
+  k_BKSH: Num[Array, 'B K S H'],
+  v_BKSH: Num[Array, 'B K S H'],
   positions_BT: Int[Array, 'B T'],
   first: Int[Array, ''] | int = 0,
   heads: int | None = None,
   interpret: Any = None,
+  scales: kv_cache.Scales | None = None,
 ) -> Float[Array, 'B T N H']:
   """Attends to every slot at or before the query's position, which is one of S.
 
   The queries share `heads` key-value heads from `first` on, by default all; the others
-  are not read. `interpret` are the parameters of Pallas' interpreter, for tests.
+  are not read. `interpret` are the parameters of Pallas' interpreter, for tests. A cache
+  of int8 has `scales`.
   """
   # The import is slow, and useless on other platforms.
   from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -102,8 +120,7 @@ def attend(
   )
   last_BQM = last_BX.reshape(B, tiles, _M)
   registers = _Interpreted() if interpret else _Hopper()
-  swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-  blocks = plgpu.SMEM((_DEPTH, BLOCK, H), q_BTNH.dtype, transforms=swizzled)
+  k_scale_BKS, v_scale_BKS = scales or (None, None)
   numbers = jax.ShapeDtypeStruct((B, K, tiles, parts, _M), jnp.float32)
   out_BKQPMH, top_BKQPM, sum_BKQPM = plgpu.kernel(
     functools.partial(_kernel, parts=parts, rows=rows, registers=registers),
@@ -112,26 +129,42 @@ def attend(
       numbers,
       numbers,
     ),
-    scratch_types=(
-      (
-        plgpu.SMEM((_M, H), q_BTNH.dtype, transforms=swizzled),
-        plgpu.SMEM((_M,), jnp.int32),
-      ),
-      (blocks, blocks),
-      tuple(plgpu.SMEM(shape, jnp.float32) for shape in ((_M, H), (_M,), (_M,))),
-      plgpu.Barrier(num_arrivals=2),
-      (plgpu.Barrier(num_barriers=_DEPTH),) * 2,
-    ),
+    scratch_types=_list_scratch(H, q_BTNH.dtype, rounded=scales is not None),
     grid=(parts, tiles, K, B),
     grid_names=('part', 'tile', 'head', 'row'),
     interpret=interpret,
-  )(q_BKXH, last_BQM, last_BQM.max(-1), jnp.full(1, first, jnp.int32), k_BKSH, v_BKSH)
+  )(
+    *(q_BKXH, last_BQM, last_BQM.max(-1), jnp.full(1, first, jnp.int32)),
+    *((k_BKSH, k_scale_BKS), (v_BKSH, v_scale_BKS)),
+  )
   top_BKQPM, sum_BKQPM = top_BKQPM[..., :rows], sum_BKQPM[..., :rows]
   scale_BKQPM = jnp.exp2(top_BKQPM - top_BKQPM.max(3, keepdims=True))
   total_BKQM = (scale_BKQPM * sum_BKQPM).sum(3)
   out_BKQMH = (scale_BKQPM[..., None] * out_BKQPMH).sum(3) / total_BKQM[..., None]
   out_BKTGH = out_BKQMH.reshape(B, K, -1, H)[:, :, : T * G].reshape(B, K, T, G, H)
   return jnp.moveaxis(out_BKTGH, 1, 2).reshape(B, T, N, H).astype(q_BTNH.dtype)
+
+
+def _list_scratch(H: int, dtype: Any, *, rounded: bool) -> tuple:
+  """Returns the shared memory and the barriers of `_kernel`."""
+  from jax.experimental.pallas import mosaic_gpu as plgpu
+
+  def block(*shape: int, dtype: Any) -> Any:
+    """In tiles of 8 times as many numbers as 128 bytes hold, or all that a row has."""
+    size = min(128, H * jnp.dtype(dtype).itemsize)
+    tiling = plgpu.TilingTransform((8, size // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(size)))
+
+  blocks: Any = block(_DEPTH, BLOCK, H, dtype=jnp.int8 if rounded else dtype), None
+  if rounded:
+    blocks = blocks[0], plgpu.SMEM((_DEPTH, BLOCK), jnp.float32)
+  return (
+    (block(_M, H, dtype=dtype), plgpu.SMEM((_M,), jnp.int32)),
+    (blocks, blocks, block(BLOCK, H, dtype=dtype) if rounded else None),
+    tuple(plgpu.SMEM(shape, jnp.float32) for shape in ((_M, H), (_M,), (_M,))),
+    plgpu.Barrier(num_arrivals=2),
+    (plgpu.Barrier(num_arrivals=1 + rounded, num_barriers=_DEPTH),) * 2,
+  )
 
 
 def _count_parts(programs: int, blocks: int) -> int:
@@ -159,6 +192,23 @@ class _Hopper:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(1))
+
+  def load_columns(self, ref: Any) -> Array:
+    """Loads a number for each of U slots, and repeats it for each query, [M, U]."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    x_U = plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(0))
+    x_MU = jax.lax.broadcast_in_dim(x_U, (_M, BLOCK), [1])
+    return plgpu.layout_cast(x_MU, plgpu.Layout.WGMMA)
+
+  def cast(self, ref: Any, wide_ref: Any) -> None:
+    """Casts the integers of a block, from shared memory to shared memory."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    x_UH = plgpu.load(ref, (), layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    wide_UH = x_UH.astype(wide_ref.dtype)
+    wide_ref[...] = plgpu.layout_cast(wide_UH, plgpu.Layout.WGMMA)
+    plgpu.commit_smem()
 
   def count_columns(self) -> Array:
     """Returns 0, 1, ... in each row of [M, U]."""
@@ -196,6 +246,14 @@ class _Interpreted:
     """Loads all of `ref`."""
     return ref[...]
 
+  def load_columns(self, ref: Any) -> Array:
+    """Repeats all of `ref` for each query."""
+    return jax.lax.broadcast_in_dim(ref[...], (_M, BLOCK), [1])
+
+  def cast(self, ref: Any, wide_ref: Any) -> None:
+    """Casts."""
+    wide_ref[...] = ref[...].astype(wide_ref.dtype)
+
   def count_columns(self) -> Array:
     """Returns 0, 1, ... in each row of [M, U]."""
     return jax.lax.broadcasted_iota(jnp.int32, (_M, BLOCK), 1)
@@ -207,13 +265,43 @@ class _Interpreted:
     return product.reshape(shape)
 
 
+class _Slots(NamedTuple):
+  """Keys or values on their way from main memory to the tensor cores."""
+
+  refs: tuple[Any, Any]  # All of them, and their scales or None.
+  smem: tuple[Any, Any]  # _DEPTH blocks of them.
+  barriers: Any
+  wide_smem: Any  # Where a block of 8 bits is cast, if they have 8 bits.
+
+  def fetch(self, at: tuple, place: Any) -> None:
+    """Begins to copy a block."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    for ref, smem in zip(self.refs, self.smem, strict=True):
+      if ref is not None:
+        plgpu.copy_gmem_to_smem(ref.at[at], smem.at[place], self.barriers.at[place])
+
+  def receive(self, place: Any, registers: Any) -> tuple[Any, Array | None]:
+    """Waits for a block; returns it, and its scales for each query, [M, U], if any."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    plgpu.barrier_wait(self.barriers.at[place])
+    block, scales = self.smem
+    if scales is None:
+      return block.at[place], None
+    # Before the cast, at whose end all threads have read what is overwritten next.
+    scale_MU = registers.load_columns(scales.at[place])
+    registers.cast(block.at[place], self.wide_smem)
+    return self.wide_smem, scale_MU
+
+
 def _kernel(
   q_ref,
   last_ref,
   longest_ref,
   first_ref,
-  k_ref,
-  v_ref,
+  k_refs,
+  v_refs,
   out_ref,
   top_ref,
   sum_ref,
@@ -231,11 +319,11 @@ def _kernel(
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
-  (q_smem, last_smem), (k_smem, v_smem) = queries_smem, blocks_smem
-  k_barriers, v_barriers = blocks_barriers
+  (q_smem, last_smem), (k_smem, v_smem, wide_smem) = queries_smem, blocks_smem
+  keys = _Slots(k_refs, k_smem, blocks_barriers[0], wide_smem)
+  values = _Slots(v_refs, v_smem, blocks_barriers[1], wide_smem)
   names = 'part', 'tile', 'head', 'row'
   part, tile, head, row = (jax.lax.axis_index(name) for name in names)
-  H = q_smem.shape[1]
   blocks = jax.lax.div(longest_ref[row, tile], jnp.int32(BLOCK)) + 1
   steps = jax.lax.div(jnp.maximum(blocks - part + (parts - 1), 0), jnp.int32(parts))
 
@@ -243,8 +331,8 @@ def _kernel(
     """Begins to copy a block, to where the block _DEPTH steps before was."""
     place = jax.lax.rem(step, jnp.int32(_DEPTH))
     at = row, first_ref[0] + head, pl.ds((part + step * parts) * BLOCK, BLOCK)
-    plgpu.copy_gmem_to_smem(k_ref.at[at], k_smem.at[place], k_barriers.at[place])
-    plgpu.copy_gmem_to_smem(v_ref.at[at], v_smem.at[place], v_barriers.at[place])
+    keys.fetch(at, place)
+    values.fetch(at, place)
 
   queries = pl.ds(tile * _M, _M)
   plgpu.copy_gmem_to_smem(q_ref.at[row, head, queries], q_smem, queries_barrier)
@@ -256,24 +344,29 @@ def _kernel(
 
   def compute(step, sums):
     """Adds a block to the output, the maximum and the sum."""
-    place = jax.lax.rem(step, jnp.int32(_DEPTH))
-    plgpu.barrier_wait(k_barriers.at[place])
-    tile_shape = _M, BLOCK
-    score_MU = registers.multiply(q_smem, k_smem.at[place], tile_shape, transposed=True)
     slot_MU = registers.count_columns() + (part + step * parts) * BLOCK
-    seen_MU = slot_MU <= jax.lax.broadcast_in_dim(last_M, tile_shape, [0])
-    weight_MU, (out_MH, top_M, sum_M) = _weigh(score_MU, seen_MU, sums)
-    plgpu.barrier_wait(v_barriers.at[place])
-    weight_MU = weight_MU.astype(q_smem.dtype)
-    out_MH += registers.multiply(weight_MU, v_smem.at[place], (_M, H))
+    seen_MU = slot_MU <= jax.lax.broadcast_in_dim(last_M, slot_MU.shape, [0])
+    place = jax.lax.rem(step, jnp.int32(_DEPTH))
+    sums = _add_block(q_smem, keys, values, place, seen_MU, sums, registers)
     pl.when(step + _DEPTH < steps)(lambda: fetch(step + _DEPTH))
-    return out_MH, top_M, sum_M
+    return sums
 
-  nothing = [((_M, H), 0.0), ((_M,), _LOWEST), ((_M,), 0.0)]
-  sums = tuple(registers.full(*x) for x in nothing)
-  sums = jax.lax.fori_loop(0, steps, compute, sums)
+  nothing = [((_M, q_smem.shape[1]), 0.0), ((_M,), _LOWEST), ((_M,), 0.0)]
+  sums = jax.lax.fori_loop(0, steps, compute, tuple(registers.full(*x) for x in nothing))
   at = row, head, tile, part
   _store(sums, sums_smem, [ref.at[at] for ref in (out_ref, top_ref, sum_ref)], rows)
+
+
+def _add_block(q_smem, keys: _Slots, values: _Slots, place, seen_MU, sums, registers):
+  """Adds the block at `place` to the output, the maximum and the sum."""
+  block, scale_MU = keys.receive(place, registers)
+  score_MU = registers.multiply(q_smem, block, seen_MU.shape, transposed=True)
+  score_MU = score_MU if scale_MU is None else score_MU * scale_MU
+  weight_MU, (out_MH, top_M, sum_M) = _weigh(score_MU, seen_MU, sums)
+  block, scale_MU = values.receive(place, registers)
+  weight_MU = weight_MU if scale_MU is None else weight_MU * scale_MU
+  out_MH += registers.multiply(weight_MU.astype(q_smem.dtype), block, out_MH.shape)
+  return out_MH, top_M, sum_M
 
 
 def _store(sums, sums_smem, refs, rows: int) -> None:

@@ -125,11 +125,8 @@ class Footprint:
       params = quantization.freeze(params, models.policy, self._frozen)
     copy = lambda p: sampling_params.unstack(p, models.policy, config.engine.weights)
     if not models.algorithm:
-      return (
-        params,
-        copy(params),
-        {'parameters, float32': params, 'learned': (), 'checkpoint': ()},
-      )
+      plain = {'parameters, float32': params, 'learned': (), 'checkpoint': ()}
+      return params, copy(params), plain
     # Of the optimizer, only the kind matters; another check looks at the rest.
     kind = config.optimizer.kind
     config = dataclasses.replace(config, optimizer=config_lib.Optimizer(kind=kind))
@@ -294,10 +291,11 @@ def _on_chip(tree: Any, mesh: AbstractMesh) -> float:
 
 
 def _count_cache(config: config_lib.Config, c: decoder.DecoderConfig) -> float:
-  tensor = config.mesh.tensor
-  heads = c.num_kv_heads / (tensor if c.num_kv_heads % tensor == 0 else 1)
-  slots = config.engine.rows * config.engine.slots
-  return 2 * c.num_layers * slots * heads * c.head_dim * jax.numpy.dtype(c.dtype).itemsize
+  engine, tensor = config.engine, config.mesh.tensor
+  make = functools.partial(kv_cache.empty, c, engine.rows, engine.slots, engine.cache)
+  split = lambda heads: tensor if heads % tensor == 0 else 1
+  arrays = jax.tree.leaves(jax.eval_shape(make))
+  return sum(x.size * x.dtype.itemsize / split(x.shape[1]) for x in arrays)
 
 
 def _key(program: str, config: config_lib.Config) -> tuple[str, str, int, int]:

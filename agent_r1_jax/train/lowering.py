@@ -5,6 +5,7 @@ None is one chip.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -51,7 +52,8 @@ def lower_sampling(
   options: Any = dataclasses.asdict(config.engine)
   del options['weights']  # As `params` are.
   sizes = sizes_lib.make(model, **options | {'width': config.engine.width or None})
-  cache: Any = jax.eval_shape(lambda: kv_cache.empty(model, sizes.rows, sizes.slots))
+  make = functools.partial(kv_cache.empty, model, sizes.rows, sizes.slots, sizes.cache)
+  cache: Any = jax.eval_shape(make)
   if mesh is not None:
     place = lambda x: _place(x, mesh, sharding.cache_sharding(x.shape[1], mesh))
     cache = jax.tree.map(place, cache)

@@ -119,9 +119,9 @@ def _check_numbers(config: config_lib.Config):
 def correct_rounding(
   config: config_lib.Config, algorithm: algorithms.Algorithm
 ) -> algorithms.Algorithm:
-  """Adds token_truncated() where kernels of 8 bits sample, if there is no correction."""
+  """Adds token_truncated() where 8 bits sample, if there is no correction."""
   known = isinstance(algorithm, algorithms.Algorithm)
-  if not known or algorithm.correction or not config.engine.rounds_weights:
+  if not known or algorithm.correction or not config.engine.rounds:
     return algorithm
   return algorithm._replace(correction=correction.token_truncated())
 

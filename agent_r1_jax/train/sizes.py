@@ -53,7 +53,7 @@ _PREFILL_SHAPES = {'cpu': (32, 32), 'gpu': (16, 128), 'tpu': (16, 128)}
 _LEAST_BUCKET = {'cpu': 128, 'gpu': 256, 'tpu': 256}
 # The fields with which a part takes less, by words in its name; the first one counts.
 _REMEDIES = {
-  'cache': 'fewer engine.rows or engine.slots',
+  'cache': 'fewer engine.rows or engine.slots, engine.cache=int8',
   'temporaries of sampling': 'fewer engine.rows',
   'temporaries of the gradient': "a smaller batch.microbatch, model.remat='full'",
   'state of adamw8': 'on an accelerator optimizer.offload=True',

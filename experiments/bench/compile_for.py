@@ -108,6 +108,7 @@ _REMAT = flags.DEFINE_enum('remat', 'full', ['none', 'dots', 'full'], 'As model.
 _WEIGHTS = flags.DEFINE_enum(
   'config.engine.weights', 'model', ['model', *quantization.FORMATS], 'As in a run.'
 )
+_CACHE = flags.DEFINE_enum('config.engine.cache', 'model', kv_cache.NUMBERS, 'The same.')
 _RANK = flags.DEFINE_integer('config.model.lora_rank', 0, 'Rank of adapters, if any.')
 _FROZEN = flags.DEFINE_enum(
   'config.model.frozen', 'float32', ['float32', *quantization.FORMATS], 'As in a run.'
@@ -138,10 +139,8 @@ def abstract(tree: Any, where: Any) -> Any:
 
 def on_chip(tree: Any) -> int:
   """Bytes of an abstract tree on one chip."""
-  leaves = jax.tree.leaves(tree)
-  return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves
-  )
+  size = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+  return sum(map(size, jax.tree.leaves(tree)))
 
 
 def model(name: str, remat: str = 'full') -> decoder.DecoderConfig:
@@ -194,10 +193,9 @@ def batch(mesh, rows: int, tokens: int, *, trees: bool = False) -> types.Batch:
   columns = prefix_trees.ENTRIES * tokens if trees else tokens
   kinds = {'tokens': jnp.int32, 'positions': jnp.int32, 'segment_ids': jnp.int32}
   kinds |= {'action_mask': jnp.bool}
-  fields = types.Batch._fields[:7]
   shapes: dict[str, Any] = {
     name: jax.ShapeDtypeStruct((rows, columns), kinds.get(name, jnp.float32))
-    for name in fields
+    for name in types.Batch._fields[:7]
   }
   if trees:
     text: Any = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
@@ -242,7 +240,7 @@ def lowered_sampling(program: str, config, mesh) -> Any:
   def ints(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
-  shapes = jax.eval_shape(lambda: kv_cache.empty(config, texts, slots))
+  shapes = jax.eval_shape(lambda: kv_cache.empty(config, texts, slots, _CACHE.value))
   params = replica(config, mesh)
   where = lambda x: sharding.cache_sharding(x.shape[1], mesh)
   cache = abstract(shapes, jax.tree.map(where, shapes))
@@ -299,7 +297,7 @@ def count_needed(
     return operations / mesh.size, 0.0
   if program == 'decode':
     texts, used = replica_texts(mesh), _USED.value or _SLOTS.value
-    cache = jax.eval_shape(lambda: kv_cache.empty(config, texts, used))
+    cache = jax.eval_shape(lambda: kv_cache.empty(config, texts, used, _CACHE.value))
     narrow = [k for k in jax.tree.leaves(replica(config, mesh)) if k.dtype.itemsize == 1]
     # A chip reads its heads; where there are fewer than chips, one.
     slots = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
@@ -385,7 +383,8 @@ def main(_):
         program = lowered_sampling(name, config, mesh)
     asked = {'topology': _TOPOLOGY.value, 'model': _MODEL.value, 'mesh': dict(mesh.shape)}
     asked['trees'] = _TREES.value and name == 'gradient'
-    asked |= {'weights': _WEIGHTS.value if name in _SAMPLING else 'model'}
+    numbers = {'weights': _WEIGHTS.value, 'cache': _CACHE.value}
+    asked |= numbers if name in _SAMPLING else dict.fromkeys(numbers, 'model')
     asked |= {'lora_rank': _RANK.value, 'frozen': _FROZEN.value}
     line = asked | report(name, program, elsewhere, chip, unknown)
     useful, needed = count_needed(name, config, mesh)

@@ -128,6 +128,7 @@ class Model(NamedTuple):
   played: Sequence[Played]  # Of equal lengths.
   row_tokens: int  # Of a packed row.
   weights: str = 'model'  # The numbers of the engine's kernels.
+  cache: str = 'model'  # The numbers of its cache.
 
   @property
   def tokens(self) -> np.ndarray:
@@ -150,15 +151,19 @@ def list_scores(model: Model, rows: int) -> Iterator[tuple[str, Scores]]:
       np.stack([p.likeliest for p in model.played]),
     ),
   )
-  tokens, ways = model.tokens, {'decoded': decode, 'prefilled': prefill}
+  # The text alone is decoded with the engine's kernels and its cache; then each of the
+  # two that has 8 bits gets the learner's numbers.
+  ways = [('decoded', decode, model.weights, model.cache)]
   if model.weights != 'model':
-    ways = {'decoded': decode, 'rounded': decode, 'prefilled': prefill}
-  for name, compute in ways.items():
-    # The text alone is decoded with the engine's kernels, all else with the learner's.
-    kind = model.weights if name == 'decoded' else 'model'
+    ways.append(('rounded', decode, 'model', model.cache))
+  if model.cache != 'model':
+    ways.append(('cached', decode, 'model', 'model'))
+  ways.append(('prefilled', prefill, 'model', 'model'))
+  tokens = model.tokens
+  for name, compute, kind, cache in ways:
     params = sampling_params.unstack(model.params, model.config, kind)
     parts = [
-      compute(params, tokens[i : i + rows], config=model.config)
+      compute(params, tokens[i : i + rows], config=model.config, cache=cache)
       for i in range(0, len(tokens), rows)
     ]
     yield name, _score_rows(model, jnp.concatenate(parts), rows)
@@ -192,15 +197,18 @@ def float32_attention() -> Iterator[None]:
   sum, and in blocks before it.
   """
 
-  def attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, cap):
+  def attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, cap, scales=None):
     B, T, N, H = q_BTNH.shape
+    if scales:
+      slots = zip((k_BKSH, v_BKSH), scales, strict=True)
+      k_BKSH, v_BKSH = (x * scale[..., None] for x, scale in slots)
     q_BKGTH = (
       (q_BTNH * H**-0.5).reshape(B, T, k_BKSH.shape[1], -1, H).transpose(0, 2, 3, 1, 4)
     )
     scores = attention.cap_scores(dot('bkgth,bksh->bkgts', q_BKGTH, k_BKSH), cap)
     scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
     out_BTKGH = dot('bkgts,bksh->btkgh', jax.nn.softmax(scores), v_BKSH)
-    return out_BTKGH.reshape(B, T, N, H).astype(v_BKSH.dtype)
+    return out_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)
 
   def dot(form, x, y):
     return jnp.einsum(form, x.astype(jnp.float32), y.astype(jnp.float32))
@@ -212,29 +220,29 @@ def float32_attention() -> Iterator[None]:
     yield
 
 
-@functools.partial(jax.jit, static_argnames='config')
-def decode(params, tokens_BT, *, config) -> Array:
+@functools.partial(jax.jit, static_argnames=('config', 'cache'))
+def decode(params, tokens_BT, *, config, cache: str) -> Array:
   """Computes hidden states [B, T, D] one token at a time, through the cache."""
   B, T = tokens_BT.shape
 
-  def step(cache, t):
+  def step(slots, t):
     token_B1 = jax.lax.dynamic_slice_in_dim(tokens_BT, t, 1, axis=1)
     position_B1 = jnp.full((B, 1), t)
-    x_B1D, cache = decoder.extend(params, config, token_B1, position_B1, cache)
-    return cache, x_B1D[:, 0]
+    x_B1D, slots = decoder.extend(params, config, token_B1, position_B1, slots)
+    return slots, x_B1D[:, 0]
 
-  cache = kv_cache.empty(config, B, T)
-  _, x_TBD = jax.lax.scan(step, cache, jnp.arange(T))
+  slots = kv_cache.empty(config, B, T, cache)
+  _, x_TBD = jax.lax.scan(step, slots, jnp.arange(T))
   return jnp.swapaxes(x_TBD, 0, 1)
 
 
-@functools.partial(jax.jit, static_argnames='config')
-def prefill(params, tokens_BT, *, config) -> Array:
+@functools.partial(jax.jit, static_argnames=('config', 'cache'))
+def prefill(params, tokens_BT, *, config, cache: str) -> Array:
   """Computes hidden states [B, T, D] by one call for the whole text, with a cache."""
   B, T = tokens_BT.shape
   positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
-  cache = kv_cache.empty(config, B, T)
-  return decoder.extend(params, config, tokens_BT, positions_BT, cache)[0]
+  slots = kv_cache.empty(config, B, T, cache)
+  return decoder.extend(params, config, tokens_BT, positions_BT, slots)[0]
 
 
 def _batch(model: Model) -> tuple[types.Batch, packing.Layout]:

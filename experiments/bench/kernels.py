@@ -186,7 +186,7 @@ def _count_operations(program: hlo.Program, name: str, i: hlo.Instruction) -> fl
   if 'fmha' in i.target:
     return _count_attention(i, operands)
   if i.target == 'mosaic_gpu_v2':  # Over the slots of a cache, all of them.
-    queries, keys, _ = _find_slots(operands)
+    queries, keys, *_ = _find_slots(operands)
     return 4.0 * math.prod(queries.shape) * keys.shape[2]
   return _count_pallas(i, operands) if i.target == 'tpu_custom_call' else 0.0
 
@@ -219,8 +219,10 @@ def _count_bytes(program: hlo.Program, name: str, i: hlo.Instruction) -> int:
 
 
 def _find_slots(operands: Sequence[tuple[hlo.Array, ...]]) -> list[hlo.Array]:
-  """Returns queries, keys and values of the kernel of models/slot_attention.py."""
-  return [arrays[0] for arrays in operands if arrays and arrays[0].dtype == 'bf16']
+  """Returns queries, keys, values and scales of the kernel of slot_attention.py."""
+  arrays = [arrays[0] for arrays in operands if arrays]
+  order = {'bf16': 0, 's8': 1, 'f32': 2}
+  return sorted((x for x in arrays if x.dtype in order), key=lambda x: order[x.dtype])
 
 
 def _count_read(

@@ -12,7 +12,8 @@ float32: what bfloat16 changes whoever computes. A line of JSON each, and at the
 table on stderr: |gap| in nats, the mean |ratio - 1| of the importance ratio, how often
 another token is the likeliest, and how many log-probs are equal to the bit.
 --float32_attention measures a code that keeps attention's weights in float32; with
---weights=int8 or fp8 the engine's kernels have 8 bits, which is one more cause.
+--weights=int8 or fp8 the engine's kernels have 8 bits, and with --cache=int8 its cache;
+each is one more cause.
 
 With s5, about 3 minutes on one CPU core.
 """
@@ -32,7 +33,7 @@ import numpy as np
 
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import decoder, quantization, weights
+from agent_r1_jax.models import decoder, kv_cache, quantization, weights
 from experiments.bench import common, gaps
 
 _SHAPE = flags.DEFINE_enum('shape', 's5', [*common.SHAPES], 'The policy, untrained.')
@@ -52,6 +53,9 @@ _WEIGHTS = flags.DEFINE_enum(
   ['model', *quantization.FORMATS],
   "The numbers of the engine's kernels.",
 )
+_CACHE = flags.DEFINE_enum(
+  'cache', 'model', kv_cache.NUMBERS, "The numbers of the engine's cache."
+)
 _FLOAT32_ATTENTION = flags.DEFINE_bool(
   'float32_attention', False, "Whether attention's weights stay float32."
 )
@@ -61,6 +65,7 @@ _ROW_TOKENS = flags.DEFINE_integer('row_tokens', 1024, 'Tokens of a packed row.'
 CAUSES = {
   'decoded': 'calls: pieces of prompts and replies, shared prefixes, or the text alone',
   'rounded': "kernels: of 8 bits, or the learner's",
+  'cached': 'cache: of 8 bits, or of the type of the activations',
   'prefilled': 'order of sums: one token at a time, or the whole text at once',
   'packed': 'attention: to a cache, or in blocks of packed rows',
   'blocks': 'head: logits of a token of each text, or of blocks of tokens',
@@ -87,11 +92,13 @@ def sample(config: decoder.DecoderConfig, params: decoder.Params) -> gaps.Model:
     bucket=128,
     narrow=False,
     weights=_WEIGHTS.value,
+    cache=_CACHE.value,
   )
   play = lambda n: gaps.play(engine, config.vocab_size, n, turns=turns, **sizes)
   played = engine.run([play(n) for n in range(_TEXTS.value)])
   row_tokens = max(length, _ROW_TOKENS.value)
-  return gaps.Model(config, params, played, row_tokens, _WEIGHTS.value)
+  numbers = _WEIGHTS.value, _CACHE.value
+  return gaps.Model(config, params, played, row_tokens, *numbers)
 
 
 def measure(model: gaps.Model) -> Iterator[dict[str, Any]]:
@@ -148,6 +155,7 @@ def main(_):
       'policy': _POLICY.value or _SHAPE.value,
       'float32_attention': changed,
       'weights': _WEIGHTS.value,
+      'cache': _CACHE.value,
       'parameters': sum(x.size for x in jax.tree.leaves(params)),
       'device': f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores',
       'jax': jax.__version__,
