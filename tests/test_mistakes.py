@@ -56,6 +56,7 @@ _FLAGS = {
   '--config.sampling.top_p=0.9': 'sampling: .* set them in evaluation only',
   '--config.chat.stop_strings=End': "is 'End'; it must be JSON such as",
   '--config.chat.tool_format=hermez': "is 'hermez'; give one of 'auto', 'hermes'",
+  '--config.model.batch_invariant --config.model.lora_rank=4': 'leave out one of them',
   '--config.batch.row_tokens=64 --config.engine.slots=128': 'Raise it, or leave it 0',
   '--config.engine.rows=10000000': 'memory: .*fewer engine.rows',
   '--config.model.path=': 'model.path is empty; give the directory of a model',

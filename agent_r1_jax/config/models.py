@@ -15,6 +15,10 @@ class Model:
     reference: Directory of the reference policy or teacher, which must have the same
       tokenizer; if it is empty, the reference is the initial policy.
     dtype: Type of activations and KV cache: 'float32' or 'bfloat16'.
+    batch_invariant: Whether the sampler's log-probs and the learner's are equal to the
+      last bit, whatever is computed beside a token (batch, chunks of a prefill, shared
+      prefixes, packing): the importance ratio of the first update is exactly 1. On one
+      CPU only; docs/performance.md has its price.
     remat: Activations recomputed in the backward pass: 'none', 'dots' or 'full'. If it is
       empty it is 'none', or 'full' where that does not fit the memory.
     lora_rank: Rank of the LoRA adapters that are trained in place of all parameters; 0
@@ -29,6 +33,7 @@ class Model:
   path: str = ''
   reference: str = ''
   dtype: str = 'float32'
+  batch_invariant: bool = False
   remat: str = ''
   lora_rank: int = 0
   lora_targets: str = 'q,k,v,o,gate,up,down'
@@ -41,9 +46,14 @@ class Model:
     return tuple(name.strip() for name in self.lora_targets.split(','))
 
   def check(self) -> None:
-    """Raises ValueError for a wrong value; the message names the field."""
+    """Raises ValueError for a wrong value, or two that contradict each other."""
     choices = {'dtype': ('float32', 'bfloat16'), 'remat': ('none', 'dots', 'full')}
     choices['frozen'] = ('float32', 'int8', 'fp8')
     if not self.remat:
       del choices['remat']
     fields.check(self, 'model', above_0=('lora_alpha',), choices=choices)
+    if self.batch_invariant and self.lora_rank:
+      raise ValueError(
+        f'model.batch_invariant: with model.lora_rank={self.lora_rank} the bits of the '
+        'sampler and the learner are not known to be equal; leave out one of them.'
+      )

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 from agent_r1_jax.engine import drafts, prompt_scores
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import sampling as sampling_lib
-from agent_r1_jax.models import decoder, kv_cache, lora
+from agent_r1_jax.models import batch_invariant, decoder, kv_cache, lora
 
 # The number of likeliest tokens whose log-probs a request can ask for.
 TOP = 20
@@ -89,7 +89,7 @@ def prefill(
   view = _gather_rows(cache, rows, bucket)
   steps_1T = jnp.arange(tokens.shape[1])[None]
   positions = jnp.where(steps_1T < count[:, None], start[:, None] + steps_1T, bucket)
-  x, view = decoder.extend(params, config, tokens, positions, view, adapters, pictures)
+  x, view = _extend(params, config, tokens, positions, view, adapters, pictures)
   scored = None
   if targets is not None:
     top = min(TOP, config.vocab_size)
@@ -183,6 +183,14 @@ def decode(
   return cache, replies.states, replies.out
 
 
+def _extend(
+  params, config: decoder.DecoderConfig, tokens, positions, view, adapters, pictures
+) -> tuple[Array, kv_cache.Cache]:
+  if config.batch_invariant:  # Which has neither adapters nor pictures.
+    return batch_invariant.extend(params, config, tokens, positions, view)
+  return decoder.extend(params, config, tokens, positions, view, adapters, pictures)
+
+
 class _Policy(NamedTuple):
   """What chooses tokens; see `decode`."""
 
@@ -239,10 +247,11 @@ def _extend_replies(
   if batch.saved is not None:
     turned_MT1 = (positions_MT - batch.saved[:, None])[..., None]
     pictures = decoder.Pictures(jnp.repeat(turned_MT1, 3, axis=2))
-  x_MTD, view = decoder.extend(
+  x_MTD, view = _extend(
     policy.params, policy.config, known_MT, positions_MT, view, policy.adapters, pictures
   )
-  logits_MTV = decoder.logits(policy.params, policy.config, x_MTD)
+  model = batch_invariant if policy.config.batch_invariant else decoder
+  logits_MTV = model.logits(policy.params, policy.config, x_MTD)
   replies = replies._replace(out=out._replace(calls=out.calls + alive))
 
   def sample(t, running_M, replies):
@@ -272,7 +281,11 @@ def _add_token(
     guide_lib.apply, guides, guide_params, states, batch.guide_mask, hidden=x_MD
   )
   position = batch.length + out.count + 1
-  token, behaviour, logprobs_MV = _choose(logits_MV, batch, position, apply_guides)
+  logits_MV = sampling_lib.scale_logits(logits_MV, batch.temperature)
+  softmax = batch_invariant if config.batch_invariant else jax.nn
+  logprobs_MV = softmax.log_softmax(logits_MV)
+  apply_guides = functools.partial(apply_guides, logits=logits_MV)
+  token, behaviour = _choose(logprobs_MV, batch, position, apply_guides)
   new_states, ended = guide_lib.advance(guides, guide_params, states, token)
   value = jnp.zeros(len(token))
   if 'value_head' in params:
@@ -290,16 +303,12 @@ def _add_token(
 
 
 def _choose(
-  logits_MV, batch: DecodeBatch, position, apply_guides: Callable
-) -> tuple[Array, Array, Array]:
-  """Chooses each entry's token at `position`.
+  logprobs_MV, batch: DecodeBatch, position, apply_guides: Callable
+) -> tuple[Array, Array]:
+  """Chooses each entry's token at `position`; returns it, and its behaviour log-prob.
 
-  Returns:
-    The tokens [M]; their behaviour log-probs [M]; and the policy's log-probs of all
-    tokens [M, V].
+  `logprobs_MV` are the policy's, and `apply_guides` returns logits.
   """
-  logits_MV = sampling_lib.scale_logits(logits_MV, batch.temperature)
-  logprobs_MV = jax.nn.log_softmax(logits_MV)
   u_M = sampling_lib.make_uniforms(batch.keys, position)
 
   def choose(logprobs_MV):
@@ -309,14 +318,14 @@ def _choose(
   # Without a guide, the second softmax over the vocabulary is left out.
   token_M, behaviour_M = jax.lax.cond(
     batch.guide_mask.any(),
-    lambda: choose(jax.nn.log_softmax(apply_guides(logits=logits_MV))),
+    lambda: choose(jax.nn.log_softmax(apply_guides())),
     lambda: choose(logprobs_MV),
   )
   # The second softmax may round differently: an entry without a guide keeps the first
   # one's number, whatever the other entries use.
   guided_M = batch.guide_mask.any(0)
   behaviour_M = jnp.where(guided_M, behaviour_M, _take(logprobs_MV, token_M))
-  return token_M, behaviour_M, logprobs_MV
+  return token_M, behaviour_M
 
 
 def _take(x_MV: Array, token_M: Array) -> Array:

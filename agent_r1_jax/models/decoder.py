@@ -69,7 +69,7 @@ class Pictures(NamedTuple):
     return jnp.where(self.index[..., None] < 0, x_BTD, seen_BTD)
 
 
-def _compute_angles(
+def compute_angles(
   positions_BT: Array, c: DecoderConfig, pictures: Pictures | None = None
 ) -> tuple[Array, Array]:
   """Sin and cos [R, B, T, 1, P] of all rotations that layers have."""
@@ -87,8 +87,8 @@ def _compute_angles(
   return rope.compute_angles(pictures.coordinates[..., axes_P], rotations)
 
 
-def _scale_embeddings(x_BTD: Array, config: DecoderConfig) -> Array:
-  # Rounded to the activations' dtype, as in transformers.
+def scale_embeddings(x_BTD: Array, config: DecoderConfig) -> Array:
+  """Multiplies embeddings by sqrt(D) where a family does; rounds as transformers does."""
   scale = jnp.asarray(config.embed_dim**0.5, x_BTD.dtype)
   return x_BTD * scale if config.facts.scaled_embeddings else x_BTD
 
@@ -124,8 +124,10 @@ class Attention(nn.Module):
     if c.query_scale:
       q_BTNH *= math.sqrt(c.head_dim / c.query_scale)
     rules = attention.Rules(c.window, c.attention_cap)
-    if self.is_initializing():
-      out_BTNH = q_BTNH  # Attention has no parameters, and no mesh can split one token.
+    if self.is_initializing():  # It has no parameters; no mesh can split one token.
+      out_BTNH: Any = q_BTNH
+    elif callable(segments):  # As batch_invariant.py attends.
+      out_BTNH = segments(q_BTNH, k_BTKH, v_BTKH)
     elif cache is None:
       local = attention.Local(kind.slides, positions_BT) if c.window else None
       ids, ends = segments
@@ -243,13 +245,13 @@ class Decoder(nn.Module):
       length=c.num_layers,
       unroll=c.num_layers if c.num_layers <= UNROLLED_LAYERS else 1,
     )
-    angles = _compute_angles(positions_BT, c, pictures)
+    angles = compute_angles(positions_BT, c, pictures)
     tokens_BT = pictures.hide(tokens_BT) if pictures else tokens_BT
     if self.is_initializing() or sharding.active_mesh() is None:
       x_BTD = embed(tokens_BT)
     else:
       x_BTD = sharded_params.look_up(embed.embedding.astype(c.dtype), tokens_BT)
-    x_BTD = _scale_embeddings(x_BTD, c)
+    x_BTD = scale_embeddings(x_BTD, c)
     x_BTD = pictures.show(x_BTD) if pictures else x_BTD
     segments = (segment_ids_BT, ends_BT)
     kinds = layer_kinds(c)
@@ -334,9 +336,9 @@ def extend(
   """
   tokens = pictures.hide(tokens) if pictures else tokens
   x: Any = params['embed']['embedding'].astype(config.dtype)[tokens]
-  x = _scale_embeddings(x, config)
+  x = scale_embeddings(x, config)
   x = pictures.show(x) if pictures else x
-  angles = _compute_angles(positions, config, pictures)
+  angles = compute_angles(positions, config, pictures)
   kinds = layer_kinds(config) or [None] * config.num_layers
   new_cache: list[Any] = []
   for layer, kind, layer_cache in zip(params['layers'], kinds, cache, strict=True):

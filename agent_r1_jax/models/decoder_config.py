@@ -54,6 +54,9 @@ class DecoderConfig:
   # all but its input; 'dots', all but its projections' outputs. docs/memory.md has the
   # costs.
   remat: str = 'none'
+  # Whether log-probs have the same bits in the sampler and the learner; see
+  # batch_invariant.py.
+  batch_invariant: bool = False
   vision: VisionConfig | None = None  # The tower that reads pictures, if there is one.
 
   def __post_init__(self):
@@ -111,7 +114,7 @@ def layer_kinds(config: DecoderConfig) -> list[LayerKind] | None:
   if not any(sliding) and not any(nope):
     return None
   local = config.local_rope_theta is not None
-  # In the order of _compute_angles: that of all layers, of sliding ones, and none.
+  # In the order of decoder.compute_angles: that of all layers, of sliding ones, and none.
   return [
     LayerKind(slides, 1 + local if stays else int(slides and local))
     for slides, stays in zip(sliding, nope, strict=True)

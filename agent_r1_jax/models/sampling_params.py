@@ -8,6 +8,7 @@ import functools
 
 import jax
 from jax import Array
+import jax.numpy as jnp
 
 from agent_r1_jax.models import decoder, lora, quantization
 
@@ -35,7 +36,8 @@ def unstack(
     quantization.check(weights, config.num_experts, 'engine.weights')
   others = {k: v for k, v in params.items() if k not in ('layers', 'final_norm')}
   cast = jax.tree_util.tree_map_with_path(
-    lambda path, x: x.astype(_choose_dtype(jax.tree_util.keystr(path), x, config)), others
+    lambda path, x: round_leaf(x, _choose_dtype(jax.tree_util.keystr(path), x, config)),
+    others,
   )
   layers = _unstack_tree(params['layers'], config, 'layers', weights)
   return params | cast | {'layers': layers}
@@ -68,6 +70,13 @@ def _unstack_tree(
   return tuple({k: x[i] for k, x in stacks.items()} for i in range(config.num_layers))
 
 
+def round_leaf(x: Array, dtype: str) -> Array:
+  """Casts an array; XLA may leave out a cast to bfloat16 and back, but never this one."""
+  if dtype == 'bfloat16' and x.dtype == jnp.float32:
+    x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+  return x.astype(dtype)
+
+
 def _choose_dtype(place: str, x: Array, config: decoder.DecoderConfig) -> str:
   exact = '_norm' in place or '/router/' in place
   return x.dtype.name if exact else config.dtype
@@ -75,7 +84,7 @@ def _choose_dtype(place: str, x: Array, config: decoder.DecoderConfig) -> str:
 
 @functools.partial(jax.jit, static_argnames=('joined', 'dtype'))
 def _unstack_leaf(x: Array, *, joined: bool, dtype: str) -> tuple[Array, ...]:
-  return tuple(_join(x, joined).astype(dtype))
+  return tuple(round_leaf(_join(x, joined), dtype))
 
 
 @functools.partial(jax.jit, static_argnames=('inputs', 'joined', 'weights'))

@@ -10,6 +10,7 @@ Letters: B packed rows, T tokens and E entries of each (types.Batch), D embed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import numpy as np
 import optax
 
 from agent_r1_jax import types
-from agent_r1_jax.models import decoder, head, lora, sharding, vision
+from agent_r1_jax.models import batch_invariant, decoder, head, lora, sharding, vision
 from agent_r1_jax.rl import algorithms, losses
 
 Loss = Callable[[losses.TokenStats, types.Batch], tuple[Array, losses.TokenMetrics]]
@@ -81,8 +82,18 @@ def token_stats(
   return _stats_and_loads(params, batch, **options)[0]
 
 
-def _stats_and_loads(params, batch: types.Batch, *, config, temperature, wanted):
+def _stats_and_loads(params, batch: types.Batch, *, config, **options):
   """Computes token_stats, and the loads of the experts [L, E] or None."""
+  compute = functools.partial(_compute_stats, batch=batch, **options)
+  if not config.batch_invariant:
+    return compute(params, config=config)
+  plain = dataclasses.replace(config, batch_invariant=False)
+  return batch_invariant.with_gradient_of(
+    functools.partial(compute, config=plain), functools.partial(compute, config=config)
+  )(params)
+
+
+def _compute_stats(params, batch: types.Batch, *, config, temperature, wanted):
   # Nothing predicts the first token of a segment.
   wanted = batch.positions > 0 if wanted is None else wanted & (batch.positions > 0)
   if batch.pictures is not None:  # Nor those of a picture, which no vocabulary has.
@@ -93,17 +104,20 @@ def _stats_and_loads(params, batch: types.Batch, *, config, temperature, wanted)
   else:
     x_BTD = jnp.take_along_axis(x_BTD, tree.parents[:, :, None], axis=1)
     tokens, computed = tree.tokens, _any_entry(wanted, tree)
-  logprobs, entropy = head.logprobs(
-    x_BTD,
-    decoder.head_kernel(params, config),
-    tokens,
-    computed,
-    temperature,
-    head.block_tokens(config.vocab_size),
-    config.logit_cap,
-  )
+  if config.batch_invariant:
+    found = batch_invariant.logprobs(params, config, x_BTD, tokens, computed, temperature)
+  else:
+    found = head.logprobs(
+      x_BTD,
+      decoder.head_kernel(params, config),
+      tokens,
+      computed,
+      temperature,
+      head.block_tokens(config.vocab_size),
+      config.logit_cap,
+    )
   values = decoder.values(params, x_BTD) if 'value_head' in params else None
-  stats = losses.TokenStats(logprobs, entropy, values)
+  stats = losses.TokenStats(*found, values)
   if tree is not None:
     stats = jax.tree.map(lambda y: jnp.take_along_axis(y, tree.nodes, axis=1), stats)
   return jax.tree.map(lambda y: jnp.where(wanted, y, 0.0), stats), loads_LE
@@ -114,6 +128,8 @@ def _hidden(params, batch: types.Batch, config) -> tuple[Array, Array | None]:
   text = (batch.tokens, batch.positions, batch.segment_ids, None)
   if (tree := batch.tree) is not None:
     text = (tree.tokens, tree.positions, None, tree.ends)
+  if config.batch_invariant:  # One place tells where a text's tokens are: positions.
+    return batch_invariant.hidden(params, config, *text[:2]), None
   pictures = _see(params, batch, config)
   return decoder.hidden_and_loads(params, config, *text, pictures, batch.routes)
 

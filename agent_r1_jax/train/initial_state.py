@@ -125,6 +125,7 @@ def _check_replaceable(
 ):
   """Raises ValueError unless the policy's parameters fit the reference's model."""
   free = {'dtype': 'float32', 'remat': 'none', 'max_positions': 0}
+  free |= {'batch_invariant': False}
   theirs, ours = (dataclasses.replace(m, **free) for m in (reference_model, model))
   differing = [
     f.name

@@ -60,7 +60,12 @@ def load(
     params = quantization.add_scales(params, scales)
     if mesh:  # What programs have made may lie elsewhere.
       params = jax.device_put(params, sharding.make_shardings(params, mesh))
-  shape = dataclasses.replace(shape, dtype=config.dtype, remat=config.remat or 'none')
+  shape = dataclasses.replace(
+    shape,
+    dtype=config.dtype,
+    remat=config.remat or 'none',
+    batch_invariant=config.batch_invariant,
+  )
   return (
     shape,
     params,

@@ -326,7 +326,8 @@ def read_models(config: config_lib.Model, algorithm) -> Models:
       'model.path is empty; give the directory of a model in Hugging Face layout.'
     )
   policy = hf_config.read(config.path)
-  policy = dataclasses.replace(policy, dtype=config.dtype)
+  computes = {'dtype': config.dtype, 'batch_invariant': config.batch_invariant}
+  policy = dataclasses.replace(policy, **computes)
   if algorithm is None:
     return Models(policy)
   reference = hf_config.read(config.reference) if config.reference else None

@@ -39,6 +39,9 @@ _WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
 _REPEATS = flags.DEFINE_integer('repeats', 3, 'Repetitions of each, without compilation.')
 _ROWS = flags.DEFINE_integer('rows', 64, 'Texts that are decoded at a time.')
 _REPLICAS = flags.DEFINE_integer('replicas', 1, 'Replicas that divide them; see Engine.')
+_BATCH_INVARIANT = flags.DEFINE_bool(
+  'batch_invariant', False, 'As model.batch_invariant.'
+)
 _PROMPT = flags.DEFINE_integer('prompt', 128, 'Tokens of a prompt.')
 _REPLY = flags.DEFINE_integer('reply', 128, 'Tokens of a reply.')
 _MICROBATCH = flags.DEFINE_integer('microbatch', 16, 'Rows of a gradient.')
@@ -366,6 +369,7 @@ def main(_):
   if unknown := set(_WHAT.value) - set(names):
     raise app.UsageError(f'--what: {sorted(unknown)}; there are {names}')
   config = common.SHAPES[_SHAPE.value]
+  config = dataclasses.replace(config, batch_invariant=_BATCH_INVARIANT.value)
   bench = Bench(config, decoder.init(config, jax.random.key(0)))
   about = {
     'shape': _SHAPE.value,

@@ -31,7 +31,7 @@ from agent_r1_jax.models import (
   kv_cache,
   sampling_params,
 )
-from agent_r1_jax.rl import learner, packing, table
+from agent_r1_jax.rl import learner, packing, prefix_trees, table
 
 
 class Played(NamedTuple):
@@ -245,29 +245,28 @@ def prefill(params, tokens_BT, *, config, cache: str) -> Array:
   return decoder.extend(params, config, tokens_BT, positions_BT, slots)[0]
 
 
-def _batch(model: Model) -> tuple[types.Batch, packing.Layout]:
+def _batch(
+  model: Model, *, trees: bool = False
+) -> tuple[list[types.Batch], packing.Layout | prefix_trees.TreeLayout]:
+  """Packs the texts into micro-batches of one row."""
   texts = table.from_segments([p.segment for p in model.played])
-  layout = packing.plan_layout(
-    [len(p.segment.tokens) for p in model.played], row_tokens=model.row_tokens
-  )
-  return packing.pack(texts, layout), layout
+  shape = packing.MicrobatchShape(1, model.row_tokens, trees=trees)
+  return packing.pack_microbatches(texts, shape)
 
 
 def pack(model: Model) -> Array:
   """Computes hidden states [B, T, D] in the learner's packed rows, one at a time."""
-  batch, layout = _batch(model)
+  rows, layout = _batch(model)
   hidden = jax.jit(decoder.hidden, static_argnums=1)
-  rows = packing.split_microbatches(batch, 1)
   text = lambda row: (row.tokens, row.positions, row.segment_ids)
   x_RTD = jnp.concatenate([hidden(model.params, model.config, *text(r)) for r in rows])
   x_MD = x_RTD.reshape(-1, x_RTD.shape[-1])[layout.index]
   return x_MD.reshape(*model.tokens.shape, -1)
 
 
-def learn(model: Model) -> np.ndarray:
+def learn(model: Model, *, trees: bool = False) -> np.ndarray:
   """Computes the log-probs of all tokens as the learner does, [B, T]."""
-  batch, layout = _batch(model)
-  rows = packing.split_microbatches(batch, 1)
+  rows, layout = _batch(model, trees=trees)
   found = [learner.logprobs(model.params, r, config=model.config) for r in rows]
   return layout.extract(np.concatenate(found)).reshape(model.tokens.shape)
 

@@ -13,7 +13,8 @@ table on stderr: |gap| in nats, the mean |ratio - 1| of the importance ratio, ho
 another token is the likeliest, and how many log-probs are equal to the bit.
 --float32_attention measures a code that keeps attention's weights in float32; with
 --weights=int8 or fp8 the engine's kernels have 8 bits, and with --cache=int8 its cache;
-each is one more cause.
+each is one more cause. With --batch_invariant there are only the two ends, whose bits are
+to be equal (models/batch_invariant.py): the learner's in packed rows, and in trees.
 
 With s5, about 3 minutes on one CPU core.
 """
@@ -59,6 +60,9 @@ _CACHE = flags.DEFINE_enum(
 _FLOAT32_ATTENTION = flags.DEFINE_bool(
   'float32_attention', False, "Whether attention's weights stay float32."
 )
+_BATCH_INVARIANT = flags.DEFINE_bool(
+  'batch_invariant', False, 'As model.batch_invariant.'
+)
 _ROW_TOKENS = flags.DEFINE_integer('row_tokens', 1024, 'Tokens of a packed row.')
 
 # The second of two ways to compute log-probs -> what it does otherwise than the first.
@@ -73,6 +77,7 @@ CAUSES = {
   'learner': 'program: hidden states and head apart, or in one',
 }
 _TOGETHER, _INSTEAD = 'together', 'float32 instead'
+_ROWS_OR_TREES = {False: f'{_TOGETHER}, packed rows', True: f'{_TOGETHER}, prefix trees'}
 _COLUMNS = ('mean_difference', 'p99_difference', 'max_difference', 'mean_ratio_deviation')
 
 
@@ -110,6 +115,13 @@ def measure(model: gaps.Model) -> Iterator[dict[str, Any]]:
     line |= gaps.describe((b.logprobs - a.logprobs)[mask])
     return line | {'other_likeliest': float((a.likeliest != b.likeliest)[mask].mean())}
 
+  if model.config.batch_invariant:
+    sampled = next(gaps.list_scores(model, _ROWS.value))[1]
+    for trees, cause in _ROWS_OR_TREES.items():
+      # The learner does not say which token is the likeliest.
+      learned = sampled._replace(logprobs=gaps.learn(model, trees=trees))
+      yield compare(cause, sampled, learned) | {'other_likeliest': None}
+    return
   first, before = None, None
   for name, scores in gaps.list_scores(model, _ROWS.value):
     if before is None:
@@ -131,7 +143,9 @@ def format_table(lines: list[dict[str, Any]]) -> str:
   rows = [head, ['---'] * len(head)]
   for line in lines:
     cells = [line['cause'], line['dtype'], *(f'{line[x]:.1e}' for x in _COLUMNS)]
-    rows.append([*cells, f'{line["other_likeliest"]:.2%}', f'{line["equal"]:.1%}'])
+    other = line['other_likeliest']
+    other = '' if other is None else f'{other:.2%}'
+    rows.append([*cells, other, f'{line["equal"]:.1%}'])
   return '\n'.join('| ' + ' | '.join(row) + ' |' for row in rows)
 
 
@@ -141,7 +155,8 @@ def _load(dtype: str) -> tuple[decoder.DecoderConfig, decoder.Params]:
   else:
     config = common.SHAPES[_SHAPE.value]
     params = decoder.init(config, jax.random.key(0))
-  return dataclasses.replace(config, dtype=dtype), params
+  changes = {'dtype': dtype, 'batch_invariant': _BATCH_INVARIANT.value}
+  return dataclasses.replace(config, **changes), params
 
 
 def main(_):
@@ -156,6 +171,7 @@ def main(_):
       'float32_attention': changed,
       'weights': _WEIGHTS.value,
       'cache': _CACHE.value,
+      'batch_invariant': _BATCH_INVARIANT.value,
       'parameters': sum(x.size for x in jax.tree.leaves(params)),
       'device': f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores',
       'jax': jax.__version__,

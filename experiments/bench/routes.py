@@ -55,7 +55,7 @@ def decode(params, tokens_BT: Array, *, config: decoder.DecoderConfig):
   def step(cache, t):
     token_B1, at_B1 = tokens_BT[:, t][:, None], jnp.full((B, 1), t)
     x: Any = params['embed']['embedding'].astype(config.dtype)[token_B1]
-    angles, noted, new = decoder._compute_angles(at_B1, config), [], []
+    angles, noted, new = decoder.compute_angles(at_B1, config), [], []
     for layer, part in zip(layers, cache, strict=True):
       args = x, at_B1, angles, None, None, None, part
       x, part, taken = apply_block(config, layer, *args)
@@ -80,7 +80,7 @@ def learn(params, tokens_BT: Array, replayed=None, *, config: decoder.DecoderCon
   B, T = tokens_BT.shape
   at_BT = jnp.tile(jnp.arange(T)[None], (B, 1))
   x: Any = params['embed']['embedding'].astype(config.dtype)[tokens_BT]
-  angles, noted = decoder._compute_angles(at_BT, config), []
+  angles, noted = decoder.compute_angles(at_BT, config), []
   segments = jnp.ones_like(tokens_BT), None
   for number in range(config.num_layers):
     layer = jax.tree.map(lambda x, i=number: x[i], params['layers'])
