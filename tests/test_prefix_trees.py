@@ -182,8 +182,10 @@ def _distinct() -> dict[str, tuple[algorithms.Algorithm, str]]:
 
 # Then what an algorithm may have besides.
 _CASES_OF_LEARNING = _distinct() | {
-  'entropy': (plain.GRPO._replace(entropy_coef=0.1), ''),
-  'correction': (plain.GRPO._replace(correction=correction_lib.token_truncated()), ''),
+  'entropy and correction': (
+    plain.GRPO._replace(entropy_coef=0.1, correction=correction_lib.token_truncated()),
+    '',
+  ),
   'own critic': (algorithms.ppo(), 'own'),
   'shared critic, no masks': (algorithms.ppo()._replace(**_UNMASKED), 'shared'),
 }
