@@ -60,14 +60,21 @@ $(VENV)/bin/python:
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# Installs $(2) in the environment $(1). pip compiles modules one after another; all cores
+# take half of the time. A file that is no Python of this version stays as it is.
+define install
+	$(1)/bin/python -m pip install --quiet --no-compile $(2)
+	$(1)/bin/python -W ignore -m compileall -qq -j 0 $(1)/lib || true
+endef
+
 # The stamps are younger than the requirements: no change, no installation.
 $(VENV)/installed: requirements.txt pyproject.toml | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet --requirement requirements.txt \
-		--editable '.$(if $(EXTRA),[$(EXTRA)])'
+	$(call install,$(VENV),--requirement requirements.txt \
+		--editable '.$(if $(EXTRA),[$(EXTRA)])')
 	@touch $@
 
 $(VENV)/installed-test: requirements-test.txt $(VENV)/installed
-	$(VENV)/bin/python -m pip install --quiet --requirement requirements-test.txt
+	$(call install,$(VENV),--requirement requirements-test.txt)
 	@touch $@
 
 # What packages/alone names is installed without its own requirements.
@@ -75,7 +82,6 @@ $(VENV)/installed-test: requirements-test.txt $(VENV)/installed
 $(VENV)-%/installed: tests/packages/%.txt $$(wildcard tests/packages/alone/$$*.txt) \
 		| $(VENV)/bin/python
 	$(VENV)/bin/python -m venv $(VENV)-$*
-	$(VENV)-$*/bin/python -m pip install --quiet --requirement $<
-	$(if $(word 2,$^),$(VENV)-$*/bin/python -m pip install --quiet --no-deps \
-		--requirement $(word 2,$^))
+	$(call install,$(VENV)-$*,--requirement $<)
+	$(if $(word 2,$^),$(call install,$(VENV)-$*,--no-deps --requirement $(word 2,$^)))
 	@touch $@
