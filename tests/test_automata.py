@@ -235,7 +235,7 @@ class TestLimits:
       automata.compile_and_wait(
         grammars.regex, ['(a{1,300}){1,300}'], [_EOS], _PIECES, tiny.VOCAB
       )
-    assert _children() == before
+    assert _children() <= before  # One of an earlier test may have ended.
 
   def test_a_grammar_that_is_nested_too_deeply_is_refused(self):
     schema: dict = {'type': 'string'}
