@@ -2,7 +2,8 @@
 
 The package gguf reads the format and dequantises. What the converter changed is undone
 here: the names; the order of the rows of Llama's q and k, where it puts beside each other
-what RoPE rotates together; and the 1 that it adds to the scales of Gemma's norms.
+what RoPE rotates together; the 1 that it adds to the scales of Gemma's norms; and the
+experts of a layer, which are one tensor.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
   import gguf
 
 _ROPE_FACTORS = 'rope_freqs.weight'
+_ROTATED = ('layers/attn/q/kernel', 'layers/attn/k/kernel')
+# More bools are in no file of a known model: it has at most 1,000 layers.
+_MAX_BOOLS = 1_000
 
 
 def find_file(path: pathlib.Path) -> pathlib.Path | None:
@@ -82,9 +86,12 @@ def find(
   """
   reader = _open(file)
   raw = _make_config(file, reader)
+  architecture = reader.fields['general.architecture'].contents()
   # A damaged count of layers must not make us list a billion names.
   layers = min(raw['num_hidden_layers'], len(reader.tensors))
-  names = _list_names(raw['model_type'], layers)
+  names = _list_names(architecture, layers)
+  row = gguf_metadata.ARCHITECTURES[architecture]
+  family = families.FAMILIES[raw['model_type']]
   tensors, types = {}, set()
   for tensor in reader.tensors:
     if tensor.name == _ROPE_FACTORS:
@@ -92,16 +99,25 @@ def find(
     if tensor.name not in names:
       raise ValueError(
         f'{file}: tensor {tensor.name} has no place in a model of architecture '
-        f'{raw["model_type"]}; take the model in HF layout if the decoder knows it'
+        f'{architecture}; take the model in HF layout if the decoder knows it'
       )
     if tensor.tensor_type not in types:
       _check_type(file, tensor)
       types.add(tensor.tensor_type)
     name, path = names[tensor.name]
-    kind = tensor.tensor_type.name
     shape = tuple(int(size) for size in tensor.shape[::-1])
-    read = functools.partial(_read, tensor, path, raw)
-    tensors[name] = (kind if kind in ('F16', 'BF16') else 'F32', shape, read)
+    parts = {name: tensor.data}
+    if '{}' in name and len(shape) == 3:  # The experts of a layer.
+      parts = {name.format(i): tensor.data[i] for i in range(shape[0])}
+      shape = shape[1:]
+    if path.endswith('/kernel') and len(shape) == 1:
+      shape = (1, *shape)  # Older converters leave out dimensions of size 1.
+    kind = tensor.tensor_type
+    offset = family.norm_offset if path.endswith('/scale') else 0.0
+    pairs = raw['head_dim'] // 2 if row.pairs and path in _ROTATED else 0
+    for part, data in parts.items():
+      read = functools.partial(_read, data, kind, shape, offset, pairs)
+      tensors[part] = (kind.name if kind.name in ('F16', 'BF16') else 'F32', shape, read)
   return tensors
 
 
@@ -115,7 +131,10 @@ def _open(file: pathlib.Path) -> gguf.GGUFReader:
     ) from error
 
   class Reader(gguf.GGUFReader):
-    """Skips arrays: 150,000 tokens and as many merges took 13 seconds and 490 MB."""
+    """Skips arrays: 150,000 tokens and as many merges took 13 seconds and 490 MB.
+
+    It reads those of bools, which say which layers have a window.
+    """
 
     def _get_field_parts(self, orig_offs: Any, raw_type: Any):
       if self.byte_order != 'I':
@@ -124,6 +143,8 @@ def _open(file: pathlib.Path) -> gguf.GGUFReader:
         return super()._get_field_parts(orig_offs, raw_type)
       content: Any = self.data
       kind, length = struct.unpack_from('<IQ', content, orig_offs)
+      if kind == gguf.GGUFValueType.BOOL and length <= _MAX_BOOLS:
+        return super()._get_field_parts(orig_offs, raw_type)
       end = orig_offs + 12
       if kind == gguf.GGUFValueType.STRING:
         for _ in range(length):
@@ -151,10 +172,7 @@ def _make_config(file: pathlib.Path, reader: gguf.GGUFReader) -> dict[str, Any]:
   try:
     with np.errstate(all='ignore'):
       return gguf_metadata.parse(
-        {
-          key: field.contents() if len(field.data) == 1 else 'an array'
-          for key, field in reader.fields.items()
-        },
+        {key: _read_value(field) for key, field in reader.fields.items()},
         vocab_size=int(embedding.shape[1]),
         tied='output.weight' not in tensors,
         rope_factors=None if factors is None else np.asarray(factors.data),
@@ -163,16 +181,27 @@ def _make_config(file: pathlib.Path, reader: gguf.GGUFReader) -> dict[str, Any]:
     raise ValueError(f'{file}: {error}') from error
 
 
-def _list_names(family: str, layers: int) -> dict[str, tuple[str, str]]:
-  """Returns each tensor's name in the file -> its name in HF layout, its parameter."""
+def _read_value(field: gguf.ReaderField) -> Any:
+  value = field.contents() if field.data else 'an array'
+  return tuple(value) if isinstance(value, list) else value
+
+
+def _list_names(architecture: str, layers: int) -> dict[str, tuple[str, str]]:
+  """Returns each tensor's name in the file -> its name in HF layout, its parameter.
+
+  In the name of a tensor that holds all experts of a layer, '{}' stands for the expert.
+  """
   import gguf
 
-  table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], layers)
+  family = families.FAMILIES[gguf_metadata.ARCHITECTURES[architecture].family]
+  table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], layers)
+  fused = {part: whole for whole, parts in family.fused.items() for part in parts}
   names = {}
-  for parameter in families.FAMILIES[family].parameters:
-    for layer in range(layers if '{}' in parameter.tensor else 1):
-      name = parameter.tensor.format(layer)
-      stem, _, kind = name.rpartition('.')
+  for parameter in family.parameters:
+    pattern = fused.get(parameter.tensor, parameter.tensor)
+    for layer in range(layers if '{}' in pattern else 1):
+      name = pattern.replace('{}', str(layer), 1)
+      stem, _, kind = name.replace('.{}', '').rpartition('.')
       names[f'{table.get_name(stem)}.{kind}'] = name, parameter.path
   return names
 
@@ -198,15 +227,25 @@ def _dequantise(kind: gguf.GGMLQuantizationType, data: np.ndarray) -> np.ndarray
     return quants.dequantize(data, kind)
 
 
-def _read(tensor: gguf.ReaderTensor, path: str, raw: dict[str, Any]) -> np.ndarray:
-  """Reads a tensor of the parameter at `path` as it was before the conversion."""
-  x = _dequantise(tensor.tensor_type, np.asarray(tensor.data))
-  offset = families.FAMILIES[raw['model_type']].norm_offset
-  if path.endswith('/scale') and offset:
-    x = x - x.dtype.type(offset)
-  rotated = path in ('layers/attn/q/kernel', 'layers/attn/k/kernel')
-  if rotated and raw['model_type'] == 'llama':
+def _read(
+  data: np.ndarray,
+  kind: gguf.GGMLQuantizationType,
+  shape: tuple[int, ...],
+  offset: float,
+  pairs: int,
+) -> np.ndarray:
+  """Reads a tensor as it was before the conversion.
+
+  Args:
+    data: Its numbers or blocks in the file.
+    kind: Their type.
+    shape: Its shape before the conversion.
+    offset: What was added to it.
+    pairs: How many pairs of a head's rows lie beside each other; 0 if none do.
+  """
+  x = _dequantise(kind, np.asarray(data))
+  x = x - x.dtype.type(offset) if offset else x
+  if pairs:
     # A head's rows are r0 r4 r1 r5 r2 r6 r3 r7 in the file, r0 ... r7 here.
-    pairs = x.reshape(-1, raw['head_dim'] // 2, 2, x.shape[-1])
-    x = pairs.swapaxes(1, 2).reshape(x.shape)
-  return x
+    x = x.reshape(-1, pairs, 2, x.shape[-1]).swapaxes(1, 2)
+  return x.reshape(shape)

@@ -5,22 +5,62 @@ architecture, rounds numbers to 32 bits, and writes of Llama 3's RoPE scaling on
 divides each frequency.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-# Architectures, which are keys of families.FAMILIES. A family is added here, and its
-# tensors in gguf_files.py, when it is known what the converter changes of it.
-FAMILIES = ('qwen2', 'qwen3', 'llama', 'gemma')
-# Key, without the architecture -> field of config.json.
-_NEEDED = {
-  'block_count': 'num_hidden_layers',
-  'context_length': 'max_position_embeddings',
-  'embedding_length': 'hidden_size',
-  'feed_forward_length': 'intermediate_size',
-  'attention.head_count': 'num_attention_heads',
-  'attention.layer_norm_rms_epsilon': 'rms_norm_eps',
+from agent_r1_jax.models import families
+
+
+class Architecture(NamedTuple):
+  """A family as llama.cpp has it: what its converter changes, and its code fixes."""
+
+  family: str  # A key of families.FAMILIES.
+  # The family if the file has a window of attention; None if it cannot have one.
+  sliding: str | None = None
+  window: int = 0  # The window if the file does not say it.
+  # Whether the rows of q and k that RoPE rotates together lie beside each other.
+  pairs: bool = False
+  # A model of so many layers divides scores by the root of hidden_size / heads; one of
+  # another number by that of head_dim.
+  wide_layers: int = 0
+  constants: dict[str, Any] = {}  # Fields of config.json.
+
+
+# An architecture is added here when it is known what the converter changes of it. The
+# table of families has the rest that llama.cpp fixes: which layers slide if no pattern is
+# in the file, and that every fourth layer of SmolLM3 is not rotated.
+ARCHITECTURES = {
+  'qwen2': Architecture('qwen2'),
+  'qwen3': Architecture('qwen3'),
+  'qwen2moe': Architecture('qwen2_moe', constants={'norm_topk_prob': False}),
+  'qwen3moe': Architecture('qwen3_moe', constants={'norm_topk_prob': True}),
+  # Mistral too. Its window, which Mistral 7B v0.1 has, is not written.
+  'llama': Architecture('llama', pairs=True),
+  'smollm3': Architecture('smollm3', pairs=True),
+  'phi3': Architecture('phi3', sliding='phi3'),
+  'olmo2': Architecture('olmo2', sliding='olmo3'),
+  'gemma': Architecture('gemma'),
+  'gemma2': Architecture('gemma2', sliding='gemma2', window=4096, wide_layers=46),
+  'gemma3': Architecture('gemma3_text', sliding='gemma3_text', wide_layers=62),
 }
+# Field of config.json -> key, without the architecture. A family has some of them.
+_KEYS = {
+  'num_hidden_layers': 'block_count',
+  'max_position_embeddings': 'context_length',
+  'hidden_size': 'embedding_length',
+  'intermediate_size': 'feed_forward_length',
+  'num_attention_heads': 'attention.head_count',
+  'rms_norm_eps': 'attention.layer_norm_rms_epsilon',
+  'num_experts': 'expert_count',
+  'num_experts_per_tok': 'expert_used_count',
+  'moe_intermediate_size': 'expert_feed_forward_length',
+  'shared_expert_intermediate_size': 'expert_shared_feed_forward_length',
+  'attn_logit_softcapping': 'attn_logit_softcapping',
+  'final_logit_softcapping': 'final_logit_softcapping',
+}
+_CAPS = ('attn_logit_softcapping', 'final_logit_softcapping')  # May be absent.
+# The keys of any architecture that are read by themselves, or say nothing new.
 _OPTIONAL = {
   'attention.causal',
   'attention.head_count_kv',
@@ -29,9 +69,27 @@ _OPTIONAL = {
   'rope.dimension_count',
   'rope.freq_base',
   'rope.scaling.type',
-  # The tensors say these.
+  # Without a scaling it is the whole context; LongRoPE has tensors, which are refused.
+  'rope.scaling.original_context_length',
+  # The tensors say these. A mixture has no feed-forward beside its experts.
   'tensor_data_layout',
   'vocab_size',
+  'feed_forward_length',
+}
+_WINDOW, _PATTERN = 'attention.sliding_window', 'attention.sliding_window_pattern'
+_LOCAL_THETA = 'rope.freq_base_swa'
+# Type of a scaling -> key -> field of `rope_parameters`.
+_SCALINGS = {
+  'linear': {'rope.scaling.factor': 'factor'},
+  'yarn': {
+    'rope.scaling.factor': 'factor',
+    'rope.scaling.original_context_length': 'original_max_position_embeddings',
+    'rope.scaling.yarn_beta_fast': 'beta_fast',
+    'rope.scaling.yarn_beta_slow': 'beta_slow',
+    'rope.scaling.yarn_attn_factor': 'attention_factor',
+    # The converter of 2025 writes OLMo 3's so.
+    'rope.scaling.attn_factor': 'attention_factor',
+  },
 }
 # All published models of Llama 3.1 to 3.3 have these.
 _LOW, _HIGH = 1.0, 4.0
@@ -47,7 +105,7 @@ def parse(
   """Makes the fields of config.json.
 
   Args:
-    metadata: Key -> value; text in place of arrays.
+    metadata: Key -> value; a tuple for an array of bools, text for other arrays.
     vocab_size: Rows of the embedding.
     tied: Whether the file has no output head of its own.
     rope_factors: [H/2], what divides each frequency of RoPE; None if the file has none.
@@ -57,41 +115,59 @@ def parse(
       compute; the message names the key.
   """
   name, kind = (metadata.get(f'general.{x}', 'model') for x in ('architecture', 'type'))
-  if name not in FAMILIES or kind != 'model':
-    raise ValueError(
-      f'holds a {kind} of architecture {name!r}; give a model of {", ".join(FAMILIES)}'
-    )
-  start = f'{name}.'
+  if name not in ARCHITECTURES or kind != 'model':
+    known = ', '.join(ARCHITECTURES)
+    raise ValueError(f'holds a {kind} of architecture {name!r}; give a model of {known}')
+  row, start = ARCHITECTURES[name], f'{name}.'
   facts = {k.removeprefix(start): x for k, x in metadata.items() if k.startswith(start)}
-  _check_supported(facts)
-  raw = {field: _number(facts, key) for key, field in _NEEDED.items()}
+  window = facts.get(_WINDOW, row.window)
+  model_type = row.sliding if row.sliding and window else row.family
+  family = families.FAMILIES[model_type]
+  keys = _list_keys(family)
+  _check_supported(facts, row, family, {*keys.values()})
+  raw = {
+    field: _number(facts, key)
+    for field, key in keys.items()
+    if key in facts or field not in _CAPS
+  }
   heads = raw['num_attention_heads']
-  width = _number(facts, 'attention.key_length', raw['hidden_size'] // heads)
+  share = raw['hidden_size'] // heads
+  width = _number(facts, 'attention.key_length', share)
   if _number(facts, 'attention.value_length', width) != width:
     raise ValueError('keys and values have different lengths, which is not supported')
-  theta = _number(facts, 'rope.freq_base', 10_000.0)
-  scaling = facts.get('rope.scaling.type', 'none')
-  rope = {
-    'rope_theta': theta,
-    'rope_type': 'default' if scaling == 'none' else scaling,
-    'partial_rotary_factor': _number(facts, 'rope.dimension_count', width) / width,
-  }
-  if rope_factors is not None:
-    rope |= _find_scaling(rope_factors, theta, width)
-  return raw | {
-    'model_type': name,
+  if 'query_scale' in family.numbers:
+    wide = raw['num_hidden_layers'] == row.wide_layers
+    raw['query_pre_attn_scalar'] = share if wide else width
+  return {
+    **raw,
+    **row.constants,
+    **_find_window(facts, window),
+    'model_type': model_type,
     'num_key_value_heads': _number(facts, 'attention.head_count_kv', heads),
     'head_dim': width,
     'vocab_size': vocab_size,
     'tie_word_embeddings': tied,
-    'rope_parameters': rope,
+    'rope_parameters': _find_rotations(facts, family, width, rope_factors),
   }
 
 
-def _check_supported(facts: dict[str, Any]) -> None:
+def _list_keys(family: families.Family) -> dict[str, str]:
+  """Returns the part of _KEYS that the family has."""
+  fields = {field for _, field in family.sizes.values()}
+  fields |= {field for field, _ in family.numbers.values()}
+  fields |= {'max_position_embeddings', family.norm_eps}
+  return {field: key for field, key in _KEYS.items() if field in fields}
+
+
+def _check_supported(
+  facts: dict[str, Any], row: Architecture, family: families.Family, keys: set[str]
+) -> None:
   if not facts.get('attention.causal', True):
     raise ValueError('attention.causal is False; only causal models are supported')
-  for key in sorted(facts.keys() - _NEEDED.keys() - _OPTIONAL):
+  keys = keys | _OPTIONAL | _SCALINGS.get(facts.get('rope.scaling.type', ''), {}).keys()
+  keys |= {_WINDOW, _PATTERN} if row.sliding else set()
+  keys |= {_LOCAL_THETA} if family.local_rope else set()
+  for key in sorted(facts.keys() - keys):
     if facts[key]:  # 0 and False say that the model does without.
       raise ValueError(
         f'{key} is {facts[key]!r}, which is not supported; take a model without it'
@@ -104,6 +180,47 @@ def _number(facts: dict[str, Any], key: str, default: Any = None) -> Any:
   if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
     raise ValueError(f'{key} is {value!r}; a positive number is needed: fetch it again')
   return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _find_window(facts: dict[str, Any], window: Any) -> dict[str, Any]:
+  """Finds the window, and the layers that have it if the file says them."""
+  if not window:
+    # Each layer is the first of its period, which has no window.
+    return {'sliding_window': None, 'sliding_window_pattern': 1}
+  found: dict[str, Any] = {'sliding_window': _number(facts, _WINDOW, window)}
+  pattern = facts.get(_PATTERN)
+  if isinstance(pattern, tuple):
+    names = ('full_attention', 'sliding_attention')
+    found['layer_types'] = [names[slides] for slides in pattern]
+  elif pattern is not None:
+    found['sliding_window_pattern'] = _number(facts, _PATTERN)
+  return found
+
+
+def _find_rotations(
+  facts: dict[str, Any],
+  family: families.Family,
+  width: int,
+  rope_factors: np.ndarray | None,
+) -> dict[str, Any]:
+  """Finds `rope_parameters`, by types of layers where the family has two rotations."""
+  theta = _number(facts, 'rope.freq_base', 10_000.0)
+  kind = facts.get('rope.scaling.type', 'none')
+  rope = {
+    'rope_theta': theta,
+    'rope_type': 'default' if kind == 'none' else kind,
+    'partial_rotary_factor': _number(facts, 'rope.dimension_count', width) / width,
+  }
+  for key, field in _SCALINGS.get(kind, {}).items():
+    if key in facts:
+      rope[field] = _number(facts, key)
+  if rope_factors is not None:
+    rope |= _find_scaling(rope_factors, theta, width)
+  if not family.local_rope:
+    return rope
+  default = family.defaults.get(family.local_theta, theta)
+  local = {'rope_theta': _number(facts, _LOCAL_THETA, default), 'rope_type': 'default'}
+  return {'full_attention': rope, 'sliding_attention': local}
 
 
 def _find_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:

@@ -115,12 +115,13 @@ def find(directory: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, Ten
 
 def read(tensor: Tensor) -> np.ndarray:
   """Reads the tensor's values, without the others of its file."""
+  first = tensor.first
+  rows = slice(None) if first is None else slice(first, first + tensor.shape[0])
   if tensor.reader:
-    return tensor.reader()
+    return tensor.reader()[rows]
   with safetensors.safe_open(tensor.file, 'np') as opened:
-    if tensor.first is None:
+    if first is None:
       return opened.get_tensor(tensor.name)
-    rows = slice(tensor.first, tensor.first + tensor.shape[0])
     return opened.get_slice(tensor.name)[rows]
 
 
