@@ -1,6 +1,7 @@
 """The metadata of GGUF files, and each mistake in a file once."""
 
 import math
+import pathlib
 import shutil
 import sys
 
@@ -12,18 +13,22 @@ import pytest
 
 from agent_r1_jax.models import decoder, gguf_metadata, hf_config, tensor_files, weights
 
+_GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
+
 # The metadata.
 
 
 def _parse(config, factors=None, **facts):
-  metadata = {'general.architecture': config.family} | gguf_maker.make_metadata(config)
-  metadata |= {f'{config.family}.{key}': value for key, value in facts.items()}
+  name = gguf_maker.architecture(config.family)
+  metadata = gguf_maker.read_metadata(config)
+  metadata |= {f'{name}.{key}': value for key, value in facts.items()}
   metadata = {key: value for key, value in metadata.items() if value is not None}
   return gguf_metadata.parse(metadata, vocab_size=40, tied=True, rope_factors=factors)
 
 
 def _llama3(head_dim=64, theta=500_000.0, **scaling):
   scaling = {
+    'rope_type': 'llama3',
     'factor': 8.0,
     'low_freq_factor': 1.0,
     'high_freq_factor': 4.0,
@@ -37,7 +42,6 @@ def _llama3(head_dim=64, theta=500_000.0, **scaling):
 @pytest.mark.parametrize('config', [_llama3(128), _llama3(64, factor=32.0)])
 def test_the_scaling_of_llama_3_is_found(config):
   rope = _parse(config, gguf_maker.rope_factors(config))['rope_parameters']
-  assert rope.pop('rope_type') == 'llama3'
   assert rope.pop('partial_rotary_factor') == 1
   assert rope == {'rope_theta': config.rope_theta, **config.rope_scaling}
 
@@ -70,6 +74,55 @@ def test_what_the_converter_leaves_out_has_the_values_of_llama_cpp():
   raw = _parse(_llama3(), **dict.fromkeys(absent))
   assert raw['head_dim'] == 64 and raw['num_key_value_heads'] == 4
   assert raw['rope_parameters']['rope_theta'] == 10_000
+
+
+@pytest.mark.parametrize(
+  ('family', 'facts', 'expected'),
+  [
+    ('gemma2', {'attention.sliding_window': None}, {'sliding_window': 4096}),
+    ('gemma3_text', {'attention.sliding_window': None}, {'sliding_window_pattern': 1}),
+    ('gemma3_text', {'attention.sliding_window_pattern': 2}, {'sliding_window': 5}),
+    ('phi3', {'attention.sliding_window': 2047}, {'sliding_window': 2047}),
+    (
+      'olmo3',
+      {'attention.sliding_window': 0, 'rope.freq_base_swa': None},
+      {'model_type': 'olmo2'},
+    ),
+  ],
+)
+def test_windows_that_the_converter_writes_and_leaves_out(family, facts, expected):
+  raw = _parse(hf_config.read(_GOLDEN / family), **facts)
+  assert raw | expected == raw
+
+
+@pytest.mark.parametrize('key', ['attn_factor', 'yarn_attn_factor'])
+def test_the_factor_of_yarn_has_two_keys(key):
+  raw = _parse(hf_config.read(_GOLDEN / 'olmo3'), **{f'rope.scaling.{key}': 1.25})
+  assert raw['rope_parameters']['full_attention']['attention_factor'] == 1.25
+
+
+@pytest.mark.parametrize(
+  ('family', 'facts', 'message'),
+  [
+    ('qwen3_moe', {'expert_used_count': None}, 'expert_used_count is None; a positive n'),
+    ('qwen3_moe', {'expert_weights_scale': 2.5}, 'weights_scale is 2.5, which is not su'),
+    ('phi3', {'rope.scaling.attn_factor': 1.19}, 'attn_factor is 1.19, which is not sup'),
+    ('gemma2', {'rope.freq_base_swa': 50.0}, 'freq_base_swa is 50.0, which is not supp'),
+    (
+      'olmo3',
+      {'block_count': 3},
+      'sliding_window_pattern has 2 of 3 layers; fetch it ag',
+    ),
+    (
+      'gemma3_text',
+      {'attention.sliding_window_pattern': 'an array'},
+      "sliding_window_pattern is 'an array'; a positive number",
+    ),
+  ],
+)
+def test_metadata_of_a_family_that_are_wrong_or_not_supported(family, facts, message):
+  with pytest.raises(ValueError, match=message):
+    _parse(hf_config.read(_GOLDEN / family), **facts)
 
 
 def test_numbers_are_the_decimals_that_were_rounded_to_32_bits():

@@ -5,6 +5,7 @@ architecture, rounds numbers to 32 bits, and writes of Llama 3's RoPE scaling on
 divides each frequency.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,7 +142,7 @@ def parse(
   return {
     **raw,
     **row.constants,
-    **_find_window(facts, window),
+    **_find_window(facts, window, raw['num_hidden_layers']),
     'model_type': model_type,
     'num_key_value_heads': _number(facts, 'attention.head_count_kv', heads),
     'head_dim': width,
@@ -182,7 +183,7 @@ def _number(facts: dict[str, Any], key: str, default: Any = None) -> Any:
   return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _find_window(facts: dict[str, Any], window: Any) -> dict[str, Any]:
+def _find_window(facts: dict[str, Any], window: Any, layers: int) -> dict[str, Any]:
   """Finds the window, and the layers that have it if the file says them."""
   if not window:
     # Each layer is the first of its period, which has no window.
@@ -190,6 +191,10 @@ def _find_window(facts: dict[str, Any], window: Any) -> dict[str, Any]:
   found: dict[str, Any] = {'sliding_window': _number(facts, _WINDOW, window)}
   pattern = facts.get(_PATTERN)
   if isinstance(pattern, tuple):
+    if len(pattern) != layers:
+      raise ValueError(
+        f'{_PATTERN} has {len(pattern)} of {layers} layers; fetch it again'
+      )
     names = ('full_attention', 'sliding_attention')
     found['layer_types'] = [names[slides] for slides in pattern]
   elif pattern is not None:
@@ -206,10 +211,14 @@ def _find_rotations(
   """Finds `rope_parameters`, by types of layers where the family has two rotations."""
   theta = _number(facts, 'rope.freq_base', 10_000.0)
   kind = facts.get('rope.scaling.type', 'none')
+  turned = _number(facts, 'rope.dimension_count', width)
+  fraction = turned / width
+  if int(width * fraction) < turned:  # As for 30 of 44, by rounding.
+    fraction = math.nextafter(fraction, 1.0)
   rope = {
     'rope_theta': theta,
     'rope_type': 'default' if kind == 'none' else kind,
-    'partial_rotary_factor': _number(facts, 'rope.dimension_count', width) / width,
+    'partial_rotary_factor': fraction,
   }
   for key, field in _SCALINGS.get(kind, {}).items():
     if key in facts:
