@@ -74,6 +74,9 @@ def test_what_the_converter_leaves_out_has_the_values_of_llama_cpp():
   raw = _parse(_llama3(), **dict.fromkeys(absent))
   assert raw['head_dim'] == 64 and raw['num_key_value_heads'] == 4
   assert raw['rope_parameters']['rope_theta'] == 10_000
+  for family, theta in {'gemma3_text': 10_000, 'olmo3': 100}.items():
+    raw = _parse(hf_config.read(_GOLDEN / family), **{'rope.freq_base_swa': None})
+    assert raw['rope_parameters']['sliding_attention']['rope_theta'] == theta
 
 
 @pytest.mark.parametrize(
