@@ -22,10 +22,10 @@ class Architecture(NamedTuple):
   window: int = 0  # The window if the file does not say it.
   # Whether the rows of q and k that RoPE rotates together lie beside each other.
   pairs: bool = False
-  # A model of so many layers divides scores by the root of hidden_size / heads; one of
-  # another number by that of head_dim.
+  # A model of so many layers, which is Gemma's of 27B, divides scores by the root of
+  # hidden_size / heads; the others by that of head_dim. No key says it.
   wide_layers: int = 0
-  constants: dict[str, Any] = {}  # Fields of config.json.
+  constants: dict[str, Any] = {}  # Fields of config.json that no key says.
 
 
 # An architecture is added here when it is known what the converter changes of it. The
