@@ -82,6 +82,8 @@ def test_training_and_sampling_compile_for_v5e_16():
   decode = lines[3]
   assert decode['mesh']['tensor'] == 2 and decode['kernels']['attention']['calls'] == 2
   assert decode['needed'] <= decode['bytes'] < 1.1 * decode['needed']
+  # Seven a layer, none of them two in one kernel, and the head.
+  assert decode['kernels']['product']['calls'] == 7 * 2 + 1
   # Parameters are gathered, tokens exchanged for heads.
   assert {'all-gather', 'all-to-all'} <= {*gradient['exchanged']}
 
@@ -132,7 +134,7 @@ def test_chips_that_share_few_key_value_heads_have_all_of_them():
 def test_an_unknown_topology_names_those_that_are_known():
   flags = ['--topology=h1000:1', '--config.model.path=tiny']
   done = script.run('-m', 'experiments.bench.compile_for', *flags)
-  assert done.returncode == 1 and 'known are v4, v5e' in done.stderr
+  assert done.returncode == 1 and 'known are v5e, v5p' in done.stderr
 
 
 @pytest.mark.skipif(

@@ -1,6 +1,6 @@
 """Accelerators that are not here, for which programs can be compiled all the same.
 
-  v5e:4x4     sixteen chips of a TPU v5e; v4, v5p and v6e too (pip install -e '.[tpu]')
+  v5e:4x4     sixteen chips of a TPU v5e; v5p and v6e too (pip install -e '.[tpu]')
   h100:8      a host with eight GPUs; a100, h200 and b200 too (pip install -e '.[cuda]')
   h100:2x8    two such hosts
 
@@ -45,9 +45,9 @@ class Chip(NamedTuple):
 
 
 # A matrix unit of a TPU multiplies and adds 128 x 128 numbers a cycle (v6e: 256 x 256);
-# v4 and v5p have eight, v5e and v6e four.
+# v5p has eight, v5e and v6e four. Not v4: its topology has two devices a chip, of which
+# JAX makes no mesh.
 CHIPS = {
-  'v4': Chip('tpu', 32 * GIB, 275e12, 1.228e12, 300e9, 275e12 / (2 * 8 * 128**2)),
   'v5e': Chip('tpu', 16 * GIB, 197e12, 0.819e12, 200e9, 197e12 / (2 * 4 * 128**2)),
   'v5p': Chip('tpu', 95 * GIB, 459e12, 2.765e12, 600e9, 459e12 / (2 * 8 * 128**2)),
   'v6e': Chip('tpu', 32 * GIB, 918e12, 1.64e12, 448e9, 918e12 / (2 * 4 * 256**2)),
@@ -99,8 +99,8 @@ def name_part(kind: str, count: int) -> str:
     return f'{kind}:{count}'
   if count not in _BLOCKS:
     raise ValueError(f'{count} chips of a {kind} are no block: {list(_BLOCKS)} are.')
-  # In slices of v4 and v5p, chips lie in three dimensions.
-  return f'{kind}:{_BLOCKS[count]}' + ('x1' if kind in ('v4', 'v5p') else '')
+  # In slices of v5p, chips lie in three dimensions.
+  return f'{kind}:{_BLOCKS[count]}' + ('x1' if kind == 'v5p' else '')
 
 
 def count_host(topology: str) -> int:
