@@ -116,4 +116,12 @@ class MLP(nn.Module):
     init = nn.initializers.variance_scaling(self.out_scale, 'fan_in', 'normal')
     embed = (x_BTD.shape[-1],)
     down = Projection(embed, self.dtype, kernel_init=init, name='down')
-    return apply_flat(lambda x_MD: down(self.activate(gate(x_MD)) * up(x_MD)), x_BTD)
+
+    def feed_forward(x_MD):
+      hidden_MF = self.activate(gate(x_MD)) * up(x_MD)
+      if x_BTD.shape[1] == 1 and sharding.platform() == 'tpu':
+        # Otherwise one kernel computes up and down, and is expected to read them slower.
+        hidden_MF = jax.lax.optimization_barrier(hidden_MF)
+      return down(hidden_MF)
+
+    return apply_flat(feed_forward, x_BTD)
