@@ -353,6 +353,21 @@ def test_an_estimated_product_takes_what_one_took_on_a_chip_less_the_time_to_sta
   assert best == pytest.approx(measured - start, rel=0.02)
 
 
+@pytest.mark.parametrize(
+  ('numbers', 'cycles'), [('f32', 800), ('bf16', 400), ('s8', 200)]
+)
+def test_a_copy_takes_the_part_of_its_estimate_that_its_bits_are_of_32(numbers, cycles):
+  array = f'{numbers}[64,128]{{1,0}}'
+  text = f"""
+ENTRY %main (a: {numbers}[64,128]) -> {numbers}[64,128] {{
+  %a = {array} parameter(0)
+  ROOT %copy = {array} copy(%a), backend_config={{"estimated_cycles":"800"}}
+}}
+"""
+  (copy,) = kernels.list_kernels(hlo.Program(text))
+  assert copy.kind == 'move' and copy.cycles == cycles
+
+
 def test_a_published_step_takes_what_its_operations_say():
   # The log of this step names both: 3.443 s, 413.433e12 operations a second.
   (step,) = (x for x in calibrate.PUBLISHED if x.seconds == 3.443)

@@ -119,7 +119,7 @@ def lower(one: Published) -> tuple[list[Any], int]:
   with jax.set_mesh(mesh):
     both = ('gradient', 'apply')
     found = [compile_for.lowered(x, config, mesh, optax.adamw(1e-4))[0] for x in both]
-  blocks = step.rows * step.tokens / head.block_tokens(config.vocab_size)
+    blocks = step.rows * step.tokens / head.block_tokens(config.vocab_size)
   return found, math.ceil(blocks)
 
 

@@ -21,10 +21,15 @@ class Array(NamedTuple):
   space: int  # The memory that it lies in; 0 is the chip's main memory.
 
   @property
+  def bits(self) -> int:
+    """Bits of a number."""
+    digits = re.match(r'[a-z]+(\d+)', self.dtype)
+    return int(digits[1]) if digits else 8
+
+  @property
   def size(self) -> int:
     """Bytes, wherever it lies."""
-    digits = re.match(r'[a-z]+(\d+)', self.dtype)
-    return math.prod(self.shape) * (int(digits[1]) if digits else 8) // 8
+    return math.prod(self.shape) * self.bits // 8
 
   @property
   def bytes(self) -> int:
