@@ -143,7 +143,7 @@ def check(monkeypatch):
   def run(gap):
     monkeypatch.setattr(slot_attention, 'measure_gap', lambda *args: gap())
     attention_kernels._passes_check.cache_clear()
-    return attention_kernels._passes_check(128)
+    return attention_kernels._passes_check(slot_attention, 128)
 
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
   yield run
@@ -171,7 +171,7 @@ def test_a_check_without_an_answer_says_how_to_go_on(check, monkeypatch):
   try:
     with pytest.raises(RuntimeError, match='AGENT_R1_SLOT_ATTENTION=0 leaves the kernel'):
       check(waits.wait)
-    monkeypatch.setenv(attention_kernels.VARIABLE, '0')
+    monkeypatch.setenv(slot_attention.VARIABLE, '0')
     assert not check(waits.wait)
   finally:
     waits.set()

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int, Num
 
 from agent_r1_jax.models import attention_kernels as kernels
-from agent_r1_jax.models import block_attention, kv_cache, sharding
+from agent_r1_jax.models import block_attention, kv_cache, row_attention, sharding
 
 # A block of causal attention has at least this many queries.
 _MIN_BLOCK = 64
@@ -135,8 +135,11 @@ def _packed(
       slides = local and local.slides
       return kernels.splash(q_BTNH, k_BTKH, v_BTKH, spans_BT, slides, *rules)
   reach = local and block_attention.Reach(local.positions, local.since(rules.window))
-  if sharding.platform() == 'cpu':
+  by_rows = plain and kernels.knows_spans(q_BTNH)
+  if by_rows or sharding.platform() == 'cpu':
     ends_BT = spans_BT if trees else block_attention.find_ends(spans_BT)
+    if by_rows:
+      return row_attention.attend(q_BTNH, k_BTKH, v_BTKH, ends_BT)
     return block_attention.attend(q_BTNH, k_BTKH, v_BTKH, ends_BT, reach, rules.cap)
   capped = rules.cap is not None
   fused = sharding.platform() == 'gpu' and kernels.has_cudnn(q_BTNH) and not capped

@@ -18,7 +18,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from agent_r1_jax.models import kv_cache, sharding, slot_attention
+from agent_r1_jax.models import (
+  kv_cache,
+  row_attention,
+  sharding,
+  slot_attention,
+)
 
 # Causal attention over a row is computed in at most this many blocks of queries.
 MAX_BLOCKS = 8
@@ -34,9 +39,8 @@ _CUDNN_DTYPES, _CUDNN_HEAD = ('float16', 'bfloat16'), 128
 _HOPPER = ('H100', 'H20', 'H800')  # GH200 and H200 too.
 # The most that its outputs, of size 1, may differ from XLA's: a few bits of bfloat16.
 _LARGEST_GAP = 0.05
-# How long that is waited for, compilation included; and the environment variable that is
-# 0 where the kernel is not to be used.
-_CHECK_SECONDS, VARIABLE = 300.0, 'AGENT_R1_SLOT_ATTENTION'
+# How long that is waited for, compilation included.
+_CHECK_SECONDS = 300.0
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -56,10 +60,9 @@ def reads_used_slots(
     rounded: Whether the cache has 8 bits.
   """
   B, K, S, H = shape
-  platform = sharding.platform()
-  if platform == 'gpu' and any(x in sharding.device_kind() for x in _HOPPER):
-    return slot_attention.supports(shape, dtype) and _passes_check(H, rounded)
-  if platform != 'tpu' or rounded:
+  if _is_hopper() and slot_attention.supports(shape, dtype):
+    return _passes_check(slot_attention, H, rounded)
+  if sharding.platform() != 'tpu' or rounded:
     return False
   tiles = S % LANES == 0 and H % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
   if queries == 1:
@@ -67,18 +70,31 @@ def reads_used_slots(
   return tiles and (queries == 1 or queries % LANES == 0)
 
 
+def _is_hopper() -> bool:
+  """Whether programs are for a GPU of the kind of the H100."""
+  return sharding.platform() == 'gpu' and any(
+    kind in sharding.device_kind() for kind in _HOPPER
+  )
+
+
 @functools.cache
-def _passes_check(H: int, rounded: bool = False) -> bool:
-  """Whether the kernel for GPUs computes here what XLA does; else a warning says so."""
+def _passes_check(kernel: Any, *sizes) -> bool:
+  """Whether a kernel for GPUs computes here what XLA does; else a warning says so.
+
+  Args:
+    kernel: Its module: `measure_gap`, `VARIABLE`, which is 0 in the environment where it
+      is not to be used, and what happens `INSTEAD`.
+    *sizes: What `measure_gap` is given.
+  """
   if jax.default_backend() != 'gpu':
     return True  # Programs are only compiled, for GPUs that are not here.
-  if os.environ.get(VARIABLE) == '0':
+  if os.environ.get(kernel.VARIABLE) == '0':
     return False
   answer: concurrent.futures.Future[float] = concurrent.futures.Future()
 
   def measure():
     try:
-      answer.set_result(slot_attention.measure_gap(H, rounded))
+      answer.set_result(kernel.measure_gap(*sizes))
     except Exception as error:  # Whatever its compiler or the driver raises.
       answer.set_exception(error)
 
@@ -89,16 +105,14 @@ def _passes_check(H: int, rounded: bool = False) -> bool:
   except TimeoutError as error:
     # What hangs on a GPU holds up all that comes after it.
     raise RuntimeError(
-      f'the check of the kernel for used slots has given no answer within '
-      f'{_CHECK_SECONDS:g} seconds; {VARIABLE}=0 leaves the kernel out.'
+      f'the check of {kernel.__name__} has given no answer within {_CHECK_SECONDS:g} '
+      f'seconds; {kernel.VARIABLE}=0 leaves the kernel out.'
     ) from error
   except Exception as error:
-    _LOGGER.warning('The cache is read by XLA, in whole buckets: %s', error)
+    _LOGGER.warning('%s: %s', kernel.INSTEAD, error)
     return False
   if not gap < _LARGEST_GAP:
-    _LOGGER.warning(
-      'The cache is read by XLA: the kernel for used slots is off by %g', gap
-    )
+    _LOGGER.warning('%s: the kernel is off by %g', kernel.INSTEAD, gap)
   return gap < _LARGEST_GAP
 
 
@@ -237,6 +251,16 @@ def along_trees(q_BTNH, k_BTKH, v_BTKH, ends_BT) -> Float[Array, 'B T N H']:
   from agent_r1_jax.models import tree_attention
 
   return tree_attention.attend(q_BTNH, k_BTKH, v_BTKH, ends_BT)
+
+
+def knows_spans(q_BTNH) -> bool:
+  """Whether attention over rows of this shape and dtype is that of row_attention.py.
+
+  It is for GPUs of the kind of the H100, where it has passed a check.
+  """
+  _, T, _, H = q_BTNH.shape
+  fits = _is_hopper() and row_attention.supports(T, H, q_BTNH.dtype)
+  return fits and _passes_check(row_attention, H)
 
 
 def has_cudnn(q_BTNH) -> bool:

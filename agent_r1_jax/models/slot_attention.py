@@ -30,15 +30,18 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Num
 
-from agent_r1_jax.models import kv_cache
+from agent_r1_jax.models import gpu_registers, kv_cache
 
-# Rows of a product of the tensor cores, and the slots of a block.
-_M, BLOCK = 64, 64
+# Queries of a tile, and the slots of a block.
+_M = BLOCK = gpu_registers.SIZE
 # Blocks of keys and of values that are in shared memory at a time: with heads of 128
 # numbers of 16 bits 128 of 227 KiB.
 _DEPTH = 4
 # The cores of an H100, and the most parts.
 _CORES, _MOST_PARTS = 132, 16
+# What is 0 in the environment where the kernel is not to be used, and what happens then.
+VARIABLE = 'AGENT_R1_SLOT_ATTENTION'
+INSTEAD = 'The cache is read by XLA, in whole buckets'
 # Stands for -∞ where a part has no slot, so that no difference is NaN.
 _LOWEST = -1e30
 
@@ -119,7 +122,7 @@ def attend(
     jnp.repeat(positions_BT.astype(jnp.int32), G, axis=1), ((0, 0), spare)
   )
   last_BQM = last_BX.reshape(B, tiles, _M)
-  registers = _Interpreted() if interpret else _Hopper()
+  registers = gpu_registers.choose(interpret)
   k_scale_BKS, v_scale_BKS = scales or (None, None)
   numbers = jax.ShapeDtypeStruct((B, K, tiles, parts, _M), jnp.float32)
   out_BKQPMH, top_BKQPM, sum_BKQPM = plgpu.kernel(
@@ -133,6 +136,7 @@ def attend(
     grid=(parts, tiles, K, B),
     grid_names=('part', 'tile', 'head', 'row'),
     interpret=interpret,
+    kernel_name='slot_attention',
   )(
     *(q_BKXH, last_BQM, last_BQM.max(-1), jnp.full(1, first, jnp.int32)),
     *((k_BKSH, k_scale_BKS), (v_BKSH, v_scale_BKS)),
@@ -175,94 +179,6 @@ def _count_parts(programs: int, blocks: int) -> int:
     return programs * parts / (waves * _CORES)
 
   return max(range(1, min(_MOST_PARTS, blocks) + 1), key=share)
-
-
-class _Hopper:
-  """What is done with numbers in registers, on an H100: they have layouts."""
-
-  def full(self, shape: tuple[int, ...], value: float) -> Array:
-    """Makes float32 numbers for queries, [M], or for queries and others, [M, ...]."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-  def load(self, ref: Any) -> Array:
-    """Loads a number for each query from shared memory."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(1))
-
-  def load_columns(self, ref: Any) -> Array:
-    """Loads a number for each of U slots, and repeats it for each query, [M, U]."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    x_U = plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(0))
-    x_MU = jax.lax.broadcast_in_dim(x_U, (_M, BLOCK), [1])
-    return plgpu.layout_cast(x_MU, plgpu.Layout.WGMMA)
-
-  def cast(self, ref: Any, wide_ref: Any) -> None:
-    """Casts the integers of a block, from shared memory to shared memory."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    x_UH = plgpu.load(ref, (), layout=plgpu.Layout.WGMMA_UPCAST_2X)
-    wide_UH = x_UH.astype(wide_ref.dtype)
-    wide_ref[...] = plgpu.layout_cast(wide_UH, plgpu.Layout.WGMMA)
-    plgpu.commit_smem()
-
-  def count_columns(self) -> Array:
-    """Returns 0, 1, ... in each row of [M, U]."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    layout = plgpu.Layout.WGMMA
-    return plgpu.broadcasted_iota(jnp.int32, (_M, BLOCK), 1, layout=layout)
-
-  def multiply(self, left, right_ref, shape, *, transposed: bool = False) -> Array:
-    """Multiplies on the tensor cores, and waits for the product."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    def run(sum_ref):
-      right = plgpu.transpose_ref(right_ref, (1, 0)) if transposed else right_ref
-      plgpu.wgmma(sum_ref, left, right)
-      return sum_ref[...]
-
-    accumulator = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-    return pl.run_scoped(run, accumulator(shape, jnp.float32))
-
-
-class _Interpreted:
-  """The same for Pallas' interpreter.
-
-  It has copies and barriers, but (jax 0.10.2) neither layouts of registers nor transposed
-  operands.
-  """
-
-  def full(self, shape: tuple[int, ...], value: float) -> Array:
-    """Makes float32 numbers."""
-    return jnp.full(shape, value, jnp.float32)
-
-  def load(self, ref: Any) -> Array:
-    """Loads all of `ref`."""
-    return ref[...]
-
-  def load_columns(self, ref: Any) -> Array:
-    """Repeats all of `ref` for each query."""
-    return jax.lax.broadcast_in_dim(ref[...], (_M, BLOCK), [1])
-
-  def cast(self, ref: Any, wide_ref: Any) -> None:
-    """Casts."""
-    wide_ref[...] = ref[...].astype(wide_ref.dtype)
-
-  def count_columns(self) -> Array:
-    """Returns 0, 1, ... in each row of [M, U]."""
-    return jax.lax.broadcasted_iota(jnp.int32, (_M, BLOCK), 1)
-
-  def multiply(self, left, right_ref, shape, *, transposed: bool = False) -> Array:
-    """Multiplies; the result has `shape`."""
-    right = right_ref[...].T if transposed else right_ref[...]
-    product = jnp.dot(left[...], right, preferred_element_type=jnp.float32)
-    return product.reshape(shape)
 
 
 class _Slots(NamedTuple):
@@ -313,7 +229,7 @@ def _kernel(
   *,
   parts: int,
   rows: int,
-  registers: _Hopper | _Interpreted,
+  registers: gpu_registers.Registers,
 ):
   """Computes blocks part, part + parts, ... of one tile of queries."""
   from jax.experimental import pallas as pl
@@ -344,7 +260,7 @@ def _kernel(
 
   def compute(step, sums):
     """Adds a block to the output, the maximum and the sum."""
-    slot_MU = registers.count_columns() + (part + step * parts) * BLOCK
+    slot_MU = registers.count(1) + (part + step * parts) * BLOCK
     seen_MU = slot_MU <= jax.lax.broadcast_in_dim(last_M, slot_MU.shape, [0])
     place = jax.lax.rem(step, jnp.int32(_DEPTH))
     sums = _add_block(q_smem, keys, values, place, seen_MU, sums, registers)

@@ -1,0 +1,90 @@
+"""models/row_attention.py: training rows on GPUs, by Pallas' interpreter."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_slot_attention
+
+from agent_r1_jax.models import (
+  attention,
+  attention_kernels,
+  block_attention,
+  row_attention,
+  sharding,
+)
+
+_interpreted = functools.partial(
+  row_attention.attend,
+  interpret=test_slot_attention.InterpretGPUParams(detect_races=True),
+)
+
+
+def inputs(T: int, N: int, K: int, H: int):
+  """Random queries, keys, values and the gradient of the output, in bfloat16."""
+  keys = jax.random.split(jax.random.key(1), 4)
+  shapes = (1, T, N, H), (1, T, K, H), (1, T, K, H), (1, T, N, H)
+  normal = lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16)
+  return tuple(map(normal, keys, shapes))
+
+
+@pytest.mark.parametrize(
+  ('N', 'K', 'H', 'ends'),
+  [
+    # A tree of three branches, more blocks than are in shared memory, and padding.
+    (2, 1, 64, [384] * 70 + [200] * 130 + [380] * 60 + [300] * 40 + [380] * 80),
+    # Three texts, one of them a whole tile, that other blocks do not see.
+    (1, 1, 128, [100] * 100 + [128] * 28 + [256] * 128),
+  ],
+)
+def test_output_and_gradients_are_those_of_blocks(N, K, H, ends):
+  T = -(-len(ends) // 128) * 128
+  ends = jnp.asarray([ends + list(range(len(ends) + 1, T + 1))])
+  *qkv, dout = inputs(T, N, K, H)
+  out, pull = jax.vjp(lambda *qkv: _interpreted(*qkv, ends), *qkv)
+  wide = [x.astype(jnp.float32) for x in qkv]
+  plain, pull_plain = jax.vjp(lambda *qkv: block_attention.attend(*qkv, ends), *wide)
+  found = out, *pull(dout)
+  expected = plain, *pull_plain(dout.astype(jnp.float32))
+  for x, y in zip(found, expected, strict=True):
+    assert x.dtype == jnp.bfloat16
+    far = np.abs(np.asarray(x, float) - y).max() / np.abs(y).max()
+    assert far < 0.01
+
+
+@pytest.mark.parametrize('trees', [False, True])
+def test_rows_on_an_h100_attend_by_it(monkeypatch, trees):
+  """Padding included; other sizes, kinds of layers and GPUs do without."""
+  monkeypatch.setattr(row_attention, 'attend', block_attention.attend)
+  spans = jnp.repeat(jnp.asarray([[1, 2, 0]]), jnp.asarray([60, 190, 6]), axis=1)
+  spans = block_attention.find_ends(spans) if trees else spans
+  q, k, v, _ = inputs(256, 2, 1, 64)
+  given = (None, spans) if trees else (spans, None)
+  plain = attention.packed(q, k, v, *given)
+  monkeypatch.setattr(sharding, 'platform', lambda: 'gpu')
+  monkeypatch.setattr(sharding, 'device_kind', lambda: 'NVIDIA H100 80GB HBM3')
+  np.testing.assert_array_equal(attention.packed(q, k, v, *given), plain)
+  assert attention_kernels.knows_spans(q)
+  for other in (q[:, :192], q[..., :32], q.astype(jnp.float32)):
+    assert not attention_kernels.knows_spans(other)
+  monkeypatch.setattr(sharding, 'device_kind', lambda: 'NVIDIA A100-SXM4-80GB')
+  assert not attention_kernels.knows_spans(q)
+
+
+@pytest.mark.parametrize('wrong', [None, 'out', 'gradient'])
+def test_its_check_measures_outputs_and_gradients(monkeypatch, wrong):
+  @jax.custom_vjp
+  def twice(x):
+    return x
+
+  twice.defvjp(lambda x: (x, None), lambda _, dx: (2 * dx,))
+
+  def off(q, k, v, ends):
+    out = block_attention.attend(q, twice(k) if wrong == 'gradient' else k, v, ends)
+    return out.at[1, 200].multiply(1.5) if wrong == 'out' else out
+
+  monkeypatch.setattr(row_attention, 'attend', off)
+  gap = row_attention.measure_gap(64)
+  assert (gap < 0.02) if wrong is None else (0.05 < gap < 2)
