@@ -32,7 +32,8 @@ quickstart: $(VENV)/installed
 # Workers and the programs that tests start read the same sources: compiled once is enough.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/installed-test
-	$(VENV)/bin/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile \
+		--no-loadscope-reorder $(ARGS)
 
 test-with-%: $(VENV)/installed-test $(VENV)-%/installed
 	PACKAGE_PYTHON=$(abspath $(VENV)-$*)/bin/python \

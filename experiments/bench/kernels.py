@@ -36,10 +36,12 @@ _COLLECTIVES = frozenset(
 _SLICES = frozenset(('dynamic-slice', 'slice', 'gather'))
 # What changes its first operand in place, and the number of the operand that is written.
 _UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
-# Products that kernels of attention on a TPU compute, of half of T x T scores, since they
+# Products that kernels of attention in Pallas compute, of half of T x T scores, since they
 # are causal; a prefill's two are of all scores.
 _PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4, 'forward': 2, 'queries': 3, 'keys': 4}
 _PRODUCTS |= {'prefill_attention': 4}
+# Those for GPUs, over the slots of a cache and over rows.
+_SLOTS, _ROWS = 'slot_attention', 'row_attention_'
 KINDS = ('attention', 'product', 'exchange', 'move', 'sort', 'other')
 
 
@@ -115,7 +117,7 @@ class _Walk:
     opcodes = {x.opcode for _, x in within}
     operations = sum(_count_operations(self._program, *x) for x in within)
     exchanged = self._count_exchanged([x for _, x in within])
-    attends = re.search(r'fmha|tpu_custom_call|mosaic_gpu', i.target)
+    attends = re.search(rf'fmha|tpu_custom_call|{_SLOTS}|{_ROWS}', i.target)
     exchanges = {re.sub(r'-(start|done)$', '', x) for x in opcodes} & _COLLECTIVES
     if (exchanges or 'AsyncCollective' in i.text) and not operations:
       kind = 'exchange'
@@ -192,9 +194,12 @@ def _count_operations(program: hlo.Program, name: str, i: hlo.Instruction) -> fl
     return _count_convolution(i, operands[0][0].shape, operands[1][0].shape)
   if 'fmha' in i.target:
     return _count_attention(i, operands)
-  if i.target == 'mosaic_gpu_v2':  # Over the slots of a cache, all of them.
+  if i.target == _SLOTS:  # All of them.
     queries, keys, *_ = _find_slots(operands)
     return 4.0 * math.prod(queries.shape) * keys.shape[2]
+  if i.target.startswith(_ROWS):
+    T, N, H = max(x[0].shape[1:] for x in operands if len(x[0].shape) == 4)
+    return _PRODUCTS[i.target.removeprefix(_ROWS)] * i.result[0].shape[0] * N * T * T * H
   return _count_pallas(i, operands) if i.target == 'tpu_custom_call' else 0.0
 
 
@@ -218,7 +223,7 @@ def _count_bytes(program: hlo.Program, name: str, i: hlo.Instruction) -> int:
   if i.opcode.endswith('-start') or i.opcode.endswith('-done'):
     return 0
   read = sum(x.bytes for arrays in operands for x in arrays)
-  if i.target == 'mosaic_gpu_v2':  # It reads the heads that its queries share.
+  if i.target == _SLOTS:  # It reads the heads that its queries share.
     queries, *slots = _find_slots(operands)
     unread = 1 - queries.shape[1] / slots[0].shape[1]
     read -= int(unread * sum(x.bytes for x in slots))

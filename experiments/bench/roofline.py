@@ -16,10 +16,17 @@ _EXPECTED = {
   ('tpu', 'decode'): ('paged_attention',),
   ('tpu', 'prefill'): ('prefill_attention',),
 }
-# On these GPUs a decode reads blocks of slots.
-_READ_BLOCKS, _BLOCKS = ('h100', 'h200'), 'mosaic_gpu_v2'
+# The same on GPUs with kernels of our own.
+_HOPPER, _EXPECTED_HOPPER = ('h100', 'h200'), {
+  'gradient': tuple(f'row_attention_{x}' for x in ('forward', 'queries', 'keys')),
+  'prefill': ('slot_attention',),
+  'decode': ('slot_attention',),
+}
 # The slots that kernels of a decode read at a time.
-_READS = {'paged_attention': attention_kernels.PAGE, _BLOCKS: slot_attention.BLOCK}
+_READS = {
+  'paged_attention': attention_kernels.PAGE,
+  'slot_attention': slot_attention.BLOCK,
+}
 _EXPECTED_TREES = {('tpu', 'gradient'): ('forward', 'queries', 'keys')}
 
 
@@ -91,9 +98,9 @@ def find_missing(
   platform = chips_lib.CHIPS[kind].platform
   expected = _EXPECTED.get((platform, program), ())
   if trees:
-    expected = _EXPECTED_TREES.get((platform, program), ())
-  if program == 'decode' and kind in _READ_BLOCKS:
-    expected = (_BLOCKS,)
+    expected = _EXPECTED_TREES.get((platform, program), expected)
+  if kind in _HOPPER:
+    expected = _EXPECTED_HOPPER.get(program, ())
   own = [k for k in kernels if k.kind == 'attention']
   ends = lambda k, x: k.target.endswith(x) or f'_{x}' in f'_{k.name}'
   return [x for x in expected if not any(ends(k, x) for k in own)]
