@@ -12,6 +12,7 @@ from agent_r1_jax.models import (
   attention,
   attention_kernels,
   block_attention,
+  gpu_tiles,
   row_attention,
   sharding,
 )
@@ -33,14 +34,16 @@ def inputs(T: int, N: int, K: int, H: int):
 @pytest.mark.parametrize(
   ('N', 'K', 'H', 'ends'),
   [
-    # A tree of three branches, more blocks than are in shared memory, and padding.
-    (2, 1, 64, [384] * 70 + [200] * 130 + [380] * 60 + [300] * 40 + [380] * 80),
-    # Three texts, one of them a whole tile, that other blocks do not see.
-    (1, 1, 128, [100] * 100 + [128] * 28 + [256] * 128),
+    # A tree of two branches, of which one branches again.
+    (2, 1, 64, [250] * 50 + [150] * 100 + [250] * 40 + [200] * 10 + [250] * 50),
+    # Texts of which one fills a block.
+    (1, 1, 128, [64] * 64 + [101] * 37),
   ],
 )
-def test_output_and_gradients_are_those_of_blocks(N, K, H, ends):
-  T = -(-len(ends) // 128) * 128
+def test_output_and_gradients_are_those_of_blocks(monkeypatch, N, K, H, ends):
+  """Of padding too; with fewer blocks in shared memory than come by."""
+  monkeypatch.setattr(gpu_tiles, '_DEPTH', 2)
+  T = -(-len(ends) // gpu_tiles.TILE) * gpu_tiles.TILE
   ends = jnp.asarray([ends + list(range(len(ends) + 1, T + 1))])
   *qkv, dout = inputs(T, N, K, H)
   out, pull = jax.vjp(lambda *qkv: _interpreted(*qkv, ends), *qkv)

@@ -41,6 +41,9 @@ _HOPPER = ('H100', 'H20', 'H800')  # GH200 and H200 too.
 _LARGEST_GAP = 0.05
 # How long that is waited for, compilation included.
 _CHECK_SECONDS = 300.0
+# Kernels that are checked before they are used. Their modules have `measure_gap`,
+# `VARIABLE`, which is 0 in the environment to leave them out, and what happens `INSTEAD`.
+_CHECKED: dict[str, Any] = {'slots': slot_attention, 'rows': row_attention}
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -60,8 +63,8 @@ def reads_used_slots(
     rounded: Whether the cache has 8 bits.
   """
   B, K, S, H = shape
-  if _is_hopper() and slot_attention.supports(shape, dtype):
-    return _passes_check(slot_attention, H, rounded)
+  if is_hopper() and slot_attention.supports(shape, dtype):
+    return _passes_check('slots', H, rounded)
   if sharding.platform() != 'tpu' or rounded:
     return False
   tiles = S % LANES == 0 and H % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
@@ -70,7 +73,7 @@ def reads_used_slots(
   return tiles and (queries == 1 or queries % LANES == 0)
 
 
-def _is_hopper() -> bool:
+def is_hopper() -> bool:
   """Whether programs are for a GPU of the kind of the H100."""
   return sharding.platform() == 'gpu' and any(
     kind in sharding.device_kind() for kind in _HOPPER
@@ -78,14 +81,14 @@ def _is_hopper() -> bool:
 
 
 @functools.cache
-def _passes_check(kernel: Any, *sizes) -> bool:
+def _passes_check(of: str, *sizes) -> bool:
   """Whether a kernel for GPUs computes here what XLA does; else a warning says so.
 
   Args:
-    kernel: Its module: `measure_gap`, `VARIABLE`, which is 0 in the environment where it
-      is not to be used, and what happens `INSTEAD`.
-    *sizes: What `measure_gap` is given.
+    of: A key of _CHECKED.
+    *sizes: What its `measure_gap` is given.
   """
+  kernel = _CHECKED[of]
   if jax.default_backend() != 'gpu':
     return True  # Programs are only compiled, for GPUs that are not here.
   if os.environ.get(kernel.VARIABLE) == '0':
@@ -259,8 +262,8 @@ def knows_spans(q_BTNH) -> bool:
   It is for GPUs of the kind of the H100, where it has passed a check.
   """
   _, T, _, H = q_BTNH.shape
-  fits = _is_hopper() and row_attention.supports(T, H, q_BTNH.dtype)
-  return fits and _passes_check(row_attention, H)
+  fits = is_hopper() and row_attention.supports(T, H, q_BTNH.dtype)
+  return fits and _passes_check('rows', H)
 
 
 def has_cudnn(q_BTNH) -> bool:

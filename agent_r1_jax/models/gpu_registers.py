@@ -77,7 +77,8 @@ class Hopper:
 
     accumulator = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
     multiply = lambda sum_ref: plgpu.wgmma(sum_ref, left, right_ref)
-    return pl.run_state(multiply)(accumulator.init(sums))
+    total: Any = pl.run_state(multiply)(accumulator.init(sums))
+    return total
 
 
 class Interpreted:

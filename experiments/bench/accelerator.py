@@ -8,11 +8,12 @@
 - context: an RL update (log-probs, PPO clip, AdamW, recomputed activations) on one text
   of `context` tokens: tokens a second, and the share of the peak. Operations are counted
   causally, recomputation not: 6 a parameter, and 6 T N H a layer. Then the same for the
-  paper's 3B on one card (docs/memory.md): a row of 4,096 tokens, adamw8.
+  paper's 3B on one card (docs/memory.md): a row of 4,096 tokens, adamw8. With
+  AGENT_R1_ROW_ATTENTION=0 in the environment rows attend by cuDNN.
 - sync: what the engine's copy of new parameters takes, beside its bytes.
 - agreement: the sampler's log-probs and the learner's, of the same tokens; and how far
-  the kernel for used slots is from XLA's attention, where there is one. Their gap by
-  cause, on a CPU: precision.py.
+  our kernels of attention are from XLA's, where they are used. The gap by cause, on a
+  CPU: precision.py.
 
 bfloat16 with float32 master weights. Compile time is apart; seconds are the least of the
 repetitions. Not run on an accelerator yet; expected: docs/performance.md.
@@ -41,6 +42,7 @@ from agent_r1_jax.models import (
   attention_kernels,
   decoder,
   kv_cache,
+  row_attention,
   sampling_params,
   slot_attention,
 )
@@ -229,16 +231,13 @@ def agreement():
     learned = learner.logprobs(params, batch, config=config)[0]
     mask = segment.action_mask
     differences.append((learned - segment.behaviour_logprobs)[mask].astype(np.float64))
+  hopper = jax.default_backend() == 'gpu' and attention_kernels.is_hopper()
   yield gaps.describe(np.concatenate(differences)) | {
-    'slot_attention_gap': _measure_gap(config),
+    f'{kernel.__name__.rpartition(".")[2]}_gap': (
+      kernel.measure_gap(config.head_dim) if hopper else None
+    )
+    for kernel in (slot_attention, row_attention)
   }
-
-
-def _measure_gap(config: decoder.DecoderConfig) -> float | None:
-  shape = 1, config.num_kv_heads, 1024, config.head_dim
-  reads = attention_kernels.reads_used_slots(shape, config.dtype)
-  on_gpu = jax.default_backend() == 'gpu'
-  return slot_attention.measure_gap(config.head_dim) if reads and on_gpu else None
 
 
 MEASUREMENTS = (decode, context, sync, agreement)

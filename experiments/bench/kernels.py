@@ -36,8 +36,8 @@ _COLLECTIVES = frozenset(
 _SLICES = frozenset(('dynamic-slice', 'slice', 'gather'))
 # What changes its first operand in place, and the number of the operand that is written.
 _UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
-# Products that kernels of attention in Pallas compute, of half of T x T scores, since they
-# are causal; a prefill's two are of all scores.
+# Products that kernels of attention in Pallas compute, of half of T x T scores, since
+# they are causal; a prefill's two are of all scores.
 _PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4, 'forward': 2, 'queries': 3, 'keys': 4}
 _PRODUCTS |= {'prefill_attention': 4}
 # Those for GPUs, over the slots of a cache and over rows.

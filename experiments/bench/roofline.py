@@ -10,14 +10,15 @@ from experiments.bench import chips as chips_lib
 from experiments.bench import kernels as kernels_lib
 
 # What attention is computed by: a part of the kernel's target or name.
-_EXPECTED = {
+_EXPECTED: dict[tuple[str, str], tuple[str, ...]] = {
   ('gpu', 'gradient'): ('fmhaScaleBiasSoftmax', 'fmhaScaleBiasSoftmaxBackward'),
   ('tpu', 'gradient'): ('fwd', 'dq', 'dkv'),
   ('tpu', 'decode'): ('paged_attention',),
   ('tpu', 'prefill'): ('prefill_attention',),
 }
 # The same on GPUs with kernels of our own.
-_HOPPER, _EXPECTED_HOPPER = ('h100', 'h200'), {
+_HOPPER = 'h100', 'h200'
+_EXPECTED_HOPPER: dict[str, tuple[str, ...]] = {
   'gradient': tuple(f'row_attention_{x}' for x in ('forward', 'queries', 'keys')),
   'prefill': ('slot_attention',),
   'decode': ('slot_attention',),

@@ -1,0 +1,225 @@
+"""Tiles of tokens, by which blocks of others come: a kernel for GPUs of Hopper's kind.
+
+A program computes a tile of 128 tokens, of one head of one row, with three groups of 128
+threads. Two of them have 64 tokens each, whose numbers stay in shared memory; the third
+copies the blocks of 64 tokens of the other side that come by, ahead of the tensor cores.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from agent_r1_jax.models import gpu_registers
+
+# Tokens of a group and of a block, the groups that compute, and the tokens of a tile.
+SIZE, GROUPS = gpu_registers.SIZE, 2
+TILE = GROUPS * SIZE
+# Blocks in shared memory at a time. With heads of 128 numbers of 16 bits, they and what
+# stays there take 192 of 227 KiB where both sides have two arrays of heads.
+_DEPTH = 4
+# Registers of a thread: 3 groups of 128 have 65,536, and the one that copies needs few.
+_COPYING, _COMPUTING = 40, 232
+
+
+class Tokens(NamedTuple):
+  """Tokens in shared memory: those of a tile that one group has, or a block.
+
+  Attributes:
+    refs: Their numbers, in the order in which `compute` got the arrays.
+    first: The place of the first token in its row.
+  """
+
+  refs: tuple
+  first: Array
+
+
+class Work(NamedTuple):
+  """What a group computes.
+
+  Attributes:
+    name: What the kernel is called in a profile.
+    begin: Registers, head dim -> the sums before the first block.
+    add: Registers, the tile, a block, the sums -> the sums with the block.
+    end: The sums, head dim -> what is stored.
+  """
+
+  name: str
+  begin: Callable
+  add: Callable
+  end: Callable
+
+
+def compute(work: Work, lists, *, tiles, blocks, outputs, interpret) -> tuple[Array, ...]:
+  """Computes all tiles.
+
+  Args:
+    work: What is computed.
+    lists: The blocks that come by each tile [rows, tiles, blocks], and their count.
+    tiles: The arrays of the tiles' side: [rows, tokens, heads, head dim] first, then
+      [rows, heads, tokens] or [rows, tokens].
+    blocks: Those of the blocks' side. Where it has more heads, all those that share a
+      head of the tiles come by; where it has fewer, the one that the tile's head shares.
+    outputs: Like arrays of the tiles' side, and in the order of the first of them, in
+      whose shared memory they are gathered; then [rows, heads, tokens].
+    interpret: The parameters of Pallas' interpreter, for tests.
+  """
+  # The import is slow, and useless on other platforms.
+  from jax.experimental.pallas import mosaic_gpu as plgpu
+
+  rows, tokens, heads, head_dim = tiles[0].shape
+
+  def shared(array, *leading: int) -> Any:
+    """Shared memory for tokens of an array."""
+    if array.ndim < 4:
+      return plgpu.SMEM((*leading, SIZE), array.dtype)
+    tiling = plgpu.TilingTransform((8, 128 // array.dtype.itemsize))
+    layout = tiling, plgpu.SwizzleTransform(128)
+    return plgpu.SMEM((*leading, SIZE, head_dim), array.dtype, transforms=layout)
+
+  kernel = plgpu.kernel(
+    functools.partial(_kernel, work=work, registers=gpu_registers.choose(interpret)),
+    out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs),
+    scratch_types=(
+      tuple(shared(x, GROUPS) for x in tiles),
+      tuple(shared(x, _DEPTH) for x in blocks),
+      tuple(shared(x, GROUPS) for x in outputs if len(x.shape) < 4),
+      plgpu.Barrier(num_arrivals=len(tiles), num_barriers=GROUPS),
+      plgpu.Barrier(num_arrivals=len(blocks), num_barriers=_DEPTH),
+      plgpu.Barrier(num_arrivals=GROUPS, num_barriers=_DEPTH),
+    ),
+    grid=(tokens // TILE, heads, rows),
+    grid_names=('tile', 'head', 'row'),
+    num_threads=GROUPS + 1,
+    thread_name='group',
+    # Powers of 2 by one instruction.
+    compiler_params=plgpu.CompilerParams(approx_math=True),
+    interpret=interpret,
+    kernel_name=work.name,
+  )
+  return tuple(kernel(*lists, tiles, blocks))
+
+
+class _Stream(NamedTuple):
+  """The blocks that come by a tile, one after the other.
+
+  Attributes:
+    numbers: Which blocks, and how many.
+    refs: Their arrays in main memory.
+    smem: _DEPTH blocks of them.
+    arrived: Barriers of the copies to each place.
+    read: Barriers of the groups that have read what is there.
+    passes: How many heads come by.
+    head: The first of them.
+  """
+
+  numbers: Any
+  count: Array
+  refs: tuple
+  smem: tuple
+  arrived: Any
+  read: Any
+  passes: int
+  head: Array
+
+  def locate(self, step) -> tuple[Array, Array]:
+    """Returns the place in shared memory and the first token of a block."""
+    block = self.numbers[jax.lax.rem(step, self.count)]
+    return jax.lax.rem(step, jnp.int32(_DEPTH)), block * SIZE
+
+  def copy(self, row) -> None:
+    """Copies all blocks, each to where the one _DEPTH steps before has been read."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    steps = self.count * self.passes
+
+    def fetch(step, _):
+      place, first = self.locate(step)
+      pl.when(step >= _DEPTH)(lambda: plgpu.barrier_wait(self.read.at[place]))
+
+      @pl.when(step < steps)
+      def begin():
+        head = self.head + jax.lax.div(step, self.count)
+        for ref, smem in zip(self.refs, self.smem, strict=True):
+          tokens = _find_tokens(ref, row, head, first)
+          plgpu.copy_gmem_to_smem(tokens, smem.at[place], self.arrived.at[place])
+
+    jax.lax.fori_loop(0, steps + _DEPTH, fetch, None)
+
+  def fold(self, add: Callable, sums: tuple) -> tuple:
+    """Adds all blocks to the sums, each when it has arrived."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def read(step, sums):
+      place, first = self.locate(step)
+      plgpu.barrier_wait(self.arrived.at[place])
+      sums = add(Tokens(tuple(smem.at[place] for smem in self.smem), first), sums)
+      plgpu.barrier_arrive(self.read.at[place])
+      return sums
+
+    return jax.lax.fori_loop(0, self.count * self.passes, read, sums)
+
+
+def _kernel(
+  blocks_ref,
+  count_ref,
+  tile_refs,
+  block_refs,
+  *refs,
+  work: Work,
+  registers: gpu_registers.Registers,
+):
+  """Computes one tile, of one head and row."""
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import mosaic_gpu as plgpu
+
+  *out_refs, tiles_smem, blocks_smem, numbers_smem, loaded, arrived, read = refs
+  names = 'tile', 'head', 'row', 'group'
+  tile, head, row, group = (jax.lax.axis_index(name) for name in names)
+  heads, others = tile_refs[0].shape[2], block_refs[0].shape[2]
+  passes = max(others // heads, 1)
+  stream = _Stream(
+    blocks_ref.at[row, tile],
+    count_ref[row, tile],
+    *(block_refs, blocks_smem, arrived, read, passes),
+    head * passes if passes > 1 else jax.lax.div(head, jnp.int32(heads // others)),
+  )
+
+  @pl.when(group == GROUPS)
+  def copy():
+    plgpu.set_max_registers(_COPYING, action='decrease')
+    stream.copy(row)
+
+  @pl.when(group < GROUPS)
+  def compute():
+    plgpu.set_max_registers(_COMPUTING, action='increase')
+    first = tile * TILE + group * SIZE
+    own = Tokens(tuple(smem.at[group] for smem in tiles_smem), first)
+    for ref, smem in zip(tile_refs, own.refs, strict=True):
+      tokens = _find_tokens(ref, row, head, first)
+      plgpu.copy_gmem_to_smem(tokens, smem, loaded.at[group])
+    plgpu.barrier_wait(loaded.at[group])
+    head_dim = tiles_smem[0].shape[-1]
+    add = functools.partial(work.add, registers, own)
+    results = work.end(stream.fold(add, work.begin(registers, head_dim)), head_dim)
+    matrices = len(out_refs) - len(numbers_smem)
+    out_smem = *own.refs[:matrices], *(smem.at[group] for smem in numbers_smem)
+    for smem, result in zip(out_smem, results, strict=True):
+      smem[...] = result.astype(smem.dtype)
+    plgpu.commit_smem()
+    for smem, ref in zip(out_smem, out_refs, strict=True):
+      plgpu.copy_smem_to_gmem(smem, _find_tokens(ref, row, head, first))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _find_tokens(ref, row, head, first) -> Any:
+  """Returns SIZE tokens of a row, of one head where there are heads, from `first` on."""
+  from jax.experimental import pallas as pl
+
+  tokens = pl.ds(first, SIZE)
+  places = {4: (row, tokens, head), 3: (row, head, tokens), 2: (row, tokens)}
+  return ref.at[places[len(ref.shape)]]
