@@ -7,6 +7,8 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
 
 _B, _S, _LEAST = 5, 64, rows_lib.MIN_SHARED
+# The most tokens that a decode computes, and the window of a layer that slides.
+_DECODE, _WINDOW = 5, 6
 
 
 def _text(*parts):
@@ -21,11 +23,15 @@ def _generation(text, number):
 
 
 class Cache:
-  """Rows, and what the device would hold in each slot: (version, the text up to it)."""
+  """Rows, and what the device would hold in each slot: (version, the text up to it).
 
-  def __init__(self, width=_B):
-    self.rows = rows_lib.Rows(_B, _S)
+  It is what layers hold that keep all, and those that keep a window in `ring` slots.
+  """
+
+  def __init__(self, width=_B, ring=_S):
+    self.rows = rows_lib.Rows(_B, _S, ring - _WINDOW if ring < _S else None)
     self.slots = [[None] * _S for _ in range(_B)]
+    self.rings = [[None] * ring for _ in range(_B)]
     self.width, self.number = width, 0
     # Whether each request under way asks for a policy of its own.
     self.live = {}
@@ -67,6 +73,7 @@ class Cache:
       assert going or not waiting
       for row in going:
         part = row.missing[:chunk]
+        row.note_write(len(part))
         self._compute(row, len(part), version)
         row.cached += len(part)
         self.computed += len(part)
@@ -81,12 +88,17 @@ class Cache:
     held = self.slots[source.row.index][: source.length]
     assert held == self._wanted(row, source.length, version)
     self.slots[row.index][: source.length] = held
+    self.rings[row.index] = [*self.rings[source.row.index]]
     self.copied += source.length - row.cached
-    row.cached = source.length
+    row.cached, row.written = source.length, source.row.written
 
   def _compute(self, row, n, version):
+    slots, ring = self.slots[row.index], self.rings[row.index]
+    window = range(max(0, row.cached - _WINDOW + 1), row.cached)
+    assert [ring[i % len(ring)] for i in window] == [slots[i] for i in window]
     for i in range(row.cached, row.cached + n):
-      self.slots[row.index][i] = (version, row.text.tokens[: i + 1].tobytes())
+      slots[i] = (version, row.text.tokens[: i + 1].tobytes())
+      ring[i % len(ring)] = slots[i]
 
   def _wanted(self, row, n, version):
     return [(version, row.text.tokens[: i + 1].tobytes()) for i in range(n)]
@@ -95,9 +107,13 @@ class Cache:
     """Samples tokens: all but the last are computed."""
     assert row.prefilled
     begin = row.cached
+    row.note_write(_DECODE)
     row.extend(np.asarray(tokens))
     row.cached, end = begin, row.cached
     self._compute(row, end - begin, version)
+    # Tokens of a draft that were not sampled.
+    for i in range(end, begin + _DECODE):
+      self.rings[row.index][i % len(self.rings[row.index])] = None
     row.cached = end
 
   def check(self):
@@ -119,11 +135,12 @@ class Cache:
         assert (row.tokens[row.size :] == -1).all()
 
 
+@pytest.mark.parametrize('ring', [_S, 20])
 @pytest.mark.parametrize('seed', range(8))
-def test_after_any_sequence_of_events_the_record_of_the_rows_is_true(seed):
+def test_after_any_sequence_of_events_the_record_of_the_rows_is_true(seed, ring):
   """Texts begin, go on, fork, end and are cancelled; one of two policies changes."""
   rng = np.random.default_rng(seed)
-  cache, texts, version = Cache(width=int(rng.integers(2, _B + 1))), [], 1
+  cache, texts, version = Cache(int(rng.integers(2, _B + 1)), ring), [], 1
   for _ in range(300):
     busy = [generation.text for generation in cache.live]
     idle = [text for text in texts if text not in busy and len(text) < _S - 12]

@@ -39,7 +39,9 @@ class Device:
   ):
     """Allocates the cache on `mesh`."""
     self.config, self.sizes, self.mesh = config, sizes, mesh
-    self.cache = kv_cache.empty(config, sizes.rows, sizes.slots, sizes.cache)
+    self.cache = kv_cache.empty(
+      config, sizes.rows, sizes.slots, sizes.cache, sizes.window_slots
+    )
     if mesh is not None:
       self.cache = sharding.shard_cache(self.cache, mesh)
     self.sight = sight_lib.Sight(config, mesh) if config.vision else None

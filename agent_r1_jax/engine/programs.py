@@ -88,7 +88,8 @@ def prefill(
   """
   view = _gather_rows(cache, rows, bucket)
   steps_1T = jnp.arange(tokens.shape[1])[None]
-  positions = jnp.where(steps_1T < count[:, None], start[:, None] + steps_1T, bucket)
+  written = steps_1T < count[:, None]
+  positions = jnp.where(written, start[:, None] + steps_1T, kv_cache.NOWHERE)
   x, view = _extend(params, config, tokens, positions, view, adapters, pictures)
   scored = None
   if targets is not None:
@@ -175,7 +176,7 @@ def decode(
 
   def call(loop):
     view, replies = loop
-    return _extend_replies(policy, batch, view, replies, places, bucket=bucket, k=k)
+    return _extend_replies(policy, batch, view, replies, places, k=k)
 
   goes_on = lambda x: x[1].alive.any() & (x[1].out.calls.max() < steps)
   view, replies = jax.lax.while_loop(goes_on, call, (view, replies))
@@ -226,7 +227,7 @@ def _no_tokens(M: int, steps: int, n: int) -> Decoded:
 
 
 def _extend_replies(
-  policy: _Policy, batch: DecodeBatch, view, replies: _Replies, places, *, bucket, k
+  policy: _Policy, batch: DecodeBatch, view, replies: _Replies, places, *, k
 ) -> tuple[kv_cache.Cache, _Replies]:
   """Computes each text's last token and a draft; samples 1 to k + 1 tokens of each."""
   out, alive = replies.out, replies.alive
@@ -234,13 +235,13 @@ def _extend_replies(
   if k:
     draft_Mk = drafts.propose(places, replies.ends, k)
     tokens_MT = jnp.concatenate([tokens_MT, draft_Mk], axis=1)
-  # A reply that has stopped goes on computing; what it writes is past the bucket, as is
-  # what a draft has beyond the most tokens that can be sampled.
+  # A reply that has stopped goes on computing, and nothing of that is written, as of what
+  # a draft has beyond the most tokens that can be sampled.
   steps_1T = jnp.arange(k + 1)[None]
   left_M1 = jnp.minimum(batch.budget, out.tokens.shape[1])[:, None] - out.count[:, None]
   runs_MT = alive[:, None] & (steps_1T < left_M1) & (tokens_MT != drafts.NONE)
   length_M1 = (batch.length + out.count)[:, None]
-  positions_MT = jnp.where(runs_MT, length_M1 + steps_1T, bucket)
+  positions_MT = jnp.where(runs_MT, length_M1 + steps_1T, kv_cache.NOWHERE)
   # What a draft copies of a picture is no token of the vocabulary either.
   known_MT = jnp.clip(tokens_MT, 0, policy.config.vocab_size - 1)
   pictures = None
@@ -367,7 +368,7 @@ def _where(alive: Bool[Array, 'M'], new: Array, old: Array) -> Array:
 def _gather_rows(
   cache: kv_cache.Cache, rows: Int[Array, 'M'], bucket: int
 ) -> kv_cache.Cache:
-  """Copies the first `bucket` slots of M rows out of the cache."""
+  """Copies the first `bucket` slots of M rows out of the cache; a ring has fewer."""
   return jax.tree.map(lambda x: x[rows, :, :bucket], cache)
 
 
@@ -375,7 +376,6 @@ def _scatter_rows(
   cache: kv_cache.Cache, rows: Int[Array, 'M'], view: kv_cache.Cache
 ) -> kv_cache.Cache:
   """Writes what `_gather_rows` copied back into the cache; drops unused entries."""
-  bucket = view[0].keys.shape[2]
   return jax.tree.map(
-    lambda x, v: x.at[rows, :, :bucket].set(v, mode='drop'), cache, view
+    lambda x, v: x.at[rows, :, : v.shape[2]].set(v, mode='drop'), cache, view
   )

@@ -77,7 +77,9 @@ class Replica:
     self._copy_index = copy_index
     self.policy: Policy | None = None
     self.interrupted: Callable[[], bool] = lambda: False
-    self.rows = rows_lib.Rows(sizes.rows, sizes.slots)
+    ring = sizes.window_slots < sizes.slots
+    goes_back = sizes.window_slots - config.window if ring else sizes.slots
+    self.rows = rows_lib.Rows(sizes.rows, sizes.slots, goes_back)
     self.device = device_lib.Device(config, sizes, guides, mesh)
     self.index = drafts.Index() if sizes.drafts else None
     self._request_numbers = itertools.count()
@@ -310,6 +312,7 @@ class Replica:
       targets = active_request.make_targets(actives, size, sizes.prefill_tokens)
     counts = batch[-1].tolist()
     for row, count in zip(rows, counts, strict=False):
+      row.note_write(count)
       row.cached += count
       self.stats.prefilled += count
     bucket = sizes_lib.round_up(sizes.buckets, max(row.cached for row in rows))
@@ -330,7 +333,7 @@ class Replica:
     for m, (prefix, row) in enumerate(copies):
       source[m], rows[m] = prefix.row.index, row.index
       self.stats.shared += prefix.length - row.cached
-      row.cached = prefix.length
+      row.cached, row.written = prefix.length, prefix.row.written
     longest = max(prefix.length for prefix, _ in copies)
     self.device.copy(source, rows, sizes_lib.round_up(self.sizes.buckets, longest))
 
@@ -346,6 +349,8 @@ class Replica:
     rows = {
       active: active.row for active in chosen if active.row and active.row.prefilled
     }
+    for row in rows.values():
+      row.note_write(sizes.decode_tokens)
     size = sizes_lib.round_up(sizes.decode_rows, len(rows))
     longest = max(row.cached for row in rows.values())
     bucket = sizes_lib.round_up(sizes.decode_buckets, longest + sizes.decode_tokens)

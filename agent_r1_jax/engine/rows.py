@@ -30,6 +30,9 @@ class Row:
   # The text whose keys and values it holds, or held last.
   text: request_lib.Text | None = None
   cached: int = 0  # How many of the text's first tokens have keys and values in it.
+  # How many slots were written at most, by this text or the one before it that began
+  # alike. In layers that slide, the slots that lie far behind are lost.
+  written: int = 0
   # The version of the policy, and of the adapter, that computed these.
   version: Hashable = MIXED
   adapter: int = 0  # That adapter; see adapter_table.Weights.
@@ -59,6 +62,10 @@ class Row:
     if self.version != version:
       # Texts of one policy may not copy what several policies have computed.
       self.version = version if self.cached == 0 else MIXED
+
+  def note_write(self, tokens: int):
+    """Records that a call writes at most so many tokens behind those that are cached."""
+    self.written = max(self.written, self.cached + tokens)
 
   def extend(self, tokens: np.ndarray):
     """Records that a decode appended tokens to the text and cached all but the last."""
@@ -90,8 +97,16 @@ _WAIT = 'wait'
 class Rows:
   """All rows of a replica."""
 
-  def __init__(self, rows: int, slots: int):
-    """Makes empty rows."""
+  def __init__(self, rows: int, slots: int, goes_back: int | None = None):
+    """Makes empty rows.
+
+    Args:
+      rows: Their number (B).
+      slots: The most tokens of a text (S).
+      goes_back: How many of the slots that were written a text may be gone back, where
+        layers keep a window only; any number by default.
+    """
+    self._goes_back = slots if goes_back is None else goes_back
     # One array of all texts, so that one comparison finds all shared prefixes.
     self._tokens = np.full((rows, slots), -1, np.int32)
     self.rows = [Row(i, tokens) for i, tokens in enumerate(self._tokens)]
@@ -138,11 +153,19 @@ class Rows:
     row.adapter = adapter
     row.tokens[: len(text)], row.tokens[len(text) :] = text.tokens, -1
     # The decode computes the last token, to sample what follows it.
-    row.cached = min(row.cached, len(text) - 1)
+    row.cached = self._find_usable(row, min(row.cached, len(text) - 1))
     if generation.request.score_prompt:
       # What is not computed has no log-probs.
       row.cached, row.prefill_started = 0, True
+    row.written = row.written if row.cached else 0
     return row
+
+  def _find_usable(self, row: Row, count: int) -> int:
+    """Returns how many of a row's first `count` tokens can be gone on from: all or none.
+
+    A layer that slides must still have the window before the next token.
+    """
+    return count if count + self._goes_back >= row.written else 0
 
   def find_sources(
     self, rows: Sequence[Row], most: int
@@ -219,7 +242,10 @@ class Rows:
     for other, count in zip(self.rows, shared, strict=True):
       if other is not row and other.version == row.version:
         expected = min(count, other.size - 1) if other.index in prefilling else 0
-        offers.append(_Offer(other, min(count, other.cached), expected))
+        # What has been passed is there, or is lost.
+        expected = expected if other.cached < expected else 0
+        cached = self._find_usable(other, min(count, other.cached))
+        offers.append(_Offer(other, cached, expected))
     return offers
 
 

@@ -8,6 +8,9 @@ from agent_r1_jax.engine import drafts as drafts_lib
 from agent_r1_jax.models import attention_kernels, decoder, kv_cache
 
 _LOGGER = logging.getLogger(__name__)
+# Tokens that a text may be gone back, at least, without being computed again; and what
+# the number of slots is a multiple of.
+_GOES_BACK, _TILE = 256, 128
 
 
 class Sizes(NamedTuple):
@@ -18,6 +21,7 @@ class Sizes(NamedTuple):
 
   rows: int  # Texts in the cache (B).
   slots: int  # The most tokens of a text (S).
+  window_slots: int  # The slots of a layer that slides; see `count_window_slots`.
   decode_steps: int  # Calls of the policy in one decode.
   prefill_tokens: int  # Tokens of a row in one prefill (T).
   prefill_rows: list[int]  # Rows of one prefill.
@@ -121,7 +125,22 @@ def make(
       drafts = 0
   prefills = prefill_tokens, with_quarter(min(prefill_rows, rows))
   decodes = decode_rows, buckets, decode_buckets
-  return Sizes(rows, slots, decode_steps, *prefills, *decodes, drafts, cache)
+  most = max(prefill_tokens, drafts_lib.count_most(decode_steps, drafts))
+  ring = count_window_slots(config, slots, most)
+  return Sizes(rows, slots, ring, decode_steps, *prefills, *decodes, drafts, cache)
+
+
+def count_window_slots(config: decoder.DecoderConfig, slots: int, most: int) -> int:
+  """Returns the slots of a layer that slides, where a call writes `most` tokens.
+
+  Behind a window there is room for what one call writes, and for what a text may be gone
+  back: where a reply was cut off, and where another text begins with all but its last
+  tokens. A text that goes back further is computed again (rows.py).
+  """
+  if not config.window or config.batch_invariant:  # Whose blocks begin at a text's first.
+    return slots
+  kept = config.window + max(_GOES_BACK, 2 * most)
+  return min(slots, -(-kept // _TILE) * _TILE)
 
 
 def round_up(sizes: list[int], n: int) -> int:

@@ -176,19 +176,21 @@ def cached(
 ) -> Float[Array, 'B T N H']:
   """Attends to every slot at or before the query's position: the cache's only mask.
 
-  With a window, to the last slots of them, its own included. Keys and values that are
-  int8 have scales.
+  With a window, to the last tokens of them, its own included, in a cache that may be a
+  ring (kv_cache.py). Keys and values that are int8 have scales.
   """
   slots = k_BKSH.shape[2]
   plain = rules.cap is None and not 0 < rules.window < slots
   sizes = k_BKSH.shape, q_BTNH.dtype, q_BTNH.shape[1]
   if plain and kernels.reads_used_slots(*sizes, rounded=scales is not None):
     return kernels.over_used_slots(q_BTNH, k_BKSH, v_BKSH, positions_BT, scales)
-  slots_S = jnp.arange(k_BKSH.shape[2])
-  after_BTS = positions_BT[:, :, None] - slots_S[None, None, :]
+  held_BS = jnp.arange(slots)[None]
+  if rules.window:
+    held_BS = kv_cache.find_held(positions_BT, slots)
+  after_BTS = positions_BT[:, :, None] - held_BS[:, None, :]
   mask_BTS = after_BTS >= 0
   if rules.window:
-    mask_BTS &= after_BTS < rules.window
+    mask_BTS &= (after_BTS < rules.window) & (held_BS >= 0)[:, None]
   return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, rules.cap, scales)
 
 

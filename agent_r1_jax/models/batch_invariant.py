@@ -121,6 +121,8 @@ def extend(
   """Computes decoder.extend."""
   B, T = tokens.shape
   slots = cache[0].keys.shape[2]
+  # Of a token that is not written, no more blocks are read than there are.
+  positions = jnp.minimum(positions, slots)
   new_cache: list[Any] = []
 
   def store(layer, k_MKH, v_MKH):

@@ -133,8 +133,9 @@ class Attention(nn.Module):
       ids, ends = segments
       out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, ids, ends, local, rules)
     else:
-      cache = kv_cache.write(cache, k_BTKH, v_BTKH, positions_BT)
-      rules = rules._replace(window=c.window if kind and kind.slides else 0)
+      slides = bool(kind and kind.slides)
+      cache = kv_cache.write(cache, k_BTKH, v_BTKH, positions_BT, slides)
+      rules = rules._replace(window=c.window if slides else 0)
       slots = cache.keys, cache.values, positions_BT, rules, cache.scales
       out_BTNH = attention.cached(q_BTNH, *slots)
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
@@ -331,8 +332,9 @@ def extend(
 ) -> tuple[Float[Array, 'B T D'], kv_cache.Cache]:
   """Writes tokens at their positions and returns their final hidden states.
 
-  A token whose position is at or past the last slot is computed but not written. With
-  `adapters`, each row's own one is added to the kernels.
+  A token at kv_cache.NOWHERE is computed but not written; nor is one at or past the last
+  slot, but by a layer that slides. With `adapters`, each row's own one is added to the
+  kernels.
   """
   tokens = pictures.hide(tokens) if pictures else tokens
   x: Any = params['embed']['embedding'].astype(config.dtype)[tokens]

@@ -8,10 +8,16 @@ by those of values, and nothing of the cache's size is written in a wider type.
 Keys are rounded after their rotation, when they are written, and never again. A chunk of
 a prefill reads its own rounded keys, as later tokens do.
 
+A layer that slides needs of a text no more than its window, and may have fewer slots than
+the others: a ring, in which a token takes the place of the one that many before it. Where
+a call begins, the window before its first token must be there, and the call's tokens fit
+behind it (engine/sizes.py and rows.py see to both).
+
 Letters: B rows, S slots of a row, T tokens, K key-value heads, H head dim, k experts of a
 token.
 """
 
+import functools
 from typing import NamedTuple
 
 from jax import Array
@@ -23,6 +29,8 @@ from agent_r1_jax.models.decoder_config import DecoderConfig
 
 # The numbers that keys and values may have: those of the activations, or integers.
 NUMBERS = ('model', 'int8')
+# The position of a token that is computed and not written.
+NOWHERE = 1 << 30
 # Of keys and of values that are int8, float32 [B, K, S] each.
 Scales = tuple[Array, Array]
 
@@ -44,15 +52,32 @@ class LayerCache(NamedTuple):
 Cache = tuple[LayerCache, ...]
 
 
-def empty(config: DecoderConfig, rows: int, slots: int, numbers: str = 'model') -> Cache:
-  """Makes a cache of zeros; `numbers` is one of NUMBERS."""
-  return tuple(
-    _empty_layer(config, rows, slots, numbers) for _ in range(config.num_layers)
-  )
+def empty(
+  config: DecoderConfig,
+  rows: int,
+  slots: int,
+  numbers: str = 'model',
+  window_slots: int | None = None,
+) -> Cache:
+  """Makes a cache of zeros.
+
+  Args:
+    config: The model's shape.
+    rows: Texts (B).
+    slots: The most tokens of a text (S).
+    numbers: One of NUMBERS.
+    window_slots: The slots of a layer that slides; as many as others have by default.
+  """
+  sliding = config.sliding or (False,) * config.num_layers
+  ring = slots if window_slots is None else min(window_slots, slots)
+  layer = functools.partial(_empty_layer, config, rows, slots, numbers)
+  return tuple(layer(ring if slides else slots) for slides in sliding)
 
 
-def _empty_layer(c: DecoderConfig, rows: int, slots: int, numbers: str) -> LayerCache:
-  zeros = lambda heads, *rest, dtype: jnp.zeros((rows, heads, slots, *rest), dtype)
+def _empty_layer(
+  c: DecoderConfig, rows: int, slots: int, numbers: str, kept: int
+) -> LayerCache:
+  zeros = lambda heads, *rest, dtype: jnp.zeros((rows, heads, kept, *rest), dtype)
   rounds, K, H = numbers == 'int8', c.num_kv_heads, c.head_dim
   head = jnp.int8 if rounds else c.dtype
   scale = lambda: zeros(K, dtype=jnp.float32)
@@ -60,7 +85,8 @@ def _empty_layer(c: DecoderConfig, rows: int, slots: int, numbers: str) -> Layer
   return LayerCache(
     zeros(K, H, dtype=head),
     zeros(K, H, dtype=head),
-    zeros(c.experts_per_token, dtype=expert) if c.num_experts else None,
+    # Of all tokens: the learner takes the same (engine.read_routes).
+    jnp.zeros((rows, c.experts_per_token, slots), expert) if c.num_experts else None,
     (scale(), scale()) if rounds else None,
   )
 
@@ -70,14 +96,30 @@ def write(
   k_BTKH: Float[Array, 'B T K H'],
   v_BTKH: Float[Array, 'B T K H'],
   positions_BT: Int[Array, 'B T'],
+  slides: bool = False,
 ) -> LayerCache:
-  """Writes keys and values to the tokens' slots, none past the last."""
+  """Writes keys and values to the tokens' slots, none past the last.
+
+  The layer of a ring slides; there, only tokens NOWHERE are past the last slot.
+  """
+  if slides:
+    S = cache.keys.shape[2]
+    positions_BT = jnp.where(positions_BT < NOWHERE, positions_BT % S, S)
   put = lambda x, new: _write_slots(x, new, positions_BT)
   if cache.scales:
     (k_BTKH, k_BTK), (v_BTKH, v_BTK) = map(round_heads, (k_BTKH, v_BTKH))
     k_scale_BKS, v_scale_BKS = cache.scales
     cache = cache._replace(scales=(put(k_scale_BKS, k_BTK), put(v_scale_BKS, v_BTK)))
   return cache._replace(keys=put(cache.keys, k_BTKH), values=put(cache.values, v_BTKH))
+
+
+def find_held(positions_BT: Int[Array, 'B T'], slots: int) -> Int[Array, 'B S']:
+  """Finds which position each slot of a ring holds, after these tokens are written.
+
+  It is below 0 where the text has none for it.
+  """
+  last_B1 = jnp.where(positions_BT < NOWHERE, positions_BT, -1).max(1, keepdims=True)
+  return last_B1 - (last_B1 - jnp.arange(slots)[None]) % slots
 
 
 def round_heads(

@@ -16,6 +16,8 @@ import jax
 from jax.sharding import AbstractMesh
 
 from agent_r1_jax import config as config_lib
+from agent_r1_jax.engine import drafts
+from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.host import processes
 from agent_r1_jax.models import (
   decoder,
@@ -292,7 +294,10 @@ def _on_chip(tree: Any, mesh: AbstractMesh) -> float:
 
 def _count_cache(config: config_lib.Config, c: decoder.DecoderConfig) -> float:
   engine, tensor = config.engine, config.mesh.tensor
-  make = functools.partial(kv_cache.empty, c, engine.rows, engine.slots, engine.cache)
+  most = max(engine.prefill_tokens, drafts.count_most(engine.decode_steps, engine.drafts))
+  ring = sizes_lib.count_window_slots(c, engine.slots, most)
+  shape = c, engine.rows, engine.slots, engine.cache, ring
+  make = functools.partial(kv_cache.empty, *shape)
   split = lambda heads: tensor if heads % tensor == 0 else 1
   arrays = jax.tree.leaves(jax.eval_shape(make))
   return sum(x.size * x.dtype.itemsize / split(x.shape[1]) for x in arrays)

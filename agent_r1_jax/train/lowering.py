@@ -52,8 +52,8 @@ def lower_sampling(
   options: Any = dataclasses.asdict(config.engine)
   del options['weights']  # As `params` are.
   sizes = sizes_lib.make(model, **options | {'width': config.engine.width or None})
-  make = functools.partial(kv_cache.empty, model, sizes.rows, sizes.slots, sizes.cache)
-  cache: Any = jax.eval_shape(make)
+  shape = model, sizes.rows, sizes.slots, sizes.cache, sizes.window_slots
+  cache: Any = jax.eval_shape(functools.partial(kv_cache.empty, *shape))
   if mesh is not None:
     place = lambda x: _place(x, mesh, sharding.cache_sharding(x.shape[1], mesh))
     cache = jax.tree.map(place, cache)

@@ -1,0 +1,85 @@
+"""Layers that slide keep a window: the engine samples as if they kept everything."""
+
+import dataclasses
+import functools
+import random
+
+import clients
+import numpy as np
+import pytest
+import tiny
+
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.engine import sizes as sizes_lib
+
+_SLIDING = {'mistral': (True, True), 'gemma2': (True, False)}
+
+
+@functools.cache
+def shape(family):
+  """Two layers, of which one or both slide by 9 tokens."""
+  sliding = {'sliding': _SLIDING[family], 'window': 9}
+  return dataclasses.replace(tiny.config(family), **sliding)
+
+
+@functools.cache
+def params(family):
+  """Its parameters."""
+  return tiny.params(shape(family))
+
+
+@pytest.fixture
+def few(monkeypatch):
+  """Room for two calls behind the window: rings of 9 + 16 slots, in whole sizes 32."""
+  monkeypatch.setattr(sizes_lib, '_GOES_BACK', 8)
+  monkeypatch.setattr(sizes_lib, '_TILE', 32)
+
+
+async def play(engine, number):
+  """A text of three turns, and forks of it from anywhere, the last ones first."""
+  rng, request = random.Random(number // 2), functools.partial(clients.request, most=8)
+  given, text, parts, segments = clients.prompt(number // 4), None, [], []
+  for turn in range(3):
+    generation = engine.submit(request(given, text, key=(number, turn)))
+    answer, text = await generation, generation.text
+    parts += [(given,), answer[:3]]
+    given = clients.tokens(int(answer.tokens.sum()), 1 + int(answer.tokens.sum()) % 11)
+  segments.append(clients.segment(parts))
+  for back in sorted(rng.sample(range(1, len(text)), 3)):
+    fork = request_lib.Fork(text, len(text) - back)
+    given = clients.tokens(back, rng.randint(1, 20))
+    generation = engine.submit(request(given, fork, key=(number, back)))
+    answer = await generation
+    begin = (np.array(text.tokens[: fork.length]),)
+    segments.append(clients.segment([begin, (given,), answer[:3]]))
+  return segments
+
+
+def run(family, **sizes):
+  """Plays 12 texts on 5 rows; returns the engine and the segments."""
+  engine = tiny.engine(params(family), shape=shape(family), **{'rows': 5} | sizes)
+  played = tiny.within(engine.run, [play(engine, number) for number in range(12)])
+  return engine, [segment for segments in played for segment in segments]
+
+
+@pytest.mark.parametrize('family', _SLIDING)
+def test_log_probs_are_the_learners(few, family):
+  """Of texts that have gone round the ring, and of forks before what it holds."""
+  engine, segments = run(family)
+  cache = engine.replicas[0].device.cache
+  kept = [32 if slides else tiny.SIZES['slots'] for slides in _SLIDING[family]]
+  assert [layer.keys.shape[2] for layer in cache] == kept
+  assert max(len(s.tokens) for s in segments) >= 2 * 32
+  tiny.assert_on_policy(params(family), segments, shape=shape(family))
+
+
+def test_what_is_lost_is_computed_again_and_drafts_change_nothing(few, monkeypatch):
+  """In rows enough for all texts, so that whatever is kept is found again."""
+  engine, segments = run('gemma2', rows=48)
+  _, drafted = run('gemma2', rows=48, drafts=3)
+  monkeypatch.setattr(sizes_lib, 'count_window_slots', lambda config, slots, most: slots)
+  whole, expected = run('gemma2', rows=48)
+  assert engine.stats.prefilled > whole.stats.prefilled
+  assert 0 < engine.stats.shared < whole.stats.shared
+  for found in (segments, drafted):
+    clients.assert_same(dict(enumerate(found)), dict(enumerate(expected)))
