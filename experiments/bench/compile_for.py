@@ -45,6 +45,7 @@ docs/performance.md for sampling.
 
 import collections
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -62,6 +63,7 @@ from agent_r1_jax import types
 from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
+from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.models import (
   decoder,
   head,
@@ -79,22 +81,17 @@ from experiments.bench import kernels as kernels_lib
 
 _TRAINING, _SAMPLING = ('gradient', 'apply'), ('prefill', 'decode')
 _LONGEST = 8192  # Tokens of a row on one chip.
-_GIB = 2**30
 
 _TOPOLOGY = flags.DEFINE_string(
   'topology', 'v5e:4x4', 'Chips, for example v5p:4x4x4, h100:1, h100:2x8.'
 )
-_MODEL = flags.DEFINE_string(
-  'config.model.path', 'qwen2.5-3b', 'Directory, config.json or name.'
-)
+_MODEL = flags.DEFINE_string('config.model.path', 'qwen2.5-3b', 'Directory or name.')
 _PROGRAMS = flags.DEFINE_multi_enum(
   'program', _TRAINING + _SAMPLING, _TRAINING + _SAMPLING, 'What to compile.'
 )
 _TOKENS = flags.DEFINE_integer('tokens', 4096, 'Tokens of a row of a micro-batch.')
 _ROWS = flags.DEFINE_integer('rows', 1, 'Rows of a micro-batch, on one chip.')
-_TREES = flags.DEFINE_bool(
-  'trees', False, 'Whether rows of a micro-batch hold prefix trees, not whole texts.'
-)
+_TREES = flags.DEFINE_bool('trees', False, 'Whether rows hold prefix trees.')
 _DATA = flags.DEFINE_integer('copies', None, 'Copies of the parameters.')
 _FSDP = flags.DEFINE_integer('fsdp', None, 'Chips that split the parameters.')
 _TENSOR = flags.DEFINE_integer('tensor', None, 'Chips that share a layer.')
@@ -240,7 +237,9 @@ def lowered_sampling(program: str, config, mesh) -> Any:
   def ints(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
-  shapes = jax.eval_shape(lambda: kv_cache.empty(config, texts, slots, _CACHE.value))
+  ring = sizes_lib.count_window_slots(config, slots, _PREFILL.value)
+  shape = config, texts, slots, _CACHE.value, ring
+  shapes = jax.eval_shape(functools.partial(kv_cache.empty, *shape))
   params = replica(config, mesh)
   where = lambda x: sharding.cache_sharding(x.shape[1], mesh)
   cache = abstract(shapes, jax.tree.map(where, shapes))
@@ -297,7 +296,8 @@ def count_needed(
     return operations / mesh.size, 0.0
   if program == 'decode':
     texts, used = replica_texts(mesh), _USED.value or _SLOTS.value
-    cache = jax.eval_shape(lambda: kv_cache.empty(config, texts, used, _CACHE.value))
+    shape = config, texts, used, _CACHE.value, config.window or None
+    cache = jax.eval_shape(functools.partial(kv_cache.empty, *shape))
     narrow = [k for k in jax.tree.leaves(replica(config, mesh)) if k.dtype.itemsize == 1]
     # A chip reads its heads; where there are fewer than chips, one.
     slots = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
@@ -337,13 +337,13 @@ def report(name: str, program: Any, elsewhere: int, chip: chips_lib.Chip, unknow
     print(f'{name}: expected kernels that are not there: {missing}', file=sys.stderr)
   return {
     'program': name,
-    **{f'{key}_gib': round(size / _GIB, 2) for key, size in parts.items()},
-    'total_gib': round(total / _GIB, 2),
-    'chip_gib': round(chip.memory / _GIB, 2),
+    **{f'{key}_gib': round(size / chips_lib.GIB, 2) for key, size in parts.items()},
+    'total_gib': round(total / chips_lib.GIB, 2),
+    'chip_gib': round(chip.memory / chips_lib.GIB, 2),
     'fits': total < chip.memory,
     'operations': sum(k.calls * k.operations for k in kernels),
     'bytes': sum(k.calls * k.bytes for k in kernels),
-    'exchanged_gib': round(exchanged.total() / _GIB, 2),
+    'exchanged_gib': round(exchanged.total() / chips_lib.GIB, 2),
     'exchanged': dict(exchanged),
     'seconds': float(f'{best:.4g}'),
     'in_turn': float(f'{in_turn:.4g}'),
