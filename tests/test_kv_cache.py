@@ -103,10 +103,9 @@ def test_logits_are_those_of_dequantised_keys_and_values(monkeypatch, family):
   found, cache = jax.jit(compute)(kv_cache.empty(shape, 2, 16, 'int8'))
   write = kv_cache.write
 
-  def write_dequantised(layer, *keys_and_values_and_positions):
-    *heads, positions = keys_and_values_and_positions
-    rounded = [kv_cache.round_heads(x) for x in heads]
-    return write(layer, *(x * scale[..., None] for x, scale in rounded), positions)
+  def write_dequantised(layer, keys, values, *where):
+    rounded = map(kv_cache.round_heads, (keys, values))
+    return write(layer, *(x * scale[..., None] for x, scale in rounded), *where)
 
   monkeypatch.setattr(kv_cache, 'write', write_dequantised)
   expected, plain = jax.jit(lambda x: compute(x))(kv_cache.empty(shape, 2, 16))
