@@ -298,8 +298,10 @@ def test_bodies_keys_and_back_pressure(url):
   assert httpx2.get(f'{url}/health').json()['status'] == 'ok'
   # One reply may be under way.
   limits = {'max_waiting': 1 - serving.engine().sizes.rows}
-  with serving.serve(keys=['right', 'other'], **limits) as guarded:
-    make = lambda key: openai.OpenAI(base_url=f'{guarded}/v1', api_key=key, max_retries=0)
+  served = serving.serve(keys=['right', 'other'], **limits)
+  with served as guarded, contextlib.ExitStack() as stack:
+    fields = {'base_url': f'{guarded}/v1', 'max_retries': 0}
+    make = lambda key: stack.enter_context(openai.OpenAI(api_key=key, **fields))
     for ask in (lambda c: c.chat.completions.create(**ASKED), lambda c: c.models.list()):
       with pytest.raises(openai.AuthenticationError):
         ask(make('wrong'))
@@ -467,8 +469,10 @@ def test_a_text_that_is_not_encoded_in_time_is_refused(client, monkeypatch):
 
 
 def test_a_late_reply():
-  with serving.serve(seconds=1e-6) as url:
-    client = openai.OpenAI(base_url=f'{url}/v1', api_key='none', max_retries=0)
+  with (
+    serving.serve(seconds=1e-6) as url,
+    openai.OpenAI(base_url=f'{url}/v1', api_key='none', max_retries=0) as client,
+  ):
     with pytest.raises(openai.InternalServerError, match='no reply within'):
       client.chat.completions.create(**ASKED)
     with pytest.raises(openai.APIError, match='no reply within'):
