@@ -65,8 +65,11 @@ class Cache:
     missing = [row for row in chosen if not row.prefilled]
     copies, waiting = self.rows.find_sources(missing, copies_at_once)
     assert len(copies) <= copies_at_once
-    for source, row in copies:
+    # The device reads all sources before it writes a row.
+    held = [(s.row.written, [*self.rings[s.row.index]]) for s, _ in copies]
+    for (source, row), (written, ring) in zip(copies, held, strict=True):
       self._copy(source, row, version)
+      row.written, self.rings[row.index] = written, ring
     going = [row for row in missing if row not in waiting]
     if not copies:
       # Nobody waits for a row that waits: somebody is computed while anybody waits.
@@ -88,9 +91,8 @@ class Cache:
     held = self.slots[source.row.index][: source.length]
     assert held == self._wanted(row, source.length, version)
     self.slots[row.index][: source.length] = held
-    self.rings[row.index] = [*self.rings[source.row.index]]
     self.copied += source.length - row.cached
-    row.cached, row.written = source.length, source.row.written
+    row.cached = source.length
 
   def _compute(self, row, n, version):
     slots, ring = self.slots[row.index], self.rings[row.index]
@@ -252,6 +254,17 @@ class TestFindSources:
       cache.submit(_text((0, system), (2, task)))
     for done in range(rounds + 1):
       assert cache.work(0, chunk=_S, copies_at_once=_B)[1] == (done == rounds)
+
+  @pytest.mark.parametrize('passed', [4, 5])
+  def test_nobody_waits_for_what_a_window_has_lost(self, passed):
+    """A long text is under way; another shares its beginning, 24 tokens."""
+    rows = rows_lib.Rows(_B, _S, goes_back=4)
+    texts = _text((0, 24), (1, 30)), _text((0, 24), (2, 9))
+    placed = [rows.assign(_generation(t, n), 0) for n, t in enumerate(texts)]
+    placed[0].prefill_started = True
+    placed[0].cached = placed[0].written = 24 + passed
+    copies, waiting = rows.find_sources(placed, 4)
+    assert not waiting and len(copies) == (passed == 4)
 
   def test_no_more_copies_than_there_is_room_for(self):
     rows, placed = self._placed(*(_text((0, 30)) for _ in range(4)))

@@ -330,10 +330,12 @@ class Replica:
     """Copies the keys and values of prefixes to other rows."""
     size = self.sizes.prefill_rows[-1]
     source, rows = np.zeros(size, np.int32), np.full(size, self.sizes.rows, np.int32)
+    # All are read before one is written: a row may be a source, and be written itself.
+    written = [prefix.row.written for prefix, _ in copies]
     for m, (prefix, row) in enumerate(copies):
       source[m], rows[m] = prefix.row.index, row.index
       self.stats.shared += prefix.length - row.cached
-      row.cached, row.written = prefix.length, prefix.row.written
+      row.cached, row.written = prefix.length, written[m]
     longest = max(prefix.length for prefix, _ in copies)
     self.device.copy(source, rows, sizes_lib.round_up(self.sizes.buckets, longest))
 
