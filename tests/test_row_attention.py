@@ -23,29 +23,29 @@ _interpreted = functools.partial(
 )
 
 
-def inputs(T: int, N: int, K: int, H: int):
+def inputs(T: int, N: int, K: int, H: int, B: int = 1):
   """Random queries, keys, values and the gradient of the output, in bfloat16."""
   keys = jax.random.split(jax.random.key(1), 4)
-  shapes = (1, T, N, H), (1, T, K, H), (1, T, K, H), (1, T, N, H)
+  shapes = (B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H)
   normal = lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16)
   return tuple(map(normal, keys, shapes))
 
 
 @pytest.mark.parametrize(
-  ('N', 'K', 'H', 'ends'),
+  ('N', 'K', 'H', 'rows'),
   [
+    # Heads that share keys; texts of which one fills a block, and a tree of two branches.
+    (4, 2, 64, ([64] * 64 + [101] * 37, [120] * 20 + [70] * 50 + [120] * 50)),
     # A tree of two branches, of which one branches again.
-    (2, 1, 64, [250] * 50 + [150] * 100 + [250] * 40 + [200] * 10 + [250] * 50),
-    # Texts of which one fills a block.
-    (1, 1, 128, [64] * 64 + [101] * 37),
+    (1, 1, 128, ([250] * 50 + [150] * 100 + [250] * 40 + [200] * 10 + [250] * 50,)),
   ],
 )
-def test_output_and_gradients_are_those_of_blocks(monkeypatch, N, K, H, ends):
+def test_output_and_gradients_are_those_of_blocks(monkeypatch, N, K, H, rows):
   """Of padding too; with fewer blocks in shared memory than come by."""
-  monkeypatch.setattr(gpu_tiles, '_DEPTH', 2)
-  T = -(-len(ends) // gpu_tiles.TILE) * gpu_tiles.TILE
-  ends = jnp.asarray([ends + list(range(len(ends) + 1, T + 1))])
-  *qkv, dout = inputs(T, N, K, H)
+  monkeypatch.setattr(gpu_tiles, '_DEPTH', 1 if len(rows) > 1 else 2)
+  T = -(-max(map(len, rows)) // gpu_tiles.TILE) * gpu_tiles.TILE
+  ends = jnp.asarray([row + list(range(len(row) + 1, T + 1)) for row in rows])
+  *qkv, dout = inputs(T, N, K, H, len(rows))
   out, pull = jax.vjp(lambda *qkv: _interpreted(*qkv, ends), *qkv)
   wide = [x.astype(jnp.float32) for x in qkv]
   plain, pull_plain = jax.vjp(lambda *qkv: block_attention.attend(*qkv, ends), *wide)
@@ -72,7 +72,24 @@ def test_rows_on_an_h100_attend_by_it(monkeypatch, trees):
   assert attention_kernels.knows_spans(q)
   for other in (q[:, :192], q[..., :32], q.astype(jnp.float32)):
     assert not attention_kernels.knows_spans(other)
+  monkeypatch.setenv(row_attention.VARIABLE, '0')
+  attention_kernels._passes_check.cache_clear()
+  assert not attention_kernels.knows_spans(q)
+  monkeypatch.delenv(row_attention.VARIABLE)
+  attention_kernels._passes_check.cache_clear()
   monkeypatch.setattr(sharding, 'device_kind', lambda: 'NVIDIA A100-SXM4-80GB')
+  assert not attention_kernels.knows_spans(q)
+
+
+def test_one_process_of_several_cannot_choose_another_kernel(monkeypatch):
+  monkeypatch.setattr(attention_kernels, 'is_hopper', lambda: True)
+  monkeypatch.setattr(attention_kernels, '_passes_check', lambda *_: False)
+  q = inputs(128, 1, 1, 64)[0]
+  assert not attention_kernels.knows_spans(q)
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  with pytest.raises(RuntimeError, match='all of them with AGENT_R1_ROW_ATTENTION=0'):
+    attention_kernels.knows_spans(q)
+  monkeypatch.setenv(row_attention.VARIABLE, '0')
   assert not attention_kernels.knows_spans(q)
 
 

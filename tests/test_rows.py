@@ -76,9 +76,8 @@ class Cache:
       assert going or not waiting
       for row in going:
         part = row.missing[:chunk]
-        row.note_write(len(part))
         self._compute(row, len(part), version)
-        row.cached += len(part)
+        row.prefill(len(part))
         self.computed += len(part)
     self.check()
     return chosen, not missing
@@ -255,10 +254,17 @@ class TestFindSources:
     for done in range(rounds + 1):
       assert cache.work(0, chunk=_S, copies_at_once=_B)[1] == (done == rounds)
 
+  def test_without_windows_everything_can_be_copied_from_a_full_row(self):
+    rows, placed = self._placed(_text((0, 24), (1, 39)), _text((0, 24), (2, 9)))
+    placed[0].prefill(62)
+    placed[0].note_write(512)  # What one decode writes at most.
+    [(source, _)], _ = rows.find_sources(placed[1:], 4)
+    assert source.length == 24
+
   @pytest.mark.parametrize('passed', [4, 5])
   def test_nobody_waits_for_what_a_window_has_lost(self, passed):
     """A long text is under way; another shares its beginning, 24 tokens."""
-    rows = rows_lib.Rows(_B, _S, goes_back=4)
+    rows = rows_lib.Rows(_B, _S, max_rewind=4)
     texts = _text((0, 24), (1, 30)), _text((0, 24), (2, 9))
     placed = [rows.assign(_generation(t, n), 0) for n, t in enumerate(texts)]
     placed[0].prefill_started = True

@@ -30,9 +30,9 @@ def params(family):
 
 @pytest.fixture
 def few(monkeypatch):
-  """Room for two calls behind the window: rings of 9 + 16 slots, in whole sizes 32."""
-  monkeypatch.setattr(sizes_lib, '_GOES_BACK', 8)
-  monkeypatch.setattr(sizes_lib, '_TILE', 32)
+  """Room for two calls behind the window: rings of 9 + 16 slots."""
+  monkeypatch.setattr(sizes_lib, '_MAX_REWIND', 8)
+  monkeypatch.setattr(sizes_lib, '_TILE', 1)
 
 
 async def play(engine, number):
@@ -57,7 +57,9 @@ async def play(engine, number):
 
 def run(family, **sizes):
   """Plays 12 texts on 5 rows; returns the engine and the segments."""
-  engine = tiny.engine(params(family), shape=shape(family), **{'rows': 5} | sizes)
+  engine = tiny.engine(
+    params(family), shape=shape(family), **{'rows': 5, 'bucket': 16} | sizes
+  )
   played = tiny.within(engine.run, [play(engine, number) for number in range(12)])
   return engine, [segment for segments in played for segment in segments]
 
@@ -67,18 +69,18 @@ def test_log_probs_are_the_learners(few, family):
   """Of texts that have gone round the ring, and of forks before what it holds."""
   engine, segments = run(family)
   cache = engine.replicas[0].device.cache
-  kept = [32 if slides else tiny.SIZES['slots'] for slides in _SLIDING[family]]
+  kept = [25 if slides else tiny.SIZES['slots'] for slides in _SLIDING[family]]
   assert [layer.keys.shape[2] for layer in cache] == kept
-  assert max(len(s.tokens) for s in segments) >= 2 * 32
+  assert max(len(s.tokens) for s in segments) >= 2 * 25
   tiny.assert_on_policy(params(family), segments, shape=shape(family))
 
 
 def test_what_is_lost_is_computed_again_and_drafts_change_nothing(few, monkeypatch):
   """In rows enough for all texts, so that whatever is kept is found again."""
-  engine, segments = run('gemma2', rows=48)
-  _, drafted = run('gemma2', rows=48, drafts=3)
+  engine, segments = run('mistral', rows=48)
+  _, drafted = run('mistral', rows=48, drafts=3)
   monkeypatch.setattr(sizes_lib, 'count_window_slots', lambda config, slots, most: slots)
-  whole, expected = run('gemma2', rows=48)
+  whole, expected = run('mistral', rows=48)
   assert engine.stats.prefilled > whole.stats.prefilled
   assert 0 < engine.stats.shared < whole.stats.shared
   for found in (segments, drafted):

@@ -78,8 +78,8 @@ class Replica:
     self.policy: Policy | None = None
     self.interrupted: Callable[[], bool] = lambda: False
     ring = sizes.window_slots < sizes.slots
-    goes_back = sizes.window_slots - config.window if ring else sizes.slots
-    self.rows = rows_lib.Rows(sizes.rows, sizes.slots, goes_back)
+    max_rewind = sizes.window_slots - config.window if ring else None
+    self.rows = rows_lib.Rows(sizes.rows, sizes.slots, max_rewind)
     self.device = device_lib.Device(config, sizes, guides, mesh)
     self.index = drafts.Index() if sizes.drafts else None
     self._request_numbers = itertools.count()
@@ -312,8 +312,7 @@ class Replica:
       targets = active_request.make_targets(actives, size, sizes.prefill_tokens)
     counts = batch[-1].tolist()
     for row, count in zip(rows, counts, strict=False):
-      row.note_write(count)
-      row.cached += count
+      row.prefill(count)
       self.stats.prefilled += count
     bucket = sizes_lib.round_up(sizes.buckets, max(row.cached for row in rows))
     slot_M = active_request.make_slots(dict(enumerate(actives)), size)

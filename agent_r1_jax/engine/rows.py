@@ -30,8 +30,9 @@ class Row:
   # The text whose keys and values it holds, or held last.
   text: request_lib.Text | None = None
   cached: int = 0  # How many of the text's first tokens have keys and values in it.
-  # How many slots were written at most, by this text or the one before it that began
-  # alike. In layers that slide, the slots that lie far behind are lost.
+  # How many slots were written at most. If a text of 900 tokens was in the row and one that
+  # begins with 500 of them is now, cached is 500 and written 900; of a layer that slides
+  # and has 768 slots, those of the tokens before 132 are lost.
   written: int = 0
   # The version of the policy, and of the adapter, that computed these.
   version: Hashable = MIXED
@@ -65,7 +66,13 @@ class Row:
 
   def note_write(self, tokens: int):
     """Records that a call writes at most so many tokens behind those that are cached."""
-    self.written = max(self.written, self.cached + tokens)
+    written = min(self.cached + tokens, len(self.tokens))
+    self.written = max(self.written, written)
+
+  def prefill(self, tokens: int):
+    """Records that a prefill computes the next tokens."""
+    self.note_write(tokens)
+    self.cached += tokens
 
   def extend(self, tokens: np.ndarray):
     """Records that a decode appended tokens to the text and cached all but the last."""
@@ -97,16 +104,16 @@ _WAIT = 'wait'
 class Rows:
   """All rows of a replica."""
 
-  def __init__(self, rows: int, slots: int, goes_back: int | None = None):
+  def __init__(self, rows: int, slots: int, max_rewind: int | None = None):
     """Makes empty rows.
 
     Args:
       rows: Their number (B).
       slots: The most tokens of a text (S).
-      goes_back: How many of the slots that were written a text may be gone back, where
+      max_rewind: How many tokens before the last written slot a text may go on, where
         layers keep a window only; any number by default.
     """
-    self._goes_back = slots if goes_back is None else goes_back
+    self._max_rewind = slots if max_rewind is None else max_rewind
     # One array of all texts, so that one comparison finds all shared prefixes.
     self._tokens = np.full((rows, slots), -1, np.int32)
     self.rows = [Row(i, tokens) for i, tokens in enumerate(self._tokens)]
@@ -165,7 +172,7 @@ class Rows:
 
     A layer that slides must still have the window before the next token.
     """
-    return count if count + self._goes_back >= row.written else 0
+    return count if count + self._max_rewind >= row.written else 0
 
   def find_sources(
     self, rows: Sequence[Row], most: int
@@ -242,7 +249,7 @@ class Rows:
     for other, count in zip(self.rows, shared, strict=True):
       if other is not row and other.version == row.version:
         expected = min(count, other.size - 1) if other.index in prefilling else 0
-        # What has been passed is there, or is lost.
+        # What it has passed is there now, or lost, and nothing to wait for.
         expected = expected if other.cached < expected else 0
         cached = self._find_usable(other, min(count, other.cached))
         offers.append(_Offer(other, cached, expected))

@@ -8,9 +8,9 @@ from agent_r1_jax.engine import drafts as drafts_lib
 from agent_r1_jax.models import attention_kernels, decoder, kv_cache
 
 _LOGGER = logging.getLogger(__name__)
-# Tokens that a text may be gone back, at least, without being computed again; and what
-# the number of slots is a multiple of.
-_GOES_BACK, _TILE = 256, 128
+# How far before the last written slot a text may go on, at least, without being computed
+# again; and what the number of slots is a multiple of.
+_MAX_REWIND, _TILE = 256, 128
 
 
 class Sizes(NamedTuple):
@@ -139,8 +139,8 @@ def count_window_slots(config: decoder.DecoderConfig, slots: int, most: int) -> 
   """
   if not config.window or config.batch_invariant:  # Whose blocks begin at a text's first.
     return slots
-  kept = config.window + max(_GOES_BACK, 2 * most)
-  return min(slots, -(-kept // _TILE) * _TILE)
+  needed = config.window + max(_MAX_REWIND, 2 * most)
+  return min(slots, -(-needed // _TILE) * _TILE)
 
 
 def round_up(sizes: list[int], n: int) -> int:

@@ -37,7 +37,8 @@ PAGE, _PAGES = 512, 1 << 16
 _CUDNN_DTYPES, _CUDNN_HEAD = ('float16', 'bfloat16'), 128
 # In the names of GPUs with the instructions that the kernel for used slots has.
 _HOPPER = ('H100', 'H20', 'H800')  # GH200 and H200 too.
-# The most that its outputs, of size 1, may differ from XLA's: a few bits of bfloat16.
+# The most that outputs of size 1, or a part of the largest number of outputs and
+# gradients, may differ from XLA's: a few bits of bfloat16.
 _LARGEST_GAP = 0.05
 # How long that is waited for, compilation included.
 _CHECK_SECONDS = 300.0
@@ -81,18 +82,18 @@ def is_hopper() -> bool:
 
 
 @functools.cache
-def _passes_check(of: str, *sizes) -> bool:
+def _passes_check(name: str, *sizes) -> bool:
   """Whether a kernel for GPUs computes here what XLA does; else a warning says so.
 
   Args:
-    of: A key of _CHECKED.
+    name: A key of _CHECKED.
     *sizes: What its `measure_gap` is given.
   """
-  kernel = _CHECKED[of]
-  if jax.default_backend() != 'gpu':
-    return True  # Programs are only compiled, for GPUs that are not here.
+  kernel = _CHECKED[name]
   if os.environ.get(kernel.VARIABLE) == '0':
     return False
+  if jax.default_backend() != 'gpu':
+    return True  # Programs are only compiled, for GPUs that are not here.
   answer: concurrent.futures.Future[float] = concurrent.futures.Future()
 
   def measure():
@@ -262,8 +263,17 @@ def knows_spans(q_BTNH) -> bool:
   It is for GPUs of the kind of the H100, where it has passed a check.
   """
   _, T, _, H = q_BTNH.shape
-  fits = is_hopper() and row_attention.supports(T, H, q_BTNH.dtype)
-  return fits and _passes_check('rows', H)
+  if not is_hopper() or not row_attention.supports(T, H, q_BTNH.dtype):
+    return False
+  passes = _passes_check('rows', H)
+  left_out = os.environ.get(row_attention.VARIABLE) == '0'
+  if not passes and not left_out and jax.process_count() > 1:
+    raise RuntimeError(
+      'the kernel of attention over rows does not pass its check in this process (see '
+      'above). All processes have to compute by the same one: start all of them with '
+      f'{row_attention.VARIABLE}=0.'
+    )
+  return passes
 
 
 def has_cudnn(q_BTNH) -> bool:

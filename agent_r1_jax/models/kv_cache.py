@@ -75,9 +75,9 @@ def empty(
 
 
 def _empty_layer(
-  c: DecoderConfig, rows: int, slots: int, numbers: str, kept: int
+  c: DecoderConfig, rows: int, slots: int, numbers: str, layer_slots: int
 ) -> LayerCache:
-  zeros = lambda heads, *rest, dtype: jnp.zeros((rows, heads, kept, *rest), dtype)
+  zeros = lambda heads, *rest, dtype: jnp.zeros((rows, heads, layer_slots, *rest), dtype)
   rounds, K, H = numbers == 'int8', c.num_kv_heads, c.head_dim
   head = jnp.int8 if rounds else c.dtype
   scale = lambda: zeros(K, dtype=jnp.float32)

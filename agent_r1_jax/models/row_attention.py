@@ -160,11 +160,11 @@ def _add_keys(
   out_MH, top_M, sum_M = sums
   score_MU = _score_queries(registers, q_ref, k_ref, ends_ref, tile, block)
   new_top_M = jnp.maximum(top_M, score_MU.max(axis=1))
-  kept_M = jnp.exp2(top_M - new_top_M)
+  rescale_M = jnp.exp2(top_M - new_top_M)
   weight_MU = jnp.exp2(score_MU - _repeat(new_top_M, score_MU))
-  out_MH *= _repeat(kept_M, out_MH)
+  out_MH *= _repeat(rescale_M, out_MH)
   out_MH = registers.add_product(out_MH, weight_MU.astype(v_ref.dtype), v_ref)
-  return out_MH, new_top_M, sum_M * kept_M + weight_MU.sum(axis=1)
+  return out_MH, new_top_M, sum_M * rescale_M + weight_MU.sum(axis=1)
 
 
 def _end_forward(sums: tuple, H: int) -> tuple:

@@ -232,6 +232,7 @@ def agreement():
     mask = segment.action_mask
     differences.append((learned - segment.behaviour_logprobs)[mask].astype(np.float64))
   hopper = jax.default_backend() == 'gpu' and attention_kernels.is_hopper()
+  hopper &= slot_attention.supports((1, 1, 1024, config.head_dim), config.dtype)
   yield gaps.describe(np.concatenate(differences)) | {
     f'{kernel.__name__.rpartition(".")[2]}_gap': (
       kernel.measure_gap(config.head_dim) if hopper else None

@@ -237,7 +237,7 @@ def lowered_sampling(program: str, config, mesh) -> Any:
   def ints(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
-  ring = sizes_lib.count_window_slots(config, slots, _PREFILL.value)
+  ring = sizes_lib.count_window_slots(config, slots, max(_PREFILL.value, _STEPS.value))
   shape = config, texts, slots, _CACHE.value, ring
   shapes = jax.eval_shape(functools.partial(kv_cache.empty, *shape))
   params = replica(config, mesh)

@@ -71,8 +71,9 @@ class Instruction(NamedTuple):
   def target(self) -> str:
     """What a custom call calls; of a kernel of Pallas for GPUs, its name."""
     found = re.search(r'custom_call_target="([^"]+)"', self.text)
-    if found and found[1].startswith('mosaic_gpu'):
-      return self.part.split('/')[-2]  # As in jit(f)/slot_attention/mpmd_map.
+    kernel = re.search(r'/(\w+)/mpmd_map', self.part)
+    if kernel and found and found[1].startswith('mosaic_gpu'):
+      return kernel[1]
     return found[1] if found else ''
 
 
