@@ -30,9 +30,9 @@ class Row:
   # The text whose keys and values it holds, or held last.
   text: request_lib.Text | None = None
   cached: int = 0  # How many of the text's first tokens have keys and values in it.
-  # How many slots were written at most. If a text of 900 tokens was in the row and one that
-  # begins with 500 of them is now, cached is 500 and written 900; of a layer that slides
-  # and has 768 slots, those of the tokens before 132 are lost.
+  # How many slots were written at most. If a text of 900 tokens was in the row, and one
+  # that begins with 500 of them is now, cached is 500 and written 900; in a layer that
+  # slides and has 768 slots, the first 132 tokens are lost.
   written: int = 0
   # The version of the policy, and of the adapter, that computed these.
   version: Hashable = MIXED
