@@ -253,7 +253,7 @@ def test_an_archive_with_a_changed_byte_is_sound_or_named(tmp_path):
       path = tmp_path / f'{position}-{value}{suffix}'
       path.write_bytes(sound[:position] + bytes([value]) + sound[position + 1 :])
       try:
-        fetch._extract(path)
+        fetch.archives.extract(path)
       except (ValueError, OSError) as error:
         assert str(path) in str(error)
         named += 1
@@ -270,13 +270,14 @@ def test_without_a_name_it_lists_what_there_is_also_as_an_executable(command, tm
 def test_an_old_python_finds_a_newer_one(tmp_path):
   """The file is read by an interpreter that says it is 3.8; python3.12 is on the PATH."""
   (tmp_path / 'third_party').mkdir()
-  for name in ('fetch.py', 'manifest.json'):
+  for name in ('fetch.py', 'archives.py', 'transfers.py', 'manifest.json'):
     (tmp_path / 'third_party' / name).write_bytes((SCRIPT.parent / name).read_bytes())
   newer = tmp_path / 'python3.12'
   newer.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
   newer.chmod(0o755)
   code = (
     'import runpy, sys; sys.version_info = (3, 8, 18); sys.argv = ["fetch.py"]; '
+    f'sys.path.insert(0, {str(tmp_path / "third_party")!r}); '
     f'runpy.run_path({str(tmp_path / "third_party/fetch.py")!r}, run_name="__main__")'
   )
   command = [sys.executable, '-c', code]

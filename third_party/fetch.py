@@ -24,26 +24,20 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import datetime
-import gzip
 import hashlib
-import http.client
 import importlib.util
 import json
-import lzma
 import os
 import pathlib
 import re
 import shutil
-import stat
 import subprocess
 import sys
-import tarfile
 from typing import Any
-import urllib.error
 import urllib.parse
-import urllib.request
-import zipfile
-import zlib
+
+import archives
+import transfers
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -82,15 +76,7 @@ def _restart():
 if __name__ == '__main__':
   _restart()
 
-_CHUNK = 1 << 20
 _HUB = 'https://huggingface.co'
-_ARCHIVES = ('.zip', '.tar', '.tar.gz', '.tgz')
-# What the standard library raises for bytes that are no archive that it can read.
-_DAMAGES = (
-  *(zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, lzma.LZMAError),
-  # RuntimeError is raised for an encrypted one, and for an unknown compression.
-  *(EOFError, LookupError, RuntimeError, UnicodeError),
-)
 
 
 def read_manifest(path: pathlib.Path) -> dict[str, Any]:
@@ -205,7 +191,7 @@ def fetch(
     wanted, by = sums.find(name, file)
     found = sha256(target) if target.exists() else None
     if found and wanted is None:
-      shutil.rmtree(_folder(target), ignore_errors=True)
+      shutil.rmtree(archives.find_folder(target), ignore_errors=True)
       size = target.stat().st_size
       sums.trust(name, file, found, size, 'what was in its place already')
     elif found and found == wanted:
@@ -222,8 +208,8 @@ def fetch(
           f'{error}\nWithout a network, put these files to their places, and give the '
           f'same command again:{"".join(places)}'
         ) from None
-    if target.name.endswith(_ARCHIVES):
-      _extract(target)
+    if target.name.endswith(archives.SUFFIXES) and archives.extract(target):
+      print(f'{target.name}: extracted to {_shown(archives.find_folder(target))}')
 
 
 def _get(
@@ -237,15 +223,17 @@ def _get(
   target.parent.mkdir(parents=True, exist_ok=True)
   part = target.with_name(target.name + '.part')
   if 'hub' in entry:
-    _download_from_hub(entry, file['path'], part)
+    transfers.download_from_hub(entry, file['path'], part)
   else:
-    _download(file['url'], part)
+    transfers.download(file['url'], part)
   found, size = sha256(part), part.stat().st_size
   wanted, by = sums.find(name, file)
   if wanted is None:
     plain = file['url'].startswith('http:')
     way = ', over a connection that anybody on the way can change,' if plain else ''
-    sums.trust(name, file, found, size, f'what {_host(file["url"])} sent{way}')
+    sums.trust(
+      name, file, found, size, f'what {transfers.find_host(file["url"])} sent{way}'
+    )
   elif found != wanted:
     part.unlink()
     raise ValueError(
@@ -254,128 +242,8 @@ def _get(
     )
   part.replace(target)
   # What was extracted from another file is not what is in this one.
-  shutil.rmtree(_folder(target), ignore_errors=True)
+  shutil.rmtree(archives.find_folder(target), ignore_errors=True)
   print(f'{name}: {file["path"]}, {size:,} bytes, {found[:12]}...')
-
-
-def _download_from_hub(entry: Mapping[str, Any], path: str, part: pathlib.Path) -> None:
-  """Downloads a file of the hub, at the commit that the manifest names."""
-  try:
-    import huggingface_hub
-  except ModuleNotFoundError:
-    raise ValueError(
-      "huggingface_hub is missing: make the project's environment with `make "
-      '.venv/installed`, and give the same command again'
-    ) from None
-  folder = part.with_name(part.name + '.hub')  # Kept until the file is whole.
-  hub = entry['hub']
-  found = huggingface_hub.hf_hub_download(
-    hub['repo'],
-    path,
-    repo_type=hub['type'],
-    revision=entry['version'],
-    local_dir=folder,
-  )
-  pathlib.Path(found).replace(part)
-  shutil.rmtree(folder)
-
-
-def _download(url: str, part: pathlib.Path) -> None:
-  """Downloads what an address of no hub sends."""
-  request = urllib.request.Request(url, headers={'User-Agent': 'agent-r1-jax'})
-  try:
-    with urllib.request.urlopen(request, timeout=60) as response:
-      if response.headers.get_content_type() == 'text/html':
-        raise OSError(f'{url} answered with a web page: fetch it with a browser')
-      length = int(response.headers.get('Content-Length') or -1)
-      free = shutil.disk_usage(part.parent).free
-      if length > free:
-        raise OSError(f'{url}: {length:,} bytes are to come, and {free:,} are free')
-      print(f'{url}: {length:,} bytes are to come', flush=True)
-      with part.open('wb') as out:
-        shutil.copyfileobj(response, out, _CHUNK)
-  except urllib.error.HTTPError as error:
-    raise OSError(f'{url} answered {error.code} {error.reason}') from None
-  except (urllib.error.URLError, http.client.HTTPException) as error:
-    reason = getattr(error, 'reason', error)
-    raise OSError(f'{url}: {_host(url)} cannot be reached ({reason})') from None
-  if 0 <= length != (got := part.stat().st_size):
-    raise OSError(f'{url} ended after {got} of {length} bytes')
-
-
-def _folder(archive: pathlib.Path) -> pathlib.Path:
-  """Where an archive is extracted to."""
-  name = archive.name
-  for suffix in _ARCHIVES:
-    name = name.removesuffix(suffix)
-  return archive.with_name(name + '.extracted')
-
-
-def _extract(archive: pathlib.Path) -> None:
-  """Extracts an archive, all of it or nothing.
-
-  Raises:
-    ValueError: It is damaged, or holds a link, a device, a file without a name or a path
-      that leaves the folder.
-    OSError: It cannot be read, or what it holds cannot be written.
-  """
-  folder = _folder(archive)
-  if folder.exists():
-    return
-  part = folder.with_name(folder.name + '.part')
-  shutil.rmtree(part, ignore_errors=True)
-  try:
-    part.mkdir()
-    if archive.name.endswith('.zip'):
-      with zipfile.ZipFile(archive) as zipped:
-        for member in zipped.infolist():
-          kind = stat.S_IFMT(member.external_attr >> 16)
-          name, plain = member.filename, kind in (0, stat.S_IFREG, stat.S_IFDIR)
-          _check(archive, name, plain, name.endswith('/'))
-        _check_room(archive, part, sum(m.file_size for m in zipped.infolist()))
-        zipped.extractall(part)
-    else:
-      with tarfile.open(archive) as tarred:
-        # Python’s own check, too, where it has one: from 3.12 on it asks for a choice.
-        if check := getattr(tarfile, 'data_filter', None):
-          tarred.extraction_filter = check
-        members = tarred.getmembers()
-        for member in members:
-          plain = member.isreg() or member.isdir()
-          _check(archive, member.name, plain, member.isdir())
-        _check_room(archive, part, sum(m.size for m in members))
-        for member in members:  # Neither owners nor rights are taken over.
-          member.mode = 0o755 if member.isdir() else 0o644
-          member.uid, member.gid = os.getuid(), os.getgid()
-          tarred.extract(member, part)
-  except _DAMAGES as error:
-    text = str(error) or type(error).__name__
-    raise ValueError(f'{archive} is damaged ({text}): delete it and run again') from None
-  except OSError as error:
-    raise OSError(f'{archive} cannot be extracted: {error}') from None
-  finally:
-    if sys.exc_info()[0]:
-      shutil.rmtree(part, ignore_errors=True)
-  part.replace(folder)
-  print(f'{archive.name}: extracted to {_shown(folder)}')
-
-
-def _check(archive: pathlib.Path, name: str, plain: bool, folder: bool) -> None:
-  """Raises ValueError for a member that is no plain file in the archive's own folder."""
-  path = pathlib.PurePosixPath(name.replace('\\', '/'))
-  outside = path.is_absolute() or '..' in path.parts or ':' in path.parts[:1]
-  # A folder may be '.', the archive's own; a file without a name has no place.
-  if not plain or outside or not (folder or path.parts):
-    raise ValueError(
-      f'{archive}: nothing is extracted, for {name!r} is a link, a device, a file '
-      'without a name or a path out of the folder'
-    )
-
-
-def _check_room(archive: pathlib.Path, folder: pathlib.Path, size: int) -> None:
-  free = shutil.disk_usage(folder).free
-  if size > free:
-    raise OSError(f'{archive} holds {size:,} bytes, and the disk has {free:,} free')
 
 
 def convert(name: str, entry: Mapping[str, Any], directory: pathlib.Path) -> None:
@@ -427,10 +295,6 @@ def sha256(path: pathlib.Path) -> str:
   """The sum of a file, in hex."""
   with path.open('rb') as file:
     return hashlib.file_digest(file, 'sha256').hexdigest()
-
-
-def _host(url: str) -> str:
-  return urllib.parse.urlsplit(url).hostname or url
 
 
 def _shown(path: pathlib.Path) -> str:
