@@ -17,7 +17,7 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import sight as sight_lib
 from agent_r1_jax.engine import sizes as sizes_lib
-from agent_r1_jax.models import decoder, kv_cache, lora, sharding
+from agent_r1_jax.models import decoder, lora, sharding
 
 
 class Device:
@@ -39,9 +39,7 @@ class Device:
   ):
     """Allocates the cache on `mesh`."""
     self.config, self.sizes, self.mesh = config, sizes, mesh
-    self.cache = kv_cache.empty(
-      config, sizes.rows, sizes.slots, sizes.cache, sizes.window_slots
-    )
+    self.cache = sizes.make_cache(config)
     if mesh is not None:
       self.cache = sharding.shard_cache(self.cache, mesh)
     self.sight = sight_lib.Sight(config, mesh) if config.vision else None

@@ -43,6 +43,11 @@ class Sizes(NamedTuple):
     """The most tokens of a row that one decode samples."""
     return drafts_lib.count_most(self.decode_steps, self.drafts)
 
+  def make_cache(self, config: decoder.DecoderConfig) -> kv_cache.Cache:
+    """Makes the cache of a model of this shape."""
+    layers = self.slots, self.cache, self.window_slots
+    return kv_cache.empty(config, self.rows, *layers)
+
   def decodes_in_place(self, rows: int, bucket: int) -> bool:
     """Whether a decode covers all rows and slots, so that it need not copy any."""
     return rows == self.rows and bucket == self.slots

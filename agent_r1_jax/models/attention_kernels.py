@@ -18,12 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from agent_r1_jax.models import (
-  kv_cache,
-  row_attention,
-  sharding,
-  slot_attention,
-)
+from agent_r1_jax.models import kv_cache, row_attention, sharding, slot_attention
 
 # Causal attention over a row is computed in at most this many blocks of queries.
 MAX_BLOCKS = 8

@@ -17,7 +17,7 @@ from agent_r1_jax.engine import active_request, automaton_guide, drafts
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import sizes as sizes_lib
-from agent_r1_jax.models import decoder, kv_cache, lora, sharding
+from agent_r1_jax.models import decoder, lora, sharding
 from agent_r1_jax.rl import credit, learner, optimizers, train_state
 from agent_r1_jax.rl import table as table_lib
 
@@ -52,8 +52,7 @@ def lower_sampling(
   options: Any = dataclasses.asdict(config.engine)
   del options['weights']  # As `params` are.
   sizes = sizes_lib.make(model, **options | {'width': config.engine.width or None})
-  shape = model, sizes.rows, sizes.slots, sizes.cache, sizes.window_slots
-  cache: Any = jax.eval_shape(functools.partial(kv_cache.empty, *shape))
+  cache: Any = jax.eval_shape(functools.partial(sizes.make_cache, model))
   if mesh is not None:
     place = lambda x: _place(x, mesh, sharding.cache_sharding(x.shape[1], mesh))
     cache = jax.tree.map(place, cache)
