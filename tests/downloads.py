@@ -6,7 +6,6 @@ import importlib.util
 import io
 import pathlib
 import stat
-import sys
 import tarfile
 import threading
 import zipfile
@@ -15,8 +14,6 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = ROOT / 'third_party' / 'fetch.py'
-# As it is where the script runs.
-sys.path.insert(0, str(SCRIPT.parent))
 _spec = importlib.util.spec_from_file_location('fetch', SCRIPT)
 assert _spec and _spec.loader
 fetch = importlib.util.module_from_spec(_spec)

@@ -277,7 +277,6 @@ def test_an_old_python_finds_a_newer_one(tmp_path):
   newer.chmod(0o755)
   code = (
     'import runpy, sys; sys.version_info = (3, 8, 18); sys.argv = ["fetch.py"]; '
-    f'sys.path.insert(0, {str(tmp_path / "third_party")!r}); '
     f'runpy.run_path({str(tmp_path / "third_party/fetch.py")!r}, run_name="__main__")'
   )
   command = [sys.executable, '-c', code]
@@ -285,6 +284,8 @@ def test_an_old_python_finds_a_newer_one(tmp_path):
   done = subprocess.run(command, env=environment, capture_output=True, text=True)
   assert done.returncode == 0 and 'hotpotqa' in done.stdout, done.stderr
   newer.unlink()
+  # What an old Python could not import it does not read.
+  (tmp_path / 'third_party' / 'archives.py').unlink()
   done = subprocess.run(command, env=environment, capture_output=True, text=True)
   assert done.returncode != 0 and '3.11 or later is needed' in done.stderr
 

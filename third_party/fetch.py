@@ -36,9 +36,6 @@ import sys
 from typing import Any
 import urllib.parse
 
-import archives
-import transfers
-
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
 
@@ -46,7 +43,8 @@ ROOT = HERE.parent
 def _interpreter():
   """The command of a Python that can run the rest of this file; None if this one can.
 
-  An old Python gets here: no syntax of this file may be newer than 3.6.
+  An old Python gets here: no syntax of this file may be newer than 3.6, and what it
+  imports of this folder comes below.
   """
   ready = sys.version_info >= (3, 11)
   if ready and importlib.util.find_spec('jax'):
@@ -75,6 +73,12 @@ def _restart():
 
 if __name__ == '__main__':
   _restart()
+
+# Found beside this file, whether it is run as a file, as a module or by a test.
+sys.path.insert(0, str(HERE))
+
+import archives  # noqa: E402
+import transfers  # noqa: E402
 
 _HUB = 'https://huggingface.co'
 
