@@ -82,10 +82,12 @@ def test_the_accelerators_measurements_of_a_tiny_shape_make_sense():
   assert found['sync']['bytes'] == pytest.approx(
     6 * found['context']['parameters'], rel=0.01
   )
-  assert 0 < found['decode']['of_floor'] and 0 < found['context']['of_peak'] < 1
-  # 6 a parameter, 6 T N H a layer.
-  parameters = 2 * 256 * 64 + 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64)
-  assert found['context']['operations_per_token'] == 6 * parameters + 6 * 256 * 64 * 2
+  assert 0 < found['decode']['of_floor'] and 0 < found['context']['mfu'] < 1
+  # 6 a parameter and token, the head's for actions only; 12 N H a pair and layer.
+  layers = 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64)
+  products = 6 * (256 * layers + 128 * 256 * 64)
+  pairs = 256 * 257 // 2
+  assert found['context']['operations'] == products + 12 * 64 * 2 * pairs
   agreement = found['agreement']
   # There are no such kernels on a CPU.
   assert agreement['slot_attention_gap'] is agreement['row_attention_gap'] is None

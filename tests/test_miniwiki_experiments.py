@@ -80,6 +80,9 @@ def test_the_quickstart_writes_its_files_and_goes_on_with_more_steps(base, tmp_p
     json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()
   ]
   assert [line['step'] for line in lines] == [0, 1, 2]
+  # The first line is an evaluation without update; of a CPU no peak is known.
+  assert ['machine/update_tflops' in line for line in lines] == [False, True, True]
+  assert not any('machine/mfu' in line for line in lines)
 
 
 def test_every_variant_has_an_environment_that_conforms():

@@ -10,9 +10,12 @@ import struct
 import subprocess
 import sys
 import termios
+import types
 
+import jax
 import pytest
 
+from agent_r1_jax.models import costs
 from agent_r1_jax.report import progress as progress_lib
 
 
@@ -170,3 +173,17 @@ def test_a_terminal_has_one_view_below_all_lines(columns):
 def test_a_killed_run_leaves_a_cursor():
   lines, cursor = show(80, 'kill')
   assert cursor and any('3/9' in line for line in lines)
+
+
+def test_operations_of_an_update_are_those_of_a_second_and_a_chip(monkeypatch):
+  stats = types.SimpleNamespace(sampled=0, idle_seconds=0.0)
+  engine = types.SimpleNamespace(
+    stats=stats, replicas=[0], mesh=types.SimpleNamespace(size=4)
+  )
+  meter = progress_lib.Meter(engine)
+  assert not {'machine/update_tflops', 'machine/mfu'} & meter.measure().keys()
+  metrics = {'train/operations': 24e12, 'time/update': 2.0}
+  measured = meter.measure(metrics)
+  assert measured['machine/update_tflops'] == 3.0 and 'machine/mfu' not in measured
+  monkeypatch.setitem(costs.PEAKS, jax.devices()[0].device_kind, 12e12)
+  assert meter.measure(metrics)['machine/mfu'] == 0.25

@@ -13,7 +13,7 @@ import pytest
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import costs, decoder
 from agent_r1_jax.rl import algorithms, credit, learner, updates
 from agent_r1_jax.rl import kl as kl_lib
 from agent_r1_jax.rl import train_state as train_state_lib
@@ -109,8 +109,10 @@ def test_every_epoch_goes_through_all_trajectories(steps):
     assert _tokens(batches) == live
     orders.append(tuple(map(tuple, map(_tokens, ([b] for b in batches)))))
   assert len(set(orders)) > 1
-  # Numbers of the steps are averaged.
+  # Numbers of the steps are averaged, but for their operations.
   assert metrics['loss'] == np.mean([1, 2, 3, 4, 5, 6])
+  counted = [costs.count_gradient(plain.policy(), plain.CONFIG, b) for _, b in steps]
+  assert metrics['operations'] == sum(counted) > 0
 
 
 def test_order_of_trajectories_depends_on_seed_and_step():

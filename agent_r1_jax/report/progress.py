@@ -19,7 +19,10 @@ import threading
 import time
 from typing import Any
 
+import jax
+
 from agent_r1_jax.host import disk, preemption, runtime, terminal
+from agent_r1_jax.models import costs
 
 # The labels of a training step's metrics, in the order in which they are shown -> their
 # names in metrics.jsonl.
@@ -37,6 +40,7 @@ VIEW = {
   'tokens/s': 'machine/tokens_per_second',
   'idle': 'machine/idle',
   'memory': 'machine/memory_gb',
+  'MFU': 'machine/mfu',
 }
 # Other numbers have three decimals.
 _FORMATS = {
@@ -45,6 +49,7 @@ _FORMATS = {
   'tokens/s': '{:,.0f}',
   'idle': '{:.0%}',
   'memory': '{:.1f} GB',
+  'MFU': '{:.0%}',
 }
 _BARS = '▁▂▃▄▅▆▇█'
 # Characters of the columns of one metric in the view: name, last value, sparkline.
@@ -288,12 +293,16 @@ class Meter:
     stats = self._engine.stats
     return time.perf_counter(), stats.sampled, stats.idle_seconds
 
-  def measure(self) -> dict[str, float]:
+  def measure(self, metrics: Mapping[str, float] | None = None) -> dict[str, float]:
     """Returns metrics of the time since the last call, evaluations included.
 
     They are the sampled tokens a second; the share of the time in which the engine had
     nothing to compute because all agents waited for their tools; and the memory in use,
     in GB (10^9 bytes): the process's on a CPU, otherwise that of the fullest chip.
+
+    If `metrics` has those of an update, so has the result: the operations of gradients
+    (models/costs.py) in a second of it on each chip, in units of 10^12, and, of chips
+    whose peak is known, MFU.
     """
     now, before = self._read(), self._before
     seconds, sampled, idle = (a - b for a, b in zip(now, before, strict=True))
@@ -302,4 +311,14 @@ class Meter:
       'machine/tokens_per_second': sampled / seconds,
       'machine/idle': idle / (seconds * len(self._engine.replicas)),
       'machine/memory_gb': runtime.used_memory() / 1e9,
+      **self._measure_update(metrics or {}),
     }
+
+  def _measure_update(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    if 'train/operations' not in metrics:
+      return {}
+    chips = 1 if self._engine.mesh is None else self._engine.mesh.size
+    speed = metrics['train/operations'] / metrics['time/update'] / chips
+    peak = costs.find_peak(jax.devices()[0].device_kind)
+    mfu = {'machine/mfu': speed / peak} if peak else {}
+    return {'machine/update_tflops': speed / 1e12} | mfu

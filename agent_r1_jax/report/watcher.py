@@ -126,7 +126,7 @@ class Watcher(watch.Watcher):
 
   def measure(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns speed and memory ('machine/...') and alarms; prints alarms that begin."""
-    machine = self._meter.measure() if self._meter else {}
+    machine = self._meter.measure(metrics) if self._meter else {}
     return machine | self._alarms.check(step, {**metrics, **machine})
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:

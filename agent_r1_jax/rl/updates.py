@@ -12,6 +12,7 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.host import runtime
+from agent_r1_jax.models import costs
 from agent_r1_jax.rl import credit, learner
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rl import train_state as train_state_lib
@@ -113,12 +114,22 @@ def _run_epochs(
   update_config: UpdateConfig,
   prefixes,
 ) -> tuple[dict[str, learner.ModelState], dict[str, float]]:
-  """Makes the optimizer steps of all epochs; returns the new states and mean metrics."""
+  """Makes the optimizer steps of all epochs; returns the new states and mean metrics.
+
+  'operations' is no mean: those of all gradients together (models/costs.py).
+  """
   states, metrics = dict(train_state.states), dict[str, list[float]]()
+  operations = 0.0
 
   def update(name, batches, packed):
+    nonlocal operations
+    params, has_logits = states[name].params, name == 'policy'
+    operations += sum(
+      costs.count_gradient(params, update_config.model, batch, has_logits=has_logits)
+      for batch in batches
+    )
     gradients = learner.forward_backward(
-      states[name].params,
+      params,
       batches,
       config=update_config.model,
       loss=update_config.objectives[name],
@@ -149,7 +160,8 @@ def _run_epochs(
         **options,
       )
       update('policy', *made)
-  return states, {name: float(np.mean(values)) for name, values in metrics.items()}
+  means = {name: float(np.mean(values)) for name, values in metrics.items()}
+  return states, means | {'operations': operations}
 
 
 def _split_epochs(n: int, update_config: UpdateConfig, step: int) -> Iterator[list[int]]:

@@ -6,10 +6,10 @@
 - decode: a step of `rows` texts with `used` tokens each, beside its floor: the bytes of
   the weights and of the used cache over the bandwidth that a copy reaches.
 - context: an RL update (log-probs, PPO clip, AdamW, recomputed activations) on one text
-  of `context` tokens: tokens a second, and the share of the peak. Operations are counted
-  causally, recomputation not: 6 a parameter, and 6 T N H a layer. Then the same for the
-  paper's 3B on one card (docs/memory.md): a row of 4,096 tokens, adamw8. With
-  AGENT_R1_ROW_ATTENTION=0 in the environment rows attend by cuDNN.
+  of `context` tokens, of which half are actions: tokens a second, and MFU, by the
+  operations of agent_r1_jax/models/costs.py. Then the same for the paper's 3B on one card
+  (docs/memory.md): a row of 4,096 tokens, adamw8. With AGENT_R1_ROW_ATTENTION=0 in the
+  environment rows attend by cuDNN.
 - sync: what the engine's copy of new parameters takes, beside its bytes.
 - agreement: the sampler's log-probs and the learner's, of the same tokens; and how far
   our kernels of attention are from XLA's, where they are used. The gap by cause, on a
@@ -40,6 +40,7 @@ from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import (
   attention_kernels,
+  costs,
   decoder,
   kv_cache,
   row_attention,
@@ -59,7 +60,9 @@ _CONTEXT = flags.DEFINE_list('context', ['16384', '65536'], 'Tokens of a trainin
 _OPTIMIZER = flags.DEFINE_string('optimizer', 'adamw', 'A key of optimizers.KINDS.')
 _REMAT = flags.DEFINE_string('remat', 'full', 'Activations recomputed.')
 _REPEATS = flags.DEFINE_integer('repeats', 3, 'Repetitions, without compilation.')
-_PEAK = flags.DEFINE_float('peak', 989e12, 'Operations a second; an H100 in bfloat16.')
+_PEAK = flags.DEFINE_float(
+  'peak', None, 'Operations a second of the chip, if costs.PEAKS does not know it.'
+)
 _COPY = flags.DEFINE_integer('copy', 1 << 30, 'Numbers of the copy, of 2 bytes.')
 
 
@@ -163,20 +166,20 @@ def _update(shape: str, T: int, kind: str) -> dict[str, Any]:
   actions = np.arange(T)[None] >= T // 2
   advantages = rng.normal(size=(1, T))
   batch = common.make_batch(tokens, actions, advantages, config.vocab_size)
+  operations = costs.count_gradient(params, config, batch)
   optimizer = optimizers.make(config_lib.Optimizer(kind=kind), 1e-6)
   update = common.make_update(config, params, [batch], optimizer)
   del params  # The update has them, and gives them away.
   first, seconds = _seconds(update)
-  attention = 6 * T * config.num_heads * config.head_dim * config.num_layers
-  operations = 6 * parameters + attention
+  peak = _PEAK.value or costs.find_peak(jax.devices()[0].device_kind)
   return {
     'tokens': T,
     'parameters': parameters,
     'optimizer': kind,
     'seconds': round(seconds, 3),
     'tokens_per_second': round(T / seconds),
-    'operations_per_token': operations,
-    'of_peak': round(operations * T / seconds / _PEAK.value, 4),
+    'operations': operations,
+    'mfu': peak and round(operations / seconds / peak, 4),
     'peak_bytes': _peak_bytes(),
     'first_seconds': round(first, 1),
   }

@@ -56,6 +56,7 @@ from absl import app, flags
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
 import optax
 
 from agent_r1_jax import config as config_lib
@@ -65,6 +66,7 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.models import (
+  costs,
   decoder,
   head,
   kv_cache,
@@ -271,29 +273,20 @@ def count_needed(
   """Counts what a program must do on one chip, if nothing is computed twice.
 
   Returns:
-    The operations of the products with parameters, a token's once (three times for a
-    gradient), and of causal attention; and for a decode, the bytes of the parameters and
-    of the used slots of the cache, else 0. Of experts only those count that a token
-    takes, and in a decode those that one of its texts takes if all are as likely.
+    The operations (agent_r1_jax/models/costs.py), those of the prefill of a text's first
+    tokens; and for a decode, the bytes of the parameters and of the used slots of the
+    cache, else 0. Of experts those are read that one of the texts takes, if all are as
+    likely.
   """
-  shapes = parameters(config)
-  if not config.tie_embeddings:
-    shapes.pop('embed')  # Looked up only.
-  kernels = shapes['layers'].pop('moe', {})
-  kernels.pop('router', None)
-  in_experts = sum(x.size for x in jax.tree.leaves(kernels))
-  share = config.experts_per_token / config.num_experts if in_experts else 0.0
-  size = sum(x.size for x in jax.tree.leaves(shapes)) + share * in_experts
-  heads = config.num_layers * config.num_heads * config.head_dim
+  size = costs.count_parameters(parameters(config), config)
   if program == 'gradient':
     rows, tokens = batch(mesh, _ROWS.value, _TOKENS.value).tokens.shape
-    products = 2 if _RANK.value else 3  # Frozen kernels have no gradient.
-    a_token = products * 2 * size + 3 * 2 * tokens * heads
-    return rows * tokens * a_token / mesh.size, 0.0
+    times = {'products': 2 if _RANK.value else 3, 'attention': 3}
+    row = costs.count_forward(size, config, np.arange(tokens), tokens, **times)
+    return rows * row / mesh.size, 0.0
   if program == 'prefill':
-    rows, tokens = _PREFILL_ROWS.value, _PREFILL.value
-    operations = rows * tokens * (2 * (size - config.vocab_size * config.embed_dim))
-    return operations / mesh.size, 0.0
+    row = costs.count_forward(size, config, np.arange(_PREFILL.value), 0)
+    return _PREFILL_ROWS.value * row / mesh.size, 0.0
   if program == 'decode':
     texts, used = replica_texts(mesh), _USED.value or _SLOTS.value
     shape = config, texts, used, _CACHE.value, config.window or None
@@ -301,10 +294,11 @@ def count_needed(
     narrow = [k for k in jax.tree.leaves(replica(config, mesh)) if k.dtype.itemsize == 1]
     # A chip reads its heads; where there are fewer than chips, one.
     slots = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    taken = (1 - (1 - share) ** texts - share) * in_experts
-    read = 2 * (size + taken) - sum(k.size for k in narrow)
+    taken = (1 - (1 - size.share) ** texts) * size.experts
+    read = 2 * (size.layers + size.head + taken) - sum(k.size for k in narrow)
     needed = read / mesh.size + slots / min(mesh.size, config.num_kv_heads)
-    return texts * (2 * size + 4 * used * heads) / mesh.size, needed
+    operations = costs.count_forward(size, config, np.full(texts, used - 1), texts)
+    return operations / mesh.size, needed
   return 0.0, 0.0
 
 

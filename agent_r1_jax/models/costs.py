@@ -1,0 +1,128 @@
+"""Counts the operations that a model needs; MFU is their share of what a chip can do.
+
+A multiplication is one operation, an addition another: a product of [M, K] and [K, N] has
+2 M K N. As in PaLM (arXiv 2204.02311, appendix B), products with parameters and those of
+attention count, each once, so that what is computed again does not. Of experts those
+count that a token takes. The tower that reads pictures does not count.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Int
+import numpy as np
+
+from agent_r1_jax import types
+from agent_r1_jax.models import lora
+from agent_r1_jax.models.decoder_config import DecoderConfig
+
+# The most operations a second in bfloat16, without sparsity, as the makers publish them;
+# by what jax.Device.device_kind begins with.
+PEAKS = {
+  'TPU v4': 275e12,
+  'TPU v5 lite': 197e12,
+  'TPU v5': 459e12,
+  'TPU v6 lite': 918e12,
+  'NVIDIA A100': 312e12,
+  'NVIDIA H100': 989e12,
+  'NVIDIA H100 NVL': 835e12,
+  'NVIDIA H100 PCIe': 756e12,
+  'NVIDIA H200': 989e12,
+  'NVIDIA B200': 2250e12,
+}
+
+
+def find_peak(device_kind: str) -> float | None:
+  """Returns the most operations a second of a chip, or None if it is not known."""
+  names = [name for name in PEAKS if device_kind.startswith(name)]
+  return PEAKS[max(names, key=len)] if names else None
+
+
+class Parameters(NamedTuple):
+  """How many parameters a model has.
+
+  Attributes:
+    layers: Those that each token passes, norms included, without the head's.
+    head: Those of the kernel that makes the logits.
+    experts: Those of all experts together.
+    share: The part of the experts that computes one token.
+  """
+
+  layers: int
+  head: int
+  experts: int
+  share: float
+
+  @property
+  def taken(self) -> float:
+    """How many make the logits of one token."""
+    return self.layers + self.head + self.share * self.experts
+
+
+def count_parameters(params: Any, config: DecoderConfig) -> Parameters:
+  """Counts parameters, or their shapes, stacked as those of a learner."""
+  size = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
+  rest = {k: v for k, v in params.items() if k not in ('embed', 'lm_head', 'vision')}
+  # The router is no expert.
+  moe = rest['layers'].get('moe', {})
+  experts = size({k: v for k, v in moe.items() if k != 'router'})
+  head = config.vocab_size * config.embed_dim
+  share = config.experts_per_token / config.num_experts if experts else 0.0
+  return Parameters(size(rest) - experts, head, experts, share)
+
+
+def count_forward(
+  size: Parameters,
+  config: DecoderConfig,
+  positions: Int[np.ndarray, 'n'],
+  logits: int,
+  *,
+  products: int = 1,
+  attention: int = 1,
+) -> float:
+  """Counts the operations of n tokens at their positions in causal texts.
+
+  Args:
+    size: How many parameters there are.
+    config: The model's shape.
+    positions: The position of each token, from 0: it attends to so many before it, or in
+      a layer that slides to those in its window.
+    logits: For how many tokens logits are computed.
+    products: How often a product with parameters counts.
+    attention: How often one of attention counts.
+  """
+  seen, sliding = positions.astype(np.int64) + 1, sum(config.sliding)
+  pairs = (config.num_layers - sliding) * int(seen.sum())
+  if sliding:
+    pairs += sliding * int(np.minimum(seen, config.window).sum())
+  passed = (size.taken - size.head) * len(positions) + size.head * logits
+  heads = config.num_heads * config.head_dim
+  return products * 2 * passed + attention * 4 * heads * pairs
+
+
+def count_gradient(
+  params: Any, config: DecoderConfig, batch: types.Batch, *, has_logits: bool = True
+) -> float:
+  """Counts the operations of a micro-batch's loss and its gradient, on the host.
+
+  Backward, each product has two of its own, of which a frozen kernel needs one. The loss
+  of a critic of its own has no logits.
+  """
+  text, computed = batch, batch.segment_ids > 0
+  wanted = (batch.weights != 0) & (batch.positions > 0)
+  rows, nodes = np.nonzero(wanted)
+  if batch.tree is not None:
+    text, nodes = batch.tree, batch.tree.nodes[wanted]
+    # Padding is its own parent and has no descendant.
+    columns = np.arange(text.tokens.shape[1])
+    computed = (text.parents != columns) | (text.ends != columns + 1)
+  # Entries of one token share its logits.
+  logits = len(np.unique(rows * text.tokens.shape[1] + nodes))
+  return count_forward(
+    count_parameters(params, config),
+    config,
+    np.asarray(text.positions)[computed],
+    logits if has_logits else 0,
+    products=2 if lora.has_adapters(params) else 3,
+    attention=3,
+  )

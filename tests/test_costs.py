@@ -1,0 +1,130 @@
+"""The operations that a model needs: published counts, and tokens counted one by one."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import plain
+import pytest
+
+from agent_r1_jax import types
+from agent_r1_jax.models import costs, decoder, lora
+from agent_r1_jax.rl import packing
+from agent_r1_jax.rl import table as table_lib
+from experiments import published
+from experiments.bench import chips
+
+
+def _shapes(config: decoder.DecoderConfig):
+  return jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
+
+
+# The parameters of the checkpoints, less a table of embeddings that is only looked up.
+@pytest.mark.parametrize(
+  ('name', 'expected'),
+  [
+    ('qwen2.5-0.5b', 494_032_768),
+    ('qwen2.5-3b', 3_085_938_688),
+    ('qwen2.5-7b', 7_615_616_512 - 152_064 * 3584),
+  ],
+)
+def test_parameters_are_those_of_the_published_models(name, expected):
+  config = published.read_shape(name)
+  assert costs.count_parameters(_shapes(config), config).taken == expected
+
+
+def test_of_experts_those_of_a_token_count():
+  moe = {'num_experts': 8, 'experts_per_token': 2, 'expert_dim': 16}
+  config = dataclasses.replace(plain.CONFIG, family='qwen3_moe', **moe)
+  size = costs.count_parameters(_shapes(config), config)
+  an_expert = 3 * config.embed_dim * 16
+  assert size.experts == config.num_layers * 8 * an_expert
+  assert size.taken == size.layers + size.head + config.num_layers * 2 * an_expert
+
+
+# A text of 1, 3 and 9 tokens; two of three layers slide.
+def test_a_token_attends_to_the_text_before_it_or_its_window():
+  config = dataclasses.replace(
+    plain.CONFIG, num_layers=3, sliding=(True, False, True), window=4
+  )
+  size = costs.Parameters(0, 0, 0, 0.0)
+  positions = np.concatenate([np.arange(n) for n in (1, 3, 9)])
+  pairs = sum(
+    t - s < config.window or not slides
+    for n in (1, 3, 9)
+    for t in range(n)
+    for s in range(t + 1)
+    for slides in config.sliding
+  )
+  found = costs.count_forward(size, config, positions, 0)
+  assert found == 4 * config.num_heads * config.head_dim * pairs
+
+
+def _texts() -> list[np.ndarray]:
+  rng = np.random.default_rng(0)
+  return [rng.integers(0, 2, n).astype(np.int32) for n in rng.integers(2, 12, 20)]
+
+
+def _count(text, weights) -> tuple[int, int, int]:
+  """Counts tokens, tokens that are seen, and tokens with a weight and one before them."""
+  wanted = sum(bool(w) for w in weights[1:])
+  return len(text), len(text) * (len(text) + 1) // 2, wanted
+
+
+@pytest.mark.parametrize('trees', [False, True])
+def test_a_gradient_counts_each_token_that_is_computed(trees):
+  config, texts = plain.CONFIG, _texts()
+  weights = [(np.arange(len(t)) % 3 > 0).astype(np.float32) for t in texts]
+  segments = [types.Segment(t, t >= 0, np.zeros(len(t))) for t in texts]
+  table = dataclasses.replace(
+    table_lib.from_segments(segments), weights=np.concatenate(weights)
+  )
+  if trees:  # What texts begin with is computed once, and has one weight.
+    prefixes = {tuple(t[: i + 1].tolist()) for t in texts for i in range(len(t))}
+    tokens, seen = len(prefixes), sum(map(len, prefixes))
+    wanted = sum(len(p) > 1 and (len(p) - 1) % 3 > 0 for p in prefixes)
+  else:
+    counts = [_count(*x) for x in zip(texts, weights, strict=True)]
+    tokens, seen, wanted = (sum(x) for x in zip(*counts, strict=True))
+  shape = packing.MicrobatchShape(rows=1, row_tokens=256, trees=trees)
+  (batch,), _ = packing.pack_microbatches(table, shape)
+  params = plain.policy()
+  count = lambda params, **options: costs.count_gradient(params, config, batch, **options)
+
+  head = config.vocab_size * config.embed_dim
+  layers = sum(x.size for x in jax.tree.leaves(params['layers'])) + config.embed_dim
+  pairs = 4 * config.num_layers * config.num_heads * config.head_dim * seen
+  assert count(params) == 6 * (layers * tokens + head * wanted) + 3 * pairs
+  assert count(params, has_logits=False) == 6 * layers * tokens + 3 * pairs
+  adapted = lora.add(params, 2, ('q',), 1.0, jax.random.key(0))
+  more = sum(x.size for x in jax.tree.leaves(lora.split(adapted)[0]))
+  products = (layers + more) * tokens + head * wanted
+  # The scale of the adapters is a number of its own, in each layer.
+  assert count(adapted) == pytest.approx(4 * products + 3 * pairs, rel=1e-3)
+
+
+def test_a_chip_is_known_by_how_its_name_begins():
+  peaks = {
+    'NVIDIA H100 80GB HBM3': 989e12,
+    'NVIDIA H100 PCIe': 756e12,
+    'TPU v5 lite': 197e12,
+    'TPU v5': 459e12,
+    'cpu': None,
+  }
+  assert {kind: costs.find_peak(kind) for kind in peaks} == peaks
+
+
+@pytest.mark.parametrize(
+  ('name', 'kind'),
+  [
+    ('v5e', 'TPU v5 lite'),
+    ('v5p', 'TPU v5'),
+    ('v6e', 'TPU v6 lite'),
+    ('a100', 'NVIDIA A100'),
+    ('h100', 'NVIDIA H100'),
+    ('h200', 'NVIDIA H200'),
+    ('b200', 'NVIDIA B200'),
+  ],
+)
+def test_the_figures_of_chips_that_are_not_here_are_the_same(name, kind):
+  assert chips.CHIPS[name].operations == costs.PEAKS[kind]
