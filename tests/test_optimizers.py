@@ -276,8 +276,34 @@ def test_rounding_is_right_on_average():
   # A step is an eighth of a number at most; its mean over 2000 is 30 times nearer.
   far = np.abs(x) > 1e-3
   np.testing.assert_allclose(mean[far], x[far], rtol=0.02)
-  codes, scales = optimizers._encode(jnp.zeros_like(x), key, least=2.0**-9)
-  assert (np.asarray(codes, np.float32) > 0).all() and (np.asarray(scales) == 1).all()
+  some = jnp.abs(x).at[:, 1:].set(0.0)
+  codes, scales = optimizers._encode(some, key, least=2.0**-9)
+  assert (np.asarray(codes, np.float32) > 0).all()
+  none = jnp.zeros_like(x)
+  np.testing.assert_array_equal(
+    optimizers._decode(*optimizers._encode(none, key, least=2.0**-9)), none
+  )
+
+
+# As those of an adapter's A, of tokens not met yet, and of a batch without advantages; and
+# of rows whose moments have become too small to be squared.
+@pytest.mark.parametrize('before', [0, 1, 3000])
+def test_gradients_that_were_zero_leave_no_trace_in_8_bits(before):
+  params, steps = {'kernel': jnp.zeros((4, 64))}, {}
+  some = {'kernel': jnp.asarray(np.random.default_rng(0).normal(size=(4, 64))) * 1e-4}
+  none = jax.tree.map(jnp.zeros_like, some)
+  for name, make in {'adam': optax.scale_by_adam, '8': optimizers.scale_by_adam8}.items():
+    optimizer = make(b1=0.9, b2=0.95, eps=1e-8)
+    update = jax.jit(optimizer.update)
+    state = optimizer.init(params)
+    if before > 1:
+      _, state = update(some, state)
+    skip = lambda _, s, optimizer=optimizer: optimizer.update(none, s)[1]
+    state = jax.jit(lambda s, n: jax.lax.fori_loop(0, n, skip, s))(state, before)
+    for _ in range(5):
+      step, state = update(some, state)
+    steps[name] = np.abs(step['kernel']).mean()
+  assert steps['8'] == pytest.approx(steps['adam'], rel=0.03)
 
 
 def test_an_unknown_optimizer_is_refused():

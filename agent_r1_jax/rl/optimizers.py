@@ -165,7 +165,8 @@ def scale_by_adam8(
   the parameter's shape, so that they are sharded as it is. And they are rounded
   stochastically, so that their mean is exact: rounded to the nearest, a moment that
   changes by less than half a step would never change again. The second moment is stored
-  as its root, whose exponents have half the range; none is rounded to 0.
+  as its root, whose exponents have half the range; none is rounded to 0,
+  unless its whole row is 0.
   """
 
   def init(params):
@@ -252,11 +253,16 @@ def _decode(codes, scales):
 
 
 def _encode(x: Array, key: Array, least: float = 0.0) -> tuple[Array, Array]:
-  """Rounds x stochastically, without bias where the codes are above 2⁻⁶."""
-  scales = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _LARGEST
-  scales = jnp.where(scales > 0, scales, 1.0)
+  """Rounds x stochastically, without bias where the codes are above 2⁻⁶.
+
+  No code of a row is below `least`, unless the row is all zeros: that is exact, as the
+  first gradient of an adapter's A is.
+  """
+  largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _LARGEST
+  scales = jnp.where(largest > 0, largest, 1.0)
   bits = jax.lax.bitcast_convert_type(jnp.abs(x) / scales, jnp.uint32)
   noise = jax.random.bits(key, x.shape, jnp.uint32) >> (32 - _CUT)
   cut = ((bits + noise) >> _CUT) << _CUT
   size = jnp.minimum(jax.lax.bitcast_convert_type(cut, jnp.float32), _LARGEST)
-  return jnp.copysign(jnp.maximum(size, least), x).astype(_FLOAT8), scales
+  size = jnp.where(largest > 0, jnp.maximum(size, least), size)
+  return jnp.copysign(size, x).astype(_FLOAT8), scales
