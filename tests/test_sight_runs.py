@@ -1,8 +1,10 @@
 """A policy that sees, in a training run, in a log, behind the server and an endpoint."""
 
+import copy
 import json
 
 import httpx2
+import jax
 import numpy as np
 import openai
 import pytest
@@ -14,9 +16,11 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import report, train, types
 from agent_r1_jax.agent import pictures, tokenizer
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.models import weights
-from agent_r1_jax.rl import algorithms
-from agent_r1_jax.train import setup
+from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.guided import choice, reward_model, search
+from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.rl import algorithms, learner, packing, table
+from agent_r1_jax.train import decoding, evaluate, setup
 
 pytestmark = pytest.mark.usefixtures('no_curves')
 _READER = pictures.Reader(8, 64, 8 * 8 * 9)
@@ -109,6 +113,75 @@ def test_a_policy_that_sees_is_trained_and_goes_on(model, tmp_path):
   assert all(url.startswith('data:image/png;base64,') for (url,) in shown)
 
 
+class Copied(Gallery):
+  def clone(self):
+    return copy.copy(self)
+
+
+def _read_directly(params, shape, text, shown):
+  """Returns values and log-probs of a text's tokens, [n] each, by the learner."""
+  none = np.zeros(len(text))
+  segments = [types.Segment(text, none > 0, none, pictures=tuple(shown))]
+  rows = packing.MicrobatchShape(1, 128, False, shape.vision)
+  (batch,), _ = packing.pack_microbatches(table.from_segments(segments), rows)
+  values = learner.values(params, batch, config=shape)
+  return values[0, : len(text)], learner.logprobs(params, batch, config=shape)[0]
+
+
+@pytest.mark.parametrize('kind', ['choice', 'beams'])
+@pytest.mark.parametrize('implicit', [False, True])
+def test_a_critic_sees_what_the_policy_saw(model, monkeypatch, kind, implicit):
+  config = _config(model, rows=8)
+  shape, params, chat = setup.load(config.model, config.chat)
+  guides = (guide_lib.FORCED,) if implicit else ()
+  engine = setup.make_engine(config, shape, params, guides=guides)
+  critic = decoder.add_value_head(jax.tree.map(lambda x: 1.1 * x, params))
+  kernel = critic['value_head']['kernel']
+  critic['value_head']['kernel'] = jax.random.normal(jax.random.key(0), kernel.shape)
+  policy, found = engine.make_policy(critic, 0), []
+  name = 'read_replies' if implicit else 'read'
+  read = getattr(choice.StateValues, name)
+
+  async def record(self, texts, shown, *replies):
+    values = await read(self, texts, shown, *replies)
+    replies = replies[0] if replies else [None] * len(texts)
+    found.extend(zip(texts, shown, replies, values.tolist(), strict=True))
+    return values
+
+  monkeypatch.setattr(choice.StateValues, name, record)
+  decides = {
+    # One that ends is taken, so that there is another turn.
+    'choice': choice.Choice(
+      4, lambda c: c.value + 99 * c.reply.stopped, critic=policy, implicit=implicit
+    ),
+    'beams': search.Beams(1, 2, policy, implicit=implicit),
+  }[kind]
+  played = evaluate.run(
+    engine,
+    chat,
+    {'pictures': _tasks()},
+    Copied,
+    limits=config.limits,
+    decoding=decoding.Decoding(choice=decides),
+  )['pictures']
+  assert all(t.error is None and t.turns for t in played)
+  assert any(len(shown) > 1 for _, shown, _, _ in found)
+  for text, shown, reply, value in found:
+    values, logprobs = _read_directly(critic, shape, text, shown)
+    expected = (
+      logprobs[len(text) - len(reply.tokens) : len(text)].sum() if reply else None
+    )
+    expected = values[-1] if expected is None else expected
+    assert value == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_reward_model_refuses_pictures(model):
+  config = _config(model)
+  chat = setup.load(config.model, config.chat)[2]
+  with pytest.raises(ValueError, match='reads text only'):
+    reward_model.encode(chat, _tasks(1)[0].messages, [])
+
+
 def _leaves(tree):
   return (
     [x for node in tree.values() for x in _leaves(node)]
@@ -174,6 +247,15 @@ def test_pictures_and_blocks_are_the_same_in_every_dialect(served):
   seen = [ask(path, part) for path, part in parts.items()]
   assert len({*seen}) == 1 and seen[0][1]
   assert seen[0][0] == ask('messages')[0] + 8 and seen[0][1] != ask('messages')[1]
+
+
+def test_a_picture_of_the_assistant_is_refused(served):
+  said = {**test_pictures.user(_PART(test_pictures.image(0))), 'role': 'assistant'}
+  call = {'id': '1', 'function': {'name': 'f', 'arguments': '{}'}}
+  for message in (said, {**said, 'tool_calls': [call]}):
+    messages = [message, test_pictures.user('Go on.')]
+    answer = httpx2.post(f'{served}/v1/chat/completions', json={'messages': messages})
+    assert answer.status_code == 400 and 'a policy writes none' in answer.text
 
 
 def _find_text(answer):

@@ -28,6 +28,9 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.guided import critic as critic_lib
 from agent_r1_jax.guided import implicit_value
 
+# What a text shows, uint8 [H, W, 3] each.
+Pictures = Sequence[np.ndarray]
+
 
 class Candidate(NamedTuple):
   """A sampled reply that may be chosen.
@@ -146,10 +149,13 @@ class StateValues:
     self._replica, self._critic = replica, critic
     self._texts: list[request_lib.Text] = []
 
-  async def read(self, texts: Sequence[Int[np.ndarray, '_']]) -> Float[np.ndarray, 'K']:
+  async def read(
+    self, texts: Sequence[Int[np.ndarray, '_']], pictures: Sequence[Pictures]
+  ) -> Float[np.ndarray, 'K']:
     """Returns the value of the state after each text, float32.
 
-    What a text shares with those of before is not computed again.
+    What a text shares with those of before is not computed again. `pictures` are those
+    that each text shows, and perhaps others.
     """
     self.close()
     # The sampled token is not used: the value is that of the state before it.
@@ -159,22 +165,27 @@ class StateValues:
       sampling=config_lib.GREEDY,
       policy=self._critic,
     )
-    generations = [self._replica.submit(make(text)) for text in texts]
+    shown = zip(texts, pictures, strict=True)
+    generations = [self._replica.submit(make(text, pictures=x)) for text, x in shown]
     self._texts = [generation.text for generation in generations]
     chunks = await asyncio.gather(*generations)
     return np.array([chunk.values[0] for chunk in chunks])
 
   async def read_replies(
-    self, texts: Sequence[Int[np.ndarray, '_']], replies: Sequence[request_lib.Chunk]
+    self,
+    texts: Sequence[Int[np.ndarray, '_']],
+    pictures: Sequence[Pictures],
+    replies: Sequence[request_lib.Chunk],
   ) -> Float[np.ndarray, 'K']:
     """Returns log π_φ of the replies that texts end with, which the critic repeats."""
     self.close()
     generations = []
-    for text, reply in zip(texts, replies, strict=True):
+    for text, shown, reply in zip(texts, pictures, replies, strict=True):
       n = len(reply.tokens)
       request = request_lib.Request(
         text[:-n],
         max_tokens=n,
+        pictures=shown,
         policy=self._critic,
         guides={guide_lib.FORCED: guide_lib.forced_state(reply.tokens)},
       )
@@ -242,10 +253,13 @@ class Chooser:
     if len(texts) == 1:
       return 0
     values = np.array([reply.values[-1] for reply in replies])
+    pictures = [[*text.pictures.values()] for text in texts]
     if self._values is not None and self._choice.implicit:
-      values = await self._values.read_replies([t.tokens for t in texts], replies)
+      values = await self._values.read_replies(
+        [text.tokens for text in texts], pictures, replies
+      )
     elif self._values is not None:
-      values = await self._values.read([text.tokens[:-1] for text in texts])
+      values = await self._values.read([text.tokens[:-1] for text in texts], pictures)
     scores = np.array(
       [
         self._choice.score(Candidate(text.tokens, reply, float(v)))

@@ -81,8 +81,18 @@ class RewardModel:
 def encode(
   chat: chat_lib.Chat, messages: Sequence[types.Message], tools: Sequence[dict]
 ) -> np.ndarray:
-  """Encodes what the reward model reads, in training and in use alike."""
-  return sft.encode(chat, sft.Conversation(messages, tools)).tokens
+  """Encodes what the reward model reads, in training and in use alike.
+
+  Raises:
+    ValueError: A message has a picture.
+  """
+  encoded = sft.encode(chat, sft.Conversation(messages, tools))
+  if encoded.pictures:
+    raise ValueError(
+      'A message has a picture, and a reward model reads text only: score by a function '
+      'of your own, or give the messages without their pictures.'
+    )
+  return encoded.tokens
 
 
 def save(

@@ -220,6 +220,14 @@ class Episode:
       return self.tokens_to_last_reply[:-1]
     return np.concatenate([self.transcript.passage.tokens, self.pending_ids])
 
+  @property
+  def pictures(self) -> list[np.ndarray]:
+    """The pictures that these texts may show, uint8 [H, W, 3] each."""
+    # Those of the last turn and of the next one, which differ where a step was `fresh`.
+    passages = [*self.transcript.list_played()[-1:], self.transcript.passage]
+    shown = [x for passage in dict.fromkeys(passages) for x in passage.pictures]
+    return shown + self.pending_pictures
+
   async def _make_environment(self) -> types.Task:
     """Makes the environment in a thread; returns a copy of the task, which it may change.
 
