@@ -101,8 +101,13 @@ def test_a_sum_trusted_for_one_address_is_not_trusted_for_another(run, address, 
   run('thing', sha256=None)
   manifest = tmp_path / 'manifest.json'
   manifest.write_text(manifest.read_text().replace('/whole', '/plain'))
+  served = len(Handler.requests)
   status, said = run('thing')
   assert status == 0 and 'TRUSTED ON FIRST USE' in said
+  # And what came from the old address is not taken for what is at the new one.
+  assert 'is of another version: fetched again' in said
+  assert len(Handler.requests) > served
+  assert 'is there, with the sum of' in run('thing')[1]
 
 
 def test_strict_refuses_an_unknown_sum_before_anything_is_fetched(run, tmp_path):

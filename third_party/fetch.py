@@ -144,6 +144,11 @@ class Sums:
       return None, ''
     return known['sha256'], f'{self.path}, since {known["first_seen"]}'
 
+  def is_older(self, name: str, file: Mapping[str, Any], found: str) -> bool:
+    """Whether what is there, with the sum `found`, came from another address."""
+    known = self._known.get(f'{name}/{file["path"]}', {})
+    return known.get('url') != file['url'] and known.get('sha256') == found
+
   def trust(
     self, name: str, file: Mapping[str, Any], found: str, size: int, whence: str
   ) -> None:
@@ -194,7 +199,7 @@ def fetch(
     target = directory / file['path']
     wanted, by = sums.find(name, file)
     found = sha256(target) if target.exists() else None
-    if found and wanted is None:
+    if found and wanted is None and not sums.is_older(name, file, found):
       shutil.rmtree(archives.find_folder(target), ignore_errors=True)
       size = target.stat().st_size
       sums.trust(name, file, found, size, 'what was in its place already')
@@ -202,7 +207,8 @@ def fetch(
       print(f'{name}: {file["path"]} is there, with the sum of {by}')
     else:
       if found:
-        print(f'{name}: {file["path"]} does not have the sum of {by}: fetched again')
+        cause = f'does not have the sum of {by}' if wanted else 'is of another version'
+        print(f'{name}: {file["path"]} {cause}: fetched again')
       try:
         _get(name, entry, file, target, sums)
       except OSError as error:
