@@ -45,6 +45,10 @@ def _schema(schema):
   return {'type': 'json_schema', 'json_schema': {'name': 'answer', 'schema': schema}}
 
 
+def _tool(parameters):
+  return {'tools': [{'function': {'name': 'f', 'parameters': parameters}}]}
+
+
 def _call(name):
   return {'id': 'a', 'function': {'name': name, 'arguments': ''}}
 
@@ -232,7 +236,11 @@ def test_only_the_first_choice_is_timed(client, url):
     ({'tools': TOOLS * 400}, 'tools; there is room for 320'),
     ({'tools': 5}, 'tools is 5; it should be a valid list'),
     ({'tools': [{'type': 'function'}]}, r'tools\[0\] is .*; give {"type": "function"'),
-    ({'tools': [{'function': {'name': 'f', 'parameters': 5}}]}, 'a JSON schema'),
+    (_tool(5), 'a JSON schema'),
+    (_tool({'properties': None}), 'a JSON schema'),
+    (_tool({'properties': {'a': {'type': None}}}), 'a JSON schema'),
+    (_tool({'properties': {'a': {'anyOf': [{'type': [5]}]}}}), 'a JSON schema'),
+    (_tool({'required': [None]}), 'a JSON schema'),
     ({'tool_choice': 'required'}, "tool_choice is 'required', and tools has no such"),
     ({'tools': TOOLS, 'tool_choice': {'function': 'f'}}, "give 'auto', 'none'"),
     ({'tools': TOOLS, 'tool_choice': {'function': {'name': 'f'}}}, 'has no such tool'),

@@ -64,11 +64,40 @@ def _read_prompts(prompt: Any) -> list[str | list[int]]:
   return prompts
 
 
+def _has_types(schema: Any) -> bool:
+  """Whether a schema says as JSON Schema does of what types a value may be."""
+  if not isinstance(schema, dict):
+    return isinstance(schema, bool)
+  names, others = schema.get('type', []), schema.get('anyOf', [])
+  names = [names] if isinstance(names, str) else names
+  return (
+    isinstance(names, list)
+    and all(isinstance(name, str) for name in names)
+    and isinstance(others, list)
+    and all(map(_has_types, others))
+  )
+
+
+def _has_readable_parameters(function: dict[str, Any]) -> bool:
+  """Whether what the parsers of calls read of a schema can be read; not all is checked.
+
+  The whole check of a large schema would take seconds.
+  """
+  parameters = function.get('parameters', {})
+  if not isinstance(parameters, dict):
+    return False
+  arguments, required = parameters.get('properties', {}), parameters.get('required') or []
+  return (
+    isinstance(arguments, dict)
+    and all(map(_has_types, arguments.values()))
+    and isinstance(required, list)
+    and all(isinstance(name, str) for name in required)
+  )
+
+
 def _check_tool(tool: Any) -> dict[str, Any]:
   match tool:
-    case {'function': {'name': str(), **function}} if isinstance(
-      function.get('parameters', {}), dict
-    ):
+    case {'function': {'name': str(), **function}} if _has_readable_parameters(function):
       return tool
   raise ValueError(
     'give {"type": "function", "function": {"name": ..., "parameters": {a JSON schema}}}'
@@ -224,6 +253,11 @@ class ChatRequest(_Request):
       raise ValueError(
         'a reply cannot be a required call and of a response_format; leave one out'
       )
+    if any(
+      given['role'] == 'assistant' and isinstance(given.get('content'), list)
+      for given in self.given
+    ):
+      raise ValueError('a message of the assistant has a picture; a policy writes none')
     if self.continue_final_message:
       self._check_beginning()
     return self
