@@ -108,7 +108,9 @@ def test_a_chip_is_known_by_how_its_name_begins():
     'NVIDIA H100 80GB HBM3': 989e12,
     'NVIDIA H100 PCIe': 756e12,
     'TPU v5 lite': 197e12,
+    'TPU v5e': 197e12,
     'TPU v5': 459e12,
+    'TPU v5p': 459e12,
     'cpu': None,
   }
   assert {kind: costs.find_peak(kind) for kind in peaks} == peaks

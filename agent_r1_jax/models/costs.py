@@ -20,8 +20,10 @@ from agent_r1_jax.models.decoder_config import DecoderConfig
 # by what jax.Device.device_kind begins with.
 PEAKS = {
   'TPU v4': 275e12,
+  'TPU v5e': 197e12,
   'TPU v5 lite': 197e12,
   'TPU v5': 459e12,
+  'TPU v6e': 918e12,
   'TPU v6 lite': 918e12,
   'NVIDIA A100': 312e12,
   'NVIDIA H100': 989e12,

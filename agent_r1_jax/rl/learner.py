@@ -151,7 +151,7 @@ def _measure_balance(loads_LE: Float[Array, 'L E']) -> dict[str, Array]:
 
   `expert_max_load` is the load of the busiest expert of a layer over the mean, and
   `expert_idle` the share of experts without any token. None is dropped, so that there is
-  no overflow.
+  no overflow. A token that texts share counts as often as it is computed: once in trees.
   """
   mean_L = jnp.maximum(loads_LE.mean(1), 1.0)
   busiest = (loads_LE.max(1) / mean_L).mean()
