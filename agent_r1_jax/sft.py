@@ -54,6 +54,14 @@ class Config:
   adam_eps: float = 1e-8
   other_weight: float = 0.02
 
+  def check(self) -> None:
+    """Raises ValueError if the warm-up is not over before the last step."""
+    if self.warmup >= self.steps:
+      raise ValueError(
+        f'warmup: {self.warmup} steps of warm-up leave nothing of {self.steps} steps; '
+        'give fewer of them, or more steps.'
+      )
+
 
 def _likelihood(stats, batch):
   """Returns -w log π; the weights w of the tokens are in batch.advantages."""
@@ -151,11 +159,7 @@ def run(
   Raises:
     ValueError: The stream ended before the last step, or the warm-up is not over by then.
   """
-  if config.warmup >= config.steps:
-    raise ValueError(
-      f'warmup: {config.warmup} steps of warm-up leave nothing of {config.steps} steps; '
-      'give fewer of them, or more steps.'
-    )
+  config.check()
   rate = optax.warmup_cosine_decay_schedule(
     0.0, config.learning_rate, config.warmup, config.steps
   )

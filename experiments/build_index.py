@@ -32,14 +32,15 @@ _ENCODE_ONLY = flags.DEFINE_bool('encode_only', False, 'Build no index.')
 
 def main(_):
   runtime.quiet_logging()
+  runtime.enable_compilation_cache()
   out = pathlib.Path(_OUT.value)
+  # A directory that is not there is named before a large corpus is read.
+  model = encoder.Encoder(_ENCODER.value) if _ENCODER.value else None
   passages = documents.read_corpus(_CORPUS.value)
   print(f'{len(passages)} passages of {_CORPUS.value}')
-  if not _ENCODER.value:
+  if model is None:
     bm25.BM25(passages).save(out)
   else:
-    runtime.enable_compilation_cache()
-    model = encoder.Encoder(_ENCODER.value)
     print(
       f'{_ENCODER.value}: {model.config.dtype}, pooling {model.config.pooling}, query '
       f'prefix {model.query_prefix!r}, passage prefix {model.passage_prefix!r}'

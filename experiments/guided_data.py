@@ -73,6 +73,8 @@ def _read_miniwiki(seed: int, count: int, part: str) -> Data:
     return lambda: env.CloneableToolEnv([tool], qa.em_reward, metrics=qa.metrics)
 
   def practice(n):
+    if n < WORLDS:
+      raise ValueError(f'schedule.tasks is {n}, for {WORLDS} worlds; give each a task.')
     for world in range(100 * seed + 1, 100 * seed + 1 + WORLDS):
       index = miniwiki.make_index(miniwiki.corpus(world, 'train'))
       yield miniwiki.train_tasks(world, n // WORLDS), make_env(index)

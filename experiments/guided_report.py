@@ -13,7 +13,7 @@ import numpy as np
 from agent_r1_jax.report import tables
 from experiments import results
 
-_OUT = flags.DEFINE_string('out', 'docs/guided_decoding', 'Prefix of the files written.')
+_OUT = flags.DEFINE_string('out', 'runs/guided/report', 'Prefix of the files written.')
 _K = flags.DEFINE_integer('k', 8, 'The K of the second table.')
 _COLORS = (
   *('#2563eb', '#d97706', '#059669', '#9333ea', '#111827', '#6b7280', '#dc2626'),
@@ -96,6 +96,11 @@ def main(argv):
   if len(argv) < 2:
     raise app.UsageError('name the files of results')
   read = [line for name in argv[1:] for line in results.read(name)]
+  if not any('sets' in line for line in read):
+    names = ', '.join(argv[1:])
+    raise app.UsageError(
+      f'{names}: no such file, or no result in it (experiments.guided)'
+    )
   methods: dict[tuple[str, int], list] = {}
   for line in read:
     if 'sets' in line:
@@ -104,6 +109,7 @@ def main(argv):
   seeds = len({line['seed'] for line in read})
   methods = {key: lines for key, lines in methods.items() if len(lines) == seeds}
   out = pathlib.Path(_OUT.value)
+  out.parent.mkdir(parents=True, exist_ok=True)
   calibrations = [line for line in read if line['method'] == 'calibration']
   plot(methods, calibrations, out.with_suffix('.png'))
   print(*make_tables(methods, _K.value), sep='\n\n')

@@ -2,10 +2,8 @@
 
   python -m experiments.one_page --rollouts=40
 
-The quickstart's small policy answers multi-hop questions about miniwiki, a generated
-encyclopedia, with a search tool. `train.run` makes the same parameters with the same
-settings, bit for bit (tests/test_one_page.py). It adds what a run of days needs: bounds
-on users' code, checkpoints, logs, alarms, thirteen more algorithms, several chips.
+The quickstart's policy answers multi-hop questions by a search tool. `train.run` makes
+the same parameters bit for bit (tests/test_one_page.py), and is fit for runs of days.
 """
 
 from collections.abc import Callable
@@ -18,6 +16,7 @@ import numpy as np
 from agent_r1_jax import ToolEnv, config, tool, types
 from agent_r1_jax.agent import transcript
 from agent_r1_jax.engine import request
+from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, credit, learner, optimizers, packing, table
 from agent_r1_jax.train import curriculum, setup
@@ -140,6 +139,7 @@ def train(cfg: config.Config, tasks, dev, make_env) -> decoder.Params:
 
 
 def main(_):
+  runtime.quiet_logging()
   CONFIG.schedule.steps = _STEPS.value
   find = miniwiki.make_search(miniwiki.corpus(0, 'train') + miniwiki.corpus(0, 'dev'))
   tasks, dev = miniwiki.train_tasks(0, 4096), miniwiki.test_set(_SET, 100, 0, 'dev')

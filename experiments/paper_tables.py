@@ -283,6 +283,8 @@ def main(_):
   out = pathlib.Path(_OUT.value)
   if _RENDER.value:
     found = results_lib.read(out / 'results.jsonl')
+    if not found:
+      raise app.UsageError(f'--out={out} has no results yet: run without --render first')
     target = pathlib.Path(_RENDER.value)
     return paper_report.render(found, target, [*METHODS], [*STEADY])
   out.mkdir(parents=True, exist_ok=True)

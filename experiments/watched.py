@@ -18,11 +18,11 @@ def run(
   """Trains by GRPO; the set of the first `watched` tasks is called 'watched'.
 
   Raises:
-    ValueError: None is watched, or none is left to train on.
+    ValueError: None is left to train on.
   """
-  if not 0 < watched < len(tasks):
+  if not 0 <= watched < len(tasks):
     raise ValueError(
-      f'--watched={watched} must be above 0 and leave some of {len(tasks)} to train on.'
+      f'--watched={watched} must leave some of {len(tasks)} to train on; 0 watches none.'
     )
   train.run(
     config,
@@ -30,6 +30,6 @@ def run(
     tasks=tasks[watched:],
     make_env=make_env,
     algorithm=algorithms.grpo(),
-    evals={'watched': tasks[:watched]},
+    evals={'watched': tasks[:watched]} if watched else {},
     watcher=report.Watcher(),
   )

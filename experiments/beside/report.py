@@ -133,7 +133,10 @@ def main(_):
     )
     lines = [json.dumps(collect(workdir)) + '\n' for workdir in workdirs]
     out.with_suffix('.jsonl').write_text(''.join(lines))
-  lines = out.with_suffix('.jsonl').read_text().splitlines()
+  found = out.with_suffix('.jsonl')
+  if not found.exists():
+    raise app.UsageError(f'{found} is not there: give --runs, whose numbers it gets')
+  lines = found.read_text().splitlines()
   render([*map(json.loads, lines)], out)
 
 

@@ -9,6 +9,7 @@ import pathlib
 
 from absl import app, flags
 
+from agent_r1_jax.host import runtime
 from agent_r1_jax.tools import search
 from experiments.miniwiki import tasks as miniwiki
 
@@ -19,6 +20,7 @@ _QUESTIONS = flags.DEFINE_integer('questions', 300, 'Questions of each test set.
 
 
 def main(_):
+  runtime.quiet_logging()
   world = _WORLD.value
   ask = lambda tasks: [{'messages': t.messages, 'answers': t.answer} for t in tasks]
   splits = ('train', 'dev', 'test')

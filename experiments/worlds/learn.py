@@ -116,6 +116,7 @@ def make_base(world: world_lib.World, seed: int, out: pathlib.Path) -> pathlib.P
   config = fields.replace(
     world.base, config_flags.get_override_values(flags.FLAGS['sft'])
   )
+  config.check()
   shape = dataclasses.asdict(small_policy.make_config(world.vocab, world.reader))
   made_of = {'seed': seed, 'model': shape, 'sft': dataclasses.asdict(config)}
   workdir_lib.check_config(out, made_of, name='made_of.json')
