@@ -165,8 +165,8 @@ def scale_by_adam8(
   the parameter's shape, so that they are sharded as it is. And they are rounded
   stochastically, so that their mean is exact: rounded to the nearest, a moment that
   changes by less than half a step would never change again. The second moment is stored
-  as its root, whose exponents have half the range; none is rounded to 0,
-  unless its whole row is 0.
+  as its root, whose exponents have half the range; none is rounded to 0, unless its whole
+  row is 0.
   """
 
   def init(params):
