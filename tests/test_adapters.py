@@ -501,6 +501,14 @@ class TestFiles:
     plain.equal(found, _adapter(name))
     plain.equal(lora.join(clients.params(), found), _adapted(name))
 
+  def test_adapters_of_a_mixture_of_experts(self, tmp_path):
+    config = tiny.config('qwen3_moe')
+    params = lora.add(
+      tiny.params(config), 2, ('q', 'k', 'v', 'o'), 4.0, jax.random.key(0)
+    )
+    peft_files.save(tmp_path, params, 'base')
+    plain.equal(peft_files.load(tmp_path, config), lora.take(params))
+
   def test_numbers_of_16_bits_are_read(self, tmp_path):
     peft_files.save(tmp_path, _adapted('one'), 'base')
     file = tmp_path / 'adapter_model.safetensors'

@@ -66,7 +66,7 @@ def save(
   modules, rank, alpha = [], 0, 0.0
   for name, target in families.TARGETS.items():
     _, place, *_ = target.path.split('/')
-    leaf = params['layers'][place][name]
+    leaf = params['layers'].get(place, {}).get(name, {})
     if 'lora_a' not in leaf:
       continue
     a, b, scale = (sharding.to_numpy(leaf[part]) for part in lora.LEAVES)

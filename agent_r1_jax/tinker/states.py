@@ -22,7 +22,7 @@ from safetensors import numpy as safetensors_numpy
 
 from agent_r1_jax.host import checksums, disk
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.models import decoder, families, peft_files
+from agent_r1_jax.models import decoder, peft_files
 from agent_r1_jax.tinker import learning
 from agent_r1_jax.web import http
 
@@ -121,7 +121,7 @@ class States:
 
   def _write(self, folder: pathlib.Path, adapter, moments, record: dict[str, Any]):
     folder.mkdir(parents=True)
-    peft_files.save(folder, _fill(adapter), self._base)
+    peft_files.save(folder, adapter, self._base)
     if moments is not None:
       # Of a view, safetensors would write what lies between its numbers.
       arrays = {
@@ -258,11 +258,3 @@ def _sync(path: pathlib.Path):
 def _list_leaves(adapter: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
   for kernels in adapter['layers'].values():
     yield from kernels.items()
-
-
-def _fill(adapter: Mapping[str, Any]) -> dict[str, Any]:
-  """Gives an adapter the projections that it lacks, empty, for peft_files.save."""
-  layers = {place: dict(kernels) for place, kernels in adapter['layers'].items()}
-  for name, target in families.TARGETS.items():
-    layers.setdefault(target.path.split('/')[1], {}).setdefault(name, {})
-  return {'layers': layers}
