@@ -1,8 +1,10 @@
 """BM25 against its formula, at its edges and on real questions."""
 
 import collections
+import itertools
 import logging
 import math
+import os
 
 import numpy as np
 import pytest
@@ -54,6 +56,7 @@ def test_save_and_load(tmp_path):
   documents.write_corpus(tmp_path / 'documents.jsonl.gz', PASSAGES[:2])
   with pytest.raises(ValueError, match='an index of 3 passages beside 2'):
     bm25.BM25.load(tmp_path)
+  index.save(tmp_path)
   (tmp_path / 'params.index.json').write_text('{')
   with pytest.raises(ValueError, match='no BM25 index; save it again'):
     bm25.BM25.load(tmp_path)
@@ -70,6 +73,41 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path, passage, message):
   with pytest.raises(ValueError, match=message):
     bm25.BM25([*PASSAGES, passage]).save(tmp_path / 'index')
   assert not [*tmp_path.glob('index/*.gz')] and not [*tmp_path.glob('index/*.json')]
+
+
+def test_an_index_that_is_loaded_stays_where_another_is_saved(tmp_path):
+  first = bm25.BM25(PASSAGES)
+  first.save(tmp_path)
+  loaded = bm25.BM25.load(tmp_path)
+  before = loaded.search(['capital of Norway'], 3)
+  loaded.save(tmp_path)  # Its own files are mapped into memory.
+  bm25.BM25(PASSAGES[::-1][:2]).save(tmp_path)
+  assert loaded.search(['capital of Norway'], 3) == before
+  assert len(bm25.BM25.load(tmp_path).documents) == 2
+  assert not [*tmp_path.glob('.new-*')]
+
+
+@pytest.mark.parametrize('killed_after', [1, 2, 4])
+def test_a_save_that_was_cut_off_is_refused(tmp_path, monkeypatch, killed_after):
+  bm25.BM25(PASSAGES).save(tmp_path)
+  replaced, replace = (
+    itertools.count(),
+    os.replace,
+  )  # The corpus itself takes the first one.
+
+  def until(*paths):
+    if next(replaced) == killed_after:
+      raise KeyboardInterrupt
+    replace(*paths)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(os, 'replace', until)
+    with pytest.raises(KeyboardInterrupt):
+      bm25.BM25(PASSAGES[::-1]).save(tmp_path)
+  with pytest.raises(ValueError, match='was cut off; save it again'):
+    bm25.BM25.load(tmp_path)
+  bm25.BM25(PASSAGES[::-1]).save(tmp_path)
+  assert bm25.BM25.load(tmp_path).documents == PASSAGES[::-1]
 
 
 def test_numba_gives_the_same():

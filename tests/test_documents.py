@@ -1,5 +1,6 @@
 """Corpora as people have them, broken ones included."""
 
+import codecs
 import gzip
 import json
 
@@ -24,14 +25,21 @@ def _file(tmp_path, content, name='corpus.jsonl'):
     LINE + b'\n\n',
     gzip.compress(LINE, mtime=0),
     json.dumps([ROW], indent=1).encode(),
+    codecs.BOM_UTF8 + json.dumps([ROW]).encode(),
     b'{"id": "a", "contents": "\\"Ann\\"\\nAnn was born in Oslo."}',
   ],
-  ids=['lines', 'gzip', 'array', 'search-r1'],
+  ids=['lines', 'gzip', 'array', 'mark', 'search-r1'],
 )
 def test_the_forms_of_a_corpus(tmp_path, content):
   passages = documents.read_corpus(_file(tmp_path, content))
   assert passages == [Document('a', 'Ann', 'Ann was born in Oslo.')]
   assert passages[0].contents == 'Ann\nAnn was born in Oslo.'
+
+
+def test_the_mark_of_a_spreadsheet_is_no_name(tmp_path):
+  content = codecs.BOM_UTF8 + b'id,title,text\na,Ann,Ann was born in Oslo.\n'
+  (passage,) = documents.read_corpus(_file(tmp_path, content, 'corpus.csv'))
+  assert passage == Document('a', 'Ann', 'Ann was born in Oslo.')
 
 
 @pytest.mark.parametrize(

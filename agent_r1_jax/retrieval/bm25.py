@@ -5,7 +5,7 @@ import logging
 import os
 import pathlib
 
-from agent_r1_jax.retrieval import documents
+from agent_r1_jax.retrieval import documents, index_files
 from agent_r1_jax.retrieval.documents import Document, Hit
 
 # Compiling takes numba some six seconds; NumPy answers 1,800 queries a second over 30,000
@@ -81,10 +81,9 @@ class BM25:
     Raises:
       ValueError: A passage has a blank field, or the id of an earlier one.
     """
-    directory = pathlib.Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    documents.write_corpus(directory / _DOCUMENTS, self.documents)
-    self._index.save(directory, show_progress=False)
+    with index_files.replace(directory) as folder:
+      documents.write_corpus(folder / _DOCUMENTS, self.documents)
+      self._index.save(folder, show_progress=False)
 
   @classmethod
   def load(cls, directory: str | os.PathLike) -> 'BM25':
@@ -94,6 +93,7 @@ class BM25:
       ValueError: The index cannot be read, or is not of the passages beside it.
     """
     bm25s = _import_bm25s()
+    index_files.check(directory)
     index = cls.__new__(cls)
     index.documents = documents.read_corpus(pathlib.Path(directory) / _DOCUMENTS)
     index._backend = _default_backend(index.documents)

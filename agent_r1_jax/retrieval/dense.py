@@ -6,7 +6,7 @@ import pathlib
 
 import numpy as np
 
-from agent_r1_jax.retrieval import documents
+from agent_r1_jax.retrieval import documents, index_files
 from agent_r1_jax.retrieval.documents import Document, Hit
 
 # Texts to float32 [n, d]; normalise there to have cosines.
@@ -98,11 +98,10 @@ class Dense:
     """
     import faiss
 
-    directory = pathlib.Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    documents.write_corpus(directory / _DOCUMENTS, self.documents)
-    faiss.write_index(self._index, str(directory / _INDEX))
-    np.save(directory / _PROBE, self._probe())
+    with index_files.replace(directory) as folder:
+      documents.write_corpus(folder / _DOCUMENTS, self.documents)
+      faiss.write_index(self._index, str(folder / _INDEX))
+      np.save(folder / _PROBE, self._probe())
 
   @classmethod
   def load(cls, directory: str | os.PathLike, encode_query: Encode) -> 'Dense':
@@ -114,6 +113,7 @@ class Dense:
     """
     import faiss
 
+    index_files.check(directory)
     path = pathlib.Path(directory) / _INDEX
     try:
       index = faiss.read_index(str(path))

@@ -3,6 +3,7 @@
 A retriever is any object with `search(queries, k)`: BM25, Dense, or one's own.
 """
 
+import codecs
 from collections.abc import Iterable, Iterator, Sequence
 import csv
 import dataclasses
@@ -160,12 +161,13 @@ def _number_rows(path):
       suffix = pathlib.Path(str(path).removesuffix('.gz')).suffix
       if delimiter := _DELIMITERS.get(suffix):
         # Each line is decoded by itself, so that an error is that of its row.
-        lines = (line.decode() for line in file)
+        lines = (line.decode('utf-8-sig') for line in file)
         for row in csv.DictReader(lines, delimiter=delimiter):
           yield number, row
           number += 1
         return
       for number, line in enumerate(file, 1):
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if number == 1 and line.lstrip().startswith(b'['):
           where = 'the array'
           yield from enumerate(json.loads(line + file.read()), 1)
