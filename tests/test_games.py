@@ -28,6 +28,7 @@ def act(*actions):
     ('go north', None),
     ('<action> </action>', None),
     ('<action>go north', None),
+    ('I write <action> marks. <action>go north</action>', 'go north'),
   ],
 )
 def test_the_last_action_counts(reply, action):

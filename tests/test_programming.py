@@ -82,6 +82,11 @@ def test_a_test_that_calls_no_function_is_named(tmp_path, test):
     ('x = 1', None),
     ('```python\n\n```', None),
     ('```python\nx = 1', None),
+    ('```bash\nls\n```\nThen:\n```python\nx = 1\n```', 'x = 1\n'),
+    ('```python\nx = 1\n```\nIt prints:\n```\n1\n```', 'x = 1\n'),
+    ('```json\n{}\n```\n```python\nx = 1\n```\n```text\n1\n```', 'x = 1\n'),
+    ('Use ```f```\nin ```Python\nx = 1\n```', 'x = 1\n'),
+    ('```bash\nls\n```', None),
   ],
 )
 def test_the_last_block_is_the_program(reply, program):

@@ -26,7 +26,8 @@ PROMPT = (
 )
 NO_ACTION = 'Your reply names no action. Give one as <action>...</action>.'
 
-_ACTION = re.compile(r'<action>(.*?)</action>', re.DOTALL)
+# The innermost pair: an action holds no other tag of its kind.
+_ACTION = re.compile(r'<action>((?:(?!</?action>).)*)</action>', re.DOTALL)
 
 
 def find_action(reply: str) -> str | None:

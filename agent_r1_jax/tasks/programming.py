@@ -37,7 +37,9 @@ DIRECT = (
   '```python and ends with ```.\n\n'
 )
 
-_BLOCK = re.compile(r'```(?:python|py)?[ \t]*\n(.*?)```', re.DOTALL)
+# A block's label and content; ```this``` within a line is none. Fences come in pairs.
+_BLOCK = re.compile(r'```(?:[^\n`]+```|([^\n`]*)\n(.*?)```)', re.DOTALL)
+_LABELS = 'python', 'py', 'python3'
 _MAX_RESULT = 1 << 20  # Bytes of a returned value.
 _LONGEST_TEXT = 1000  # Characters of an error, in which a returned value may stand.
 _LONGEST_RANGE = 1_000_000  # Items of a returned range, which are few bytes.
@@ -125,9 +127,14 @@ def direct_task(task: Task) -> Task:
 
 
 def extract_program(text: str) -> str | None:
-  """Returns the last block of code of a reply, or None."""
-  blocks = _BLOCK.findall(text)
-  return blocks[-1] if blocks and blocks[-1].strip() else None
+  """Returns the last block of a reply that says it is Python, or else the last plain one.
+
+  None if there is no such block, or it is blank.
+  """
+  blocks = [(label.strip().lower(), block) for label, block in _BLOCK.findall(text)]
+  programs = [block for label, block in blocks if label in _LABELS]
+  programs = programs or [block for label, block in blocks if not label]
+  return programs[-1] if programs and programs[-1].strip() else None
 
 
 class Judge:

@@ -21,7 +21,8 @@ PROMPT = (
   '<answer>...</answer>.\n\nProblem: '
 )
 
-_ANSWER = re.compile(r'<answer>(.*?)</answer>', re.DOTALL)
+# The innermost pair, as in qa.py.
+_ANSWER = re.compile(r'<answer>((?:(?!</?answer>).)*)</answer>', re.DOTALL)
 # MiB that a score may allocate: some data sets run much code on an answer.
 _MEMORY_MB = 1024
 
