@@ -155,6 +155,21 @@ def shifted(text=TEXT, **inputs):
   return text[:-1], {'target_tokens': text[1:].astype(np.int64), **inputs}
 
 
+def test_a_record_has_data_of_one_shape():
+  data = [np.arange(n, dtype=np.float32) for n in (3, 2)]
+  data += [np.ones((2, 3), np.float32), np.arange(4, dtype=np.float32)]
+  read = messages.make('ForwardBackwardOutput')
+  read.ParseFromString(messages.write_forward_backward({'logprobs': data}, {}))
+  found = []
+  for record in read.loss_fn_outputs:
+    (field,) = record.fields
+    assert len(np.frombuffer(field.value.offsets, '<i8')) == record.num_datums + 1
+    shape = [-1, *field.value.trailing_shape]
+    numbers = np.frombuffer(field.value.data, '<f4').reshape(shape)
+    found.append((record.num_datums, numbers.shape))
+  assert found == [(2, (5,)), (1, (2, 3)), (1, (4,))]
+
+
 def sample(asked, sampler, seq=0, prompt=TEXT, status=200, **more):
   params = {'max_tokens': 6, 'seed': 3} | more.pop('params', {})
   fields = {'chunks': [{'tokens': [int(token) for token in prompt]}]}

@@ -11,6 +11,7 @@ Letters: n tokens of a datum, K targets of each position.
 
 from collections.abc import Iterable, Mapping, Sequence
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -229,6 +230,23 @@ def write_forward_backward(
     columns: By name, an array [n] or [n, K] for each datum, float32.
     metrics: Named numbers; a name ends with how the client joins them, such as ':sum'.
   """
+  count = len(next(iter(columns.values())))
+  # A record has data of one K.
+  shape = lambda i: [arrays[i].shape[1:] for arrays in columns.values()]
+  records = [
+    _make_record({name: [arrays[i] for i in run] for name, arrays in columns.items()})
+    for _, group in itertools.groupby(range(count), shape)
+    for run in [[*group]]
+  ]
+  return make(
+    'ForwardBackwardOutput',
+    loss_fn_output_type='ArrayRecord',
+    loss_fn_outputs=records,
+    metrics=[make('NumberEntry', key=k, value=v) for k, v in metrics.items()],
+  ).SerializeToString()
+
+
+def _make_record(columns: Mapping[str, Sequence[np.ndarray]]) -> Any:
   fields = []
   for name, arrays in columns.items():
     offsets = np.cumsum([0, *(x.nbytes for x in arrays)]).astype('<i8')
@@ -241,12 +259,7 @@ def write_forward_backward(
     )
     fields.append(make('BatchedTensorEntry', key=name, value=value))
   count = len(next(iter(columns.values())))
-  return make(
-    'ForwardBackwardOutput',
-    loss_fn_output_type='ArrayRecord',
-    loss_fn_outputs=[make('ArrayRecord', fields=fields, num_datums=count)],
-    metrics=[make('NumberEntry', key=k, value=v) for k, v in metrics.items()],
-  ).SerializeToString()
+  return make('ArrayRecord', fields=fields, num_datums=count)
 
 
 def write_samples(

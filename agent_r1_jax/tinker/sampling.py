@@ -311,7 +311,13 @@ class Samplers:
       if sampler_id not in table.names:
         weights = await asyncio.to_thread(self._get_weights, sampler)
         await self._free_slot()
-        await asyncio.to_thread(self._engine.set_adapter, sampler_id, weights)
+        setting = asyncio.ensure_future(
+          asyncio.to_thread(self._engine.set_adapter, sampler_id, weights)
+        )
+        try:
+          await asyncio.shield(setting)
+        finally:  # Who is cancelled keeps the lock until the thread is done.
+          await asyncio.wait([setting])
     return sampler_id
 
   def _get_weights(self, sampler: Sampler) -> decoder.Params:
