@@ -1,5 +1,6 @@
 """Implicit values: their gradient, what they learn, and how the engine reads them."""
 
+import dataclasses
 import types
 from typing import Any
 
@@ -65,6 +66,15 @@ def test_learns_what_succeeds_from_the_policy_on(fresh):
   expected = np.logaddexp(0, first) - (np.arange(len(played)) % 2) * first
   assert losses[0] == pytest.approx(expected.mean(), abs=1e-4)
   assert losses[-1] < losses[0] / 2
+
+
+def test_an_episode_without_a_reply_is_left_out():
+  played = _played(4)
+  late = dataclasses.replace(played[0], group=9, segments=[], turns=[])
+  results = [_fit(given, 1, optax.sgd(1.0)) for given in (played, [*played, late])]
+  (_, odds), (params, same) = results
+  assert odds == same
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
 
 
 def test_a_step_is_the_same_however_it_is_batched():

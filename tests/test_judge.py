@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import pickle
 
@@ -47,6 +48,22 @@ async def test_an_endpoint_judges_once_each_conversation():
   content = body['messages'][0]['content']
   assert 'Q: Who {wrote} it? Gold: Ann Said: assistant: It was Ann. Write' in content
   assert judge.counts == {'calls': 1, 'cached': 1}
+
+
+async def test_a_picture_is_named_to_a_judge():
+  asked = []
+
+  async def ask(prompt):
+    asked.append(prompt)
+    return 'Score: 1'
+
+  part = {'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,AAAA'}}
+  content = [{'type': 'text', 'text': 'What is it?'}, part]
+  task = dataclasses.replace(TASK, messages=[{'role': 'user', 'content': content}])
+  shown = {'role': 'tool', 'content': [part]}
+  assert await judge_lib.Judge(ask, PROMPT)(task, [*task.messages, shown]) == 1
+  assert 'What is it?\n[picture]' in asked[0] and 'tool: [picture]' in asked[0]
+  assert 'AAAA' not in asked[0]
 
 
 @pytest.mark.parametrize(

@@ -216,12 +216,22 @@ async def test_it_is_a_part_of_a_reward_a_selector_and_a_potential(saved):
   assert step.reward == pytest.approx(0.5 * scores[2] - before)
 
 
+async def test_what_cannot_be_encoded_is_refused_alone(saved):
+  model = trained.load(saved)
+  picture = {'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,'}}
+  shown = [{'role': 'user', 'content': [picture]}]
+  asked = [model(TASK, messages) for messages in (_said('three'), shown, _said('four'))]
+  first, refused, last = await asyncio.gather(*asked, return_exceptions=True)
+  assert isinstance(first, float) and isinstance(last, float)
+  assert isinstance(refused, ValueError) and 'picture' in str(refused)
+
+
 def test_of_what_is_too_long_the_end_is_read(saved):
   model = trained.load(saved, clip=100.0)
   for words, same in ((3, False), (60, True)):
     reply = {'role': 'assistant', 'content': 'nine ' * words}
     asked = [[{'role': 'user', 'content': text}, reply] for text in ('one', 'two')]
-    first, second = model._score(asked)
+    first, second = model._score([model._encode(messages) for messages in asked])
     assert (first == second) == same
 
 

@@ -84,6 +84,8 @@ def fit(
   Raises:
     ValueError: All episodes succeed, or none.
   """
+  # An episode without a reply, whose prompt is too long, has no log-probs.
+  played = [t for t in played if t.turns]
   rate = np.mean([t.reward > 0.5 for t in played])
   if rate in (0, 1):
     raise ValueError('played: all succeed or all fail; a value is fitted to both.')

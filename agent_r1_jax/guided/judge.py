@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import hashlib
 import re
 import ssl
+from typing import Any
 
 from agent_r1_jax import types
 from agent_r1_jax.host import workers
@@ -116,9 +117,9 @@ class Judge:
     """Returns the judge's score of a conversation."""
     replies = messages[len(task.messages) :]
     prompt = self._prompt.format(
-      question='\n'.join(m['content'] for m in task.messages),
+      question='\n'.join(_to_text(m['content']) for m in task.messages),
       answer=task.answer,
-      conversation='\n\n'.join(f'{m["role"]}: {m["content"]}' for m in replies),
+      conversation='\n\n'.join(f'{m["role"]}: {_to_text(m["content"])}' for m in replies),
     )
     digest = hashlib.sha256(prompt.encode(errors='surrogatepass')).digest()
     key = asyncio.get_running_loop(), digest
@@ -169,3 +170,10 @@ class Judge:
     if not self._low <= (score := float(numbers[-1])) <= self._high:
       raise ValueError(f'the score {score} is not within {self._low} and {self._high}')
     return score
+
+
+def _to_text(content: str | list[dict[str, Any]]) -> str:
+  """Writes [picture] where a message has one: the judge reads text."""
+  if isinstance(content, str):
+    return content
+  return '\n'.join(part.get('text', '[picture]') for part in content)

@@ -60,18 +60,20 @@ class RewardModel:
 
   def score(self, trajectories: Sequence[types.Trajectory]) -> np.ndarray:
     """Scores whole trajectories: normalised, clipped, float [n]."""
-    return self._score([t.messages for t in trajectories])
+    return self._score([self._encode(t.messages) for t in trajectories])
 
   async def __call__(self, task: types.Task, messages: list[types.Message]) -> float:
     """Scores a conversation in one batch with those that arrive at the same time.
 
     The forward pass runs in a thread, off the engine's loop.
     """
-    return float(await self._batcher.ask(messages))
+    # What cannot be encoded is refused alone.
+    return float(await self._batcher.ask(self._encode(messages)))
 
-  def _score(self, conversations) -> np.ndarray:
-    texts = [encode(self._chat, messages, self._tools) for messages in conversations]
-    texts = [tokens[-self._shape.row_tokens :] for tokens in texts]
+  def _encode(self, messages) -> np.ndarray:
+    return encode(self._chat, messages, self._tools)[-self._shape.row_tokens :]
+
+  def _score(self, texts) -> np.ndarray:
     raw = reward_training.score(
       self._params, texts, config=self._model, shape=self._shape
     )
