@@ -200,7 +200,8 @@ def _take(pool: list[types.Segment], config, vision) -> types.Batch:
   weight = np.where(tokens.action_mask, 1.0, config.other_weight)
   weight[spans.starts(tokens.segment)] = 0.0  # Nothing predicts the first token.
   weight[tokens.tokens >= types.FIRST_PICTURE_ID] = 0.0  # Nor a picture.
-  weights = (weight > 0) / weight.sum()
+  # A batch without any reply may have no weight, and then no gradient.
+  weights = (weight > 0) / (weight.sum() or 1.0)
   weighted = dataclasses.replace(tokens, advantages=weight, weights=weights)
   return packing.pack(weighted, layout, vision)
 

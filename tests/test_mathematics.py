@@ -43,6 +43,11 @@ def test_rows_without_an_answer_are_left_out_with_a_warning(tmp_path):
     assert len(mathematics.load(path)) == 1
 
 
+def test_zero_is_an_answer(tmp_path):
+  (task,) = mathematics.load(_write(tmp_path / 'a.jsonl', MATH | {'answer': 0}))
+  assert str(task.answer) == '0'
+
+
 @pytest.mark.parametrize(
   'row, message',
   [

@@ -84,6 +84,16 @@ def test_fp8_keeps_three_bits_after_the_first(kernel):
 
 
 @pytest.mark.parametrize('format_name', _FORMATS)
+@pytest.mark.parametrize('size', [1e-30, 1e-36, 1e-38, 1e-44])
+def test_a_channel_of_very_small_numbers_stays_finite(format_name, size):
+  kernel = jnp.asarray([[0.0, 1.0], [size, 1.0], [size / 2, 0.5]])
+  values, scale = quantization.quantize(kernel, 1, format_name)
+  found = quantization.dequantize(values, scale)
+  assert (np.abs(found[:, 0]) <= 1.1 * size).all()  # NaN is not.
+  np.testing.assert_allclose(found[:, 1], kernel[:, 1], rtol=0.07)
+
+
+@pytest.mark.parametrize('format_name', _FORMATS)
 def test_every_value_is_exact_in_bfloat16(format_name):
   dtype, largest = quantization.FORMATS[format_name]
   every = np.arange(256, dtype=np.uint8).view(np.dtype(dtype))

@@ -123,6 +123,13 @@ def test_batches_lose_and_repeat_nothing(rows, seed):
   assert len(set(tokens)) == len(tokens) == sum(n for n in lengths if n <= 20)
 
 
+def test_a_batch_without_weights_has_none():
+  segments = [dataclasses.replace(s, action_mask=s.tokens < 0) for s in _segments([5, 9])]
+  config = sft.Config(rows=1, row_tokens=20, other_weight=0.0)
+  (batch,) = sft.batches(segments, config)
+  assert (batch.weights == 0).all()
+
+
 def test_a_batch_takes_what_fits():
   config = sft.Config(rows=2, row_tokens=10)
   # 8 + 2 and 10 fill two rows; of three sevens two fit; the last is alone.

@@ -67,7 +67,8 @@ def quantize(kernel: Array, inputs: int, format_name: str) -> tuple[Array, Array
   dtype, largest = FORMATS[format_name]
   kernel = kernel.astype(jnp.float32)
   most = jnp.abs(kernel).max(tuple(range(inputs)), keepdims=True)
-  scale = jnp.where(most > 0, most / largest, 1.0)
+  # Of a channel of numbers below 1e-35 the scale would be 0 too.
+  scale = jnp.where(most / largest > 0, most / largest, 1.0)
   scaled = kernel / scale
   if format_name == 'int8':
     scaled = jnp.round(scaled)

@@ -52,12 +52,14 @@ def load(path: str | os.PathLike) -> list[Task]:
   for number, (where, row) in enumerate(documents.read_rows(path)):
     if 'problem' in row:
       question = documents.read_text(where, row, 'problem')
-      answer = row.get('answer') or find_boxed(row.get('solution') or '')
+      answer = row.get('answer')  # 0 is one.
+      if answer is None or answer == '':
+        answer = find_boxed(row.get('solution') or '')
     else:
       question = documents.read_text(where, row, 'question')
       answer = _read_gsm8k_answer(where, row)
     task_id = str(row.get('id', f'{name}-{number}'))
-    if not answer:
+    if answer is None or answer == '':
       unanswered.append(task_id)
       continue
     info = {key: row[key] for key in ('level', 'type') if key in row}

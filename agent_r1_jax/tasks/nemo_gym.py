@@ -35,6 +35,8 @@ def load_tasks(path: str | os.PathLike) -> list[types.Task]:
   """
   path, tasks = pathlib.Path(path), []
   for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    if not line.strip():
+      continue
     try:
       row = json.loads(line)
       messages = _read_messages(row['responses_create_params'])
