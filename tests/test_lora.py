@@ -24,6 +24,7 @@ from agent_r1_jax.models import (
   families,
   lora,
   peft_files,
+  quantization,
   sampling_params,
   weights,
 )
@@ -114,6 +115,28 @@ def test_the_merged_policy_is_the_adapted_one_to_the_last_bit(dtype):
 
   plain.equal(hidden(lora.merge(adapted)), hidden(adapted))
   assert not np.array_equal(hidden(adapted), hidden(params))
+
+
+@pytest.mark.parametrize('frozen', ['model', 'int8'])
+def test_adapters_of_a_bfloat16_policy_have_gradients_on_a_cpu(frozen):
+  """XLA's CPU back end cannot run some products of bfloat16 with a float32 result."""
+  shape = dataclasses.replace(tiny.config(layers=2), dtype='bfloat16')
+  params = tiny.params(shape)
+  if frozen != 'model':
+    params = quantization.freeze(params, shape, frozen)
+  adapted = _adapted(params, rank=4)
+  text = jnp.arange(256)[None] * 7 % tiny.VOCAB
+  ones = jnp.ones_like(text)
+
+  @jax.jit
+  @jax.grad
+  def differentiate(learned):
+    params = lora.join(learned, lora.split(adapted)[1])
+    hidden = decoder.hidden(params, shape, text, jnp.arange(256)[None], ones)
+    return hidden.astype(jnp.float32).sum()
+
+  found = jax.tree.leaves(differentiate(lora.split(adapted)[0]))
+  assert all(np.isfinite(x).all() and np.any(x) for x in found)
 
 
 def test_gradients_are_the_dense_gradient_contracted():

@@ -38,7 +38,7 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from agent_r1_jax.models import families, quantization, sharded_params
+from agent_r1_jax.models import families, quantization, sharded_params, sharding
 
 LEAVES = ('lora_a', 'lora_b', 'lora_scale')
 
@@ -224,8 +224,12 @@ def _backward(name, saved, dy):
   last = lambda y, n: tuple(range(y.ndim - n, y.ndim))
   dx = jnp.tensordot(dy, merged, (last(dy, outputs), last(merged, outputs)))
 
+  # XLA's CPU back end compiles some of these products of bfloat16 and then cannot run
+  # them; float32 has the same products and sums.
+  wide = jnp.float32 if sharding.platform() == 'cpu' else x.dtype
+
   def product(left, right, axes):
-    left, right = left.astype(x.dtype), right.astype(x.dtype)
+    left, right = (y.astype(x.dtype).astype(wide) for y in (left, right))
     return jnp.tensordot(left, right, axes, preferred_element_type=jnp.float32)
 
   dyb = product(dy, b, (last(dy, outputs), last(b, outputs)))
