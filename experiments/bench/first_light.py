@@ -1,0 +1,214 @@
+"""First light: the most valuable measurements of an accelerator first, in ten minutes.
+
+  python -m experiments.bench.first_light --out=runs/light               # a GPU or a TPU
+  python -m experiments.bench.first_light --out=runs/light --shape=tiny  # a rehearsal
+  python -m experiments.bench.first_light --report=runs/light            # a table
+
+Each part (experiments/bench/light) is a process of its own with its own limit, and writes
+a line of JSON to OUT/lines.jsonl the moment it knows a number. A part that crashes or
+hangs is one line that says so, and the next one follows. Where a kernel of ours fails its
+check, the later parts leave it out. Programs are compiled apart and cached in OUT/cache;
+what a part prints is in OUT/PART.log. docs/launching.md says how to carry what a machine
+without a network lacks.
+"""
+
+from collections.abc import Mapping, Sequence
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+from absl import app, flags
+
+from experiments.bench.light import lines, report
+
+_MINUTES = flags.DEFINE_float('minutes', 9, 'What all parts together may take.')
+_PARTS = flags.DEFINE_list('parts', [], 'The parts to run; all by default.')
+_REPORT = flags.DEFINE_string('report', '', 'Print the table of a folder or a file.')
+# A process that was asked to end is killed after this many seconds.
+_GRACE = 3.0
+
+
+class Part(NamedTuple):
+  """A part of first light.
+
+  Attributes:
+    name: What its lines say.
+    seconds: When it is ended.
+    least: With less time than this it is left out.
+    module: The module that measures; by default that of its name in bench/light.
+    flags: Further flags of the module.
+    environment: Further variables of its environment.
+    variable: The variable that leaves out the kernel which this part checks.
+  """
+
+  name: str
+  seconds: float
+  least: float
+  module: str = ''
+  flags: tuple[str, ...] = ()
+  environment: Mapping[str, str] = {}
+  variable: str = ''
+
+
+_LIGHT = 'experiments.bench.light'
+_ROWS, _SLOTS = 'AGENT_R1_ROW_ATTENTION', 'AGENT_R1_SLOT_ATTENTION'
+PARTS = (
+  Part('card', 30, 10),
+  Part('rows', 35, 12, f'{_LIGHT}.kernels', ('--what=rows',), variable=_ROWS),
+  Part('slots', 30, 12, f'{_LIGHT}.kernels', ('--what=slots',), variable=_SLOTS),
+  Part('policy', 35, 12),
+  Part('update', 110, 40),
+  # The first cases once more, by cuDNN.
+  Part('cudnn', 40, 25, f'{_LIGHT}.update', ('--cases=2',), {_ROWS: '0'}),
+  Part('sampler', 120, 40),
+  Part('attention', 30, 15, f'{_LIGHT}.kernels', ('--what=time',)),
+  Part('peer', 90, 30),
+  Part('quickstart', 70, 30),
+  Part('agent', 50, 30),
+  Part('profile', 60, 20),
+)
+
+
+def plan(parts: Sequence[Part], seconds: float) -> tuple[list[Part], list[Part]]:
+  """Says which parts fit, and which are left out unless others end early.
+
+  A part fits if it has its least time when all before it take the whole of theirs.
+  """
+  fitting, left_out = [], []
+  for part in parts:
+    limit = choose_limit(part, seconds)
+    (fitting if limit else left_out).append(part)
+    seconds -= limit or 0
+  return fitting, left_out
+
+
+def choose_limit(part: Part, seconds: float) -> float | None:
+  """Returns the seconds after which a part is ended; None if too few are left."""
+  return min(part.seconds, seconds) if seconds >= part.least else None
+
+
+def run(parts: Sequence[Part], seconds: float, out: pathlib.Path, shape: str) -> None:
+  """Runs parts one after the other for at most so many seconds."""
+  end, environment = time.monotonic() + seconds, make_environment(out)
+  for part in parts:
+    left = end - time.monotonic()
+    limit = choose_limit(part, left)
+    if limit is None:
+      text = f'left out: {left:.0f} s are left, and it needs {part.least:g}'
+      lines.write(out, part.name, {'what': part.name, 'failed': text})
+      continue
+    failure = run_part(part, limit, out, shape, environment)
+    if failure:
+      lines.write(out, part.name, {'what': part.name, 'failed': failure})
+    if part.variable and (failure or has_failed(out, part.name)):
+      environment[part.variable] = '0'
+      text = f'{part.variable}=0: the later parts leave this kernel out'
+      lines.write(out, part.name, {'what': part.variable, 'failed': text})
+
+
+def run_part(
+  part: Part,
+  limit: float,
+  out: pathlib.Path,
+  shape: str,
+  environment: Mapping[str, str],
+) -> str:
+  """Runs a part; returns one line that says how it failed, or an empty text."""
+  module = part.module or f'{_LIGHT}.{part.name}'
+  command = [sys.executable, '-m', module, f'--out={out}', f'--part={part.name}']
+  command += [f'--shape={shape}', f'--seconds={limit - _GRACE:.1f}', *part.flags]
+  log, begun = out / f'{part.name}.log', time.monotonic()
+  with log.open('ab') as file:
+    process = subprocess.Popen(
+      command,
+      stdin=subprocess.DEVNULL,
+      stdout=file,
+      stderr=subprocess.STDOUT,
+      env={**environment, **part.environment},
+      # With all that it starts: whatever it leaves running is ended with it.
+      start_new_session=True,
+    )
+    try:
+      status = process.wait(limit)
+    except subprocess.TimeoutExpired:
+      return f'ended after its {limit:.0f} s'
+    finally:
+      end_group(process)
+  seconds = time.monotonic() - begun
+  lines.write(
+    out, part.name, {'what': f'{part.name}: seconds', 'took': round(seconds, 1)}
+  )
+  return f'exit status {status}: {read_last_line(log)}' if status else ''
+
+
+def end_group(process: subprocess.Popen) -> None:
+  """Kills a process and all that it started; what cannot be killed is not waited for."""
+  try:
+    os.killpg(process.pid, signal.SIGKILL)
+  except ProcessLookupError:
+    pass
+  try:
+    process.wait(_GRACE)
+  except subprocess.TimeoutExpired:  # It hangs in the driver.
+    pass
+
+
+def read_last_line(log: pathlib.Path) -> str:
+  """Returns the last line of a log, which names the error."""
+  text = log.read_bytes()[-4000:].decode(errors='replace').strip()
+  return text.splitlines()[-1][:300] if text else 'it printed nothing'
+
+
+def has_failed(out: pathlib.Path, part: str) -> bool:
+  """Whether a line of a part says that something failed."""
+  return any('failed' in line for line in lines.read(out) if line['part'] == part)
+
+
+def make_environment(out: pathlib.Path) -> dict[str, str]:
+  """Returns the parts' variables: a cache of programs, and nearly all of the memory."""
+  environment = dict(os.environ)
+  environment['JAX_COMPILATION_CACHE_DIR'] = str(out / 'cache')
+  environment['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
+  environment.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '.92')
+  return environment
+
+
+def read_commit() -> str:
+  """Returns the commit of this checkout, or an empty text where git does not tell."""
+  command = ['git', 'rev-parse', '--short', 'HEAD']
+  try:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=5)
+  except (OSError, subprocess.TimeoutExpired):
+    return ''
+  return done.stdout.strip()
+
+
+def main(_):
+  if _REPORT.value:
+    print(report.write(lines.read(_REPORT.value)))
+    return
+  if not lines.has_out():
+    raise app.UsageError('--out: name a folder for the lines, such as runs/light')
+  names = [part.name for part in PARTS]
+  if unknown := set(_PARTS.value) - set(names):
+    raise app.UsageError(f'--parts: {sorted(unknown)}; there are {names}')
+  out, seconds = lines.out().absolute(), 60 * _MINUTES.value
+  out.mkdir(parents=True, exist_ok=True)
+  # A kill ends the part that runs too.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+  parts = [p for p in PARTS if not _PARTS.value or p.name in _PARTS.value]
+  _, left_out = plan(parts, seconds)
+  about = {'what': 'begun', 'commit': read_commit(), 'minutes': _MINUTES.value}
+  later = [part.name for part in left_out]
+  lines.write(out, 'first light', about | {'left_out_unless_time_is_saved': later})
+  run(parts, seconds, out, lines.get_shape())
+  (out / 'report.md').write_text(report.write(lines.read(out)))
+  print(f'table: {out / "report.md"}')
+
+
+if __name__ == '__main__':
+  app.run(main)

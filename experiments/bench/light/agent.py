@@ -1,0 +1,97 @@
+"""First light, part 6: two steps of agent RL at 0.6B, with a tool of .2 seconds.
+
+The policy has random parameters, so nothing is learned: what is measured is where the
+time of a step goes. Each reply but the last of four is answered by a tool that takes .2
+seconds; GRPO with groups of eight.
+"""
+
+import asyncio
+from collections.abc import Iterator
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from agent_r1_jax import algorithms, config, train, types
+from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.train import player
+from experiments.bench import common
+from experiments.bench.light import lines, quickstart
+
+_TOOL_SECONDS, _TURNS, _PROMPT, _ANSWER = 0.2, 4, 256, 128
+_MINIWIKI = pathlib.Path(__file__).parents[2] / 'miniwiki' / 'model'
+
+
+class Player(player.Player):
+  """Answers each reply after the tool's seconds; the tokens are random.
+
+  A policy with random parameters never ends a reply by itself, which would end the
+  episode of an environment.
+  """
+
+  async def play(self, episode: Any, task: types.Task) -> str:
+    """Plays the turns, and rewards a sum of the sampled tokens."""
+    rng = np.random.default_rng(int(task.id))
+    draw = lambda n: rng.integers(0, episode.context.vocab_size, n).astype(np.int32)
+    transcript, ids, total = episode.transcript, draw(_PROMPT), 0
+    transcript.begin()
+    for turn in range(_TURNS):
+      reply = await episode.context.reply(ids, episode.limits.max_turn_tokens, None, [])
+      transcript.add_turn(transcript.passage, ids, reply, [])
+      total += int(reply.tokens.sum())
+      if turn < _TURNS - 1:
+        await asyncio.sleep(_TOOL_SECONDS)
+        ids = draw(_ANSWER)
+    episode.add_reward(types.Step([], total % 1000 / 1000, True))
+    return 'done'
+
+
+def run() -> Iterator[lines.Line]:
+  """A line for each step."""
+  shape, tasks, tokens = ('tiny', 2, 8) if lines.is_tiny() else ('0.6b', 16, 64)
+  model, workdir = lines.out() / 'model', lines.out() / 'agent'
+  _write_model(shape, model)
+  settings = config.Config(
+    model=config.Model(path=str(model), dtype='bfloat16', remat='full'),
+    schedule=config.Schedule(steps=2, tasks=tasks, samples=8),
+    limits=config.Limits(max_turn_tokens=tokens),
+    engine=config.Engine(
+      slots=1024, rows=8 * tasks, decode_steps=16, bucket=1024, narrow=False
+    ),
+    sinks='',
+  )
+  question = [{'role': 'user', 'content': 'Which of the two was founded first?'}]
+  train.run(
+    settings,
+    str(workdir),
+    tasks=[types.Task(str(n), question, '') for n in range(tasks)],
+    make_env=Player,
+    algorithm=algorithms.grpo(),
+  )
+  steps = quickstart.list_metrics(workdir)
+  for line in quickstart.describe_steps(f'agent RL, {shape}', steps):
+    # At least the tool's time of all turns passes, whatever else is done meanwhile.
+    yield line | {'tool_seconds': _TOOL_SECONDS * (_TURNS - 1), 'episodes': 8 * tasks}
+  shutil.rmtree(model)
+
+
+def _write_model(shape: str, folder: pathlib.Path) -> None:
+  """Writes random parameters of a shape, with the tokenizer of the quickstart."""
+  decoder_config = common.SHAPES[shape]
+  if shape == 'tiny':  # Its vocabulary is smaller than the tokenizer's.
+    decoder_config = common.SHAPES['s5']
+  params = jax.jit(decoder.init, static_argnums=0)(decoder_config, jax.random.key(0))
+  weights.save(folder, decoder_config, params, dtype=jnp.bfloat16)
+  for file in _MINIWIKI.glob('*token*'):
+    shutil.copyfile(file, folder / file.name)
+  for file in _MINIWIKI.glob('*.jinja'):
+    shutil.copyfile(file, folder / file.name)
+
+
+MEASUREMENTS = (run,)
+
+if __name__ == '__main__':
+  lines.run(MEASUREMENTS)

@@ -1,0 +1,105 @@
+"""First light, part 1: the card, and the two numbers that everything is compared with."""
+
+from collections.abc import Iterator
+import importlib.metadata
+import os
+import platform
+import subprocess
+
+import jax
+import jax.numpy as jnp
+
+from agent_r1_jax.models import costs
+from experiments.bench import chips
+from experiments.bench.light import lines
+
+COPY, PRODUCT = 'copy', 'bfloat16 product'
+# What JAX calls a TPU -> a key of chips.CHIPS; a GPU's is in its name.
+_TPUS = {'TPU v5 lite': 'v5e', 'TPU v5': 'v5p', 'TPU v6 lite': 'v6e'}
+_PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy', 'transformers')
+
+
+def describe() -> Iterator[lines.Line]:
+  """The device and what runs on it."""
+  device = jax.devices()[0]
+  stats = device.memory_stats() or {}
+  yield {
+    'what': 'device',
+    'device': device.device_kind,
+    'platform': device.platform,
+    'devices': len(jax.devices()),
+    'memory': stats.get('bytes_limit'),
+    'driver': _ask_driver(),
+    'cores': os.cpu_count(),
+    'python': platform.python_version(),
+    'packages': {name: importlib.metadata.version(name) for name in _PACKAGES},
+  }
+
+
+def copy() -> Iterator[lines.Line]:
+  """Bytes a second that a copy in the device's memory reads and writes."""
+  x = jax.random.normal(
+    jax.random.key(0), (1 << (22 if lines.is_tiny() else 30),), jnp.bfloat16
+  )
+  add = jax.jit(lambda x: x + 1)
+  first, seconds = lines.measure_seconds(lambda: add(x), repeats=5, calls=3)
+  published = _find_chip()
+  yield lines.make(
+    COPY,
+    2 * x.nbytes / seconds,
+    'bytes/s',
+    published and published.bandwidth,
+    higher_is_better=True,
+    first_seconds=first,
+  )
+
+
+def multiply() -> Iterator[lines.Line]:
+  """Operations a second of a large product of matrices of random numbers."""
+  n = 512 if lines.is_tiny() else 8192
+  keys = jax.random.split(jax.random.key(0))
+  x, y = (jax.random.normal(key, (n, n), jnp.bfloat16) for key in keys)
+  product = jax.jit(jnp.matmul)
+  first, seconds = lines.measure_seconds(lambda: product(x, y), repeats=5, calls=10)
+  yield lines.make(
+    PRODUCT,
+    2 * n**3 / seconds,
+    'operations/s',
+    costs.find_peak(jax.devices()[0].device_kind),
+    higher_is_better=True,
+    first_seconds=first,
+  )
+
+
+def find_bandwidth() -> float:
+  """Returns the bytes a second that the card part measured, or else those published."""
+  return lines.find('card', COPY) or getattr(_find_chip(), 'bandwidth', 1e10)
+
+
+def find_peak() -> float:
+  """Returns the operations a second: those published, or for a CPU those measured."""
+  published = costs.find_peak(jax.devices()[0].device_kind)
+  return published or lines.find('card', PRODUCT) or 1e11
+
+
+def _ask_driver() -> str:
+  """Returns what the driver of NVIDIA says of the card, or an empty text."""
+  command = ['nvidia-smi', '--format=csv,noheader']
+  command += ['--query-gpu=name,memory.total,driver_version,power.limit']
+  try:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=5)
+  except (OSError, subprocess.TimeoutExpired):
+    return ''
+  return done.stdout.strip()
+
+
+def _find_chip() -> chips.Chip | None:
+  kind = jax.devices()[0].device_kind
+  names = [_TPUS.get(kind, ''), *kind.lower().split()]
+  return next((chips.CHIPS[name] for name in names if name in chips.CHIPS), None)
+
+
+MEASUREMENTS = (describe, copy, multiply)
+
+if __name__ == '__main__':
+  lines.run(MEASUREMENTS)

@@ -1,0 +1,224 @@
+"""First light, part 2: each kernel of ours against the plain definition.
+
+Inputs are fresh random numbers in each run (the seed is in the line), and outputs are
+written into arrays of NaN, so that a number that a kernel leaves out is seen. The plain
+definition computes the same inputs in float32. A gap is the largest difference, of
+outputs and of each gradient, as a part of the largest number of the plain one.
+
+GPUs of Hopper's kind have row_attention and slot_attention, TPUs tree_attention and
+prefill_attention. On a CPU all four are interpreted, on a few tokens.
+"""
+
+from collections.abc import Callable, Iterator
+import contextlib
+import functools
+import os
+import secrets
+from typing import Any
+
+from absl import flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from agent_r1_jax.models import (
+  attention_kernels,
+  block_attention,
+  kv_cache,
+  row_attention,
+  slot_attention,
+)
+from experiments.bench.light import card, lines
+
+_WHAT = flags.DEFINE_enum(
+  'what', 'rows', ['rows', 'slots', 'time'], 'Which kernels to check, or to time them.'
+)
+# A few bits of bfloat16; attention_kernels refuses a kernel from .05 on.
+LARGEST_GAP = 0.02
+
+
+def check() -> Iterator[lines.Line]:
+  """The kernels for this platform, or all where they are interpreted."""
+  platform = jax.default_backend()
+  found: dict[str, tuple[Callable[..., Any], Callable[..., Iterator[lines.Line]]]] = {}
+  if _WHAT.value == 'rows':
+    if platform != 'tpu':
+      found['row_attention'] = row_attention.attend, _check_rows
+    if platform != 'gpu':
+      from agent_r1_jax.models import tree_attention
+
+      found['tree_attention'] = tree_attention.attend, _check_rows
+  elif _WHAT.value == 'slots':
+    if platform != 'tpu':
+      found['slot_attention'] = slot_attention.attend, _check_slots
+    if platform != 'gpu':
+      from agent_r1_jax.models import prefill_attention
+
+      found['prefill_attention'] = prefill_attention.attend, _check_prefill
+  for name, (attend, compare) in found.items():
+    interpreted = contextlib.nullcontext()
+    if platform == 'cpu':
+      attend, interpreted = _interpret(name, attend)
+    elif platform == 'gpu' and not attention_kernels.is_hopper():
+      yield {'what': name, 'failed': 'this GPU is not of Hopper: cuDNN or XLA attends'}
+      continue
+    with interpreted:
+      for line in compare(name, attend):
+        yield line | {'interpreted': platform == 'cpu'}
+
+
+def _interpret(name: str, attend: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
+  """Returns a kernel as a CPU interprets it, and the context in which it does."""
+  if name in ('tree_attention', 'prefill_attention'):
+    from jax.experimental.pallas import tpu as pltpu
+
+    return attend, pltpu.force_tpu_interpret_mode()
+  try:
+    from jax.experimental.pallas import mosaic_gpu
+
+    params: Any = mosaic_gpu.InterpretGPUParams  # pyright: ignore
+  except AttributeError:  # Before jax 0.11 it has no public name.
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as params
+  return functools.partial(attend, interpret=params()), contextlib.nullcontext()
+
+
+def _check_rows(name: str, attend: Callable[..., Any]) -> Iterator[lines.Line]:
+  """Attention over rows of texts and of trees: output and gradients."""
+  T = 256 if lines.is_tiny() else 2048
+  for H, N, K in ((128, 4, 2),) if lines.is_tiny() else ((128, 16, 2), (64, 14, 2)):
+    rng, seed = _make_rng()
+    q, k, v, dout = (_draw(rng, 2, T, heads, H) for heads in (N, K, K, N))
+    ends = jnp.asarray(np.stack([_draw_texts(rng, T), _draw_tree(rng, T)]))
+
+    def differentiate(function, q, k, v, dout, ends=ends):
+      out, pull = jax.vjp(lambda *qkv: function(*qkv, ends), q, k, v)
+      return out, *pull(dout.astype(out.dtype))
+
+    found = _fill_nan(functools.partial(differentiate, attend), q, k, v, dout)
+    wide = [x.astype(jnp.float32) for x in (q, k, v, dout)]
+    plain = jax.jit(functools.partial(differentiate, block_attention.attend))(*wide)
+    gaps = [_measure_gap(x, y) for x, y in zip(found, plain, strict=True)]
+    yield _describe(f'{name}, heads of {H}', max(gaps), seed=seed, gaps=gaps)
+
+
+def _check_slots(name: str, attend: Callable[..., Any]) -> Iterator[lines.Line]:
+  """Attention to the used slots of a cache, of 16 bits and of 8."""
+  S = 256 if lines.is_tiny() else 4096
+  for H, T, rounded in ((128, 1, False), (128, 1, True), (64, 5, False), (128, 5, True)):
+    rng, seed = _make_rng()
+    B, N, K = (2, 4, 2) if lines.is_tiny() else (16, 16, 2)
+    q, k, v = _draw(rng, B, T, N, H), _draw(rng, B, K, S, H), _draw(rng, B, K, S, H)
+    first = jnp.asarray(rng.integers(0, S - T + 1, (B, 1)))
+    positions, scales = first + jnp.arange(T)[None], None
+    if rounded:
+      (k, k_scales), (v, v_scales) = map(kv_cache.round_heads, (k, v))
+      scales = k_scales, v_scales
+    call = functools.partial(attend, positions_BT=positions, scales=scales)
+    found = _fill_nan(call, q, k, v)
+    plain = slot_attention.attend_plainly(q, k, v, positions, scales)
+    what = f'{name}, heads of {H}, {T} queries' + (', 8 bits' if rounded else '')
+    yield _describe(what, _measure_gap(found, plain), seed=seed)
+
+
+def _check_prefill(name: str, attend: Callable[..., Any]) -> Iterator[lines.Line]:
+  """Attention of a prefill to the slots of a cache."""
+  rng, seed = _make_rng()
+  (B, T, N, K, S), H = (
+    (1, 128, 2, 1, 256) if lines.is_tiny() else (4, 256, 16, 2, 4096),
+    128,
+  )
+  q, k, v = _draw(rng, B, T, N, H), _draw(rng, B, K, S, H), _draw(rng, B, K, S, H)
+  first = jnp.asarray(rng.integers(0, S - T + 1, (B, 1)))
+  positions = first + jnp.arange(T)[None]
+  call = functools.partial(attend, positions_BT=positions, first=0, heads=K)
+  found = _fill_nan(call, q, k, v)
+  plain = slot_attention.attend_plainly(q, k, v, positions)
+  yield _describe(name, _measure_gap(found, plain), seed=seed)
+
+
+def time_rows() -> Iterator[lines.Line]:
+  """Output and gradients of one long text, by our kernel and by cuDNN."""
+  if _WHAT.value != 'time' or jax.default_backend() != 'gpu':
+    return
+  T, N, K, H = 16_384, 16, 8, 128
+  q, k, v, dout = (_draw(np.random.default_rng(0), 1, T, n, H) for n in (N, K, K, N))
+  whole = jnp.full((1, T), T)
+  # Scores and values, and five more products backward, each of half of T x T.
+  operations = 7 * 2 * N * H * T * T / 2
+  ways: dict[str, Callable[..., Any]] = {}
+  if os.environ.get(row_attention.VARIABLE) != '0':
+    ways['row_attention'] = lambda q, k, v: row_attention.attend(q, k, v, whole)
+  ways['cuDNN'] = lambda q, k, v: jax.nn.dot_product_attention(
+    q, k, v, is_causal=True, implementation='cudnn'
+  )
+  for name, way in ways.items():
+
+    @jax.jit
+    def step(q, k, v, dout, way=way):
+      out, pull = jax.vjp(way, q, k, v)
+      return out, pull(dout)
+
+    first, seconds = lines.measure_seconds(
+      functools.partial(step, q, k, v, dout), calls=3
+    )
+    yield lines.make(
+      f'{name}, one text of {T} tokens, output and gradients',
+      1e3 * seconds,
+      'ms',
+      1e3 * operations / card.find_peak(),
+      first_seconds=first,
+    )
+
+
+def _describe(what: str, gap: float, **more: Any) -> lines.Line:
+  line = lines.make(what, gap, 'of the largest number', **more)
+  # A comparison with NaN is False.
+  return line if gap < LARGEST_GAP else line | {'failed': f'the gap is {gap:.3g}'}
+
+
+def _measure_gap(found: jax.Array, plain: jax.Array) -> float:
+  difference = jnp.abs(found.astype(jnp.float32) - plain.astype(jnp.float32))
+  return float(difference.max() / jnp.abs(plain.astype(jnp.float32)).max())
+
+
+def _fill_nan(call: Callable[..., Any], *inputs: jax.Array) -> Any:
+  """Computes a call whose outputs are written over arrays of NaN."""
+  shapes = jax.eval_shape(call, *inputs)
+  poison = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes)
+  # Freed arrays of NaN for the memory between the programs of a call.
+  jax.block_until_ready([jnp.full((1 << 20,), jnp.nan) for _ in range(16)])
+  # Donated arrays of the shapes of the outputs are where the outputs are written.
+  write = jax.jit(lambda _, *inputs: call(*inputs), donate_argnums=0, keep_unused=True)
+  return write(poison, *inputs)
+
+
+def _make_rng() -> tuple[np.random.Generator, int]:
+  seed = secrets.randbits(32)
+  return np.random.default_rng(seed), seed
+
+
+def _draw(rng: np.random.Generator, *shape: int) -> jax.Array:
+  return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+
+
+def _draw_texts(rng: np.random.Generator, T: int) -> np.ndarray:
+  """Draws the ends of texts that fill a row but for some padding, [T]."""
+  cuts = np.sort(rng.choice(np.arange(1, T - 10), 4, replace=False))
+  ends = np.arange(1, T + 1)  # Padding sees itself.
+  for start, end in zip([0, *cuts[:-1]], cuts, strict=True):
+    ends[start:end] = end
+  return ends
+
+
+def _draw_tree(rng: np.random.Generator, T: int) -> np.ndarray:
+  """Draws the ends of a tree: a root, and two branches of which one branches, [T]."""
+  a, b, c, d = np.sort(rng.choice(np.arange(1, T), 4, replace=False))
+  ends = np.full(T, T)
+  ends[a:d], ends[b:c] = d, c
+  return ends
+
+
+MEASUREMENTS = (check, time_rows)
+
+if __name__ == '__main__':
+  lines.run(MEASUREMENTS)

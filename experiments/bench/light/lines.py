@@ -1,0 +1,165 @@
+"""What the parts of first light share: their lines of JSON, their flags, their clock.
+
+A part is a module with `MEASUREMENTS`, functions that yield lines. A line has
+
+  what       what was measured, unique within its part
+  measured   a number, with its `unit`
+  bound      the best that the hardware allows, in the same unit, where it is known
+  ratio      measured over bound, so that 1 is perfect and less is worse; see `make`
+  published  what others publish for it, with `by`, who they are
+  failed     in place of a number: why there is none
+
+and whatever else belongs to it. It is written the moment it is known.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import json
+import os
+import pathlib
+import statistics
+import time
+from typing import Any
+
+from absl import app, flags
+import jax
+
+from agent_r1_jax.host import runtime
+
+Line = dict[str, Any]
+# The names of --shape: the sizes to measure, and those of a rehearsal on a CPU.
+SHAPES = ('full', 'tiny')
+FILE = 'lines.jsonl'
+# Below this ratio a measurement is explained by a profile.
+LEAST_RATIO = 0.6
+
+_OUT = flags.DEFINE_string('out', '', 'The folder of lines.jsonl.')
+_PART = flags.DEFINE_string('part', '', 'The name of this part.')
+_SHAPE = flags.DEFINE_enum('shape', 'full', SHAPES, 'Sizes, or those of a rehearsal.')
+_SECONDS = flags.DEFINE_float('seconds', 600.0, 'When this part is ended.')
+_BEGUN = time.monotonic()
+
+
+def run(
+  measurements: Sequence[Callable[[], Iterator[Line]]], *, device: bool = True
+) -> None:
+  """Runs a part: a measurement that raises is one line, and the next one follows.
+
+  Without `device`, the part leaves the accelerator to a program that it starts.
+  """
+
+  def main(_):
+    runtime.quiet_logging()
+    if device:
+      runtime.initialize()
+    for measure in measurements:
+      try:
+        for line in measure():
+          write(_OUT.value, _PART.value, line)
+      except Exception as error:  # Whatever a compiler, a driver or a library raises.
+        name = measure.__name__.replace('_', ' ')
+        write(_OUT.value, _PART.value, {'what': name, 'failed': describe_error(error)})
+
+  app.run(main)
+
+
+def write(out: str | os.PathLike, part: str, line: Line) -> None:
+  """Appends a line of a part, so that it is kept whatever happens next."""
+  text = json.dumps({'part': part} | line)
+  with pathlib.Path(out, FILE).open('a') as file:
+    print(text, file=file)
+  print(text, flush=True)
+
+
+def read(path: str | os.PathLike) -> list[Line]:
+  """Reads the lines of a folder, or of a file; a line that was cut off is left out."""
+  path = pathlib.Path(path)
+  path = path / FILE if path.is_dir() else path
+  found = []
+  for text in path.read_text().splitlines() if path.exists() else ():
+    try:
+      found.append(json.loads(text))
+    except ValueError:  # The process was killed while it wrote.
+      continue
+  return found
+
+
+def make(
+  what: str,
+  measured: float,
+  unit: str,
+  bound: float | None = None,
+  *,
+  higher_is_better: bool = False,
+  **more: Any,
+) -> Line:
+  """Makes a line, with the ratio of what was measured to what the hardware allows."""
+  line: Line = {'what': what, 'measured': measured, 'unit': unit}
+  if bound:
+    ratio = measured / bound if higher_is_better else bound / measured
+    line |= {'bound': bound, 'ratio': round(ratio, 4)}
+  return line | more
+
+
+def describe_error(error: BaseException) -> str:
+  """Returns an error as one line of at most 400 characters."""
+  text = ' '.join(str(error).split())
+  return f'{type(error).__name__}: {text}'[:400]
+
+
+def is_tiny() -> bool:
+  """Whether this is a rehearsal."""
+  return _SHAPE.value == 'tiny'
+
+
+def get_shape() -> str:
+  """Returns the value of --shape."""
+  return _SHAPE.value
+
+
+def has_out() -> bool:
+  """Whether --out is given."""
+  return bool(_OUT.value)
+
+
+def out() -> pathlib.Path:
+  """Returns the folder of this first light."""
+  return pathlib.Path(_OUT.value)
+
+
+def count_seconds_left() -> float:
+  """Returns the seconds until this part is ended."""
+  return _SECONDS.value - (time.monotonic() - _BEGUN)
+
+
+def find(part: str, what: str) -> float | None:
+  """Returns what an earlier part measured, or None if it did not."""
+  for line in read(_OUT.value):
+    if (line['part'], line.get('what')) == (part, what):
+      return line.get('measured')
+  return None
+
+
+def measure_seconds(
+  call: Callable[[], Any], repeats: int = 3, calls: int = 1
+) -> tuple[float, float]:
+  """Times a call that returns arrays.
+
+  Args:
+    call: What is timed.
+    repeats: How often it is timed.
+    calls: How many calls are timed together: the device's queue is never empty then.
+
+  Returns:
+    The seconds of the first call, compilation included, and the median of the others.
+  """
+  start = time.perf_counter()
+  jax.block_until_ready(call())
+  first, times = time.perf_counter() - start, []
+  for _ in range(repeats):
+    start = time.perf_counter()
+    last = None
+    for _ in range(calls):
+      last = call()
+    jax.block_until_ready(last)
+    times.append((time.perf_counter() - start) / calls)
+  return first, statistics.median(times)

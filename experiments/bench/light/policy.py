@@ -1,0 +1,179 @@
+"""First light, part 2: a tiny policy against the numbers that a CPU computed.
+
+  python -c 'from experiments.bench.light import policy; policy.write_golden()'
+
+writes golden.npz, on a CPU.
+The parameters and texts are numpy's random numbers, so that every machine makes the same.
+It has, in float32: the log-probs of packed rows, the same after one update, and
+what an engine sampled from its keys, with the log-probs. They are compared in float32
+with exact products, where differences are the order of sums, and in bfloat16, where
+attention is by the kernels of the card.
+"""
+
+from collections.abc import Iterator
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
+from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.models import decoder
+from agent_r1_jax.rl import algorithms, learner
+from experiments.bench import common, gaps
+from experiments.bench.light import lines
+
+_FILE = pathlib.Path(__file__).parent / 'golden.npz'
+# Heads of 64 and rows of 128 tokens: our kernels take them.
+_CONFIG = decoder.DecoderConfig(
+  'qwen3', 512, 128, 2, 4, 2, 64, 256, tie_embeddings=True, rope_theta=1e6
+)
+_ROWS, _T, _TEXTS = 2, 256, 8
+# Nats: in float32 the order of sums, in bfloat16 its 8 bits over two layers.
+_LARGEST = {'float32': 2e-3, 'bfloat16': 0.1}
+_RATE = 0.05
+
+
+def _make_params() -> decoder.Params:
+  rng = np.random.default_rng(0)
+  shapes = jax.eval_shape(lambda: decoder.init(_CONFIG, jax.random.key(0)))
+
+  def draw(path: Any, x: jax.ShapeDtypeStruct) -> np.ndarray:
+    numbers = rng.standard_normal(x.shape, np.float32)
+    norm = 'scale' in jax.tree_util.keystr(path[-1:])
+    return 1 + 0.1 * numbers if norm else numbers * max(x.shape[-2:]) ** -0.5
+
+  return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def _make_batch() -> types.Batch:
+  """Makes rows of three texts each and padding, half of whose tokens are actions."""
+  rng = np.random.default_rng(1)
+  tokens = rng.integers(0, _CONFIG.vocab_size, (_ROWS, _T))
+  actions = rng.random((_ROWS, _T)) < 0.5
+  lengths = np.asarray([100, 64, 70])
+  ids = np.repeat([1, 2, 3, 0], [*lengths, _T - lengths.sum()])
+  starts = np.repeat([*np.cumsum([0, *lengths])], [*lengths, _T - lengths.sum()])
+  positions = np.arange(_T) - starts
+  actions &= (ids > 0) & (positions > 0)
+  advantages = rng.standard_normal((_ROWS, _T))
+  batch = common.make_batch(tokens, actions, advantages, _CONFIG.vocab_size)
+  tile = lambda x: np.tile(x.astype(np.int32), (_ROWS, 1))
+  return batch._replace(segment_ids=tile(ids), positions=tile(positions))
+
+
+def _compute(dtype: str) -> dict[str, np.ndarray]:
+  """Computes what golden.npz holds."""
+  config = dataclasses.replace(_CONFIG, dtype=dtype)
+  params, batch = jax.device_put(_make_params()), _make_batch()
+  found = {'logprobs': learner.logprobs(params, batch, config=config)}
+  engine = _make_engine(config, params)
+  play = lambda n: gaps.play(
+    engine, config.vocab_size, n, turns=3, prompt=32, reply=16, answer=16, group=2
+  )
+  segments = [p.segment for p in engine.run([play(n) for n in range(_TEXTS)])]
+  found['sampled'] = np.stack([s.tokens for s in segments])
+  found['sampled_logprobs'] = np.stack([s.behaviour_logprobs for s in segments])
+  found['actions'] = np.stack([s.action_mask for s in segments])
+  # Not Adam's: its first step divides each gradient by itself, however small it is.
+  optimizer = optax.sgd(_RATE)
+  state = learner.init(params, optimizer)
+  loss = learner.objective(algorithms.grpo(kl_coef=0.0))
+  gradients = learner.forward_backward(state.params, [batch], config=config, loss=loss)
+  state, metrics = learner.optim_step(state, gradients, optimizer=optimizer)
+  found['grad_norm'] = np.asarray(metrics['grad_norm'])
+  found['updated_logprobs'] = learner.logprobs(state.params, batch, config=config)
+  return found
+
+
+def _make_engine(
+  config: decoder.DecoderConfig, params: decoder.Params, drafts: int = 0
+) -> engine_lib.Engine:
+  return engine_lib.Engine(
+    config,
+    params,
+    rows=_TEXTS,
+    slots=256,
+    decode_steps=8,
+    prefill_tokens=32,
+    bucket=256,
+    narrow=False,
+    drafts=drafts,
+  )
+
+
+def compare() -> Iterator[lines.Line]:
+  """Log-probs, one update, and sampled tokens, in both precisions."""
+  golden = dict(np.load(_FILE))
+  for dtype, largest in _LARGEST.items():
+    with jax.default_matmul_precision('highest' if dtype == 'float32' else 'default'):
+      found = _compute(dtype)
+    for name in ('logprobs', 'updated_logprobs'):
+      gap = float(np.abs(found[name] - golden[name]).max())
+      yield _judge(f'{name}, {dtype}', gap, largest)
+    norms = float(found['grad_norm']), float(golden['grad_norm'])
+    yield _judge(f'gradient norm, {dtype}', abs(norms[0] / norms[1] - 1), largest)
+    # Where a token differs, everything after it is another text.
+    same = found['sampled'] == golden['sampled']
+    before = np.cumprod(same, axis=1).astype(bool) & golden['actions']
+    gap = np.abs(found['sampled_logprobs'] - golden['sampled_logprobs'])[before].max()
+    yield _judge(f'sampled log-probs, {dtype}', float(gap), largest)
+    share = float(before.sum() / golden['actions'].sum())
+    yield lines.make(f'sampled tokens as on a CPU, {dtype}', share, 'of all')
+
+
+def draft() -> Iterator[lines.Line]:
+  """Greedy and sampled replies with drafts and without: the same tokens."""
+  params = jax.device_put(_make_params())
+  for dtype in _LARGEST:
+    config = dataclasses.replace(_CONFIG, dtype=dtype)
+    with jax.default_matmul_precision('highest' if dtype == 'float32' else 'default'):
+      replies = {k: _reply(_make_engine(config, params, k)) for k in (0, 3)}
+    (plain, _), (drafted, per_call) = replies[0], replies[3]
+    share = float(np.cumprod(plain == drafted, axis=1).mean())
+    line = lines.make(
+      f'the same tokens from drafts, {dtype}', share, 'of all', tokens_per_call=per_call
+    )
+    exact = dtype == 'bfloat16' or share == 1
+    yield line if exact else line | {'failed': f'{share:.1%} of the tokens are the same'}
+
+
+def _reply(engine: engine_lib.Engine) -> tuple[np.ndarray, float]:
+  """Samples replies to prompts that repeat themselves; half of them greedily."""
+  rng = np.random.default_rng(2)
+  pieces = rng.integers(0, _CONFIG.vocab_size, (_TEXTS, 16)).astype(np.int32)
+
+  async def ask(n: int) -> np.ndarray:
+    key, temperature = request_lib.make_key('light', n), float(n % 2)
+    request = request_lib.Request(
+      np.tile(pieces[n], 3),
+      max_tokens=64,
+      key=key,
+      sampling=config_lib.Sampling(temperature=temperature),
+    )
+    return (await engine.submit(request)).tokens
+
+  replies = np.stack(engine.run([ask(n) for n in range(_TEXTS)]))
+  return replies, engine.stats.sampled / max(engine.stats.calls, 1)
+
+
+def _judge(what: str, gap: float, largest: float) -> lines.Line:
+  line = lines.make(what, gap, 'nats' if 'norm' not in what else 'of the norm')
+  return line if gap < largest else line | {'failed': f'{gap:.3g} is above {largest:g}'}
+
+
+def write_golden() -> None:
+  """Writes golden.npz."""
+  with jax.default_matmul_precision('highest'):
+    np.savez_compressed(_FILE, **_compute('float32'))  # pyright: ignore
+
+
+MEASUREMENTS = (compare, draft)
+
+if __name__ == '__main__':
+  lines.run(MEASUREMENTS)

@@ -1,0 +1,67 @@
+"""First light, part 6: the quickstart's twenty steps with their evaluations.
+
+It runs as a user runs it; its lines are read from the metrics that it writes.
+"""
+
+from collections.abc import Iterator
+import json
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any
+
+from experiments.bench.light import lines
+
+_STEPS, _QUESTIONS, _EVERY = 20, 64, 10
+_KEPT = ('rollout/reward', 'train/behaviour_kl')
+
+
+def run() -> Iterator[lines.Line]:
+  """A line for each step, and one for the tables at the end."""
+  steps, questions, every = (1, 1, 1) if lines.is_tiny() else (_STEPS, _QUESTIONS, _EVERY)
+  workdir, begun = lines.out() / 'quickstart', time.monotonic()
+  command = [sys.executable, '-m', 'experiments.miniwiki.search', f'--workdir={workdir}']
+  command += [f'--config.schedule.steps={steps}', f'--questions={questions}']
+  command += [f'--config.schedule.eval_every={every}', f'--watched={questions}']
+  with subprocess.Popen(command) as process:
+    seen = 0
+    while process.poll() is None:
+      new = list_metrics(workdir)[seen:]
+      seen += len(new)
+      yield from describe_steps('the quickstart', new)
+      time.sleep(0.2)
+  yield from describe_steps('the quickstart', list_metrics(workdir)[seen:])
+  seconds = time.monotonic() - begun
+  if process.returncode:
+    raise RuntimeError(f'the quickstart ended with status {process.returncode}')
+  yield lines.make(f'the quickstart, {steps} steps and its tables', seconds, 's')
+
+
+def list_metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns the complete lines of a run's metrics.jsonl."""
+  path = workdir / 'metrics.jsonl'
+  if not path.exists():
+    return []
+  return [json.loads(x) for x in path.read_text().splitlines(True) if x.endswith('\n')]
+
+
+def describe_steps(name: str, steps: list[dict[str, Any]]) -> Iterator[lines.Line]:
+  """Yields a line for each step: where its time went, and what it learned."""
+  for metrics in steps:
+    times = {k.removeprefix('time/'): x for k, x in metrics.items() if _is_of(k, 'time')}
+    if times:  # The evaluation before the first step has none.
+      kept = {k: x for k, x in metrics.items() if _is_of(k, 'machine') or k in _KEPT}
+      kept |= {k: x for k, x in metrics.items() if k.endswith('/em')}
+      what = f'{name}, step {metrics["step"]}'
+      yield lines.make(what, sum(times.values()), 's', times=times, **kept)
+
+
+def _is_of(key: str, part: str) -> bool:
+  return key.startswith(f'{part}/')
+
+
+MEASUREMENTS = (run,)
+
+if __name__ == '__main__':
+  lines.run(MEASUREMENTS, device=False)
