@@ -60,15 +60,15 @@ PARTS = (
   Part('card', 30, 10),
   Part('rows', 35, 12, f'{_LIGHT}.kernels', ('--what=rows',), variable=_ROWS),
   Part('slots', 30, 12, f'{_LIGHT}.kernels', ('--what=slots',), variable=_SLOTS),
-  Part('policy', 35, 12),
+  Part('policy', 50, 12),
   Part('update', 110, 40),
   # The first cases once more, by cuDNN.
   Part('cudnn', 40, 25, f'{_LIGHT}.update', ('--cases=2',), {_ROWS: '0'}),
   Part('sampler', 120, 40),
   Part('attention', 30, 15, f'{_LIGHT}.kernels', ('--what=time',)),
   Part('peer', 90, 30),
-  Part('quickstart', 70, 30),
-  Part('agent', 50, 30),
+  Part('quickstart', 80, 40),
+  Part('agent', 90, 40),
   Part('profile', 60, 20),
 )
 

@@ -83,8 +83,8 @@ def read_events(path: pathlib.Path) -> list[list[Event]]:
   found = []
   for plane in devices or planes:
     for line in plane.lines:
-      # Of a TPU the other lines tell the same in other words.
-      if plane.name.startswith('/device:TPU') and line.name != 'XLA Ops':
+      # What else the plane of a device has tells the same in other words.
+      if plane in devices and not line.name.startswith(('Stream', 'XLA Ops')):
         continue
       events = []
       for event in line.events:

@@ -24,6 +24,9 @@ def run() -> Iterator[lines.Line]:
   command = [sys.executable, '-m', 'experiments.miniwiki.search', f'--workdir={workdir}']
   command += [f'--config.schedule.steps={steps}', f'--questions={questions}']
   command += [f'--config.schedule.eval_every={every}', f'--watched={questions}']
+  # As few programs as possible: compiling the others would take most of the time.
+  command += ['--config.engine.narrow=False', '--config.engine.bucket=448']
+  command += ['--config.engine.replicas=1']
   with subprocess.Popen(command) as process:
     seen = 0
     while process.poll() is None:

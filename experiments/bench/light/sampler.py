@@ -75,7 +75,7 @@ def decode() -> Iterator[lines.Line]:
   cases = REHEARSAL if lines.is_tiny() else CASES
   lower = {case: functools.partial(_lower, case) for case in cases if _fits(case)}
   errors = update_lib.compile_all(lower)
-  for case in cases:
+  for case in update_lib.sort_cases(cases, errors):
     try:
       if case not in lower:
         raise MemoryError('weights and cache are more than the memory')
