@@ -101,6 +101,25 @@ def test_a_damaged_index_is_refused(tmp_path):
     dense.Dense.load(tmp_path, _encode)
 
 
+@pytest.mark.parametrize(
+  ('factory', 'metric'),
+  [
+    *((factory, faiss.METRIC_L2) for factory in ('Flat', 'IVF2,Flat', 'PCA8,Flat')),
+    ('Flat', faiss.METRIC_L1),
+  ],
+)
+def test_an_index_of_distances_is_refused(tmp_path, factory, metric):
+  """The farthest passages would be the best."""
+  dense.Dense(PASSAGES[:90], _encode).save(tmp_path)
+  vectors = _encode([p.contents for p in PASSAGES[:90]])
+  index = faiss.index_factory(16, factory, metric)
+  index.train(vectors)
+  index.add(vectors)
+  faiss.write_index(index, str(tmp_path / 'index.faiss'))
+  with pytest.raises(ValueError, match='no inner product'):
+    dense.Dense.load(tmp_path, _encode)
+
+
 @pytest.mark.parametrize('factory', ['Flat', 'IVF8,Flat'])
 def test_vectors_in_shards_make_the_same_index(factory):
   vectors = _encode([p.contents for p in PASSAGES])

@@ -108,8 +108,8 @@ class Dense:
     """Reads what `save` wrote; `encode_query` must be that of the saved index.
 
     Raises:
-      ValueError: The index cannot be read, is not of the passages beside it, or was made
-        with another encoder, prefix or pooling.
+      ValueError: The index cannot be read, has another metric, is not of the passages
+        beside it, or was made with another encoder, prefix or pooling.
     """
     import faiss
 
@@ -120,6 +120,11 @@ class Dense:
       expected = np.load(path.with_name(_PROBE))
     except (RuntimeError, OSError, ValueError) as error:
       raise ValueError(f'{path}: no FAISS index; save it again ({error})') from error
+    if index.metric_type != faiss.METRIC_INNER_PRODUCT:
+      raise ValueError(
+        f'{path}: its metric is no inner product, so the best passages would come last; '
+        'build it with faiss.METRIC_INNER_PRODUCT'
+      )
     dense = cls.__new__(cls)
     dense.documents = documents.read_corpus(path.with_name(_DOCUMENTS))
     dense._index, dense._encode_query = index, encode_query
