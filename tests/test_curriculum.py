@@ -2,6 +2,9 @@
 
 import collections
 import copy
+import dataclasses
+import json
+import warnings
 
 import grain
 import pytest
@@ -112,6 +115,27 @@ def test_restored_it_draws_what_an_uninterrupted_one_draws(config):
   restored.start_rollout(3)
   assert [task.id for _ in range(3) for task in step(restored)] == expected
   assert len(draws.pending) == 2  # Not changed by the sampler that went on.
+
+
+@pytest.mark.parametrize('config', [config_lib.Curriculum(), _VARIANCE])
+@pytest.mark.parametrize('kept', [range(9), range(11, -1, -1), range(4, 12)])
+def test_a_pending_rollout_has_its_own_tasks_whatever_else_changed(config, kept):
+  """The tasks became fewer, or stand elsewhere; those that are gone are said."""
+  sampler = _sampler(12, config)
+  begun = [task.id for task in sampler.start_rollout(6)]
+  draws = curriculum.Draws(**json.loads(json.dumps(dataclasses.asdict(sampler.draws))))
+  tasks = [_tasks(12)[i] for i in kept]
+  left = {task.id for task in tasks}
+  with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter('always')
+    restored = curriculum.TaskStream(config, tasks, draws=draws)
+    found = [task.id for task in restored.start_rollout(6)]
+  for before, now in zip(begun, found, strict=True):
+    assert now == before if before in left else now in left
+  gone = [task for task in begun if task not in left]
+  assert [str(w.message).split("'")[1] for w in said] == gone
+  again = curriculum.TaskStream(config, tasks, draws=restored.draws)
+  assert [task.id for task in again.start_rollout(6)] == found
 
 
 def test_tasks_are_read_when_they_are_drawn():

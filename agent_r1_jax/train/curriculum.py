@@ -9,7 +9,9 @@ import collections
 from collections.abc import Sequence
 import copy
 import dataclasses
+import functools
 from typing import Any
+import warnings
 
 import grain
 import numpy as np
@@ -27,13 +29,13 @@ class Draws:
 
   Attributes:
     count: How many tasks have been drawn.
-    pending: For each rollout that has not been learned from yet, oldest first, the
-      indices of its tasks in the data set.
+    pending: For each rollout that has not been learned from yet, oldest first, its tasks:
+      their indices in the data set, and their ids.
     variances: Kind of task -> moving mean of the variance of the rewards in a group.
   """
 
   count: int = 0
-  pending: list[list[int]] = dataclasses.field(default_factory=list)
+  pending: list[list[tuple[int, str]]] = dataclasses.field(default_factory=list)
   variances: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -73,13 +75,19 @@ class TaskStream:
   def start_rollout(self, n: int) -> list[types.Task]:
     """Returns the n tasks of the next rollout.
 
-    After a restart, the rollouts that were under way are returned first.
+    After a restart, the rollouts that were under way are returned first. Others are drawn
+    in place of their tasks that are gone, with a warning.
     """
     pending = self.draws.pending
     if self._started == len(pending):
-      pending.append(self._draw(n))
+      indices = self._draw(n)
+    else:
+      indices = [self._find(*task) for task in pending.pop(self._started)]
+    tasks = [self._tasks[i] for i in indices]
+    named = [(i, task.id) for i, task in zip(indices, tasks, strict=True)]
+    pending.insert(self._started, named)
     self._started += 1
-    return [self._tasks[i] for i in pending[self._started - 1]]
+    return tasks
 
   def refill(self, n: int) -> list[types.Task]:
     """Draws n more tasks for the oldest rollout."""
@@ -100,6 +108,21 @@ class TaskStream:
       mean = float(np.mean(variances))
       before = self.draws.variances.get(kind, mean)
       self.draws.variances[kind] = before + _NEWEST * (mean - before)
+
+  def _find(self, index: int, name: str) -> int:
+    """Returns the index of a task that was drawn by a run before this one."""
+    if index < len(self._tasks) and self._tasks[index].id == name:
+      return index  # Other tasks may have the same id.
+    if name in self._indices:
+      return self._indices[name]
+    warnings.warn(
+      f'task {name!r} of a rollout under way is gone; another is drawn', stacklevel=2
+    )
+    return self._draw(1)[0]
+
+  @functools.cached_property
+  def _indices(self) -> dict[str, int]:
+    return {self._tasks[i].id: i for i in range(len(self._tasks))}
 
   def _draw(self, n: int) -> list[int]:
     """Returns the indices of n tasks."""
