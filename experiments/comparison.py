@@ -205,12 +205,13 @@ def play(
   Returns:
     The numbers of each method.
   """
-  # A continued run may change these fields, and no episode depends on them.
-  unused, default = ('schedule.steps', 'sinks', 'profile'), config_lib.Config()
-  config = fields.replace(config, {name: fields.get(default, name) for name in unused})
   config = fields.replace(config, {'model.path': str(model)})
+  # A continued run may change some fields, on which no episode depends.
+  default = config_lib.Config()
+  unused = {name: fields.get(default, name) for name in config_lib.MAY_CHANGE}
   tasks = {name: identity.tasks_digest(sets) for name, (sets, _) in methods.items()}
-  depends_on = [dataclasses.asdict(config), identity.model_digest(model), tasks, made_of]
+  shared = dataclasses.asdict(fields.replace(config, unused))
+  depends_on = [shared, identity.model_digest(model), tasks, made_of]
   folder = workdir / 'episodes' / identity.digest(depends_on)
   played = train.play(config, model, methods, workdir=folder, watcher=report.Watcher())
   return {name: summarize(sets) for name, sets in played.items()}

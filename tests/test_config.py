@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pathlib
 import re
 import sys
 
@@ -12,6 +13,7 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
+from agent_r1_jax.host import runtime
 from agent_r1_jax.rl import algorithms, optimizers
 from agent_r1_jax.train import preflight, sizes
 
@@ -118,11 +120,28 @@ class TestReplace:
 
 
 def test_sizes_of_a_run_are_those_in_its_file(tmp_path):
-  written = tiny.run_config(rows=3, microbatch=2, remat='full')
-  (tmp_path / 'config.json').write_text(json.dumps(dataclasses.asdict(written)))
-  assert sizes.load_recorded(config_lib.Config(), tmp_path) == written
+  """On such devices as these; elsewhere only the length of episodes stays."""
+  written = tiny.run_config(rows=3, slots=256, microbatch=2, remat='full')
+  file, default = tmp_path / 'config.json', config_lib.Config()
+  assert sizes.load_recorded(default, tmp_path) == [default, default]
+  text = {'devices': runtime.describe_devices()} | dataclasses.asdict(written)
+  file.write_text(json.dumps(text))
+  least = tiny.run_config(slots=256)
+  assert sizes.load_recorded(default, tmp_path) == [written, least]
   given = tiny.run_config(remat='none')
-  assert sizes.load_recorded(given, tmp_path).model.remat == 'none'
+  assert [x.model.remat for x in sizes.load_recorded(given, tmp_path)] == ['none'] * 2
+  file.write_text(json.dumps(text | {'devices': '9 x TPU v5, processes: 3'}))
+  assert sizes.load_recorded(default, tmp_path) == [least]
+
+
+def test_what_may_change_are_fields_and_the_page_lists_them():
+  page = pathlib.Path(__file__).parents[1] / 'docs' / 'launching.md'
+  text = page.read_text().partition('These fields may change')[2]
+  said = text.partition('.\n\n')[0]
+  listed = re.findall(r'`([^`]+)`', said)
+  inner = lambda x: [n for n in _NAMES if f'{n}.'.startswith(f'{x}.')]
+  assert sorted(n for x in listed for n in inner(x)) == sorted(config_lib.MAY_CHANGE)
+  assert all(inner(x) for x in listed) and 'engine.slots' not in config_lib.MAY_CHANGE
 
 
 @pytest.mark.parametrize(

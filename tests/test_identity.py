@@ -10,7 +10,7 @@ import pytest
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.host import workdir
+from agent_r1_jax.host import processes, workdir
 from agent_r1_jax.rl import aggregation, algorithms, correction, losses
 from agent_r1_jax.tasks import context
 from agent_r1_jax.train import identity
@@ -251,3 +251,30 @@ def test_tasks_whose_answers_json_lacks_have_a_digest():
   sets = [{'a': [types.Task('0', [], answer={(0, 1): x})]} for x in 'yyz']
   one, same, other = map(identity.tasks_digest, sets)
   assert one == same != other
+
+
+def test_a_digest_is_the_same_in_every_process(tmp_path):
+  """A set has another order there, and an object another address."""
+  script = """
+import dataclasses, json, numpy as np
+from agent_r1_jax import types
+from agent_r1_jax.train import identity
+class Other: pass
+info = {'set': {'a', 'b', 'c', 'd', 'e'}, 'other': Other(), 'array': np.arange(3)}
+tasks = [types.Task(str(i), [], answer={(i, 'x'): frozenset('abcd')}, info=info)
+         for i in range(300)]
+print(json.dumps(identity.tasks_digest({'': tasks})))
+"""
+  changed = script.replace('np.arange(3)', 'np.arange(4)'), script.replace('(i,', '(-i,')
+  first = _describe(tmp_path / 'a', script, *changed)
+  assert len({*first}) == 3 and _describe(tmp_path / 'b', script, seed='2') == first[:1]
+
+
+def test_what_processes_do_not_share_is_named():
+  shares = [{'config.seed': 0, 'same': [1]}, {'config.seed': 1, 'same': [1]}]
+  assert not processes.list_disagreements(shares[:1] * 3)
+  assert processes.list_disagreements([*shares, {'config.seed': 0, 'more': 'x'}]) == [
+    '\n  config.seed: 0 in process 0, 2; 1 in process 1',
+    '\n  more: absent in process 0, 1; "x" in process 2',
+    '\n  same: [1] in process 0, 1; absent in process 2',
+  ]

@@ -5,6 +5,7 @@ Run as a script, it is one of them (see `main`).
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -176,10 +177,27 @@ def test_where_one_process_ends_the_others_end_and_name_it(
     assert max(line['step'] for line in metrics.read(tmp_path / 'run')) == 1
   if moment != 'dies':
     return
-  # Another number of processes may go on.
-  ended = _run(1, tmp_path / 'run', model)
+  # Another number of processes may go on, with another mesh and other sizes.
+  sizes = ['data=2', 'rows=2', 'microbatch=8', 'keep=1', 'checkpoint_every=2']
+  ended = _run(1, tmp_path / 'run', model, '', '0', '0', *sizes)
   assert ended[0][0] == 0, ended
   _assert_same(tmp_path / 'run', alone)
+
+
+def test_processes_that_were_given_different_things_are_refused(model, tmp_path):
+  """Before anything is loaded, in all of them, and by the names of host and field."""
+  ended = _run(2, tmp_path / 'run', model, 'other')
+  assert [status for status, _ in ended] == [1, 1], ended
+  log = next(log for _, log in ended if 'were given different things:' in log)
+  assert f'1 on {socket.gethostname()}' in log
+  names = [
+    line.partition(':')[0].strip() for line in log.splitlines() if line.startswith('  ')
+  ]
+  expected = {'algorithm.kl.coef', 'config.seed', 'config.optimizer.learning_rate'}
+  expected |= {'environment.step.code', 'sets.dev', 'sets.tasks', 'tasks.ids'}
+  assert expected <= {*names}, log
+  assert '  config.seed: 0 in process 0; 1 in process 1\n' in log
+  assert not (tmp_path / 'run').exists()
 
 
 def test_where_the_first_dies_a_line_says_so(model, tmp_path):
@@ -242,7 +260,14 @@ def _learned(moment):
   return max((json.loads(line)['step'] for line in lines), default=0)
 
 
-def main(workdir, model, moment='', samplers='0', ahead='0'):
+class _OtherEnv(_Env):
+  """With another reward."""
+
+  async def step(self, reply):
+    return dataclasses.replace(await super().step(reply), reward=0.0)
+
+
+def main(workdir, model, moment='', samplers='0', ahead='0', *flags):
   """Trains; `moment` names what happens to the second process after the first step.
 
   The first dies in the first evaluation. No curve is drawn.
@@ -257,13 +282,19 @@ def main(workdir, model, moment='', samplers='0', ahead='0'):
     types.Task(f't{i}', [{'role': 'user', 'content': f'{"x" * i} name'}])
     for i in range(4)
   ]
+  evals, make_env = tasks[:3], _make_env
+  if moment == 'other' and os.environ['JAX_PROCESS_ID'] == '1':
+    apart |= {'seed': 1, 'learning_rate': 1e-3}
+    algorithm = algorithms.reinforce_plus_plus(kl_coef=0.02)
+    tasks, make_env = tasks[::-1], _OtherEnv
+    evals = [dataclasses.replace(task, answer='other') for task in evals]
   train.run(
-    _config(model, **apart),
+    _config(model, **apart | {k: int(x) for k, x in (flag.split('=') for flag in flags)}),
     workdir,
     tasks=_Tasks(tasks),
-    make_env=_make_env,
+    make_env=make_env,
     algorithm=algorithm,
-    evals={'dev': tasks[:3]},
+    evals={'dev': evals},
     watcher=report.Watcher(),
   )
 

@@ -18,7 +18,14 @@ from agent_r1_jax.engine import device as device_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, learner
-from agent_r1_jax.train import footprint, metrics, setup, sizes
+from agent_r1_jax.train import (
+  footprint,
+  initial_state,
+  metrics,
+  run_files,
+  setup,
+  sizes,
+)
 from experiments import published
 
 _GRPO = algorithms.grpo(kl_coef=0.0)
@@ -332,17 +339,71 @@ class TestRun:
     assert json.loads((tmp_path / 'config.json').read_text()) == first
     assert [line['step'] for line in metrics.read(tmp_path)][-1] == 2
 
-  def test_sizes_of_a_resumed_run_that_no_longer_fit_are_refused(
+  def _record(self, workdir, config, **others):
+    written = {'devices': runtime.describe_devices()} | dataclasses.asdict(config)
+    (workdir / 'config.json').write_text(json.dumps(written | others))
+
+  def test_sizes_of_a_resumed_run_that_no_longer_fit_are_chosen_again(
     self, model, tmp_path, monkeypatch
   ):
+    """But for the slots, which bound episodes: if these do not fit, it is refused."""
     config = test_train._config(model, **_SHORT | _CHOSEN | {'slots': 0})
-    large = tiny.run_config(config, rows=65_536, slots=8192)
-    (tmp_path / 'config.json').write_text(json.dumps(dataclasses.asdict(large)))
     monkeypatch.setenv(sizes.MEMORY_VARIABLE, '1.2')
+    self._record(tmp_path, tiny.run_config(config, rows=65_536, slots=2048))
+    chosen = sizes.resolve(config, test_train._GRPO, tmp_path, seconds=0.0)
+    assert chosen.engine.rows < 65_536 and chosen.engine.slots == 2048
+    self._record(tmp_path, tiny.run_config(config, rows=4, slots=8_388_608))
     monkeypatch.setattr(setup, 'load', None)  # Nothing is loaded before a refusal.
-    message = r'(?s)has 1.2 GB.*engine.rows, engine.slots are those that this run'
+    message = r'(?s)has 1.2 GB.*engine.slots are those that this run'
     with pytest.raises(ValueError, match=message):
       test_train._run(config, tmp_path)
+
+  @pytest.mark.parametrize(
+    'chips, axes', [(4, {}), (4, {'data': 2}), (4, {'context': 4})]
+  )
+  def test_a_run_goes_on_with_other_chips(
+    self, model, tmp_path, chips, axes, monkeypatch
+  ):
+    """With the command that it began with, or with what the message says."""
+    config = test_train._config(model, **_SHORT | _CHOSEN | {'slots': 130})
+    began = sizes.resolve(config, test_train._GRPO)
+    assert began.batch.microbatch == 1
+    self._record(tmp_path, began)
+    elsewhere = _cpu(64, chips=chips, engines=chips)
+    # These chips are not here.
+    monkeypatch.setattr(initial_state, 'make_mesh', lambda *_: None)
+    config = tiny.run_config(config, **axes)
+    other = sizes.resolve(config, test_train._GRPO, tmp_path, machine=elsewhere)
+    groups = config.mesh.count_groups(chips)
+    assert (
+      other.batch.microbatch % groups == 0 == other.batch.row_tokens % config.mesh.context
+    )
+    given = tiny.run_config(config, microbatch=2 * groups, row_tokens=384)
+    sizes.resolve(given, test_train._GRPO, tmp_path, machine=elsewhere)
+    for resumed in (other, given):
+      run_files.check_config(resumed, tmp_path, write=True)
+
+  @pytest.mark.parametrize(
+    ('may', 'name'),
+    [(True, name) for name in ('mesh.data', 'checkpoint.keep', 'checkpoint.every')]
+    + [(True, name) for name in ('schedule.eval_every', 'max_error_rate', 'engine.rows')]
+    + [(True, name) for name in ('batch.microbatch', 'alarms.kl', 'model.remat')]
+    + [(False, name) for name in ('engine.slots', 'seed', 'optimizer.learning_rate')]
+    + [(False, name) for name in ('model.dtype', 'limits.max_turns', 'schedule.ahead')],
+  )
+  def test_only_what_changes_no_number_may_change(self, tmp_path, may, name):
+    before = config_lib.Config()
+    run_files.check_config(before, tmp_path, write=True)
+    value = fields.get(before, name)
+    other = 'x' if isinstance(value, str) else not value if value in (0, 1) else value * 2
+    after = fields.replace(before, {name: other})
+    if not may:
+      with pytest.raises(ValueError, match=f'{name}: .* there, .* now'):
+        run_files.check_config(after, tmp_path, write=True)
+      return
+    run_files.check_config(after, tmp_path, write=True)
+    found = json.loads((tmp_path / 'config.json').read_text())
+    assert found.pop('devices') and found == dataclasses.asdict(after)
 
   def test_eight_devices_are_compiled_for_and_not_refused(self, model):
     """In a process of its own: this one has one device."""

@@ -112,3 +112,22 @@ class Config:
         room.check(field.name)
       elif hasattr(room, 'check'):
         room.check()
+
+
+# Parts of which all fields may have other values when a run is resumed, and such fields:
+# they change nothing that is trained, except for rounding and for episodes that run into
+# a time limit. docs/launching.md lists them. engine.slots bounds the length of episodes.
+_MAY_CHANGE = (
+  *('alarms', 'checkpoint', 'mesh', 'max_error_rate', 'log_episodes', 'sinks', 'profile'),
+  *('schedule.steps', 'schedule.eval_every', 'schedule.max_staleness'),
+  *('limits.reset_seconds', 'limits.step_seconds'),
+  *('limits.close_seconds', 'limits.episode_seconds'),
+  *('engine.decode_steps', 'engine.width', 'engine.narrow', 'engine.drafts'),
+  *('model.remat', 'optimizer.offload', 'batch.trees'),
+  *(name for name in SIZES if name != 'engine.slots'),
+)
+MAY_CHANGE = tuple(
+  name
+  for name in fields.names(Config)
+  if name in _MAY_CHANGE or name.partition('.')[0] in _MAY_CHANGE
+)

@@ -11,10 +11,12 @@ argument.
 """
 
 import atexit
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import itertools
+import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -92,6 +94,35 @@ def gather(mine: Any) -> list[Any]:
       'its last checkpoint.'
     ) from None
   return [records.unpack(share) for share in shares]
+
+
+def check_same(mine: Mapping[str, Any]) -> None:
+  """Raises ValueError in all processes if they do not call it with equal values.
+
+  `mine` has plain data by the names that the message gives it.
+  """
+  shares = gather({'host': socket.gethostname(), 'values': dict(mine)})
+  if lines := list_disagreements([share['values'] for share in shares]):
+    hosts = ', '.join(f'{i} on {share["host"]}' for i, share in enumerate(shares))
+    raise ValueError(
+      f'the processes of this run ({hosts}) were given different things:'
+      f'{"".join(lines)}\n'
+      'Start all with the same command, code and data, and a workdir that all see.'
+    )
+
+
+def list_disagreements(shares: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Returns a line for each name whose value is not the same in all processes."""
+  lines = []
+  for name in sorted(set().union(*shares)):
+    holders: dict[str, list[str]] = {}
+    for number, share in enumerate(shares):
+      text = json.dumps(share[name]) if name in share else 'absent'
+      holders.setdefault(text, []).append(str(number))
+    if len(holders) > 1:
+      parts = (f'{x:.80} in process {", ".join(ps)}' for x, ps in holders.items())
+      lines.append(f'\n  {name}: {"; ".join(parts)}')
+  return lines
 
 
 def gather_arrays(mine: np.ndarray) -> list[np.ndarray]:

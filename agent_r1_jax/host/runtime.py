@@ -48,6 +48,12 @@ def initialize() -> None:
     ) from None
 
 
+def describe_devices() -> str:
+  """Returns the number and kind of a run's devices, and the number of its processes."""
+  kind = jax.devices()[0].device_kind
+  return f'{jax.device_count()} x {kind}, processes: {jax.process_count()}'
+
+
 def quiet_logging() -> None:
   """Drops INFO lines of installed libraries, and tracebacks of refused input.
 

@@ -5,7 +5,7 @@ numbers and digests, without what differs between two starts of one script, such
 address, the order of a set, the script's path or its comments.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 import dataclasses
 import functools
 import hashlib
@@ -13,15 +13,18 @@ import inspect
 import json
 import os
 import pathlib
+import sys
 import sysconfig
 import types as python_types
 from typing import Any
 
+import jax
 import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.host import model_paths
+from agent_r1_jax.host import model_paths, processes
+from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.train import player
 
 _PACKAGE = __name__.partition('.')[0]
@@ -161,6 +164,39 @@ def tasks_digest(sets: Mapping[str, Sequence[types.Task]]) -> str:
   return digest(rows)
 
 
+def check_hosts(
+  config: Any, made_of: Mapping[str, Any], sets: Mapping[str, Sequence[types.Task]]
+) -> None:
+  """Checks that all processes of a run were started with the same things.
+
+  Args:
+    config: The configuration that was given, a dataclass.
+    made_of: What `describe_run` returns.
+    sets: The tasks, by the name of their set.
+
+  Raises:
+    ValueError: In all processes; it names the fields, and the processes' values.
+  """
+  if jax.process_count() == 1:
+    return
+  names = ('enable_x64', 'default_matmul_precision', 'default_prng_impl')
+  package = pathlib.Path(__file__).parents[1]
+  code = {str(p.relative_to(package)): p.read_text() for p in package.rglob('*.py')}
+  shared = {
+    'config': dataclasses.asdict(config),
+    'sets': {
+      n: tasks_digest({n: [t for _, t in sample_tasks(s)]}) for n, s in sets.items()
+    },
+    'versions': {
+      'python': sys.version.split()[0],
+      'jax': jax.__version__,
+      _PACKAGE: digest(code),
+    },
+    'jax': {name: str(getattr(jax.config, f'jax_{name}')) for name in names},
+  }
+  processes.check_same(workdir_lib.flatten_fields({**made_of, **shared}))
+
+
 def _fields(value: Any) -> dict[str, Any] | None:
   """Returns the parts of a container, a partial or a dataclass by name; else None."""
   if isinstance(value, type):
@@ -265,19 +301,28 @@ def _content(cell: Any) -> Any:
 
 
 def _describe_tasks(tasks: Sequence[types.Task]) -> dict[str, Any]:
-  ids = [getattr(tasks[i], 'id', None) for i in spread_indices(len(tasks))]
+  ids = [getattr(tasks[i], 'id', None) for i in _spread_indices(len(tasks))]
   return {'count': len(tasks), 'ids': digest(ids)}
 
 
-def spread_indices(n: int) -> list[int]:
+def sample_tasks(tasks: Sequence[types.Task]) -> Iterator[tuple[int, types.Task]]:
+  """Yields (index, task): all of a list; else only some, since they may be on a disk."""
+  if isinstance(tasks, list | tuple):
+    yield from enumerate(tasks)
+  else:
+    yield from ((i, tasks[i]) for i in _spread_indices(len(tasks)))
+
+
+def _spread_indices(n: int) -> list[int]:
   """Returns all indices of n tasks, or _MOST_TASKS of them at equal distances."""
   return sorted({i * n // _MOST_TASKS for i in range(_MOST_TASKS)}) if n else []
 
 
 def digest(value: Any) -> str:
-  """Returns 16 hex digits of a value as JSON; repr stands in for other types."""
+  """Returns 16 hex digits of a value as JSON; `describe` stands in for other types."""
   try:
-    text = json.dumps(value, sort_keys=True, default=repr)
+    text = json.dumps(value, sort_keys=True, default=describe)
   except TypeError:  # A dict whose keys JSON lacks, or cannot sort.
-    text = repr(value)
+    parts = _fields(value) or {}
+    text = repr(sorted((name, digest(part)) for name, part in parts.items()))
   return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -83,6 +83,7 @@ def run(
     processes.LostError: Another process ended.
   """
   runtime.quiet_logging()
+  runtime.initialize()  # From here on, the other processes hear of an error.
   if not os.fspath(workdir):
     raise ValueError('workdir is empty; name a directory for the run.')
   algorithm = preflight.correct_rounding(config, algorithm)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
-import dataclasses
 import os
 import pathlib
+from typing import Any
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
@@ -80,16 +80,19 @@ def play(
       environment or tool, and the message lists what differs; or it is in use.
   """
   runtime.quiet_logging()
+  runtime.initialize()  # From here on, the other processes hear of an error.
   config.check()
-  config = sizes.resolve(
-    fields.replace(config, {'model.path': str(model)}), None, workdir
-  )
+  config = fields.replace(config, {'model.path': str(model)})
   folder = None if workdir is None else pathlib.Path(workdir)
+  made_of = {}
+  if folder or processes.is_distributed():
+    made_of = _describe(config, methods, guides or {})
+  config = sizes.resolve(config, None, workdir)
   with contextlib.ExitStack() as stack:
     if folder:
       if processes.is_first():
         stack.enter_context(workdir_lib.lock(folder))
-      _check_same(config, folder, methods, guides or {})
+      _check_same(config, folder, made_of)
     mesh = setup.make_mesh(config.mesh)
     shape, params, chat = setup.load(config.model, config.chat, mesh)
     used = [*(guides or {}), *([guide.FORCED] if choose else [])]
@@ -131,20 +134,29 @@ def _report_too_long(
     watcher.print_line(text)
 
 
-def _check_same(
-  config: config_lib.Config, workdir: pathlib.Path, methods, guides
-) -> None:
-  """Raises ValueError if the workdir has episodes of another configuration or method."""
-  workdir_lib.check_config(workdir, dataclasses.asdict(config))
-  model = identity.model_digest(config.model.path)
+def _describe(config: config_lib.Config, methods, guides) -> dict[str, dict[str, Any]]:
+  """Describes each method; raises ValueError if the processes were given others."""
+  made_of, all_sets = {}, {}
   for method, (sets, make_env) in methods.items():
     tasks = [task for tasks in sets.values() for task in tasks]
     with preflight.open_environment(make_env, config.limits) as env:
-      made_of = identity.describe_run(None, env, tasks, guides=guides)
-    made_of |= {'model': model, 'sets': identity.tasks_digest(sets)}
+      made_of[method] = identity.describe_run(None, env, tasks, guides=guides)
+    made_of[method]['sets'] = identity.tasks_digest(sets)
+    all_sets |= {f'{method}/{name}': tasks for name, tasks in sets.items()}
+  identity.check_hosts(config, made_of, all_sets)
+  return made_of
+
+
+def _check_same(
+  config: config_lib.Config, workdir: pathlib.Path, made_of: dict[str, dict[str, Any]]
+) -> None:
+  """Raises ValueError if the workdir has episodes of another configuration or method."""
+  run_files.check_config(config, workdir, write=True)
+  model = identity.model_digest(config.model.path)
+  for method, parts in made_of.items():
     workdir_lib.check_config(
       workdir / method,
-      made_of,
+      parts | {'model': model},
       name='made_of.json',
       remedy=f'Give another workdir, or delete {workdir / method} to play all again',
     )

@@ -165,7 +165,7 @@ def _check_tasks(tasks: Any, name: str, remedy: str):
   listed = hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')
   if isinstance(tasks, str) or not listed:
     raise ValueError(f'{name} is {tasks!r:.100}; it must be a list of types.Task.')
-  for number, task in sample_tasks(tasks):
+  for number, task in identity.sample_tasks(tasks):
     if not isinstance(task, types.Task):
       raise ValueError(
         f'{name}[{number}] is {task!r:.100}; it must be a types.Task, such as '
@@ -298,7 +298,7 @@ def select_fitting_tasks(
   least = len(chat.encode_prompt([{'role': 'user', 'content': ''}], schemas))
   long: dict[int, int] = {}  # The number of each task that does not fit -> its tokens.
   checked = 0
-  for number, task in sample_tasks(tasks):
+  for number, task in identity.sample_tasks(tasks):
     checked += 1
     try:
       for message in task.messages:
@@ -358,14 +358,6 @@ def check_prompts(
 
 def _schemas(env: env_lib.Env) -> list[dict[str, Any]]:
   return [tool.schema for tool in getattr(env, 'tools', ())]
-
-
-def sample_tasks(tasks: Sequence[types.Task]) -> Iterator[tuple[int, types.Task]]:
-  """Yields (index, task): all of a list; else only some, since they may be on a disk."""
-  if isinstance(tasks, list | tuple):
-    yield from enumerate(tasks)
-  else:
-    yield from ((i, tasks[i]) for i in identity.spread_indices(len(tasks)))
 
 
 def _bound_tokens(message: types.Message) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 from agent_r1_jax import config as config_lib
@@ -77,14 +78,19 @@ def open_run(
   are those of `loop.run`. As many errors as possible are raised before the workdir is
   made.
   """
-  config = sizes.resolve(config, algorithm, workdir)
-  mesh = setup.make_mesh(config.mesh)
-  model, params, chat = setup.load(config.model, config.chat, mesh, config.model.frozen)
-  engine = setup.make_engine(config, model, params, mesh, guides)
   with preflight.open_environment(make_env, config.limits) as env:
-    task_times.check(env, {**evals, 'tasks': tasks}, config.limits)
+    sets = {**evals, 'tasks': tasks}
+    task_times.check(env, sets, config.limits)
+    describe = functools.partial(
+      identity.describe_run, algorithm, env, privileged=privileged, guides=guides
+    )
+    identity.check_hosts(config, describe(tasks), sets)
+    config = sizes.resolve(config, algorithm, workdir)
+    mesh = setup.make_mesh(config.mesh)
+    model, params, chat = setup.load(config.model, config.chat, mesh, config.model.frozen)
+    engine = setup.make_engine(config, model, params, mesh, guides)
     tasks, lines = preflight.check_prompts(chat, env, tasks, evals, config)
-    made_of = identity.describe_run(algorithm, env, tasks, privileged, guides)
+    made_of = describe(tasks)
     training, evaluation = (
       evaluate.make_decoding(sampling, engine, chat, env)._replace(guides=guides)
       for sampling in (config.sampling, config.evaluation)

@@ -12,7 +12,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.host import checkpoint, disk, processes
+from agent_r1_jax.host import checkpoint, disk, processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import lora, peft_files, weights
 from agent_r1_jax.rl import value_targets
@@ -83,9 +83,9 @@ def check_config(
   Raises:
     ValueError: They differ in a field that a resumed run may not change.
   """
-  may_change = ('schedule.steps', 'sinks', 'profile')
-  fields = dataclasses.asdict(config)
-  workdir_lib.check_config(workdir, fields, may_change=may_change, write=write)
+  named = dataclasses.asdict(config) | {'devices': runtime.describe_devices()}
+  may_change = [*config_lib.MAY_CHANGE, 'devices']
+  workdir_lib.check_config(workdir, named, may_change=may_change, write=write)
 
 
 class RunFiles:
@@ -155,6 +155,7 @@ class RunFiles:
     Raises:
       ValueError: The run had checkpoints, and none is there that can be read.
     """
+    processes.check_same({'the steps in checkpoints/': self.checkpoints.steps})
     if restored := self.checkpoints.restore(
       like=train_state.checkpoint_arrays(update_config)
     ):

@@ -1,11 +1,13 @@
 """Chooses sizes that are 0, and what is recomputed, so that a run fits the memory.
 
 `resolve` does so before anything is loaded: it takes the fastest sizes, and halves them
-until what footprint.py counts and compiles fits. A run that is resumed takes the sizes
-that it began with from its config.json.
+until what footprint.py counts and compiles fits. A run that is resumed on the devices
+that it began on keeps the sizes in its config.json while they fit. Elsewhere they are
+chosen again, except engine.slots, which says how long an episode may be.
 """
 
 from collections.abc import Iterator, Sequence
+import contextlib
 import dataclasses
 import json
 import math
@@ -76,8 +78,7 @@ def resolve(
   Args:
     config: The run's configuration; sizes of 0 are chosen.
     algorithm: The run's algorithm; None if the policy only plays.
-    workdir: The run's directory; if the run is resumed, sizes that are 0 are those that
-      it began with.
+    workdir: The run's directory; a run that is resumed may keep its sizes.
     seconds: How long programs are compiled to choose sizes; a compilation that has begun
       is finished. What is asked for later is scaled from what was compiled, or if nothing
       was, left out; the line names it.
@@ -90,17 +91,23 @@ def resolve(
   runtime.initialize()
   machine = machine or find_machine(config.mesh)
   models = read_models(config.model, algorithm)
-  recorded = load_recorded(config, workdir) if workdir is not None else config
-  reused = [n for n in _NAMES if fields.get(config, n) != fields.get(recorded, n)]
   # Raises where the chips make no such mesh.
   initial_state.make_mesh(config.mesh, machine.absent)
-  footprint = footprint_lib.Footprint(recorded, models, machine, seconds)
-  config = choose(recorded, footprint)
-  _check_split(config, machine)
-  line = check(config, footprint, reused)
+  footprint = footprint_lib.Footprint(config, models, machine, seconds)
+  candidates = [config] if workdir is None else load_recorded(config, workdir)
+  for given in candidates:
+    reused = [n for n in _NAMES if fields.get(config, n) != fields.get(given, n)]
+    try:
+      chosen = choose(given, footprint)
+      _check_split(chosen, machine)
+      line = check(chosen, footprint, reused)
+      break
+    except ValueError:
+      if given is candidates[-1]:
+        raise
   if processes.is_first():
     print(line, file=sys.stderr)
-  return config
+  return chosen
 
 
 def find_machine(config: config_lib.Mesh) -> Machine:
@@ -126,17 +133,26 @@ def find_machine(config: config_lib.Mesh) -> Machine:
 
 def load_recorded(
   config: config_lib.Config, workdir: str | os.PathLike
-) -> config_lib.Config:
-  """Returns `config` with sizes of 0 replaced by those of the run in this workdir."""
-  try:
+) -> list[config_lib.Config]:
+  """Returns `config` with sizes of 0 replaced by those of the run in this workdir.
+
+  The first has all of them, if the run began on such devices as these. In the last one
+  only engine.slots is replaced: it bounds episodes, the others only cost time.
+  """
+  recorded = {}
+  with contextlib.suppress(OSError, ValueError, RecursionError):
+    # Without the file there is no run yet; if it is damaged, run_files says so.
     text = pathlib.Path(workdir, 'config.json').read_text()
     recorded = workdir_lib.flatten_fields(json.loads(text))
-  except (OSError, ValueError, RecursionError):
-    return config  # No run yet; or run_files will raise an error that names the file.
   sound = lambda x: isinstance(x, str) or (type(x) is int and x > 0)
   missing = [name for name in _NAMES if not fields.get(config, name)]
   known = {name: recorded[name] for name in missing if sound(recorded.get(name))}
-  return fields.replace(config, known)
+  devices = runtime.describe_devices()
+  same = recorded.get('devices', devices) == devices
+  # The first process may see another file.
+  known, same = processes.gather([known, same])[0]
+  slots = {name: size for name, size in known.items() if name == 'engine.slots'}
+  return [fields.replace(config, sizes) for sizes in ([known] if same else []) + [slots]]
 
 
 def choose(
@@ -187,7 +203,7 @@ def _candidates(
           if machine.platform == 'cpu' and not (batch.row_tokens or batch.microbatch):
             # Attention reads only what is seen, so that a long row costs no more than
             # short ones; fewer trees are cut, and less of it is padding.
-            row_tokens = slots * (microbatch // groups)
+            row_tokens = filled.batch.row_tokens * (microbatch // groups)
             chosen |= {'batch.microbatch': groups, 'batch.row_tokens': row_tokens}
           yield fields.replace(filled, chosen)
 
@@ -221,7 +237,8 @@ def _fill(
     bucket=sizes.bucket or min(slots, bucket),
     replicas=sizes.replicas or replicas,
   )
-  batch = dataclasses.replace(config.batch, row_tokens=config.batch.row_tokens or slots)
+  row_tokens = config.batch.row_tokens or _round_up(slots, config.mesh.context)
+  batch = dataclasses.replace(config.batch, row_tokens=row_tokens)
   return dataclasses.replace(config, engine=engine, batch=batch)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.train import preflight
+from agent_r1_jax.train import identity
 
 
 def check(
@@ -25,7 +25,7 @@ def check(
   if not hasattr(env, 'least_limits'):
     return
   for name, tasks in sets.items():
-    for number, task in preflight.sample_tasks(tasks):
+    for number, task in identity.sample_tasks(tasks):
       for field, least in env.least_limits(task).items():
         if getattr(limits, field) < least:
           raise ValueError(
