@@ -139,6 +139,20 @@ _optimized = functools.partial(
 )
 
 
+@pytest.mark.parametrize('tokens', [1, 16, 40])
+def test_a_block_is_the_body_of_a_loop_that_xla_cannot_know(tokens):
+  """Else it would compile few tokens into what is around them, as other products."""
+  double = lambda x_UD: x_UD @ jnp.ones((8, 8))
+  lowered = _optimized(lambda x: batch_invariant._by_blocks(double, x + 1) * 3).lower(
+    jax.ShapeDtypeStruct((tokens, 8), 'float32')
+  )
+  text = lowered.compile().as_text()
+  assert ' while(' in text and 'known_trip_count' not in text
+  assert 'dynamic-slice' in text and 'dynamic-update-slice' in text
+  # XLA drops its barriers at last: around the loop's number, and around the block.
+  assert lowered.as_text().count('optimization_barrier') == 3
+
+
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_optimized_programs_score_few_tokens_and_many_alike(dtype):
   """XLA's optimizations, which most tests do without, are what moves bits."""
@@ -199,5 +213,8 @@ def test_what_is_not_known_to_have_equal_bits_is_refused():
   }.items():
     with pytest.raises(ValueError, match=re.escape(what)):
       tiny.engine(params, shape=shape, **options)
+  sees = _config(family='qwen2_5_vl')
+  with pytest.raises(ValueError, match='not known with pictures, only on'):
+    batch_invariant.check(sees, params)
   with pytest.raises(ValueError, match=r'on 2 chips and with LoRA adapters'):
     batch_invariant.check(shape, {'layers': {'lora_a': 0}}, chips=2)

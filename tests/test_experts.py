@@ -162,3 +162,9 @@ def test_a_gradient_has_the_balance_of_its_micro_batch():
   # 12 tokens with two experts each: 3 of each expert's on average.
   assert 1 <= busiest <= 4 and busiest * 6 == pytest.approx(round(float(busiest) * 6))
   assert 0 <= found.sums['expert_idle'] / weight < 1
+  # Of several micro-batches it is the mean by their weights.
+  (batch,) = batches
+  heavy = batch._replace(weights=batch.weights * 3)
+  more = learner.forward_backward(tiny.params(config), [batch, heavy], **options)
+  for name in ('expert_max_load', 'expert_idle'):
+    np.testing.assert_allclose(more.sums[name], 4 * found.sums[name], rtol=1e-5)

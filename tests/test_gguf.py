@@ -252,3 +252,14 @@ def test_a_directory_with_safetensors_is_read_from_them(tmp_path):
   model = gguf_maker.make_model(tmp_path / 'model', width=32)
   (model / 'other.gguf').write_text('not read')
   assert weights.load(model)[0].embed_dim == 32
+
+
+def test_a_fraction_of_a_head_turns_as_many_numbers_as_the_file_says():
+  """Also where turned / width x width is below it, as for 30 of 44."""
+  family, found = families.FAMILIES['phi3'], {}
+  for width in range(2, 258, 2):
+    for turned in range(2, width + 1, 2):
+      facts = {'rope.dimension_count': turned}
+      rope = gguf_metadata._find_rotations(facts, family, width, None)
+      found[width, turned] = int(width * rope['partial_rotary_factor'])
+  assert [pair for pair, count in found.items() if count != pair[1]] == []

@@ -183,9 +183,11 @@ def test_unknown_numbers_are_refused():
 
 
 @pytest.mark.parametrize(
-  ('family', 'tensor', 'heads'), [('qwen2', 1, 2), ('qwen3', 2, 1)]
+  ('family', 'tensor', 'heads'),
+  [('qwen2', 1, 2), ('qwen3', 2, 1), ('qwen3', 4, 2), ('qwen3', 3, 2)],
 )
 def test_the_cache_is_counted_in_bytes(family, tensor, heads):
+  """Two heads are split over the chips that they can be split over."""
   shape = dataclasses.replace(tiny.config(family, 3), dtype='bfloat16')
   count = lambda numbers: footprint._count_cache(
     tiny.run_config(rows=4, slots=32, tensor=tensor, cache=numbers), shape

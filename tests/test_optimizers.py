@@ -140,6 +140,20 @@ def test_eight_bits_follow_adam():
   assert abs(np.median(ratio) - 1) < 0.1 and ratio.min() > 0.4 and ratio.max() < 2.5
 
 
+def test_eight_bits_round_no_second_moment_to_0():
+  """A parameter whose gradient is small beside its row's would step without a bound."""
+  gradient = np.concatenate([[1.0], np.logspace(-12, -1, 255)]).astype(np.float32)
+  optimizer = optimizers.scale_by_adam8()
+  state = optimizer.init({'kernel': jnp.zeros((2, 256))})
+  grads = {'kernel': jnp.stack([jnp.asarray(gradient), jnp.zeros(256)])}
+  steps, state = jax.jit(optimizer.update)(grads, state)
+  codes = np.asarray(state.root_nu.codes['kernel'], np.float32)
+  assert (codes[0] >= 2.0**-9).all() and not codes[1].any()
+  # Adam's second step of an equal gradient is 1, less where the moment was raised.
+  steps, _ = jax.jit(optimizer.update)(grads, state)
+  assert np.abs(steps['kernel']).max() < 1.3
+
+
 def _newton_schulz(g):
   """Muon's direction of a matrix, by its authors' listing in float64."""
   x = g / np.linalg.norm(g)

@@ -228,6 +228,41 @@ class TestPlace:
     assert rows.assign(_generation(_text((0, 12)), 1), 0).cached == 11
 
 
+class TestRewind:
+  """Rows of 64 slots whose layers slide: a text may go on 8 tokens before the last."""
+
+  def _go_back(self, rows, row, tokens, number):
+    row.generation = None
+    text = request_lib.Text(None, row.text.tokens[:tokens])
+    row.text.close()
+    assert rows.assign(_generation(text, number), 0) is row
+    return row
+
+  @pytest.mark.parametrize('tokens, kept', [(18, 17), (17, 16), (16, 0), (1, 0)])
+  def test_a_text_goes_on_where_the_window_is_still_there(self, tokens, kept):
+    rows = rows_lib.Rows(1, _S, max_rewind=8)
+    row = rows.assign(_generation(_text((0, 20)), 0), 0)
+    row.prefill(19)
+    row.note_write(_DECODE)
+    assert (row.cached, row.written) == (19, 24)
+    self._go_back(rows, row, tokens, 1)
+    # From 16 on: 24 slots were written, and the last 8 are not needed.
+    assert (row.cached, row.written) == (kept, 24 if kept else 0)
+    row.prefill(len(row.missing))
+    assert row.prefilled and row.written == (24 if kept else tokens - 1)
+
+  def test_what_was_written_counts_however_often_it_goes_back(self):
+    rows = rows_lib.Rows(1, _S, max_rewind=8)
+    row = rows.assign(_generation(_text((0, 20)), 0), 0)
+    row.prefill(19)
+    row.note_write(_DECODE)
+    row = self._go_back(rows, row, 18, 1)
+    row.note_write(1)  # Less than the text before it: this is still there.
+    assert row.written == 24
+    assert self._go_back(rows, row, 17, 2).cached == 16
+    assert self._go_back(rows, row, 16, 3).cached == 0
+
+
 class TestFindSources:
   def _placed(self, *texts, version=0):
     rows = rows_lib.Rows(_B, _S)

@@ -237,6 +237,21 @@ class TestCount:
     assert peak(sync_every=2) - peak() == pytest.approx(parameters, rel=0.01)
     assert peak(chips=8) < peak() - 3 * parameters
 
+  @pytest.mark.parametrize('eval_every', [0, 5])
+  @pytest.mark.parametrize('ahead, samplers', [(0, 0), (1, 0), (1, 1)])
+  def test_rollouts_that_are_played_ahead_need_memory(self, ahead, samplers, eval_every):
+    """Of their sampling beside an update, and of a policy beside an evaluation's."""
+    given = {'ahead': ahead, 'samplers': samplers, 'eval_every': eval_every}
+    config = tiny.run_config(rows=16, slots=1024, **given)
+    models = footprint.Models(_shape(), _GRPO)
+    counted = footprint.Footprint(config, models, _gpu(chips=2))
+    phases = counted.list_phases(config, {'sampling': 7.0})
+    beside = 7.0 if ahead and not samplers else None
+    for name in ('gradient', 'update'):
+      assert phases[name].get('temporaries of sampling') == beside
+    copy = counted.parts['copy'] if ahead and eval_every else None
+    assert phases['rollout'].get("evaluation's copy of the policy") == copy
+
   def test_the_tables_of_the_document_are_what_is_counted(self):
     """Qwen2.5-3B on one GPU of 80 GB, in docs/memory.md."""
     text = pathlib.Path(__file__).parents[1].joinpath('docs', 'memory.md').read_text()

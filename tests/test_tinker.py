@@ -322,6 +322,48 @@ def test_samples(asked):
   assert np.isnan(part).tolist() == [True] * 6 + [False] * 2
 
 
+def test_a_state_ends_at_its_time_and_what_is_replaced_leaves_the_disk(asked, workdir):
+  run = Run(asked)
+  saved = states.States(workdir, 'tiny', TINY)
+  data = saved.directory / run.id / '.data'
+  paths = [run.post('save_weights', path=n, ttl_seconds=9999)['path'] for n in 'ab']
+  first = {folder.name for folder in data.iterdir()}
+  again = run.post('save_weights', path='a', ttl_seconds=9999, overwrite=True)
+  assert again['path'] == paths[0]
+  folders = {folder.name for folder in data.iterdir()}
+  assert len(first) == len(folders) == 2 and len(first & folders) == 1
+  # Time passes for one of them.
+  file = saved.directory / run.id / 'weights' / 'a' / 'state.json'
+  record = json.loads(file.read_text())
+  file.write_text(json.dumps(record | {'expires_at': '2020-01-01T00:00:00+00:00'}))
+  with pytest.raises(http.RefusedError, match='no state'):
+    saved.describe(paths[0])
+  assert [x['tinker_path'] for x in saved.describe_all(run.id)] == paths[1:]
+  assert {folder.name for folder in data.iterdir()} == first & folders
+  assert saved.describe(paths[1])['expires_at'] > '2026'
+
+
+def test_the_longest_datum_fills_a_row_with_its_target():
+  make = lambda n: data_lib.make_datum(
+    *(np.zeros(n, np.int32), {'target_tokens': np.ma.zeros(n, np.int32)})
+  )
+  data_lib.check([make(ROW - 1)], TINY.vocab_size, ROW)
+  with pytest.raises(ValueError, match=f'{ROW} tokens, and there is room for {ROW - 1}'):
+    data_lib.check([make(ROW)], TINY.vocab_size, ROW)
+
+
+def test_gspo_counts_a_token_that_was_certain():
+  """Its log-prob is 0, as that of a prompt's token, which has no advantage."""
+  old = np.array([[0.0, 0.0, -1.0]])
+  lp, a = np.array([[-3.0, -0.4, -0.8]]), np.array([[0.0, 1.0, 1.0]])
+  batch = dict.fromkeys(types.Batch._fields) | {'old_logprobs': old, 'advantages': a}
+  batch |= {'weights': np.ones((1, 3)), 'segment_ids': np.ones((1, 3), int)}
+  stats = jax.tree.map(jnp.asarray, (losses.TokenStats(lp, lp), types.Batch(**batch)))
+  wide = {'clip_low_threshold': 0.1, 'clip_high_threshold': 9.0}
+  found, _ = losses_lib.Losses().find('gspo', wide).surrogate(*stats)
+  np.testing.assert_allclose(found[0, 1:], -np.exp((-0.4 + 0.2) / 2), rtol=1e-5)
+
+
 def test_a_state_goes_on_bit_for_bit(asked, workdir):
   run = Run(asked, train_mlp=False)
   for _ in range(2):

@@ -1,0 +1,31 @@
+"""agent/control_tokens.py: names of control tokens, some of which begin others."""
+
+import itertools
+
+import pytest
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import control_tokens
+
+_IDS = {'<|end|>': 100, '<|end|><|end|>': 101, '<think>': 102, '<think>\n': 103}
+
+
+def _encode(text):
+  return [ord(c) for c in text]
+
+
+@pytest.mark.parametrize('order', list(itertools.permutations(_IDS))[::5])
+def test_the_longer_of_two_tokens_is_meant(order):
+  tokens = control_tokens.ControlTokens({name: _IDS[name] for name in order}, _encode)
+  text = 'a<|end|><|end|><|end|>b<think>\n<think>c'
+  ids = [97, 101, 100, 98, 103, 102, 99]
+  assert tokens.encode(text, 'mark').tolist() == ids
+  hidden = tokens.hide(text, 'mark')
+  assert hidden == 'amark101zmark100zbmark103zmark102zc'
+  assert tokens.encode(hidden, 'mark').tolist() == _encode(text)
+  tokens.never_sample('<think>', '<think>\n')
+  assert tokens.hide_unsampled(text, 'mark') == text.replace(
+    '<think>\n', 'mark103z', 1
+  ).replace('<think>', 'mark102z')
+  decode = lambda ids: ''.join(tokens.names.get(i) or chr(i) for i in ids)
+  assert tokens.mark_sampled(ids, decode) == types.ControlText(text)
