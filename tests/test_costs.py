@@ -2,13 +2,15 @@
 
 import dataclasses
 
+from flax import traverse_util
 import jax
 import numpy as np
 import plain
 import pytest
+import tiny
 
 from agent_r1_jax import types
-from agent_r1_jax.models import costs, decoder, lora
+from agent_r1_jax.models import costs, decoder, families, lora, quantization
 from agent_r1_jax.rl import packing
 from agent_r1_jax.rl import table as table_lib
 from experiments import published
@@ -21,16 +23,45 @@ def _shapes(config: decoder.DecoderConfig):
 
 # The parameters of the checkpoints, less a table of embeddings that is only looked up.
 @pytest.mark.parametrize(
-  ('name', 'expected'),
+  ('name', 'parameters'),
   [
     ('qwen2.5-0.5b', 494_032_768),
     ('qwen2.5-3b', 3_085_938_688),
     ('qwen2.5-7b', 7_615_616_512 - 152_064 * 3584),
   ],
 )
-def test_parameters_are_those_of_the_published_models(name, expected):
+def test_kernels_are_those_of_the_published_models(name, parameters):
+  """Without norms and biases, by which no matrix is multiplied."""
   config = published.read_shape(name)
-  assert costs.count_parameters(_shapes(config), config).taken == expected
+  biases = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+  others = config.num_layers * (2 * config.embed_dim + biases) + config.embed_dim
+  assert costs.count_parameters(_shapes(config), config).taken == parameters - others
+
+
+@pytest.mark.parametrize('family', families.FAMILIES)
+def test_only_products_count(family):
+  """Neither norms and biases nor the scales of 8 bits and of adapters."""
+  config = tiny.config(family)
+  params = {k: v for k, v in tiny.params(config).items() if k != 'vision'}
+  size = costs.count_parameters(params, config)
+  flat = traverse_util.flatten_dict(params)
+  named = {path[-1] for path in flat}
+  assert named >= {'scale', 'kernel'} and named <= {
+    'embedding',
+    'scale',
+    'kernel',
+    'bias',
+  }
+  few = {path: x for path, x in flat.items() if path[-1] not in ('scale', 'bias')}
+  kernels = sum(x.size for path, x in few.items() if path[-1] == 'kernel')
+  assert kernels == size.layers + size.head + size.experts
+  assert costs.count_parameters(traverse_util.unflatten_dict(few), config) == size
+  adapted = lora.add(params, 2, ('q', 'o'), 1.0, jax.random.key(0))
+  more = costs.count_parameters(adapted, config)
+  assert more.layers > size.layers and more._replace(layers=size.layers) == size
+  if not size.experts:
+    rounded = quantization.freeze(adapted, config, 'int8')
+    assert costs.count_parameters(rounded, config) == more
 
 
 def test_of_experts_those_of_a_token_count():
@@ -92,15 +123,16 @@ def test_a_gradient_counts_each_token_that_is_computed(trees):
   count = lambda params, **options: costs.count_gradient(params, config, batch, **options)
 
   head = config.vocab_size * config.embed_dim
-  layers = sum(x.size for x in jax.tree.leaves(params['layers'])) + config.embed_dim
+  flat = traverse_util.flatten_dict(params['layers'])
+  layers = sum(x.size for path, x in flat.items() if path[-1] == 'kernel')
   pairs = 4 * config.num_layers * config.num_heads * config.head_dim * seen
   assert count(params) == 6 * (layers * tokens + head * wanted) + 3 * pairs
   assert count(params, has_logits=False) == 6 * layers * tokens + 3 * pairs
   adapted = lora.add(params, 2, ('q',), 1.0, jax.random.key(0))
-  more = sum(x.size for x in jax.tree.leaves(lora.split(adapted)[0]))
+  learned = traverse_util.flatten_dict(lora.split(adapted)[0])
+  more = sum(x.size for path, x in learned.items() if path[-1] != 'lora_scale')
   products = (layers + more) * tokens + head * wanted
-  # The scale of the adapters is a number of its own, in each layer.
-  assert count(adapted) == pytest.approx(4 * products + 3 * pairs, rel=1e-3)
+  assert count(adapted) == 4 * products + 3 * pairs
 
 
 def test_a_chip_is_known_by_how_its_name_begins():

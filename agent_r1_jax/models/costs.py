@@ -1,9 +1,10 @@
 """Counts the operations that a model needs; MFU is their share of what a chip can do.
 
 A multiplication is one operation, an addition another: a product of [M, K] and [K, N] has
-2 M K N. As in PaLM (arXiv 2204.02311, appendix B), products with parameters and those of
-attention count, each once, so that what is computed again does not. Of experts those
-count that a token takes. The tower that reads pictures does not count.
+2 M K N. As in PaLM (arXiv 2204.02311, appendix B), products with kernels and those of
+attention count, each once, so that what is computed again does not. Nothing else counts:
+no norm, bias, scale, rotation or softmax. Of experts those count that a token takes. The
+tower that reads pictures does not count.
 """
 
 from typing import Any, NamedTuple
@@ -33,6 +34,9 @@ PEAKS = {
   'NVIDIA B200': 2250e12,
 }
 
+# The names of the matrices among parameters.
+_MATRICES = ('kernel', 'lora_a', 'lora_b')
+
 
 def find_peak(device_kind: str) -> float | None:
   """Returns the most operations a second of a chip, or None if it is not known."""
@@ -41,10 +45,10 @@ def find_peak(device_kind: str) -> float | None:
 
 
 class Parameters(NamedTuple):
-  """How many parameters a model has.
+  """How many parameters a model has that activations are multiplied with as matrices.
 
   Attributes:
-    layers: Those that each token passes, norms included, without the head's.
+    layers: Those that each token passes, adapters included, without the head's.
     head: Those of the kernel that makes the logits.
     experts: Those of all experts together.
     share: The part of the experts that computes one token.
@@ -62,8 +66,9 @@ class Parameters(NamedTuple):
 
 
 def count_parameters(params: Any, config: DecoderConfig) -> Parameters:
-  """Counts parameters, or their shapes, stacked as those of a learner."""
-  size = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
+  """Counts the kernels in parameters, or in their shapes, stacked as a learner's."""
+  leaves = jax.tree_util.tree_leaves_with_path
+  size = lambda tree: sum(x.size for at, x in leaves(tree) if at[-1].key in _MATRICES)
   rest = {k: v for k, v in params.items() if k not in ('embed', 'lm_head', 'vision')}
   # The router is no expert.
   moe = rest['layers'].get('moe', {})
