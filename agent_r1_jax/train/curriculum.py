@@ -9,7 +9,6 @@ import collections
 from collections.abc import Sequence
 import copy
 import dataclasses
-import functools
 from typing import Any
 import warnings
 
@@ -79,13 +78,11 @@ class TaskStream:
     in place of their tasks that are gone, with a warning.
     """
     pending = self.draws.pending
-    if self._started == len(pending):
-      indices = self._draw(n)
-    else:
-      indices = [self._find(*task) for task in pending.pop(self._started)]
+    drawn = pending[self._started :][:1]
+    indices = [self._find(*task) for task in drawn[0]] if drawn else self._draw(n)
     tasks = [self._tasks[i] for i in indices]
     named = [(i, task.id) for i, task in zip(indices, tasks, strict=True)]
-    pending.insert(self._started, named)
+    pending[self._started : self._started + 1] = [named]
     self._started += 1
     return tasks
 
@@ -111,18 +108,14 @@ class TaskStream:
 
   def _find(self, index: int, name: str) -> int:
     """Returns the index of a task that was drawn by a run before this one."""
-    if index < len(self._tasks) and self._tasks[index].id == name:
-      return index  # Other tasks may have the same id.
-    if name in self._indices:
-      return self._indices[name]
+    # Most often it is still there; and other tasks may have the same id.
+    for i in (index, *range(len(self._tasks))):
+      if i < len(self._tasks) and self._tasks[i].id == name:
+        return i
     warnings.warn(
       f'task {name!r} of a rollout under way is gone; another is drawn', stacklevel=2
     )
     return self._draw(1)[0]
-
-  @functools.cached_property
-  def _indices(self) -> dict[str, int]:
-    return {self._tasks[i].id: i for i in range(len(self._tasks))}
 
   def _draw(self, n: int) -> list[int]:
     """Returns the indices of n tasks."""

@@ -167,32 +167,22 @@ def tasks_digest(sets: Mapping[str, Sequence[types.Task]]) -> str:
 def check_hosts(
   config: Any, made_of: Mapping[str, Any], sets: Mapping[str, Sequence[types.Task]]
 ) -> None:
-  """Checks that all processes of a run were started with the same things.
+  """Raises ValueError in all processes of a run if one was started with other things.
 
-  Args:
-    config: The configuration that was given, a dataclass.
-    made_of: What `describe_run` returns.
-    sets: The tasks, by the name of their set.
-
-  Raises:
-    ValueError: In all processes; it names the fields, and the processes' values.
+  It names the processes and the fields of `config`, a dataclass, or of `made_of`
+  (`describe_run`). `sets` has the tasks by the name of their set.
   """
   if jax.process_count() == 1:
     return
-  names = ('enable_x64', 'default_matmul_precision', 'default_prng_impl')
   package = pathlib.Path(__file__).parents[1]
   code = {str(p.relative_to(package)): p.read_text() for p in package.rglob('*.py')}
+  python = sys.version.split()[0]
   shared = {
     'config': dataclasses.asdict(config),
     'sets': {
-      n: tasks_digest({n: [t for _, t in sample_tasks(s)]}) for n, s in sets.items()
+      n: tasks_digest({n: [*dict(sample_tasks(s)).values()]}) for n, s in sets.items()
     },
-    'versions': {
-      'python': sys.version.split()[0],
-      'jax': jax.__version__,
-      _PACKAGE: digest(code),
-    },
-    'jax': {name: str(getattr(jax.config, f'jax_{name}')) for name in names},
+    'versions': {_PACKAGE: digest(code), 'jax': jax.__version__, 'python': python},
   }
   processes.check_same(workdir_lib.flatten_fields({**made_of, **shared}))
 

@@ -45,6 +45,7 @@ def reserve(
   # The lock asks JAX for the number of this process, and so starts JAX's threads:
   # malloc is to be set before the first one.
   runtime.initialize()
+  identity.check_hosts(config, {'algorithm': identity.describe(algorithm)}, {})
   with run_files.lock(workdir):
     run_files.check_config(sizes.resolve(config, algorithm, workdir), workdir)
     yield
@@ -136,14 +137,13 @@ def _report_too_long(
 
 def _describe(config: config_lib.Config, methods, guides) -> dict[str, dict[str, Any]]:
   """Describes each method; raises ValueError if the processes were given others."""
-  made_of, all_sets = {}, {}
+  made_of = {}
   for method, (sets, make_env) in methods.items():
     tasks = [task for tasks in sets.values() for task in tasks]
     with preflight.open_environment(make_env, config.limits) as env:
       made_of[method] = identity.describe_run(None, env, tasks, guides=guides)
     made_of[method]['sets'] = identity.tasks_digest(sets)
-    all_sets |= {f'{method}/{name}': tasks for name, tasks in sets.items()}
-  identity.check_hosts(config, made_of, all_sets)
+  identity.check_hosts(config, made_of, {})
   return made_of
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import functools
 from typing import Any
 
 from agent_r1_jax import config as config_lib
@@ -81,16 +80,13 @@ def open_run(
   with preflight.open_environment(make_env, config.limits) as env:
     sets = {**evals, 'tasks': tasks}
     task_times.check(env, sets, config.limits)
-    describe = functools.partial(
-      identity.describe_run, algorithm, env, privileged=privileged, guides=guides
-    )
-    identity.check_hosts(config, describe(tasks), sets)
+    made_of = identity.describe_run(algorithm, env, tasks, privileged, guides)
+    identity.check_hosts(config, made_of, sets)
     config = sizes.resolve(config, algorithm, workdir)
     mesh = setup.make_mesh(config.mesh)
     model, params, chat = setup.load(config.model, config.chat, mesh, config.model.frozen)
     engine = setup.make_engine(config, model, params, mesh, guides)
     tasks, lines = preflight.check_prompts(chat, env, tasks, evals, config)
-    made_of = describe(tasks)
     training, evaluation = (
       evaluate.make_decoding(sampling, engine, chat, env)._replace(guides=guides)
       for sampling in (config.sampling, config.evaluation)
