@@ -1,6 +1,7 @@
 """Mathematics: the layouts of GSM8K and MATH, grading, and a run on the real rows."""
 
 import json
+import re
 import sys
 
 import graders
@@ -45,7 +46,7 @@ def test_rows_without_an_answer_are_left_out_with_a_warning(tmp_path):
 
 def test_zero_is_an_answer(tmp_path):
   (task,) = mathematics.load(_write(tmp_path / 'a.jsonl', MATH | {'answer': 0}))
-  assert str(task.answer) == '0'
+  assert task.answer == '0'
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,12 @@ def test_nothing_that_the_agent_sees_tells_the_answer(tmp_path, prompt):
     ('the answer is 4', None),
     ('\\boxed{}', None),
     ('\\boxed{ 4', None),
+    ('$\\boxed 9$.', '9'),
+    ('$x = \\boxed \\frac{1}{2}$ or so', '\\frac{1}{2}'),
+    ('\\boxed 9 is it', '9'),
+    ('\\boxed {9}', '9'),
+    ('\\boxed{\\left\\{ 1, 2 \\right.}', '\\left\\{ 1, 2 \\right.'),
+    ('\\boxedanswer{9}', None),
     ('', None),
   ],
 )
@@ -87,24 +94,49 @@ def test_the_last_box_is_the_answer(text, answer):
   assert mathematics.find_boxed(text) == answer
 
 
-@pytest.mark.parametrize(
-  'answer, golden, equal',
-  [
-    ('1/2', '\\frac{1}{2}', True),
-    ('0.5', '\\frac12', True),
-    ('1,000', '1000', True),
-    ('3.0', '3', True),
-    ('\\sqrt{8}', '2\\sqrt{2}', True),
-    ('x=3', '3', True),
-    ('(2,1)', '(1,2)', False),
-    ('1001', '1000', False),
-    ('-3', '3', False),
-    ('yes', '3', False),
-    ('', '3', False),
-  ],
-)
-def test_answers_that_mean_the_same_are_equal(answer, golden, equal):
-  assert mathematics.is_equal(answer, golden) == equal
+SAME = [
+  *(('1/2', r'\frac{1}{2}'), ('0.5', r'\frac12'), ('1,000', '1000'), ('3.0', '3')),
+  *((r'\sqrt{8}', r'2\sqrt{2}'), ('x=3', '3'), ('5.', '5'), ('5,', '5'), ('5;', '5')),
+  *(('(1, 2).', '(1,2)'), ('5', '5.'), (r'\(\frac{1}{2}.\)', '0.5'), ('5.$', '5')),
+  *((r'2 \text{ euros}.', r'2 \text{ euros}'), (r'\text{3,285}', '3285')),
+  *((r'\mathrm{7.}', '7'), (r'1\,234', '1234'), ('1 234 567', '1,234,567')),
+  *((r'10\ 000', '10000'), ('1{,}234', '1234'), (r'\text{(E)},', r'\text{(E)}')),
+  *((r'0.\overline{3}', '1/3'), (r'-0.1\overline{6}', '-1/6'), ('0.(12)', '4/33')),
+  *((r'1.\dot3', '4/3'), ('1e3', '1000'), ('12e-3', '0.012'), ('72°', '72')),
+  *(('72', r'72^\circ'), ('−3', '-3'), ('2π', r'2\pi'), ('√2', r'\sqrt{2}')),
+  *(('1.6×10^-19', r'1.6\times10^{-19}'), ('1.60e-19', r'1.6 \cdot 10^{-19}')),
+  *((r'\sqrt{3+2\sqrt2}', r'1+\sqrt2'), (r'\sin^2 1+\cos^2 1', '1')),
+  *(('0.333333', '1/3'), (r'50\%', '50'), (r'50\%', '0.5'), ('43_5', '43_5.')),
+  *((r'A5_{11}', '\\mathrm{A5}_{11}'), ('203', '203_7'), (r'x^2+1', '1+x^2')),
+]
+DIFFERENT = [
+  *(('(2,1)', '(1,2)'), ('1001', '1000'), ('-3', '3'), ('yes', '3'), ('', '3')),
+  *(('2^{-98}', '2^{-99}'), ('1/2004!', '1/2006!'), ('10^{-20}', '0')),
+  *((r'1.6\times10^{-19}', r'9.1\times10^{-31}'), ('1e-7', '2e-7')),
+  *(
+    ('2516_8', '2516_9'),
+    (r'\text{A5}_{11}', 'A6_{11}'),
+    (r'\text{A5}_{11}', r'\text{A5}_{12}'),
+  ),
+  *((r'(1,10^{-20})', '(1,10^{-21})'), (r'x=10^{-20}', 'x=10^{-21}')),
+  *(('x+2^{-98}', 'x+2^{-99}'), ('1.5e-20x', '2.5e-20x'), ('2^{100}', '2^{100}+1')),
+  *((r'\{10^{-20}\}', r'\{10^{-21}\}'), ('0.33', '1/3'), ('1, 200', '1200')),
+  *(('[10^{-20},1]', '[10^{-21},1]'), (r'e^{-50}', 'e^{-51}'), ('3.14', r'\pi')),
+  (
+    r'\begin{pmatrix}10^{-20}\\1\end{pmatrix}',
+    r'\begin{pmatrix}10^{-21}\\1\end{pmatrix}',
+  ),
+]
+
+
+@pytest.mark.parametrize('answer, golden', SAME)
+def test_answers_that_mean_the_same_are_equal(answer, golden):
+  assert mathematics.is_equal(answer, golden)
+
+
+@pytest.mark.parametrize('answer, golden', DIFFERENT)
+def test_answers_that_differ_are_not_equal(answer, golden):
+  assert not mathematics.is_equal(answer, golden)
 
 
 async def test_answers_that_mean_the_same_have_one_text(monkeypatch):
@@ -155,10 +187,29 @@ async def test_an_answer_that_cannot_be_graded_is_wrong(function, monkeypatch):
   assert (reward, metrics['accuracy'], metrics['grading_failed']) == (0.0, 0.0, 1.0)
 
 
+# Ways of writing an answer: none changes what it means.
+WAYS = [
+  lambda text: text,
+  lambda text: f'{text}.',
+  lambda text: f'${text}$,',
+  lambda text: f'\\({text}.\\)',
+  lambda text: (
+    text.replace('\\frac', '\\dfrac').replace('-', '−').replace('^\\circ', '°')
+  ),
+  lambda text: re.sub(r'^(-?\d+),(?=\d{3}$)', r'\1\\,', text),
+  lambda text: f'\\text{{{text}}}' if re.fullmatch(r'[-\d,.]+', text) else text,
+]
+
+
 @pytest.mark.parametrize('name, rows', [('gsm8k', 7473), ('math', 7498)])
 @pytest.mark.filterwarnings('ignore:.*rows have no answer')
-def test_golden_answers_of_the_real_rows_equal_themselves(name, rows, data_dir):
+def test_golden_answers_of_the_real_rows(name, rows, data_dir):
   tasks = mathematics.load(data_dir / name / 'train.jsonl.gz')
   assert len(tasks) == rows
-  some = tasks[::100]
-  assert [t.id for t in some if not mathematics.is_equal(t.answer, t.answer)] == []
+  goldens = [*dict.fromkeys(task.answer for task in tasks)][::9]
+  for golden in goldens:
+    for text in {way(golden) for way in WAYS}:
+      boxed = mathematics.find_boxed(f'So \\boxed{{{text}}} is it.') or ''
+      assert mathematics.is_equal(boxed, golden), (text, golden)
+  for golden, other in zip(goldens, goldens[1:], strict=False):
+    assert not mathematics.is_equal(other, golden), (other, golden)

@@ -31,6 +31,41 @@ DIRECT = (
 # answers of MATH none needed more than 55.
 _MEMORY_MB = 1024
 _GSM8K_ANSWER = re.compile(r'####\s*(\S.*)')
+_BOX = re.compile(r'\\(?:boxed|fbox)(?![A-Za-z])\s*')
+_UNBRACED = re.compile(r'([^$\n{}]*)\$|([^\s$]+)')  # MATH also has \boxed 9$.
+_BRACE = re.compile(r'\\.|[{}]', re.DOTALL)
+_BASE = re.compile(r'(?<=[\dA-Z}])_\{?(\d+)')
+_REPEATING = re.compile(
+  r'(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\))'
+)
+_END = r'(?:[.,;:]|(?<!\\)\$|\\[,;: ]|\s)+$'
+_TEXT = r'\\(?:text|mbox|math)(?:rm|bf|it)?\s*\{'
+# What math-verify does not read, and what it reads in its place, in turn.
+_REWRITTEN = [
+  (re.compile(pattern), form)
+  for pattern, form in (
+    (_END, ''),
+    (r'^\s*(?:\$\$?|\\[(\[])(.*?)(?:\\[)\]])?$', r'\1'),
+    (_END, ''),
+    (_TEXT + r'([-+\d., ]*\d)[., ]*\}', r'\1'),
+    (_TEXT + r'([\dA-Z]+)\}(?=_)', r'\1'),
+    (
+      r'(?<![\d.])(\d{1,3}(?:(?:\\[,;:! ]|~|\{,\}|\s)+\d{3})+)(?!\d)',
+      lambda match: re.sub(r'\D', '', match[1]),
+    ),
+    (r'(?<=\d)[eE]([-+]?)(\d+)(?![\w.])', r'\\times10^{\1\2}'),
+    (r'[−–]', '-'),
+    (r'\^\s*([-+]?\d+)(?!\d)', r'^{\1}'),
+    (r'\s*(?:°|º)', r'^\\circ'),
+    (r'[×·⋅]', r'\\times '),
+    (r'÷', r'\\div '),
+    (r'π', r'\\pi '),
+    (r'∞', r'\\infty '),
+    (r'√\s*\(?(\w+)\)?', r'\\sqrt{\1}'),
+  )
+]
+# Relative differences of equal numbers: where one is a decimal, and where none is.
+_ROUNDING, _EXACT = 1e-5, 1e-40
 
 
 def load(path: str | os.PathLike) -> list[Task]:
@@ -64,7 +99,7 @@ def load(path: str | os.PathLike) -> list[Task]:
       continue
     info = {key: row[key] for key in ('level', 'type') if key in row}
     messages = [{'role': 'user', 'content': question}]
-    tasks.append(Task(task_id, messages, answer, info | {'question': question}))
+    tasks.append(Task(task_id, messages, str(answer), info | {'question': question}))
   if unanswered:
     warnings.warn(
       f'{path}: {len(unanswered)} rows have no answer and are left out: '
@@ -86,33 +121,84 @@ def direct_task(task: Task) -> Task:
 
 def find_boxed(text: str) -> str | None:
   r"""Returns what the last \boxed{...} or \fbox{...} of a text holds, braces matched."""
-  start = max(text.rfind('\\boxed{'), text.rfind('\\fbox{'))
-  if start < 0:
-    return None
-  start = text.index('{', start)
+  start = max((box.end() for box in _BOX.finditer(text)), default=len(text))
+  if not text.startswith('{', start):
+    bare = _UNBRACED.match(text, start)
+    return bare and (bare[1] or bare[2] or '').strip() or None
   depth = 0
-  for end in range(start, len(text)):
-    depth += {'{': 1, '}': -1}.get(text[end], 0)
+  for brace in _BRACE.finditer(text, start):
+    depth += {'{': 1, '}': -1}.get(brace[0], 0)
     if depth == 0:
-      return text[start + 1 : end].strip() or None
+      return text[start + 1 : brace.start()].strip() or None
   return None
 
 
 def is_equal(answer: str, golden: str) -> bool:
   """Whether two answers, as LaTeX or as plain numbers, mean the same.
 
+  Numbers are compared exactly, or relative to their size where one of them is rounded.
+  The base of a number may be left out, but not be another one.
+
   A hostile answer may compute for ever or take all memory: where a model's answers are
   graded, use `Grader`, which runs this function in a process.
   """
-  import math_verify  # Imports sympy, which takes a second.
-
-  # Without its own time-outs, which need the main thread; it warns of that at each call.
-  logging.getLogger('math_verify').setLevel(logging.CRITICAL)
+  math_verify = _import_math_verify()
+  answer, golden = _rewrite(answer), _rewrite(golden)
+  bases = _BASE.findall(answer), _BASE.findall(golden)
+  if all(bases) and bases[0] != bases[1]:
+    return False
   parse = functools.partial(math_verify.parse, parsing_timeout=0)
   golden_value, answer_value = (parse(f'\\boxed{{{text}}}') for text in (golden, answer))
   return bool(answer_value) and math_verify.verify(
     golden_value, answer_value, timeout_seconds=None
   )
+
+
+@functools.cache
+def _import_math_verify():
+  import math_verify  # Imports sympy, which takes a second.
+  from math_verify import grader
+
+  # Without its own time-outs, which need the main thread; it warns of that at each call.
+  logging.getLogger('math_verify').setLevel(logging.CRITICAL)
+  # It compares numbers below an absolute tolerance, at which all small ones are equal.
+  is_near = grader.sympy_numeric_eq
+  grader.sympy_numeric_eq = lambda a, b, *precision: (
+    is_near(a, b, *precision) and _is_relatively_near(a, b)
+  )
+  return math_verify
+
+
+def _is_relatively_near(a, b) -> bool:
+  """Whether what an absolute tolerance finds equal is so relative to its size, too."""
+  import sympy
+
+  exact = not (a.has(sympy.Float) or b.has(sympy.Float))
+  if a.free_symbols or b.free_symbols:
+    return not exact  # Exact ones are compared by their symbols, which comes after this.
+  tolerance = _EXACT if exact else _ROUNDING
+  try:
+    a, b = (value.doit().evalf(60) for value in (a, b))
+    difference = abs(a - b)
+    return not tolerance * max(abs(a), abs(b)) < difference < _ROUNDING
+  except TypeError:  # Of matrices, whose numbers are compared one by one.
+    return True
+
+
+def _rewrite(answer: object) -> str:
+  r"""Writes an answer as math-verify reads it, such as 1000 for \text{1,000.} or 1e3."""
+  text = f'{answer}'
+  for pattern, form in _REWRITTEN:
+    text = pattern.sub(form, text)
+  return _REPEATING.sub(_write_fraction, text)
+
+
+def _write_fraction(match: re.Match) -> str:
+  whole, fixed, *periods = match.groups(default='')
+  period = ''.join(periods)
+  # 0.1666... = (16 - 1) / 90.
+  numerator = int(whole + fixed + period) - int(f'0{whole}{fixed}')
+  return f'\\frac{{{numerator}}}{{{"9" * len(period)}{"0" * len(fixed)}}}'
 
 
 class Grader:
