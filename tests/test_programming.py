@@ -1,5 +1,6 @@
 """Programs: the layouts of HumanEval and MBPP, and a judge that cannot be cheated."""
 
+import collections
 import datetime
 import decimal
 import fractions
@@ -145,6 +146,85 @@ def test_a_program_may_return_more_than_json_has(tmp_path, returned, test):
   assert programming.run_tests(program, task.answer) is None
 
 
+# What a program is, and tests that Python passes.
+AS_IN_PYTHON = {
+  'an exception': (
+    'def f(x):\n  raise ValueError("no", x)',
+    'try:\n  f(1)\n  assert False\nexcept ValueError as e:\n  assert e.args == ("no", 1)',
+  ),
+  'an exception of its own': (
+    'class Empty(KeyError):\n  pass\ndef f():\n  raise Empty("a")',
+    'for kind in (Empty, KeyError, Exception):\n  try:\n    f()\n    assert 0\n'
+    '  except kind as e:\n    assert e.args == ("a",)',
+  ),
+  'its end': ('def f():\n  raise SystemExit(3)', 'try: f()\nexcept SystemExit: pass'),
+  'a list in place': (
+    'def f(x):\n  x.sort()',
+    'x = [[3, 1, 2]]\ny = x[0]\nassert f(y) is None and x == [[1, 2, 3]]',
+  ),
+  'changes of all kinds': (
+    'def f(a, b, c, d, e):\n  a["k"] = 1; b.add(2); c.append(3); d.extend(b"x")\n'
+    '  e["l"][0].append(4)',
+    'x = ({}, set(), [], bytearray(), {"l": [[]]})\nf(*x)\n'
+    'assert x == ({"k": 1}, {2}, [3], bytearray(b"x"), {"l": [[4]]})',
+  ),
+  'the same list': ('def f(x):\n  return x', 'x = []\nassert f(x) is x'),
+  'a list in itself': ('def f(x):\n  x.append(x)', 'x = []\nf(x)\nassert x[0] is x'),
+  'what is iterated over': (
+    'def f(d, k):\n  return d[k]',
+    'd = {"a": 1, "b": 2}\nassert [f(d, k) for k in d] == [1, 2]',
+  ),
+  'the keys of a dict': ('def f():\n  return {1: 2}.keys()', 'assert f() == {1}'),
+  'the items of a dict': ('def f():\n  return {1: 2}.items()', 'assert f() == {(1, 2)}'),
+  'a bytearray': ('def f():\n  return bytearray(b"a")', 'assert f() == b"a"'),
+  'a timedelta': (
+    'import datetime\ndef f():\n  return datetime.timedelta(-1, 5)',
+    'assert f() == datetime.timedelta(-1, 5) and f().days == -1',
+  ),
+  'collections': (
+    'import collections as c\ndef f():\n'
+    '  return c.Counter("aab"), c.OrderedDict(a=1), c.deque([1], 2), c.defaultdict(int)',
+    'c, o, d, e = f()\nassert c.most_common(1) == [("a", 2)] and d.maxlen == 2\n'
+    'o.move_to_end("a")\nd.append(2)\nassert [*d] == [1, 2] and e["x"] == 0',
+  ),
+  'an integer of numpy': (
+    'import numpy as np\ndef f():\n  return np.int64(3), np.bool_(True), np.float64(.5)',
+    'a, b, c = f()\nassert (a, b, c) == (3, True, 0.5) and [7, 8, 9, 10][a] == 10',
+  ),
+  'an array of numpy': (
+    'import numpy as np\ndef f(x):\n  x[0] = 7\n  return x + np.ones(2, int)',
+    'import numpy\nx = numpy.array([1, 2])\n'
+    'assert f(x).tolist() == [8, 3] and x.tolist() == [7, 2]',
+  ),
+  'an object': (
+    'class Stack:\n  def __init__(self):\n    self.items = []\n'
+    '  def push(self, x):\n    self.items.append(x)\n  def __len__(self):\n'
+    '    return len(self.items)\ndef f():\n  return Stack()',
+    's = f()\ns.push(3)\nassert s.items == [3] and len(s) == 1\n'
+    's.items = [1, 2]\nassert len(s) == 2',
+  ),
+  'objects that it compares': (
+    'import dataclasses\n@dataclasses.dataclass\nclass P:\n  x: int\n'
+    '  def __add__(self, p):\n    return P(self.x + p.x)\ndef f(x):\n  return P(x)',
+    'assert f(1) + f(2) == P(3) and f(1) != P(2) and str(f(1)) == "P(x=1)"',
+  ),
+  'a function': ('def f(x):\n  return lambda y: x + y', 'assert f(1)(2) == 3'),
+  'a type': (
+    'def f(x):\n  return x, KeyError',
+    'assert f(OSError) == (OSError, KeyError)',
+  ),
+}
+
+
+@pytest.mark.parametrize('name', AS_IN_PYTHON)
+def test_a_test_means_what_it_means_in_python(name):
+  program, test = AS_IN_PYTHON[name]
+  scope = {'datetime': datetime}
+  exec(f'{program}\nimport datetime\n{test}', scope)  # It passes in Python itself.
+  task = programming.make_mbpp_task('t', '', ['', test], 'f')
+  assert programming.run_tests(program, task.answer) is None
+
+
 CHEATS = {
   'it exits with 0': 'import sys\nsys.exit(0)',
   'it ends the process': 'import os\nos._exit(0)',
@@ -225,6 +305,19 @@ CHEATS = {
   'much memory': 'def double(x):\n  return bytearray(1 << 30)',
   'a long text': 'def double(x):\n  return "a" * (2 << 20)',
   'a flood': 'def double(x):\n  while True: print("a" * (1 << 20))',
+  'a thing that has all': (
+    'class E:\n  def __getattr__(self, name): return lambda *a: True\n'
+    '  __eq__ = __lt__ = __gt__ = __contains__ = __bool__ = lambda *a: True\n'
+    'def double(x):\n  return E()'
+  ),
+  'an array of too many': (
+    'class A:\n  pass\nA.__module__, A.__name__ = "numpy", "generic"\n'
+    'class D: str = "i8"\nA.dtype, A.shape = D, (1 << 40,)\n'
+    'A.ravel = lambda self: self\nA.tolist = lambda self: [1]\n'
+    'def double(x):\n  return A()'
+  ),
+  'an exception that ends the judge': 'def double(x):\n  raise GeneratorExit',
+  'no memory': 'def double(x):\n  raise MemoryError',
   'no number': 'def double(x):\n  return float("nan")',
   'a number of no sense': (
     'import decimal\ndef double(x):\n  return decimal.Decimal("sNaN")'
@@ -368,6 +461,8 @@ class TestPlainValues:
       *(range(2, 2**70, 3), fractions.Fraction(-1, 3), decimal.Decimal('1.10')),
       *(datetime.date(2026, 11, 23), datetime.time(1, 2, 3, 4)),
       datetime.datetime(2026, 11, 23, 1, tzinfo=datetime.UTC),
+      *(datetime.timedelta(-1, 2, 3), bytearray(b'a'), collections.deque([1], 3)),
+      *(collections.Counter('aab'), collections.OrderedDict(b=1, a=2), KeyError),
     ],
   )
   def test_plain_values_are_as_they_were(self, value):
@@ -410,21 +505,21 @@ class TestPlainValues:
 
 
 @pytest.mark.parametrize(
-  'file, solution, every, failing',
+  'file, solution, every, named',
   [
     ('humaneval/HumanEval.jsonl.gz', 'canonical_solution', 1, []),
-    # The two of 974 whose own solution lacks a class, and some of the others.
+    # Two of 974 whose tests build a tree of the program's nodes, and some of the others.
     ('mbpp/mbpp.jsonl.gz', 'code', 10, []),
     ('mbpp/mbpp.jsonl.gz', 'code', 0, ['mbpp/367', 'mbpp/927']),
   ],
 )
-def test_the_reference_solutions(data_dir, file, solution, every, failing):
+def test_the_reference_solutions(data_dir, file, solution, every, named):
   path = data_dir / file
   load = programming.load_mbpp if 'mbpp' in file else programming.load_humaneval
   pairs = list(zip(load(path), documents.read_rows(path), strict=True))
-  chosen = pairs[::every] if every else [p for p in pairs if p[0].id in failing]
+  chosen = pairs[::every] if every else [p for p in pairs if p[0].id in named]
   failed = []
   for task, (_, row) in chosen:
     if programming.run_tests(row[solution], task.answer) is not None:
       failed.append(task.id)
-  assert failed == failing and chosen
+  assert not failed and chosen

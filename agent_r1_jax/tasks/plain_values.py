@@ -1,13 +1,20 @@
 """Python values as JSON, between the judge of programs and the sandbox that runs them.
 
-Only values of the built-in types travel, fractions, decimals, dates and times, and what
-iterators give. An instance of a subclass, such as a Counter, becomes one of the type
-itself; anything else becomes a handle: a number that stands for the object where it
-lives. So nothing that untrusted code returns can bring methods along, such as an `__eq__`
-that is always true.
+Values of the built-in types travel, of `collections`, numbers and arrays of numpy,
+fractions, decimals, dates and times, exceptions, and what iterators give. An instance of
+another subclass becomes one of the type itself; anything else becomes a handle: a number
+that stands for the object where it lives. So nothing that untrusted code returns can
+bring methods along, such as an `__eq__` that is always true.
+
+What can be changed has a number by which both sides know it: what a function does to an
+argument is done to the original.
 
 The sandbox runs this file's own text in each session. It imports nothing of the package.
 """
+
+import builtins
+import collections
+from typing import Any
 
 # Name -> (type, how it is written as JSON, how it is read).
 _SCALARS = {
@@ -20,18 +27,31 @@ _SCALARS = {
   ),
   'bytes': (bytes, bytes.hex, bytes.fromhex),
 }
-_ITERABLES = {'list': list, 'tuple': tuple, 'set': set, 'frozenset': frozenset}
-_TYPES = {
-  kind.__name__: kind
-  for kind in (bool, int, float, complex, str, bytes, list, tuple, set, dict)
+_ITERABLES = {
+  'tuple': (tuple, tuple),
+  'frozenset': (frozenset, frozenset),
+  'dict_keys': (type({}.keys()), lambda items: dict.fromkeys(items).keys()),
+  'dict_values': (type({}.values()), lambda items: dict(enumerate(items)).values()),
+  'dict_items': (type({}.items()), lambda items: dict(items).items()),
 }
-# Types of modules, made anew from their text. The module is imported where one comes.
+# What can be changed; subclasses come first.
+_CHANGEABLE = {
+  kind.__name__: kind
+  for kind in (
+    *(collections.Counter, collections.OrderedDict, collections.defaultdict, dict),
+    *(collections.deque, list, set, bytearray),
+  )
+}
+TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
+# Types of modules, made anew from their text or numbers. The module is imported where one
+# comes.
 _FROM_TEXT = {
   ('fractions', 'Fraction'): 'Fraction',
   ('decimal', 'Decimal'): 'Decimal',
   ('datetime', 'datetime'): 'datetime.fromisoformat',
   ('datetime', 'date'): 'date.fromisoformat',
   ('datetime', 'time'): 'time.fromisoformat',
+  ('datetime', 'timedelta'): 'timedelta',
 }
 # An iterator may never end: so many of its items travel.
 _MOST_ITEMS = 10_000
@@ -43,52 +63,111 @@ class Handle:
   """Stands for an object on the other side; equal to itself alone."""
 
   def __init__(self, number):
-    self.number = number
+    vars(self)['_number'] = number
 
 
-def encode(value, objects):
-  """Makes JSON of a value; what has no form in it is put into the list `objects`."""
+def encode(value, objects, shared=None):
+  """Makes JSON of a value.
+
+  Args:
+    value: The value.
+    objects: A list, to which is added what has no form in JSON.
+    shared: The objects that can be changed and that both sides know; new ones are added.
+  """
+  shared = [] if shared is None else shared
+  numbers = {id(item): number for number, item in enumerate(shared)}
+
+  def share(value):
+    if id(value) not in numbers:
+      numbers[id(value)] = len(shared)
+      shared.append(value)
+    return {'shared': numbers[id(value)]}
+
+  write = lambda value: _write(value, write, share, objects)
+  # The contents of one may add others.
+  return {'value': write(value), 'shared': [_write_content(x, write) for x in shared]}
+
+
+def _write(value, write, share, objects):
   if value is None or isinstance(value, bool):
     return value
+  paths = [(kind.__module__, kind.__name__) for kind in type.mro(type(value))]
+  if ('numpy', 'generic') in paths:
+    return {'numpy': _write_array(value, write)}
+  if isinstance(value, (*_CHANGEABLE.values(),)) or ('numpy', 'ndarray') in paths:
+    return share(value)
   if isinstance(value, str):
     return str.__str__(value)
-  for name, (kind, write, _) in _SCALARS.items():
+  for name, (kind, to_json, _) in _SCALARS.items():
     if isinstance(value, kind):
-      return {name: write(value)}
-  for name, kind in _ITERABLES.items():
+      return {name: to_json(value)}
+  for name, (kind, _) in _ITERABLES.items():
     if isinstance(value, kind):
-      return {name: [encode(item, objects) for item in value]}
+      return {name: [write(item) for item in value]}
   if isinstance(value, range):
-    return {'range': [encode(n, objects) for n in (value.start, value.stop, value.step)]}
-  if isinstance(value, dict):
-    pairs = [(encode(k, objects), encode(v, objects)) for k, v in value.items()]
-    return {'dict': pairs}
-  if isinstance(value, type) and _TYPES.get(value.__name__) is value:
+    return {'range': [write(n) for n in (value.start, value.stop, value.step)]}
+  if isinstance(value, type) and TYPES.get(value.__name__) is value:
     return {'type': value.__name__}
+  if isinstance(value, BaseException):
+    return {'error': [[name for _, name in paths], write(value.args)]}
   if isinstance(value, Handle):
-    return {'object': value.number}
-  for kind in type.mro(type(value)):
-    if (kind.__module__, kind.__name__) in _FROM_TEXT:
-      return {f'{kind.__module__}.{kind.__name__}': str(value)}
+    return {'object': vars(value)['_number']}
+  for path in paths:
+    if path in _FROM_TEXT:
+      is_delta = path[1] == 'timedelta'
+      data = [value.days, value.seconds, value.microseconds] if is_delta else str(value)
+      return {'.'.join(path): data}
   if hasattr(type(value), '__next__'):
     pairs = zip(range(_MOST_ITEMS + 1), value)  # noqa: B905  # type: ignore
-    return {'iterator': [encode(item, objects) for _, item in pairs]}
+    return {'iterator': [write(item) for _, item in pairs]}
   objects.append(value)
   return {'handle': len(objects) - 1}
 
 
-def decode(data, objects=(), longest_range=None):
+def _write_array(value, write):
+  return [value.dtype.str, [*value.shape], [write(x) for x in value.ravel().tolist()]]
+
+
+def _write_content(value, write):
+  """Writes the type, what one is made with, and the items of what can be changed."""
+  kind = next((n for n, kind in _CHANGEABLE.items() if isinstance(value, kind)), 'numpy')
+  if kind == 'numpy':
+    return [kind, _write_array(value, write), []]
+  made_with = {'defaultdict': 'default_factory', 'deque': 'maxlen'}.get(kind)
+  items = value.items() if isinstance(value, dict) else value
+  return [
+    kind,
+    write(getattr(value, made_with)) if made_with else None,
+    [write(item) for item in items],
+  ]
+
+
+def decode(
+  data,
+  objects=(),
+  longest_range=None,
+  shared=None,
+  sent=(),
+  types=TYPES,
+  handle: Any = Handle,
+) -> Any:
   """The inverse of `encode`; handles of `objects` are the objects themselves.
 
   Args:
     data: What `encode` has made.
     objects: What the other side's handles stand for.
     longest_range: The most items of a range; None is any number.
+    shared: The objects that can be changed and that both sides know; new ones are added,
+      and the others get what they hold by `data`.
+    sent: The content that each of them had when it was sent.
+    types: Name -> type, those of exceptions included.
+    handle: Makes a handle of its number.
 
   Raises:
-    ValueError, TypeError, KeyError, IndexError, ArithmeticError: `data` is not what
-      `encode` makes, or a range is longer.
+    ValueError, TypeError, KeyError, IndexError, ArithmeticError, AttributeError: `data`
+      is not what `encode` makes, or a range is longer.
   """
+  shared = [] if shared is None else shared
 
   def read(data):
     if data is None or type(data) in (bool, str):
@@ -96,23 +175,97 @@ def decode(data, objects=(), longest_range=None):
     ((kind, content),) = data.items()
     if kind in _SCALARS:
       return _SCALARS[kind][2](content)
+    if kind in _ITERABLES:
+      return _ITERABLES[kind][1](map(read, content))
+    if kind == 'shared':
+      return shared[content]
     if kind == 'range':
       return _make_range(longest_range, *map(read, content))
     if kind == 'iterator':
       return _iterate([read(item) for item in content])
-    if '.' in kind:
-      return _from_text(kind, content)
-    if kind == 'dict':
-      return {read(key): read(value) for key, value in content}
+    if kind == 'numpy':
+      return _make_array(content, read)[()]
     if kind == 'type':
-      return _TYPES[content]
+      return types[content]
+    if kind == 'error':
+      return _make_error(types, content[0], read(content[1]))
     if kind == 'handle':
-      return Handle(int(content))
+      return handle(int(content))
     if kind == 'object':
       return objects[content]
-    return _ITERABLES[kind](map(read, content))
+    return _from_text(kind, content)
 
-  return read(data)
+  for kind, made_with, _ in data['shared'][len(shared) :]:
+    shared.append(_make_empty(kind, made_with, read))
+  for number, (item, content) in enumerate(zip(shared, data['shared'], strict=True)):
+    if [content] != [*sent[number : number + 1]]:
+      _fill(item, content, read)
+  return read(data['value'])
+
+
+def call(function, data, objects):
+  """Calls a function with (arguments, named arguments), in the sandbox.
+
+  Returns:
+    What `encode` makes of (whether it raised, what it returned or raised).
+  """
+  args, kwargs = decode(data, objects, shared=(shared := []))
+  try:
+    outcome = False, function(*args, **kwargs)
+  except MemoryError:
+    raise
+  except (Exception, SystemExit) as error:
+    outcome = True, error
+  return encode(outcome, objects, shared)
+
+
+def list_names(scope, before):
+  """Lists the new names of a program, with the types of each that is an exception's."""
+  is_error = lambda value: isinstance(value, type) and issubclass(value, BaseException)
+  return {
+    name: [kind.__name__ for kind in type.mro(value)] if is_error(value) else []
+    for name, value in scope.items()
+    if name not in before
+  }
+
+
+def _make_array(content, read):
+  dtype, shape, numbers = content
+  return __import__('numpy').array([*map(read, numbers)], dtype).reshape(shape)
+
+
+def _make_empty(kind, made_with, read):
+  if kind == 'numpy':
+    return _make_array(made_with, read)
+  made_with = read(made_with)
+  if kind == 'deque':
+    return collections.deque(maxlen=made_with)
+  return _CHANGEABLE[kind](*([made_with] if kind == 'defaultdict' else ()))
+
+
+def _fill(item, content, read):
+  kind, made_with, items = content
+  if kind == 'numpy':
+    item[...] = _make_array(made_with, read)
+    return
+  items = [*map(read, items)]
+  item.clear()
+  if isinstance(item, dict):
+    for key, value in items:
+      item[key] = value
+  else:
+    (item.update if isinstance(item, set) else item.extend)(items)
+
+
+def _make_error(types, names, args):
+  """Makes an exception of the first type that is known here and takes the arguments."""
+  for kind in (types.get(name) for name in names):
+    if isinstance(kind, type) and issubclass(kind, BaseException):
+      try:
+        return kind(*args)
+      except TypeError:
+        pass
+  raise ValueError(f'{names!r:.100} are no exceptions')
 
 
 def _make_range(longest, start, stop, step):
@@ -130,7 +283,7 @@ def _from_text(kind, text):
   value = __import__(module)
   for part in path.split('.'):
     value = getattr(value, part)
-  return value(str(text))
+  return value(*text) if isinstance(text, list) else value(str(text))
 
 
 def _iterate(items):

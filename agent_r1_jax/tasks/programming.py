@@ -4,10 +4,10 @@ A task's `answer` has the tests. An agent tries its code with the Python tool, a
 with the last block of Python (```python ... ```) of its last message.
 
 The judge runs the tests in a process of its own and the program in a sandbox. Each call
-of a function of the program crosses between them, and only values of the built-in types
-come back (plain_values). So a program cannot pass by ending the process, by patching
-builtins, by printing what the judge expects, by reading the tests, or by returning an
-object that equals everything.
+of a function of the program crosses between them, and only plain values come back, or
+what stands for an object (plain_values). So a program cannot pass by ending the process,
+by patching builtins, by printing what the judge expects, by reading the tests, or by
+returning an object that equals everything.
 """
 
 import ast
@@ -224,14 +224,14 @@ def run_tests(program: str, answer: dict[str, Any]) -> str | None:
       return f'a test failed: {_describe(error)}'.rstrip(': ')
     except MemoryError:
       raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
       return f'{type(error).__name__}: {_describe(error)}'
     finally:
       scope.clear()  # Its functions hold it, and it holds what the program returned.
   return None
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
   try:
     return f'{error}'[:_LONGEST_TEXT]
   except Exception:  # Such as of a number of too many digits.
@@ -286,7 +286,7 @@ class _Program:
       f'exec({_read_source()!r}, _judge_values)\n'
       'import json, sys\n'
       '_judge_values |= {"json": json, "print": print, "objects": []}\n'
-      '_judge_values["globals"] = globals\n'
+      '_judge_values |= {"globals": globals, "setattr": setattr}\n'
       '__name__, sys.modules["program"] = "program", sys.modules["__main__"]\n'
       'del json, sys\n'
       '_judge_values["before"] = {*globals()}'
@@ -294,33 +294,46 @@ class _Program:
     for text in texts:
       self._run(text)
     self.names = self._run_for_json(
-      '[n for n in _judge_values["globals"]() if n not in _judge_values["before"]]'
+      '_judge_values["list_names"](_judge_values["globals"](), _judge_values["before"])'
     )
+    self._errors = {}
+    for name, types in self.names.items():
+      kinds = [plain_values.TYPES.get(kind, object) for kind in types]
+      base = next((kind for kind in kinds if issubclass(kind, BaseException)), None)
+      if base and name not in dir(builtins):
+        self._errors[name] = type(name, (base,), {})
 
   def function(self, name: str) -> Callable[..., Any]:
-    """Returns a function that calls the program's of that name.
+    """Returns a function that calls the program's, or the program's exception."""
+    return self._errors.get(name) or functools.partial(self.call, name)
 
-    It raises ProgramError where that one raises or ends.
+  def call(self, function: str, /, *args, **kwargs) -> Any:
+    """Calls what an expression of the program gives; raises what that raises.
+
+    Raises:
+      ProgramError: It ended, or what it gave cannot be read.
     """
-
-    def call(*args, **kwargs):
-      data = json.dumps(plain_values.encode((args, kwargs), objects := []))
-      if objects:
-        raise ProgramError(f'{name} cannot be given {objects[0]!r:.100}')
-      self._run(
-        '_judge_values["given"] = _judge_values["decode"]('
-        f'_judge_values["json"].loads({data!r}), _judge_values["objects"])'
+    sent = plain_values.encode((args, kwargs), objects := [], shared := [])
+    if objects:
+      raise ProgramError(f'{function} cannot be given {objects[0]!r:.100}')
+    result = self._run_for_json(
+      f'_judge_values["call"]({function}, _judge_values["json"].loads('
+      f'{json.dumps(sent)!r}), _judge_values["objects"])'
+    )
+    try:
+      raised, value = plain_values.decode(
+        result,
+        longest_range=_LONGEST_RANGE,
+        shared=shared,
+        sent=sent['shared'],
+        types=plain_values.TYPES | self._errors,
+        handle=functools.partial(_Object, self),
       )
-      result = self._run_for_json(
-        f'_judge_values["encode"]({name}(*_judge_values["given"][0], '
-        '**_judge_values["given"][1]), _judge_values["objects"])'
-      )
-      try:
-        return plain_values.decode(result, longest_range=_LONGEST_RANGE)
-      except _UNREADABLE as error:
-        raise ProgramError(f'{name} returned what cannot be read') from error
-
-    return call
+    except _UNREADABLE as error:
+      raise ProgramError(f'{function} returned what cannot be read') from error
+    if raised is not True:
+      return value
+    raise value if isinstance(value, Exception | SystemExit) else ProgramError(function)
 
   def _run_for_json(self, expression: str) -> Any:
     """The value of an expression, from the last line that is printed."""
@@ -338,6 +351,37 @@ class _Program:
       last = output.text.strip().rpartition('\n')[2]
       raise ProgramError(f'{output.status}: {last:.200}')
     return output.text
+
+
+class _Object(plain_values.Handle):
+  """An object of the program; equal to no value that is not the program's."""
+
+  def __init__(self, program: _Program, number: int):
+    vars(self).update(_program=program, _number=number)
+
+  def __call__(self, *args, **kwargs):
+    function = f'_judge_values["objects"][{self._number}]'
+    return self._program.call(function, *args, **kwargs)
+
+  def __getattr__(self, name):
+    return self._program.call(f'(lambda x: x.{name})', self)
+
+  def __setattr__(self, name, value):
+    self._program.call('_judge_values["setattr"]', self, name, value)
+
+  def __eq__(self, other):
+    is_equal = '(lambda x, y: x == y)'
+    return (
+      isinstance(other, _Object) and self._program.call(is_equal, self, other) is True
+    )
+
+  __hash__ = object.__hash__
+
+
+# What gives values that are then compared here; not what says itself that it is right.
+for _name in ('len', 'iter', 'getitem', 'setitem', 'str', 'add', 'sub', 'mul'):
+  _name = f'__{_name}__'
+  setattr(_Object, _name, lambda self, *args, _n=_name: self.__getattr__(_n)(*args))
 
 
 @functools.cache
