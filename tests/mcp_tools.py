@@ -11,7 +11,7 @@ import time
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Image
-from mcp.types import ToolAnnotations
+from mcp.types import CallToolResult, ToolAnnotations
 
 folder = pathlib.Path(sys.argv[1])
 server = MCPServer('tools', log_level='CRITICAL')
@@ -30,6 +30,12 @@ def add_other(a: int, b: int, c: int) -> int:
 def fail() -> str:
   """Fails."""
   raise ValueError
+
+
+def refuse() -> CallToolResult:
+  """Fails, and says why in structured content alone."""
+  reason = {'reason': 'closed on Sundays'}
+  return CallToolResult(content=[], structured_content=reason, is_error=True)
 
 
 def hang() -> str:
@@ -63,8 +69,10 @@ def environment() -> str:
 
 changed = (folder / 'changed').exists()
 server.add_tool(add_other if changed else add, name='add')
-for function in (hang, freeze, picture, environment, *([] if changed else [fail])):
+for function in (refuse, hang, freeze, picture, environment):
   server.add_tool(function)
+if not changed:
+  server.add_tool(fail)
 server.add_tool(pid, annotations=ToolAnnotations(read_only_hint=True))
 print('this line is no message')
 if len(sys.argv) > 2:

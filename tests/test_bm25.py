@@ -152,3 +152,31 @@ def test_recall_on_two_wiki(data_dir):
     for hits, golds in zip(found, (t.info['supporting_ids'] for t in tasks), strict=True)
   ]
   assert np.mean(recalls) > 0.65
+
+
+UNSPACED = {
+  'Chinese': ('北京', '北京是中华人民共和国的首都。', '中国的首都是哪里？'),
+  'Japanese': ('東京', '東京は日本の首都です。', '日本の首都'),
+  'Korean': ('서울', '서울은 대한민국의 수도이다.', '대한민국 수도'),
+  'Thai': ('กรุงเทพ', 'กรุงเทพเป็นเมืองหลวงของประเทศไทย', 'เมืองหลวง'),
+  'one letter': ('猫', '黒猫が庭で寝ている。', '猫'),
+  'mixed': ('GPU', 'H100是一种GPU。', 'H100'),
+}
+
+
+@pytest.mark.parametrize('name', UNSPACED)
+def test_scripts_without_spaces_are_searched(name):
+  passages = [Document(n, title, text) for n, (title, text, _) in UNSPACED.items()]
+  (hits,) = bm25.BM25([*passages, *PASSAGES]).search([UNSPACED[name][2]], 3)
+  assert hits[0].document.id == name
+
+
+def test_misuse():
+  for passages in ([], [Document('1', '', '')], [Document('1', '-', '...')]):
+    with pytest.raises(ValueError, match='passages'):
+      bm25.BM25(passages)
+  (hits,) = bm25.BM25([Document('9', '', ''), *PASSAGES]).search(['Norway'], 9)
+  assert {hit.document.id for hit in hits} == {'1', '2'}
+  for k in (0, -1):
+    with pytest.raises(ValueError, match=f'k is {k}; it must be at least 1'):
+      bm25.BM25(PASSAGES).search(['Oslo'], k)

@@ -158,6 +158,9 @@ def test_misuse():
   with pytest.raises(ValueError, match=r"'IVF700,Flat' cannot learn from 600 passages"):
     dense.Dense(PASSAGES, _encode, factory='IVF700,Flat')
   index = dense.Dense(PASSAGES, _encode)
+  for k in (0, -1):
+    with pytest.raises(ValueError, match=f'k is {k}; it must be at least 1'):
+      index.search(['query 9'], k)
   assert index.search([], 3) == []
   assert len(dense.Dense(PASSAGES[:2], _encode).search(['query 9'], 10)[0]) == 2
   index = dense.Dense(PASSAGES, _encode, encode_query=lambda texts: _encode(texts)[:, :8])

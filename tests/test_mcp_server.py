@@ -82,7 +82,7 @@ async def ask(server, name, seconds=60.0, **arguments):
 
 async def test_lists_and_calls(server):
   server, _ = server
-  names = ['add', 'environment', 'fail', 'freeze', 'hang', 'picture', 'pid']
+  names = ['add', 'environment', 'fail', 'freeze', 'hang', 'picture', 'pid', 'refuse']
   assert sorted(tool.name for tool in server.tools) == names
   assert [tool.name for tool in server.tools if tool.idempotent] == ['pid']
   function = server.tools[0].schema['function']
@@ -95,6 +95,8 @@ async def test_lists_and_calls(server):
   assert (result.text, result.ok) == ('4', True)
   failed = await ask(server, 'fail')
   assert not failed.ok and 'Error executing tool fail' in failed.text
+  refused = await ask(server, 'refuse')
+  assert not refused.ok and 'closed on Sundays' in refused.text
   wrong = await ask(server, 'add', a='x')
   assert not wrong.ok and "argument 'a'" in wrong.text
   assert (await ask(server, 'picture')).text == 'a dot\n[image, image/png]'
@@ -118,7 +120,7 @@ async def test_survives_a_hanging_call_and_the_death_of_the_server(server, tmp_p
   assert after.ok and after.text != str(before)
   for name, arguments, said in (
     ('add', {'a': 1}, 'takes other arguments now: {"type": "object", '),
-    ('fail', {}, 'has no such tool; it has: add, hang'),
+    ('fail', {}, 'has no such tool; it has: add, refuse, hang'),
   ):
     changed = await ask(server, name, **arguments)
     assert not changed.ok and said in changed.text

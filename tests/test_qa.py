@@ -1,5 +1,6 @@
 """Scores equal the peers' (golden numbers); rewards and prompts of multi-hop QA."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -182,6 +183,18 @@ def test_found_share_counts_the_gold_titles_that_a_tool_gave():
   assert (found['support_recall'], found['support_em']) == (1.0, 0.0)
   assert found['support_f1'] == pytest.approx(0.8)
   assert 'support_recall' not in qa.metrics(Task('b', [], ['x']), [read])
+
+
+@pytest.mark.parametrize('score', [qa.exact_match, qa.cover_exact_match, qa.f1])
+@pytest.mark.parametrize(
+  ('golden', 'expected'),
+  [([], 0), (None, 0), ((), 0), (42, 1), (42.0, 1), ([7, 42], 1), ([None, '42'], 1)],
+)
+def test_no_golden_answer_and_one_that_is_a_number(score, golden, expected):
+  assert score('42', golden) == expected
+  task = dataclasses.replace(TASK, answer=golden)
+  reply = [{'role': 'assistant', 'content': '<answer>42</answer>'}]
+  assert qa.metrics(task, reply)['f1'] == expected
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,13 @@ class BM25:
       documents.words(passage.title) * title_weight + documents.words(passage.text)
       for passage in passages
     ]
+    if not any(terms):
+      raise ValueError('passages have no words; BM25 needs a letter or digit in one')
     self._index.index(terms, show_progress=False)
 
   def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
     """Finds the k best passages of each query, best first, that share a word with it."""
+    documents.check_k(k)
     # bm25s fails on a query without a known word, and asks the first query alone what
     # kind of list it was given.
     vocabulary = self._index.vocab_dict

@@ -82,6 +82,7 @@ class Dense:
 
     An approximate index may find fewer.
     """
+    documents.check_k(k)
     if not queries:
       return []
     scores, rows = self._index.search(self._encode(queries), min(k, len(self.documents)))

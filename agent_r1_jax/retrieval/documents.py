@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import csv
 import dataclasses
 import gzip
+import itertools
 import json
 import os
 import pathlib
@@ -19,6 +20,12 @@ import zlib
 # How Search-R1 shows passages to the policy, with a space before every name.
 PASSAGE = 'Doc {rank} (Title: {title}) {text}'
 
+# Letters, and the vowels that are marks, of scripts that write no spaces between words.
+_UNSPACED = (
+  '\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3041-\u30fa\u30fc-\u30ff'
+  '\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3\U00020000-\U0003ffff'
+)
+_WORDS = re.compile(rf'([^\W{_UNSPACED}]+)|([{_UNSPACED}]+)')
 _DELIMITERS = {'.csv': ',', '.tsv': '\t'}
 
 
@@ -66,11 +73,25 @@ def render(hits: Sequence[Hit], template: str = PASSAGE) -> str:
 
 
 def words(text: str) -> list[str]:
-  """Splits a text into lower-case words without accents, for lexical retrieval."""
-  if not text.isascii():
-    letters = unicodedata.normalize('NFKD', text)
-    text = ''.join(letter for letter in letters if not unicodedata.combining(letter))
-  return re.findall(r'\w+', text.lower())
+  """Splits a text into lower-case words without accents, for lexical retrieval.
+
+  Chinese, Japanese, Korean, Thai, Lao, Khmer and Burmese, which do not write words apart,
+  become characters and pairs of neighbours.
+  """
+  if text.isascii():
+    return re.findall(r'\w+', text.lower())
+  letters = unicodedata.normalize('NFKD', text)
+  text = ''.join(letter for letter in letters if not unicodedata.combining(letter))
+  found = []
+  for word, run in _WORDS.findall(unicodedata.normalize('NFKC', text).lower()):
+    found += [word] if word else [*run, *map(''.join, itertools.pairwise(run))]
+  return found
+
+
+def check_k(k: int) -> None:
+  """Raises ValueError unless `k` passages can be searched for."""
+  if k < 1:
+    raise ValueError(f'k is {k}; it must be at least 1')
 
 
 def read_corpus(path: str | os.PathLike) -> list[Document]:

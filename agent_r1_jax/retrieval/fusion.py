@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Sequence
 
+from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Hit, Retriever
 
 # The larger, the less the first ranks count.
@@ -28,6 +29,7 @@ class Fusion:
 
   def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
     """Finds the k passages of the largest fused score for each query, best first."""
+    documents.check_k(k)
     rankings = [r.search(queries, max(k, self._depth)) for r in self._retrievers]
     return [self._fuse(lists)[:k] for lists in zip(*rankings, strict=True)]
 

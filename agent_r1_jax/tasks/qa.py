@@ -93,7 +93,8 @@ def f1(prediction: str, golden: str | Sequence[str]) -> float:
   Where either side is yes, no or noanswer, only equality scores.
   """
   prediction = normalize_answer(prediction)
-  return max(_f1(prediction, normalize_answer(g)) for g in _list_aliases(golden))
+  scores = (_f1(prediction, normalize_answer(g)) for g in _list_aliases(golden))
+  return max(scores, default=0.0)
 
 
 def _f1(prediction, golden):
@@ -105,7 +106,12 @@ def _f1(prediction, golden):
 
 
 def _list_aliases(golden):
-  return [golden] if isinstance(golden, str) else golden
+  """Lists golden answers as text: one alone, which may be a number, or several."""
+  alone = isinstance(golden, str | int | float)
+  aliases = [golden] if alone else golden or ()
+  # A point is lost as punctuation, which would make 420 of 42.0.
+  whole = lambda alias: isinstance(alias, float) and alias.is_integer()
+  return [str(int(alias) if whole(alias) else alias) for alias in aliases]
 
 
 def extract_answer(text: str) -> str | None:

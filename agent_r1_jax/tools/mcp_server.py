@@ -155,9 +155,10 @@ class Server:
       raise ConnectionError(f'{self._name}: {_describe(error)}') from error
     self._failures = 0
     text = '\n'.join(map(_to_text, result.content))
+    text = text or json.dumps(result.structured_content)
     if result.is_error:
       raise ValueError(text)
-    return text or json.dumps(result.structured_content)
+    return text
 
   async def _connect(self) -> '_Connection':
     """Returns the connection; opens one if there is none.

@@ -31,8 +31,7 @@ def search_tool(
     window: Seconds to wait for further queries.
     timeout: Seconds that a query may take, including the window.
   """
-  if k < 1:
-    raise ValueError(f'k is {k}; it must be at least 1')
+  documents.check_k(k)
   _check_template(template)
   batcher = batching.Batcher(
     lambda queries: retriever.search(queries, k),
