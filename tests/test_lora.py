@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 from typing import Any
 import weakref
 
@@ -312,6 +313,39 @@ def test_peft_files_hold_the_merged_difference(tmp_path):
   assert not found
   with pytest.raises(ValueError, match='params have no adapters'):
     peft_files.save(tmp_path, params, 'base')
+
+
+@pytest.mark.parametrize('alone', [False, True])
+def test_the_adapter_of_a_model_that_sees_has_the_names_of_its_modules(tmp_path, alone):
+  """Those of transformers 5, which PEFT asks for; earlier ones are read, too."""
+  shape = tiny.config('qwen2_5_vl')
+  adapted = _adapted(tiny.params(shape), targets=('q', 'down'))
+  family = {'family': 'qwen2_5_vl'} if alone else {}
+  peft_files.save(tmp_path, lora.take(adapted) if alone else adapted, 'base', **family)
+  found = safetensors_numpy.load_file(tmp_path / 'adapter_model.safetensors')
+  root = 'base_model.model.model.language_model.layers'
+  assert {*found} == {
+    f'{root}.{layer}.{module}.lora_{x}.weight'
+    for layer in range(2)
+    for module in ('self_attn.q_proj', 'mlp.down_proj')
+    for x in 'AB'
+  }
+  # A text is a regular expression, of which all of a module's name must be.
+  targets = json.loads((tmp_path / 'adapter_config.json').read_text())['target_modules']
+  assert re.fullmatch(targets, 'model.language_model.layers.1.mlp.down_proj')
+  for other in ('visual.blocks.1.mlp.down_proj', 'language_model.layers.1.mlp.up_proj'):
+    assert not re.fullmatch(targets, f'model.{other}')
+  plain.equal(peft_files.load(tmp_path, shape), lora.take(adapted))
+  earlier = {name.replace('language_model.', ''): x for name, x in found.items()}
+  safetensors_numpy.save_file(earlier, tmp_path / 'adapter_model.safetensors')
+  plain.equal(peft_files.load(tmp_path, shape), lora.take(adapted))
+
+
+@pytest.mark.parametrize('name', families.FAMILIES)
+def test_names_are_read_as_they_are_written(name):
+  facts = families.FAMILIES[name]
+  for parameter in facts.parameters:
+    assert facts.read_name(facts.write_name(parameter.tensor)) == parameter.tensor
 
 
 @pytest.mark.parametrize(

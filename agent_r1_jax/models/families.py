@@ -96,7 +96,8 @@ class Family(NamedTuple):
   fused: dict[str, tuple[str, ...]] = {}
   # Whether it has a vision tower and turns queries and keys by three numbers (M-RoPE).
   sees: bool = False
-  # Beginnings of tensors' names that some versions of transformers write -> ours.
+  # Beginnings of the names of transformers' modules, and of the tensors that some of its
+  # versions write -> ours.
   renamed: dict[str, str] = {}
 
   @property
@@ -104,6 +105,16 @@ class Family(NamedTuple):
     """The part of SIZES that its parameters have."""
     used = {letter for parameter in self.parameters for letter in parameter.letters}
     return {letter: names for letter, names in SIZES.items() if letter in used}
+
+  def read_name(self, name: str) -> str:
+    """Returns the name in this table of a tensor in a file."""
+    old = next((old for old in self.renamed if name.startswith(old)), '')
+    return self.renamed.get(old, '') + name.removeprefix(old)
+
+  def write_name(self, name: str) -> str:
+    """Returns transformers' name of a module, of which `read_name` is the inverse."""
+    new = next((x for x, own in self.renamed.items() if name.startswith(own)), '')
+    return new + name.removeprefix(self.renamed.get(new, ''))
 
   def has(self, path: str) -> bool:
     """Whether each layer has a parameter of this path, for example 'attn/q/bias'."""

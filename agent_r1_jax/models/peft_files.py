@@ -25,6 +25,7 @@ from agent_r1_jax.models import (
   tensor_files,
 )
 
+_ROOT = 'base_model.model.'  # In front of the names of the base's modules.
 _CONFIG, _TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 # Settings of PEFT, and the values of each with which it adds s · B · A, with one s and
 # one rank, to the weights of the base as they are.
@@ -46,7 +47,11 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def save(
-  directory: str | os.PathLike, params: decoder.Params, base: str | os.PathLike
+  directory: str | os.PathLike,
+  params: decoder.Params,
+  base: str | os.PathLike,
+  *,
+  family: str = '',
 ) -> None:
   """Writes adapter_config.json and adapter_model.safetensors, in float32.
 
@@ -55,6 +60,7 @@ def save(
     params: Parameters with adapters. If several processes hold them, all must call this,
       and the first one writes.
     base: The model that the adapters belong to, which PEFT loads first.
+    family: That model's; needed where it sees and `params` are of adapters alone.
 
   Raises:
     ValueError: params have no adapters.
@@ -62,6 +68,8 @@ def save(
   """
   if not lora.has_adapters(params):
     raise ValueError('params have no adapters; weights.save writes a complete model.')
+  sees = (facts for facts in families.FAMILIES.values() if facts.sees)
+  facts = next(sees) if 'vision' in params else families.FAMILIES[family or 'llama']
   tensors: dict[str, np.ndarray] = {}
   modules, rank, alpha = [], 0, 0.0
   for name, target in families.TARGETS.items():
@@ -74,7 +82,7 @@ def save(
     module = target.tensor.removesuffix('.weight')
     modules.append(module.split('.')[-1])
     for layer, (a_layer, b_layer) in enumerate(zip(a, b, strict=True)):
-      path = f'base_model.model.{module.format(layer)}'
+      path = _ROOT + facts.write_name(module.format(layer))
       tensors[f'{path}.lora_A.weight'] = _stored(a_layer.reshape(-1, rank))
       tensors[f'{path}.lora_B.weight'] = _stored(b_layer.reshape(rank, -1))
   if jax.process_index():
@@ -82,7 +90,10 @@ def save(
   folder = pathlib.Path(directory)
   folder.mkdir(parents=True, exist_ok=True)
   safetensors_numpy.save_file(tensors, folder / _TENSORS, metadata={'format': 'pt'})
-  text = json.dumps(_config(rank, alpha, modules, base), indent=2) + '\n'
+  # Other modules, such as a vision tower's, have names with the same ends.
+  names = f'{facts.write_name("model.")}.*({"|".join(modules)})'
+  settings = _config(rank, alpha, names if facts.renamed else modules, base)
+  text = json.dumps(settings, indent=2) + '\n'
   (folder / _CONFIG).write_text(text, 'utf-8')
 
 
@@ -108,11 +119,14 @@ def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder
       )
   rank, alpha = _read_config(folder / _CONFIG)
   file = folder / _TENSORS
-  tensors = tensor_files.read_header(file)
+  tensors = {}
+  for name, tensor in tensor_files.read_header(file).items():
+    _, root, module = name.rpartition(_ROOT)
+    tensors[root + config.facts.read_name(module)] = tensor
   layers: dict[str, Any] = {}
   for name, target in stacked_adapters.list_targets(config).items():
     _, place, *_ = target.path.split('/')
-    tensor = f'base_model.model.{target.tensor.removesuffix(".weight")}.lora_{{}}.weight'
+    tensor = f'{_ROOT}{target.tensor.removesuffix(".weight")}.lora_{{}}.weight'
     names = {
       leaf: [tensor.format(layer, part) for layer in range(config.num_layers)]
       for leaf, part in (('lora_a', 'A'), ('lora_b', 'B'))
@@ -196,7 +210,7 @@ def _stored(matrix: np.ndarray) -> np.ndarray:
   return np.ascontiguousarray(matrix.T, np.float32)
 
 
-def _config(rank: int, alpha: float, modules: list[str], base) -> dict[str, Any]:
+def _config(rank: int, alpha: float, modules: str | list[str], base) -> dict[str, Any]:
   return {
     'peft_type': 'LORA',
     'task_type': 'CAUSAL_LM',

@@ -91,12 +91,7 @@ def rename(
   config: decoder.DecoderConfig, tensors: Mapping[str, tensor_files.Tensor]
 ) -> dict[str, tensor_files.Tensor]:
   """Gives tensors the names that the family's table has."""
-  names = {}
-  for name in tensors:
-    starts = (old for old in config.facts.renamed if name.startswith(old))
-    old = next(starts, '')
-    names[name] = config.facts.renamed.get(old, '') + name.removeprefix(old)
-  return {names[name]: tensor for name, tensor in tensors.items()}
+  return {config.facts.read_name(name): tensor for name, tensor in tensors.items()}
 
 
 def split_fused(

@@ -121,7 +121,7 @@ class States:
 
   def _write(self, folder: pathlib.Path, adapter, moments, record: dict[str, Any]):
     folder.mkdir(parents=True)
-    peft_files.save(folder, adapter, self._base)
+    peft_files.save(folder, adapter, self._base, family=self._config.family)
     if moments is not None:
       # Of a view, safetensors would write what lies between its numbers.
       arrays = {
