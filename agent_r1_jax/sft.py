@@ -11,7 +11,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.models.vision_config import VisionConfig
-from agent_r1_jax.rl import learner, losses, packing, spans, table
+from agent_r1_jax.rl import learner, losses, optimizers, packing, spans, table
 
 # Called with the number of finished steps, the last one's metrics and the parameters.
 OnStep = Callable[[int, dict[str, float], decoder.Params], None]
@@ -36,7 +36,8 @@ class Config:
     row_tokens: Tokens of a row; longer conversations are left out.
     learning_rate: Peak learning rate, after the warm-up; then a cosine to 0.
     warmup: Steps of linear warm-up.
-    weight_decay: Weight decay of AdamW.
+    weight_decay: Weight decay of AdamW, of matrices.
+    decay_all: Whether scales of norms and biases decay too.
     adam_b1: Decay rate of AdamW's first moment.
     adam_b2: Decay rate of its second moment; PyTorch has .999.
     adam_eps: Added to the root of the second moment.
@@ -49,6 +50,7 @@ class Config:
   learning_rate: float = 3e-3
   warmup: int = 50
   weight_decay: float = 0.1
+  decay_all: bool = False
   adam_b1: float = 0.9
   adam_b2: float = 0.98
   adam_eps: float = 1e-8
@@ -165,12 +167,11 @@ def run(
   )
   optimizer = optax.chain(
     optax.clip_by_global_norm(1.0),
-    optax.adamw(
+    optimizers.adamw(
       rate,
-      config.adam_b1,
-      config.adam_b2,
-      config.adam_eps,
-      weight_decay=config.weight_decay,
+      config.weight_decay,
+      optimizers.Adam(config.adam_b1, config.adam_b2, config.adam_eps),
+      decay_all=config.decay_all,
     ),
   )
   state = learner.init(params, optimizer)

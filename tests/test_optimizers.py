@@ -1,5 +1,6 @@
 """Optimizers: the size of their states, their steps, and that they learn."""
 
+import functools
 import os
 
 import jax
@@ -8,9 +9,10 @@ import numpy as np
 import optax
 import pytest
 import script
+import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax.models import sharding
+from agent_r1_jax.models import lora, sharding
 from agent_r1_jax.rl import optimizers
 
 _SHAPE = (2, 256, 384)  # L D F
@@ -85,6 +87,34 @@ def _adam(gradients, *, rate, clip_norm, b1, b2, eps):
     m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
     steps.append(-rate * m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps))
   return steps
+
+
+@pytest.mark.parametrize('kind', optimizers.KINDS)
+@pytest.mark.parametrize('decay_all', [False, True])
+def test_matrices_decay_and_by_an_option_all(kind, decay_all):
+  """Scales of norms and biases are stacked over layers, and have several dimensions."""
+  config, rate = tiny.config('qwen2_5_vl', layers=1), 1e-2
+  params = lora.add(tiny.params(config), 2, ('q',), 2.0, jax.random.key(0))
+  params['value_head'] = {'kernel': jnp.ones((16, 1)), 'bias': jnp.ones(1)}
+  options = config_lib.Optimizer(kind=kind, weight_decay=0.1, decay_all=decay_all)
+  optimizer = optimizers.make(options, rate)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+  moved = {'kernel', 'embedding', 'lora_a', 'lora_b'}
+  for path, update in jax.tree_util.tree_leaves_with_path(updates):
+    decays = decay_all or path[-1].key in moved
+    param = functools.reduce(lambda tree, key: tree[key.key], path, params)
+    want = -rate * 0.1 * param if decays else jnp.zeros_like(param)
+    np.testing.assert_allclose(update, want, rtol=1e-5, err_msg=str(path))
+
+
+@pytest.mark.parametrize('decay', [0.0, 0.1])
+def test_the_state_of_adamw_is_that_of_optax(decay):
+  """So that runs of earlier versions go on."""
+  params = _of_a_layer(jnp.ones(_SHAPE))
+  found = optimizers.adamw(1e-3, decay).init(params)
+  want = optax.adamw(1e-3, weight_decay=decay).init(params)
+  assert jax.tree.structure(found) == jax.tree.structure(want)
 
 
 # Eight bits are rounded: to 1/16 of a moment, and thrice in three steps.

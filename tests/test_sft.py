@@ -6,14 +6,13 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from agent_r1_jax import sft, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import learner
+from agent_r1_jax.rl import learner, optimizers
 from experiments.miniwiki import induction
 
 _SEARCH = {'type': 'function', 'function': {'name': 'search', 'parameters': {}}}
@@ -228,19 +227,22 @@ def test_run_lowers_the_loss():
 
 
 def test_adam_is_the_configured_one(monkeypatch):
-  made, adamw = [], optax.adamw
+  made, adamw = [], optimizers.adamw
 
-  def spy(rate, b1, b2, eps, **options):
-    made.append((b1, b2, eps, options))
-    return adamw(rate, b1, b2, eps, **options)
+  def spy(rate, decay, adam, **options):
+    made.append((*adam, decay, options))
+    return adamw(rate, decay, adam, **options)
 
-  monkeypatch.setattr(optax, 'adamw', spy)
+  monkeypatch.setattr(optimizers, 'adamw', spy)
   changed = {'adam_b1': 0.8, 'adam_b2': 0.9, 'adam_eps': 1e-3, 'weight_decay': 0.2}
+  changed['decay_all'] = True
   for config in (_CONFIG, dataclasses.replace(_CONFIG, **changed)):
     with pytest.raises(ValueError, match='segments ended after 0'):
       sft.run(_MODEL, _params(), [], config)
-  decay = lambda value: {'weight_decay': value}
-  assert made == [(0.9, 0.98, 1e-8, decay(0.1)), (0.8, 0.9, 1e-3, decay(0.2))]
+  assert made == [
+    (0.9, 0.98, 1e-8, 0.1, {'decay_all': False}),
+    (0.8, 0.9, 1e-3, 0.2, {'decay_all': True}),
+  ]
 
 
 def test_a_stream_that_is_too_short_is_said():

@@ -129,7 +129,8 @@ class Optimizer:
     learning_rate: Learning rate of the policy, after the warm-up.
     critic_learning_rate: Learning rate of the critic.
     warmup: Optimizer steps of linear warm-up.
-    weight_decay: Decoupled weight decay, as in AdamW.
+    weight_decay: Decoupled weight decay of matrices, as in AdamW.
+    decay_all: Whether scales of norms and biases decay too.
     adam_b1: Decay rate of the first moment of Adam in 'adamw', 'adamw8' and 'muon'.
     adam_b2: Decay rate of the second moment; PyTorch and verl have .999.
     adam_eps: Added to the root of the second moment.
@@ -143,6 +144,7 @@ class Optimizer:
   critic_learning_rate: float = 1e-5
   warmup: int = 0
   weight_decay: float = 0.0
+  decay_all: bool = False
   adam_b1: float = 0.9
   adam_b2: float = 0.95
   adam_eps: float = 1e-8

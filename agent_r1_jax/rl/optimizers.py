@@ -71,25 +71,42 @@ DEFAULT = Adam()
 
 
 def adamw(
-  rate: optax.ScalarOrSchedule, decay: float, adam: Adam = DEFAULT
+  rate: optax.ScalarOrSchedule,
+  decay: float,
+  adam: Adam = DEFAULT,
+  *,
+  decay_all: bool = False,
 ) -> optax.GradientTransformation:
-  """Adam with decoupled weight decay (arXiv 1711.05101)."""
-  return optax.adamw(rate, **adam._asdict(), weight_decay=decay)
+  """Adam with decoupled weight decay (arXiv 1711.05101).
 
-
-def adamw8(
-  rate: optax.ScalarOrSchedule, decay: float, adam: Adam = DEFAULT
-) -> optax.GradientTransformation:
-  """`adamw` with moments of 8 bits."""
+  Args:
+    rate: The learning rate or its schedule.
+    decay: The part of a parameter that is subtracted at a learning rate of 1.
+    adam: The numbers of Adam.
+    decay_all: Whether scales of norms and biases decay too, and not matrices alone.
+  """
   return optax.chain(
-    scale_by_adam8(*adam),
-    optax.add_decayed_weights(decay),
-    optax.scale_by_learning_rate(rate),
+    optax.scale_by_adam(**adam._asdict()), *_step(rate, decay, decay_all)
   )
 
 
+def adamw8(
+  rate: optax.ScalarOrSchedule,
+  decay: float,
+  adam: Adam = DEFAULT,
+  *,
+  decay_all: bool = False,
+) -> optax.GradientTransformation:
+  """`adamw` with moments of 8 bits."""
+  return optax.chain(scale_by_adam8(*adam), *_step(rate, decay, decay_all))
+
+
 def adafactor(
-  rate: optax.ScalarOrSchedule, decay: float, adam: Adam = DEFAULT
+  rate: optax.ScalarOrSchedule,
+  decay: float,
+  adam: Adam = DEFAULT,
+  *,
+  decay_all: bool = False,
 ) -> optax.GradientTransformation:
   """Adafactor (arXiv 1804.04235) without momentum and with absolute step sizes.
 
@@ -107,13 +124,16 @@ def adafactor(
   return optax.chain(
     optax.scale_by_factored_rms(),
     optax.clip_by_block_rms(1.0),
-    optax.add_decayed_weights(decay),
-    optax.scale_by_learning_rate(rate),
+    *_step(rate, decay, decay_all),
   )
 
 
 def muon(
-  rate: optax.ScalarOrSchedule, decay: float, adam: Adam = DEFAULT
+  rate: optax.ScalarOrSchedule,
+  decay: float,
+  adam: Adam = DEFAULT,
+  *,
+  decay_all: bool = False,
 ) -> optax.GradientTransformation:
   """Muon for the kernels of the layers, `adamw` for all other parameters.
 
@@ -132,11 +152,7 @@ def muon(
     'muon': scale_by_muon(),
     'adamw': optax.scale_by_adam(**adam._asdict()),
   }
-  return optax.chain(
-    optax.partition(directions, _label),
-    optax.add_decayed_weights(decay),
-    optax.scale_by_learning_rate(rate),
-  )
+  return optax.chain(optax.partition(directions, _label), *_step(rate, decay, decay_all))
 
 
 KINDS = {'adamw': adamw, 'adamw8': adamw8, 'adafactor': adafactor, 'muon': muon}
@@ -152,8 +168,25 @@ def make(options: config_lib.Optimizer, rate: float) -> optax.GradientTransforma
   options.check()
   schedule = optax.linear_schedule(rate / (options.warmup + 1), rate, options.warmup)
   adam = Adam(options.adam_b1, options.adam_b2, options.adam_eps)
-  optimizer = KINDS[options.kind](schedule, options.weight_decay, adam)
+  optimizer = KINDS[options.kind](
+    schedule, options.weight_decay, adam, decay_all=options.decay_all
+  )
   return optax.chain(optax.clip_by_global_norm(options.clip_norm), optimizer)
+
+
+def _step(
+  rate: optax.ScalarOrSchedule, decay: float, decay_all: bool
+) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+  """Makes a step of a direction: weights decay, and both are scaled by the rate."""
+
+  def add(path, direction, param):
+    kept = _name(path).endswith(('scale', 'bias')) and not decay_all
+    return direction if kept else direction + decay * param
+
+  # Not optax's mask, of which a state has a level that those of earlier runs lack.
+  decayed = lambda updates, params: jax.tree_util.tree_map_with_path(add, updates, params)
+  decays = optax.stateless(decayed) if decay else optax.identity()
+  return decays, optax.scale_by_learning_rate(rate)
 
 
 def scale_by_adam8(
