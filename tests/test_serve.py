@@ -41,6 +41,49 @@ def client(url):
     yield client
 
 
+def test_a_model_is_asked_for_by_its_name(client):
+  assert client.models.retrieve('policy') == client.models.list().data[0]
+  with pytest.raises(openai.NotFoundError, match="no model 'a/b'; there are: policy"):
+    client.models.retrieve('a/b')
+
+
+@pytest.mark.parametrize(
+  ('method', 'path', 'status'),
+  [
+    ('GET', '/', 404),
+    ('POST', '/v1/embeddings', 404),
+    ('GET', '/v1/chat/completions', 405),
+    ('DELETE', '/v1/models/policy', 405),
+    ('POST', '/health', 405),
+  ],
+)
+def test_other_paths_and_methods_have_the_form_of_errors(url, method, path, status):
+  answer = httpx2.request(method, url + path)
+  assert answer.status_code == status
+  error = answer.json()['error']
+  assert method in error['message'] and path in error['message']
+  assert {*error} >= {'message', 'type', 'code'}
+  assert ('allow' in answer.headers) == (status == 405)
+
+
+def test_a_page_of_another_origin_may_ask(url):
+  """A browser asks before it sends JSON or a key, and without them."""
+  origin = {'Origin': 'http://localhost:3000'}
+  asked = {
+    'Access-Control-Request-Method': 'POST',
+    'Access-Control-Request-Headers': 'authorization,content-type,x-api-key',
+  }
+  before = httpx2.options(f'{url}/v1/chat/completions', headers=origin | asked)
+  assert before.status_code == 200
+  assert before.headers['access-control-allow-origin'] == '*'
+  assert 'POST' in before.headers['access-control-allow-methods']
+  allowed = before.headers['access-control-allow-headers'].lower()
+  assert all(name in allowed for name in ('authorization', 'content-type', 'x-api-key'))
+  for path in ('/v1/models', '/v1/nothing'):
+    answer = httpx2.get(url + path, headers=origin)
+    assert answer.headers['access-control-allow-origin'] == '*'
+
+
 def _schema(schema):
   return {'type': 'json_schema', 'json_schema': {'name': 'answer', 'schema': schema}}
 

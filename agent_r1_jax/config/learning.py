@@ -29,7 +29,8 @@ class Schedule:
       learns from it; bounds sync_every and ahead.
     critic_warmup: Steps in which only the critic is updated.
     reference_every: Steps after which the reference becomes the current policy; 0 never.
-    eval_every: Steps between evaluations; 0 evaluates at the end only.
+    eval_every: Steps between evaluations, which are also played before the first step and
+      after the last one; 0 plays none.
   """
 
   steps: int = 100

@@ -38,8 +38,6 @@ class _Endpoint:
   """
 
   def __init__(self, chat: chat_lib.Chat, vocab_size: int, on_end: Callable[[], Any]):
-    from starlette import applications
-
     self.episodes: dict[str, conversation_lib.Conversation] = {}
     self._server = server_lib.Server(
       self._find,
@@ -55,7 +53,7 @@ class _Endpoint:
       routes += self._server.make_routes(prefix)
       reward = f'{prefix}/v1/reward', self._reward, completions_form.CHAT, 'POST'
       routes.append(self._server.make_route(*reward))
-    self._app = applications.Starlette(routes=routes)
+    self._app = self._server.make_app(routes)
     listener = http.listen('127.0.0.1', 0)
     self.url = f'http://127.0.0.1:{listener.getsockname()[1]}'
     self._task = asyncio.create_task(self._serve(listener, on_end))

@@ -4,14 +4,14 @@
   POST /v1/completions       texts or tokens to go on from, and their log-probs
   POST /v1/messages          Anthropic's Messages; /v1/messages/count_tokens
   POST /v1/responses         OpenAI's Responses; /v1/responses/input_tokens
-  GET  /v1/models            the names of the policy and of its adapters
+  GET  /v1/models            the names of the policy and of its adapters; /v1/models/NAME
   GET  /health               200 while the engine's event loop runs
   GET  /metrics              counts and times in Prometheus's text format
 
 An error is {"error": {"message", "type", "code"}}, or what its dialect has: 400 for what
-cannot be done, 401 for a wrong key, 404 for an unknown adapter, 413 for a body that is
-too long, 429 with Retry-After where too many replies are under way, 504 for a reply that
-took too long.
+cannot be done, 401 for a wrong key, 404 for an unknown adapter or path, 405 for a wrong
+method, 413 for a body that is too long, 429 with Retry-After where too many replies are
+under way, 504 for a reply that took too long.
 
 If the engine has adapters, a request's `model` names the policy or one of them. Else it
 is ignored.
@@ -170,9 +170,13 @@ class Server:
 
     async def models(request):
       names = self.name, *self.find_source(request).adapters
+      asked = request.path_params.get('name')
+      if asked not in (None, *names):
+        text = f'there is no model {asked!r:.120}; there are: {", ".join(names)}'
+        raise http.RefusedError(404, text, 'model_not_found')
       model = {'object': 'model', 'created': 0, 'owned_by': 'policy'}
-      models = [{'id': name, **model} for name in names]
-      return http.answer_json({'object': 'list', 'data': models})
+      models = [{'id': name, **model} for name in names if asked in (None, name)]
+      return http.answer_json(models[0] if asked else {'object': 'list', 'data': models})
 
     def post(path, form, answer=self.answer):
       handle = functools.partial(answer, form)
@@ -185,8 +189,27 @@ class Server:
       post('/v1/messages/count_tokens', messages_form.COUNT, self.count_tokens),
       post('/v1/responses', responses_form.RESPONSES),
       post('/v1/responses/input_tokens', responses_form.RESPONSES, self.count_tokens),
-      self.make_route(f'{prefix}/v1/models', models, completions_form.CHAT, 'GET'),
+      *(
+        self.make_route(prefix + path, models, completions_form.CHAT, 'GET')
+        for path in ('/v1/models', '/v1/models/{name:path}')
+      ),
     ]
+
+  def make_app(self, routes: list[Any], **options: Any) -> Any:
+    """Makes an ASGI application, which answers other paths and methods as OpenAI does."""
+    from starlette import applications
+
+    async def refuse(request, error):
+      text = (
+        f'{request.method} {request.url.path:.200} is not served here: {error.detail}'
+      )
+      refused = http.RefusedError(error.status_code, text, 'unknown_url')
+      answer = self.metrics.refuse(completions_form.CHAT, refused)
+      answer.headers.update(error.headers or {})  # Such as the methods that there are.
+      return answer
+
+    missing = {404: refuse, 405: refuse}
+    return applications.Starlette(routes=routes, exception_handlers=missing, **options)
 
 
 def read_keys(text: str) -> list[str]:
@@ -223,7 +246,8 @@ def make_app(
     max_waiting: How many replies may wait for a row; further ones get 429.
     seconds: The most seconds of a reply.
   """
-  from starlette import applications, routing
+  from starlette import middleware, routing
+  from starlette.middleware import cors
 
   free = sources.StatelessSource(engine, chat, name)
 
@@ -243,12 +267,15 @@ def make_app(
   async def health(request):
     return http.answer_json({'status': 'ok', 'replies': server.count})
 
-  return applications.Starlette(
-    routes=[
+  # Pages of any origin may ask, as programs may; a key is in a header, never in a cookie.
+  anyone: Any = {f'allow_{x}': ['*'] for x in ('origins', 'methods', 'headers')}
+  return server.make_app(
+    [
       *server.make_routes(),
       routing.Route('/health', health),
       routing.Route('/metrics', http.show_metrics(server.metrics.registry)),
-    ]
+    ],
+    middleware=[middleware.Middleware(cors.CORSMiddleware, **anyone)],
   )
 
 

@@ -142,9 +142,8 @@ def _run_steps(run: prepare.Run):
       loop_state.advance(sample.metrics | learned | seconds, sample.draws)
       watcher.log_rollout(loop_state.step, sample.played, sample.chosen, table)
     metrics = dict(loop_state.pending_metrics)
-    every = config.schedule.eval_every
-    is_due = loop_state.step == steps or (every and loop_state.step % every == 0)
-    if run.evals and is_due:
+    every, is_last = config.schedule.eval_every, loop_state.step == steps
+    if run.evals and every and (is_last or loop_state.step % every == 0):
       began = time.perf_counter()
       metrics |= _evaluate(run)
       runtime.release_freed_memory()
