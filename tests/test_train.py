@@ -276,9 +276,9 @@ class TestRun:
       mock.patch.object(rollout, 'start', wraps=rollout.start) as start,
       mock.patch.object(loop.updates, 'learn', wraps=loop.updates.learn) as learn,
     ):
-      _run(config, tmp_path, algorithm=_PPO, evals=None)
+      _run(config, tmp_path, algorithm=_PPO)
     numbers = [c.kwargs.get('rollout_number') for c in start.call_args_list]
-    assert numbers == [0, 1]  # There is nothing to evaluate.
+    assert numbers == [0, 1]  # eval_every is 0: no evaluation, not even a last one.
     learned = [c.args[1] for c in learn.mock_calls]
     assert [{*t.policy_steps} for ts in learned for t in ts] == [{0}] * 8 + [{1}] * 8
     first, second = metrics.read(tmp_path)
