@@ -11,7 +11,8 @@ from agent_r1_jax.report import alarms
 from agent_r1_jax.train import evaluate
 
 _GIVEN = {'entropy': 0.5, 'kl': 2.0, 'dead_groups': 0.75, 'truncated': 0.25}
-_GIVEN |= dict.fromkeys(('invalid_calls', 'action_share', 'hacking'), 0.5)
+_SHARES = 'invalid_calls', 'tool_failures', 'action_share', 'hacking'
+_GIVEN |= dict.fromkeys(_SHARES, 0.5)
 _LIMITS = config.Alarms(**_GIVEN)
 _UP, _DOWN = 1e-9, -1e-9
 
@@ -22,6 +23,7 @@ def _find(numbers, limits=_LIMITS):
 
 
 _CALLS, _UNREAD = 'rollout/tool_calls', 'rollout/format_errors'
+_ERRORS = 'rollout/tool_errors'
 _TRUNCATED, _TURNS = 'rollout/status/truncated', 'rollout/status/max_turns'
 
 
@@ -42,6 +44,9 @@ _TRUNCATED, _TURNS = 'rollout/status/truncated', 'rollout/status/max_turns'
     ('invalid_calls', 'rollout/tool_errors', 2.0, _UP, {_CALLS: 4.0}),
     ('invalid_calls', 'rollout/tool_errors', 1.0, _UP, {_CALLS: 3.0, _UNREAD: 1.0}),
     ('invalid_calls', _UNREAD, 2.0, _UP, {_CALLS: 2.0}),
+    # What the tool raised is no invalid call.
+    ('tool_failures', 'rollout/tool_failures', 2.0, _UP, {_CALLS: 4.0, _ERRORS: 2.0}),
+    ('invalid_calls', _ERRORS, 3.0, _UP, {_CALLS: 4.0, 'rollout/tool_failures': 1.0}),
     ('isolated_calls', 'rollout/isolated_calls', 0.0, _UP, {_CALLS: 4.0}),
     ('action_share', 'rollout/action_tokens', 8.0, _DOWN, {'rollout/tokens': 16.0}),
     ('reward_hacking', 'hacking', 0.5, _UP, {}),
@@ -85,6 +90,7 @@ def test_every_limit_has_an_alarm_and_every_alarm_a_message():
   limits = {f.name for f in dataclasses.fields(_LIMITS)} - {'true_metric', 'window'}
   bad = {'train/entropy': 0.001, 'train/kl': 9.0, 'rollout/dead_groups': 1.0}
   bad |= {_TRUNCATED: 1.0, _CALLS: 1.0, _UNREAD: 3.0, 'rollout/isolated_calls': 1.0}
+  bad |= {'rollout/tool_failures': 1.0, 'rollout/tool_errors': 1.0}
   bad |= {'rollout/tokens': 1000.0, 'rollout/action_tokens': 1.0}
   said = []
   # The reward rises from the first two steps to the last two, the true metric never does.
@@ -158,3 +164,29 @@ def test_a_fault_is_printed_when_it_is_new_and_counted_at_the_end():
   assert 'step 1, tool_timeouts: 2' in second
   faults.report_totals()
   assert said[2].endswith('error/CallTimeoutError 3, tool_timeouts 2')
+
+
+def test_the_first_exception_of_each_tool_is_in_the_line_of_its_fault():
+  said = []
+  faults = alarms.FaultCounter(said.append)
+  search, late = 'outage/search/ConnectionError', 'outage/nap/CallTimeoutError'
+  unread = {'tool_errors': 3.0, 'format_errors': 2.0, 'tool_failures': 1.0}
+  episode = _episode(**{search: 1.0, 'tool_error/calc/ValueError': 1.0}, **unread)
+  answers = [
+    ('search', "Error: search: unknown argument 'x'; it takes query"),
+    ('search', 'Error: search: ConnectionError: the index is down'),
+    ('calc', 'Error: calc: ValueError: no number'),
+  ]
+  episode.messages = [
+    {'role': 'tool', 'name': name, 'content': text} for name, text in answers
+  ]
+  slow = _episode(**{late: 1.0})
+  text = 'Error: nap gave no answer within 0.1 seconds'
+  slow.messages = [{'role': 'tool', 'name': 'nap', 'content': text}]
+  faults.count(1, [episode, slow])
+  faults.count(2, [episode, slow])
+  assert [line.partition(' (counted')[0] for line in said] == [
+    f'Fault at step 1, {late}: 1 so far: {text}',
+    f'Fault at step 1, {search}: 1 so far: {answers[1][1]}',
+    f'Fault at step 1, tool_error/calc/ValueError: 1 so far: {answers[2][1]}',
+  ]

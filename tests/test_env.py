@@ -123,7 +123,16 @@ async def test_failed_late_malformed_and_unknown_calls_are_answered_with_error_t
   ]
   assert all(message['role'] == 'tool' for message in step.messages)
   assert [m.get('name') for m in step.messages][4:] == ['no"body', None, 'calculator']
-  assert step.metrics == counts(calls=6.0, errors=5.0, timeouts=1.0, malformed=1.0)
+  # The tool is told from the call, and of its errors those that no argument explains.
+  raised = {'tool_failures': 3.0, 'tool_error/calculator/ZeroDivisionError': 1.0}
+  raised |= {'tool_outages': 2.0, 'outage/fail/RuntimeError': 1.0}
+  raised |= {'outage/hang/CallTimeoutError': 1.0}
+  found = counts(calls=6.0, errors=5.0, timeouts=1.0, malformed=1.0)
+  assert step.metrics == found | raised
+  for name in raised.keys() - {'tool_failures', 'tool_outages'}:
+    tool = name.split('/')[1]
+    (text,) = (x for x in texts[:3] if tool in x)
+    assert env_lib.find_tool_error(step.messages, name) == text
   assert not step.done
   assert (await env.step('6')).reward == 1.0
 
@@ -548,7 +557,10 @@ async def test_retries_and_calls_of_an_isolated_tool_are_counted(monkeypatch):
   call = CALL % ('lost', '{}')
   for _ in range(20):
     step = await env.step(call)
-  assert step.metrics == counts(calls=1.0, errors=1.0) | {'tool_retries': 1.0}
+  raised = {'tool_retries': 1.0, 'outage/lost/OSError': 1.0}
+  raised |= {'tool_failures': 1.0, 'tool_outages': 1.0}
+  assert step.metrics == counts(calls=1.0, errors=1.0) | raised
   step = await env.step(call + call)
   isolated = {'isolated/lost': 2.0, 'isolated_calls': 2.0}
+  isolated |= {'tool_failures': 2.0, 'tool_outages': 2.0}
   assert step.metrics == counts(calls=2.0, errors=2.0) | isolated

@@ -55,3 +55,17 @@ def test_errors_are_left_out_up_to_a_rate():
   assert [len(group) for group in kept] == [1, 2]
   with pytest.raises(RuntimeError, match='1 of 4 episodes raised.*KeyError: lost'):
     groups.select_usable(found, max_error_rate=0.2)
+
+
+def test_a_share_of_outages_of_tools_ends_the_run():
+  found = [_played([1, 0]), _played([0, 1])]
+  for trajectory in found[1]:
+    trajectory.metrics = {'tool_calls': 2.0, 'tool_failures': 2.0}
+  found[0][0].metrics = {'tool_calls': 6.0, 'tool_outages': 1.0}
+  found[0][0].metrics['outage/look/ConnectionError'] = 1.0
+  text = 'Error: look: ConnectionError: the index is down'
+  found[0][0].messages = [{'role': 'tool', 'name': 'look', 'content': text}]
+  # What a tool raises for the sake of an argument is no outage.
+  assert groups.select_usable(found, max_error_rate=0.1) == found
+  with pytest.raises(RuntimeError, match=f'1 of 10 tool calls .*_rate=0.09.*{text}'):
+    groups.select_usable(found, max_error_rate=0.09)

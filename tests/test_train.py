@@ -405,6 +405,24 @@ class TestErrors:
     with pytest.raises(RuntimeError, match=message):
       _run(config, tmp_path / 'many', make_env=make_env, evals=None)
 
+  def test_a_tool_that_is_out_ends_the_run(self, model, tmp_path, capfd):
+    @tool_lib.tool
+    def look(seconds: float) -> str:
+      """Is out.
+
+      Args:
+        seconds: How long it takes.
+      """
+      raise ConnectionError('the index is down')
+
+    config = _config(model, steps=1, eval_every=0)
+    with pytest.raises(RuntimeError, match='tool calls .*look: ConnectionError: the in'):
+      _run(config, tmp_path, make_env=lambda: _make_env(tools=[look]))
+    said = capfd.readouterr().out
+    assert (
+      'outage/look/ConnectionError: ' in said and said.count('the index is down') == 1
+    )
+
   def test_another_config_on_a_workdir_is_refused(self, whole, model):
     _, workdir = whole
     before = (workdir / 'metrics.jsonl').read_bytes()

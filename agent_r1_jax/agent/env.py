@@ -94,8 +94,9 @@ class ToolEnv:
   conversation, even if a budget ended it. An unfinished reply is then the last message;
   its calls are not run, and it gets no process reward.
   Every step's metrics are tool_calls, tool_errors (which include tool_timeouts),
-  format_errors, and the named parts of its reward as 'reward/<name>'. The last step's
-  also include those of `metrics`.
+  format_errors, and the named parts of its reward as 'reward/<name>'. Of tool_errors,
+  tool_failures are those of calls whose tool raised or was late, and tool_outages those
+  for which no argument is to blame. The last step's also include those of `metrics`.
 
   Functions that are not async run in threads (see workers), several at a time. They get
   copies of the task and the messages, which they may change. A grader that may hold the
@@ -313,6 +314,16 @@ async def close_env(envs: list[Any], seconds: float, owner: str) -> bool:
   return False
 
 
+def find_tool_error(messages: Sequence[types.Message], metric: str) -> str:
+  """Finds the answer to the first call that a metric '<kind>/<tool>/<type>' counts."""
+  _, _, name = metric.partition('/')
+  tool, _, kind = name.rpartition('/')
+  answers = [m['content'] for m in messages if m.get('name') == tool]
+  errors = [x for x in answers if isinstance(x, str) and x.startswith('Error: ')]
+  # What was late does not say its type.
+  return next((x for x in errors if f'{kind}' in x), errors[0] if errors else '')
+
+
 def _make_message(call: Call, result: tool_lib.ToolResult) -> types.Message:
   name = {'name': call.name} if isinstance(call, calls_lib.ToolCall) else {}
   return {'role': 'tool', **name, 'content': [*result.parts] or result.text}
@@ -321,8 +332,10 @@ def _make_message(call: Call, result: tool_lib.ToolResult) -> types.Message:
 def _count_calls(calls, results) -> dict[str, float]:
   """Counts a turn's calls; a refused call counts as a tool error.
 
-  What is rare is counted only where it is: 'tool_retries', and calls of isolated tools as
-  'isolated_calls' and 'isolated/<tool>'.
+  What is rare is counted only where it is: 'tool_retries'; calls of isolated tools as
+  'isolated_calls' and 'isolated/<tool>'; these, and calls whose tool raised or was late,
+  as 'tool_failures'; 'tool_outages'; and what was raised as 'tool_error/<tool>/<type>' or
+  'outage/<tool>/<type>'.
   """
   malformed = sum(isinstance(call, calls_lib.CallError) for call in calls)
   failed = len(calls) - sum(result.ok for result in results)
@@ -331,6 +344,12 @@ def _count_calls(calls, results) -> dict[str, float]:
   ]
   rare = collections.Counter(f'isolated/{name}' for name in isolated)
   rare['isolated_calls'] = len(isolated)
+  for call, result in zip(calls, results, strict=False):
+    if result.error:
+      kind = 'outage' if result.outage else 'tool_error'
+      rare[f'{kind}/{call.name}/{result.error}'] += 1
+    rare['tool_failures'] += bool(result.error) or result.isolated
+    rare['tool_outages'] += result.outage
   rare['tool_retries'] = sum(result.retries for result in results)
   return {
     **{name: float(count) for name, count in rare.items() if count},

@@ -26,6 +26,11 @@ _PAUSES = (0.5, 1.0, 2.0, 4.0)
 # A tool that fails so many times in a row, over all episodes, is isolated: its calls are
 # answered with an error at once, and one is tried each time so many seconds have passed.
 _ISOLATION = (20, 30.0)
+# Exceptions that may be due to the arguments; for others the tool is to blame.
+_OF_ARGUMENTS = (
+  *(ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, FileNotFoundError),
+  *(FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError),
+)
 _clock, _sleep = time.monotonic, asyncio.sleep
 
 
@@ -102,6 +107,9 @@ class ToolResult:
     failed: Whether the tool failed, and not the agent: it was late or raised an OSError.
       Other exceptions may be due to the arguments: were a tool isolated for them, an
       agent that learns to call it would be refused.
+    error: The type of what the tool raised; empty where it was not called or returned.
+    outage: Whether it is out: it was late, raised what no argument is to blame for, or is
+      isolated. A run ends where that is the rule (config.max_error_rate).
     retries: How often it was called again.
     isolated: Whether it was not called, because it is isolated; it failed so
       often in a row, in any episode, that only one call in a while is tried.
@@ -114,6 +122,8 @@ class ToolResult:
   reward: float = 0.0
   timed_out: bool = False
   failed: bool = False
+  error: str = ''
+  outage: bool = False
   retries: int = 0
   isolated: bool = False
   parts: tuple[dict[str, Any], ...] = ()
@@ -173,7 +183,7 @@ async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
     result = ToolResult(f'Error: {tool.name}: {problem}', ok=False)
   elif breaker.hold_back():
     text = f'Error: {tool.name}: the tool failed too often and is not called for now'
-    result = ToolResult(text, ok=False, isolated=True)
+    result = ToolResult(text, ok=False, isolated=True, outage=True)
   else:
     result = await _attempt(tool, arguments, tool.timeout)
     for pause in _PAUSES if tool.idempotent else ():
@@ -207,12 +217,19 @@ async def _attempt(
   try:
     return await workers.call(fn, name=tool.name, seconds=seconds)
   except workers.CallTimeoutError as error:
-    return ToolResult(f'Error: {error}', ok=False, timed_out=True, failed=True)
+    text, raised = f'Error: {error}', error
   except workers.BaseExceptionError as error:
-    return ToolResult(f'Error: {tool.name}: {error}', ok=False)
+    text, raised = f'Error: {tool.name}: {error}', error.__cause__ or error
   except Exception as error:
-    text = f'Error: {tool.name}: {workers.describe_error(error)}'
-    return ToolResult(text, ok=False, failed=isinstance(error, OSError))
+    text, raised = f'Error: {tool.name}: {workers.describe_error(error)}', error
+  return ToolResult(
+    text,
+    ok=False,
+    timed_out=isinstance(raised, workers.CallTimeoutError),
+    failed=isinstance(raised, OSError),
+    error=type(raised).__name__,
+    outage=not isinstance(raised, _OF_ARGUMENTS),
+  )
 
 
 def _to_result(value: Any) -> ToolResult:

@@ -52,7 +52,7 @@ class Config:
     alarms: Limits of metrics beyond which an alarm is logged.
     seed: Seed of the order of tasks and of all sampling.
     max_error_rate: The share of a rollout's episodes whose environment may raise or be
-      late before the run ends.
+      late, and of its calls whose tool may be out, before the run ends.
     log_episodes: How many episodes of each rollout are written to trajectories/, and how
       many of these and of each evaluation set with the numbers of their tokens.
     sinks: Services that get metrics besides metrics.jsonl: some of SINKS, separated by

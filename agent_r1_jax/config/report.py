@@ -13,6 +13,7 @@ class Alarms:
     dead_groups: The greatest share of played groups whose rewards are all equal.
     truncated: The greatest share of episodes that ran out of tokens or turns.
     invalid_calls: The greatest share of tool calls that could not be parsed or run.
+    tool_failures: The greatest share of tool calls whose tool raised or was late.
     isolated_calls: The greatest share of tool calls that are not made because their tool
       keeps failing (agent/breaker.py).
     action_share: The least share of a trajectory's tokens that the policy sampled.
@@ -28,6 +29,7 @@ class Alarms:
   dead_groups: float = 0.9
   truncated: float = 0.3
   invalid_calls: float = 0.5
+  tool_failures: float = 0.5
   isolated_calls: float = 0.0
   action_share: float = 0.02
   hacking: float = 2.0

@@ -6,6 +6,7 @@ import math
 import statistics
 
 from agent_r1_jax import config, types
+from agent_r1_jax.agent import env
 
 # Alarm -> its message, and a remedy.
 _MESSAGES = {
@@ -30,6 +31,11 @@ _MESSAGES = {
   'invalid_calls': (
     '{value:.0%} of the tool calls could not be read or run, above {limit:.0%}',
     "Look at the tools' answers in the trajectories and at what the prompt says of them.",
+  ),
+  'tool_failures': (
+    'at {value:.0%} of the tool calls the tool raised or was late, above {limit:.0%}',
+    'Fix the tool, or say in its description what it takes: the lines of faults have its '
+    'exceptions.',
   ),
   'isolated_calls': (
     '{value:.0%} of the tool calls were not made, above {limit:.0%}, because their tool '
@@ -102,7 +108,8 @@ class AlarmMonitor:
 
 
 # Prefixes of a trajectory's metrics that count faults of users' code.
-_FAULTS = ('error/', 'abandoned/', 'isolated/', 'tool_errors', 'tool_timeouts')
+_TOOLS = ('tool_error/', 'outage/')
+_FAULTS = ('error/', 'abandoned/', 'isolated/', 'tool_timeouts', *_TOOLS)
 
 
 class FaultCounter:
@@ -122,10 +129,12 @@ class FaultCounter:
         # An environment's own metric may have such a name, and be NaN.
         if name.startswith(_FAULTS) and math.isfinite(value) and value:
           counts[name] += int(value)
-          examples.setdefault(name, trajectory.error or '')
+          example = trajectory.error if name.startswith('error/') else ''
+          if name.startswith(_TOOLS):
+            example = env.find_tool_error(trajectory.messages, name)
+          examples[name] = examples.get(name) or example or ''
     for name in sorted(counts.keys() - self._counts.keys()):
-      example = name.startswith('error/') and examples[name]
-      text = f': {example[:300]}' if example else ''
+      text = f': {examples[name][:300]}' if examples[name] else ''
       self._print_line(
         f'Fault at step {step}, {name}: {counts[name]} so far{text} '
         '(counted in metrics.jsonl; said once)'
@@ -164,13 +173,15 @@ def compare(
   kls = (numbers.get(f'train/{name}', 0.0) for name in ('kl', 'behaviour_kl'))
   truncated = sum(get(f'status/{status}') for status in types.BUDGET_STATUSES)
   calls, unread = get('tool_calls'), get('format_errors')
-  invalid = (get('tool_errors') + unread) / max(calls + unread, 1e-9)
+  failed = get('tool_failures')
+  invalid = (get('tool_errors') - failed + unread) / max(calls + unread, 1e-9)
   tokens = get('tokens')
   above = {
     'kl_blow_up': (max(map(abs, kls)), limits.kl),
     'dead_groups': (get('dead_groups'), limits.dead_groups),
     'truncated': (truncated, limits.truncated),
     'invalid_calls': (invalid, limits.invalid_calls),
+    'tool_failures': (failed / max(calls, 1e-9), limits.tool_failures),
     'isolated_calls': (get('isolated_calls') / max(calls, 1e-9), limits.isolated_calls),
     'reward_hacking': (numbers.get(_HACKING, 0.0), limits.hacking),
   }

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from agent_r1_jax import types
+from agent_r1_jax.agent import env
 from agent_r1_jax.rl import spans
 
 Group = list[types.Trajectory]
@@ -56,12 +57,13 @@ def select_usable(
 
   Args:
     groups: All groups.
-    max_error_rate: The share of episodes whose environment may raise or be late.
+    max_error_rate: The share of episodes whose environment may raise or be late, and of
+      calls whose tool may be out (ToolResult.outage).
     refilled: Whether tied groups are left out, because others took their place.
     mask_truncated: Whether episodes that a budget ended are left out.
 
   Raises:
-    RuntimeError: Too many environments raised; the message has the first error.
+    RuntimeError: Too many environments or tools raised; the message has the first error.
   """
   played = [t for group in groups for t in group]
   errors = [t.error for t in played if t.status == 'error']
@@ -69,6 +71,18 @@ def select_usable(
     raise RuntimeError(
       f'{len(errors)} of {len(played)} episodes raised or were late, more than '
       f'max_error_rate={max_error_rate}. The first: {errors[0]}'
+    )
+  calls, outages = (
+    sum(t.metrics.get(name, 0.0) for t in played)
+    for name in ('tool_calls', 'tool_outages')
+  )
+  if outages > max_error_rate * calls:
+    kinds = ((t, x) for t in played for x in sorted(t.metrics) if x.startswith('outage/'))
+    first = next((env.find_tool_error(t.messages, name) for t, name in kinds), 'isolated')
+    raise RuntimeError(
+      f'at {outages:g} of {calls:g} tool calls the tool was out, more than '
+      f'max_error_rate={max_error_rate}. The first: {first}. (Tools raise ValueError for '
+      'what the agent did wrong.)'
     )
   if refilled:
     groups = [group for group in groups if not is_tied(group)]
