@@ -1,5 +1,6 @@
 """First contact: what is refused or said before anything is compiled."""
 
+import dataclasses
 import re
 import threading
 
@@ -78,6 +79,89 @@ def test_what_is_no_list_or_no_dict_of_sets_is_named(tasks, evals, message):
   with pytest.raises(ValueError, match=message):
     preflight.check_sets(tasks, evals)
   preflight.check_sets(_tasks('x'), {'dev': _tasks('y')})
+
+
+_USER = {'role': 'user', 'content': 'x'}
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'messages': [{'role': 'usr', 'content': 'x'}]}, "has the role 'usr'; give one of"),
+    ({'messages': [{'role': 'user', 'content': 7}]}, "content of <class 'int'>"),
+    ({'messages': [_USER, {'role': 'user'}]}, 'has no content'),
+    ({'messages': ['x']}, 'is no message'),
+    ({'id': 7}, 'id must be a string'),
+    ({'id': ' '}, 'id must be a string'),
+    (
+      {'id': 't0', 'messages': [{'role': 'user', 'content': 'z'}]},
+      'id is that of another task',
+    ),
+    ({'answer': object()}, 'answer is <object .*cannot be written'),
+    ({'answer': {'x': [len]}}, 'answer is .*cannot be written'),
+  ],
+)
+@pytest.mark.parametrize('where', ['tasks', 'evals'])
+def test_the_fields_of_every_task_are_checked(changes, message, where):
+  good = _tasks('x', 'y')
+  wrong = dataclasses.replace(types.Task('9', [_USER], 'z'), **changes)
+  sets = {'tasks': good, 'evals': {'dev': good}}
+  sets[where] = [*good, wrong] if where == 'tasks' else {'dev': [*good, wrong]}
+  name = {'tasks': r'tasks', 'evals': r"evals\['dev'\]"}[where]
+  with pytest.raises(ValueError, match=rf'{name}\[2\] \(.*\): .*{message}'):
+    preflight.check_sets(**sets)
+
+
+def test_a_task_may_be_listed_twice_and_have_no_messages():
+  tasks = [*_tasks('x'), *_tasks('x'), types.Task('9', [], ({1, 2}, (3.5, None)))]
+  preflight.check_sets(tasks, {'dev': tasks})
+
+
+def _equal(task, messages):
+  return float(messages[-1]['content'] == task.answer)
+
+
+async def _boxed(task, messages):
+  return {'right': float(messages[-1]['content'] == f'\\boxed{{{task.answer}}}')}
+
+
+def _in_tags(task, messages):
+  return float(
+    task.answer in re.findall('<answer>(.*)</answer>', messages[-1]['content'])
+  )
+
+
+def _number(task, messages):
+  return float(float(messages[-1]['content']) == float(task.answer))
+
+
+def _broken(task, messages):
+  raise KeyError('not of an answer')
+
+
+@pytest.mark.parametrize(
+  'wrap', [lambda env: env, lambda env: context.SlidingWindow(env, turns=2)]
+)
+@pytest.mark.parametrize(
+  ('reward', 'answer', 'refused'),
+  [
+    *((_equal, 42, True), (_equal, 2.5, True), (_equal, '42', False)),
+    *((_in_tags, 42, True), (_in_tags, '42', False), (_equal, None, False)),
+    *((_boxed, 42, False), (_number, 42, False), (_broken, 42, False)),
+  ],
+)
+def test_a_number_is_refused_where_the_reward_compares_text(
+  reward, answer, refused, wrap
+):
+  tasks = [types.Task('a', [_USER], '1'), types.Task('b', [_USER], answer)]
+  env = wrap(env_lib.ToolEnv([], reward))
+  if refused:
+    with pytest.raises(
+      ValueError, match=f"answer of 'b' is {answer}, .*make answers str"
+    ):
+      task_times.check_answers(env, tasks)
+  else:
+    task_times.check_answers(env, tasks)
 
 
 @pytest.mark.parametrize('messages', [[{'role': 'user'}], [{'content': 'x'}], []])

@@ -161,8 +161,8 @@ class TestOneStepOffPolicy:
     with mock.patch.object(loop.updates, 'learn', spy):
       make_env = lambda: Waits([], lambda *_: 0.0)
       _run(model, tmp_path, make_env=make_env, steps=2, eval_every=0)
-    # Of two rollouts, and of the evaluation.
-    assert len(begun) == 8 + 8 + 2
+    # Of two rollouts; eval_every is 0, so there is no evaluation.
+    assert len(begun) == 8 + 8
 
 
 def test_a_greedy_episode_that_failed_takes_its_group_away():

@@ -41,6 +41,17 @@ def client(url):
     yield client
 
 
+def test_a_tool_whose_parameters_are_null_has_none(client):
+  function = {'name': 'now', 'description': None, 'parameters': None}
+  prompts = [
+    client.chat.completions.create(
+      **GREEDY, tools=[{'type': 'function', 'function': given}], max_tokens=1
+    ).usage.prompt_tokens
+    for given in (function, {'name': 'now'})
+  ]
+  assert prompts[0] == prompts[1]
+
+
 def test_a_model_is_asked_for_by_its_name(client):
   assert client.models.retrieve('policy') == client.models.list().data[0]
   with pytest.raises(openai.NotFoundError, match="no model 'a/b'; there are: policy"):

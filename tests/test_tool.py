@@ -2,12 +2,14 @@ import asyncio
 import functools
 import json
 import pathlib
+import pickle
 import socket
 import threading
 from typing import Any, Literal, Optional
 
 import pytest
 
+from agent_r1_jax.agent import calls, grammars
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent.tool import Tool, tool
 from agent_r1_jax.host import thread_pool
@@ -445,3 +447,18 @@ async def test_what_would_end_more_than_the_call_is_no_failure_of_the_tool(error
   result = await tool_lib.call(bare(leave), {})
   assert result.text == f'Error: bare: {type(error).__name__}: 0'
   assert not (result.ok or result.failed)
+
+
+@pytest.mark.parametrize('field', ['parameters', 'description'])
+async def test_a_field_of_a_schema_that_is_null_is_absent(field):
+  function = {'name': 'now', 'description': 'Tells.', 'parameters': {'type': 'object'}}
+  without = {key: value for key, value in function.items() if key != field}
+  schema = {'type': 'function', 'function': function | {field: None}}
+  clock = Tool('now', schema, lambda: 'noon')
+  assert clock.schema == {'type': 'function', 'function': without}
+  assert (await tool_lib.call(clock, {})).text == 'noon'
+  assert not (await tool_lib.call(clock, {'x': 1})).ok
+  # A program or a data set may give it as it is.
+  assert calls.find_parameters('now', [schema]) == without.get('parameters', {})
+  found = [grammars.tool_calls([x], True) for x in (schema, clock.schema)]
+  assert pickle.dumps(found[0]) == pickle.dumps(found[1])

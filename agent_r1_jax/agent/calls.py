@@ -164,7 +164,8 @@ def list_names(schemas: Schemas) -> list[str]:
 def find_parameters(name: str, schemas: Schemas) -> Mapping[str, Any]:
   """Returns the schema of a tool's arguments; an empty one if there is no such tool."""
   functions = dict(zip(list_names(schemas), schemas, strict=True))
-  return functions[name]['function'].get('parameters', {}) if name in functions else {}
+  function = functions[name]['function'] if name in functions else {}
+  return function.get('parameters') or {}
 
 
 def list_types(schema: Any) -> set[str]:

@@ -257,6 +257,13 @@ class ToolEnv:
       return tool_lib.ToolResult(text, ok=False)
     return await tool_lib.call(self._by_name[call.name], call.arguments)
 
+  async def score(self, task: types.Task, reply: str) -> float:
+    """Scores a reply to a task's messages by the reward, without an episode."""
+    messages = [*task.messages, {'role': 'assistant', 'content': reply}]
+    step, seconds = types.Step([], done=True), self._reward_seconds
+    await judge(step, task, messages, 'done', self._reward, None, seconds)
+    return step.reward
+
   async def _judge(self, step: types.Step, status: str):
     functions, seconds = (self._reward, self._metrics), self._reward_seconds
     await judge(step, self.task, self.messages, status, *functions, seconds)

@@ -124,7 +124,11 @@ def _match_calls(schemas: Sequence[Mapping[str, Any]]) -> str:
   patterns = []
   for schema in schemas:
     function = schema['function']
-    parameters = {'type': 'object', 'properties': {}, **function.get('parameters', {})}
+    parameters = {
+      'type': 'object',
+      'properties': {},
+      **(function.get('parameters') or {}),
+    }
     try:
       tool_schema.check(parameters, 'parameters')
       properties = {

@@ -6,14 +6,19 @@ import itertools
 from agent_r1_jax import types
 from agent_r1_jax.agent import pictures
 
+_ROLES = 'system', 'developer', 'user', 'assistant', 'tool'
 CUT = '\n[output cut]'
 
 
 def check(message: types.Message) -> types.Message:
-  """Returns the message, or raises ValueError if it has no role or no content."""
+  """Returns the message, or raises ValueError for a wrong role or content."""
   if not isinstance(message, Mapping) or not isinstance(message.get('role'), str):
     raise ValueError(
       f"{message!r:.200} is no message: give {{'role': 'user', 'content': 'the text'}}."
+    )
+  if message['role'] not in _ROLES:
+    raise ValueError(
+      f'{message!r:.200} has the role {message["role"]!r:.40}; give one of {_ROLES}.'
     )
   content = message.get('content')
   if not isinstance(content, str | list) and not message.get('tool_calls'):

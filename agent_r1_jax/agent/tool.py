@@ -64,6 +64,9 @@ class Tool:
         f"tool {self.name}: schema must be {{'type': 'function', 'function': {{'name': "
         f"{self.name!r}, 'description': ..., 'parameters': ...}}}}, not {self.schema}."
       )
+    # A field that is null is none.
+    function = {key: value for key, value in function.items() if value is not None}
+    object.__setattr__(self, 'schema', {**self.schema, 'function': function})
     try:
       tool_schema.check(function.get('parameters', {}), 'parameters')
     except ValueError as error:

@@ -83,7 +83,7 @@ def _has_readable_parameters(function: dict[str, Any]) -> bool:
 
   The whole check of a large schema would take seconds.
   """
-  parameters = function.get('parameters', {})
+  parameters = {} if (given := function.get('parameters')) is None else given
   if not isinstance(parameters, dict):
     return False
   arguments, required = parameters.get('properties', {}), parameters.get('required') or []
@@ -98,7 +98,8 @@ def _has_readable_parameters(function: dict[str, Any]) -> bool:
 def _check_tool(tool: Any) -> dict[str, Any]:
   match tool:
     case {'function': {'name': str(), **function}} if _has_readable_parameters(function):
-      return tool
+      stated = {key: x for key, x in tool['function'].items() if x is not None}
+      return tool | {'function': stated}
   raise ValueError(
     'give {"type": "function", "function": {"name": ..., "parameters": {a JSON schema}}}'
   )

@@ -1,15 +1,57 @@
-"""Checks that a run's limits leave tasks the time that their environment says they need.
+"""Checks of tasks that need the environment: their times, and their answers.
 
-Nothing is learned from an episode that is late, so code that hangs the tests of a task
-would escape a bad reward, if the limits were below the task's own times.
+Limits must leave tasks the time that their environment says they need: nothing is learned
+from an episode that is late, so code that hangs the tests of a task would escape a bad
+reward, if the limits were below the task's own times.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
+import contextlib
+import dataclasses
 from typing import Any
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.train import identity
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.host import thread_pool
+from agent_r1_jax.train import identity, preflight
+
+# How replies give an answer.
+_FORMS = '{}', '<answer>{}</answer>', '\\boxed{{{}}}'
+
+
+def check_answers(env: Any, tasks: Sequence[types.Task]) -> None:
+  """Refuses numbers as answers where a ToolEnv's reward compares text.
+
+  The reward of the first such answer as a reply, in several forms, must be no lower than
+  if the answer were text.
+
+  Raises:
+    ValueError: It is.
+  """
+  while getattr(env, 'keeps_opening', False):
+    env = env.env
+  numbers = (
+    t for _, t in preflight.sample_tasks(tasks) if type(t.answer) in (int, float)
+  )
+  if not isinstance(env, env_lib.ToolEnv) or (task := next(numbers, None)) is None:
+    return
+  as_text = dataclasses.replace(task, answer=str(task.answer))
+
+  async def compare():
+    for form in _FORMS:
+      reply = form.format(task.answer)
+      with contextlib.suppress(Exception):  # Of either kind of answer.
+        if await env.score(task, reply) < await env.score(as_text, reply):
+          return reply
+
+  if reply := thread_pool.POOL.submit(lambda: asyncio.run(compare())).result():
+    raise ValueError(
+      f'tasks: the answer of {task.id!r} is {task.answer!r}, and the reward of the reply '
+      f'{reply!r} is higher where the answer is text: make answers strings, or compare '
+      'numbers.'
+    )
 
 
 def check(
