@@ -345,13 +345,13 @@ class TestTasks:
     assert said.count('Alarm at step 1, dead_groups') == said.count('dead_groups') == 1
 
   def test_long_prompts_are_refused_or_left_out(self, model, tmp_path, capfd):
-    tasks, config = [_LONG, *_tasks(1)], _config(model, steps=1, eval_every=0)
+    tasks, config = [_LONG, *_tasks(1)], _config(model, steps=1, eval_every=1)
     with pytest.raises(ValueError, match="1 of 2 tasks.*'long' with a prompt of"):
       _run(config, tmp_path / 'refused', tasks=tasks[1:], evals={'dev': tasks})
     assert not (tmp_path / 'refused').exists()
     skip = tiny.run_config(config, long_prompts='skip')
     _run(skip, tmp_path / 'skipped', tasks=tasks, evals={'dev': tasks})
-    (line,) = metrics.read(tmp_path / 'skipped')
+    _, line = metrics.read(tmp_path / 'skipped')
     assert 'rollout/prompt_too_long' not in line
     assert line['eval/dev/prompt_too_long'] == 0.5
     said = capfd.readouterr().out
