@@ -561,6 +561,45 @@ def test_targets_that_are_not_the_next_token():
       )
 
 
+def test_targets_that_would_hold_the_device_for_minutes_are_refused():
+  y = np.ma.masked_array(np.zeros((7, 100_000), np.int64), mask=False)
+  datum = data_lib.Datum(TEXT[:7], y, {})
+  with pytest.raises(
+    ValueError, match='16,384 are allowed at once: send them in several'
+  ):
+    data_lib.check([datum], tiny.VOCAB, ROW)
+  data_lib.check([datum._replace(targets=y[:, :2340])], tiny.VOCAB, ROW)
+
+
+def test_others_are_served_between_the_micro_batches_of_a_long_request():
+  data = [data_lib.make_datum(TEXT[:7], {'target_tokens': np.ma.array(TEXT[1:])})]
+  data *= 160  # Of one text, but cut where the entries of a row are full.
+  run, loss = learn().start(SHAPE), losses_lib.Losses().find('cross_entropy', {})
+  want = learn().forward_backward(run, data, loss)
+  gradients = run.gradients
+  assert gradients is not None
+
+  async def play():
+    worker = work.Worker(most_waiting=3, most_bytes=100, seconds=600.0)
+    long = worker.submit('a', lambda: learn().differentiate(run, data, loss))
+    seen = []
+    for _ in range(3):
+      await worker.submit('b', lambda: seen.append(long.done()))
+    assert seen == [False] * 3 and run.gradients is gradients
+    result = await long
+    np.testing.assert_array_equal(result.logprobs, want.logprobs)
+    assert run.gradients is not gradients
+
+    def fails():
+      yield
+      raise ValueError('in the second step')
+
+    with pytest.raises(ValueError, match='second step'):
+      await worker.submit('a', fails)
+
+  asyncio.run(play())
+
+
 def test_sparse_data_that_would_fill_the_memory_are_refused():
   request = messages.make('ForwardBackwardRequest')
   for _ in range(5):

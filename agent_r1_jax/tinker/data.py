@@ -25,9 +25,11 @@ import numpy as np
 from agent_r1_jax import types
 from agent_r1_jax.rl import packing, prefix_trees, table
 
-# The most tokens of all texts of a request, those that are shared counted in each, and
-# the most targets of a datum, those that a sparse matrix does not list counted too.
+# The most tokens of all texts of a request, those that are shared counted in each; the
+# most texts beyond the inputs' own, for which packing takes a second; and the most
+# targets of a datum, those that a sparse matrix does not list counted too.
 MAX_TOKENS = 1 << 22
+_MAX_BRANCHES = 1 << 14
 _MAX_TARGETS = 1 << 20
 
 
@@ -110,7 +112,7 @@ def check(data: Sequence[Datum], vocab_size: int, row_tokens: int):
   """
   if not data:
     raise ValueError('data is empty')
-  total = 0
+  total = branches = 0
   for number, datum in enumerate(data):
     n = len(datum.tokens)
     if n + 1 > row_tokens:
@@ -123,7 +125,14 @@ def check(data: Sequence[Datum], vocab_size: int, row_tokens: int):
         raise ValueError(
           f'data[{number}]: token {outside[0]} is outside the vocabulary of {vocab_size}'
         )
-    total += n + 1 + int((_list_branches(datum)[:, 0] + 2).sum())
+    found = _list_branches(datum)
+    branches += len(found)
+    total += n + 1 + int((found[:, 0] + 2).sum())
+  if branches > _MAX_BRANCHES:
+    raise ValueError(
+      f'the data have {branches:,} targets that are not the next token of model_input, '
+      f'and {_MAX_BRANCHES:,} are allowed at once: send them in several requests'
+    )
   if total > MAX_TOKENS:
     raise ValueError(
       f'the texts have {total:,} tokens in all, and {MAX_TOKENS:,} are allowed: send '

@@ -7,7 +7,7 @@ nothing is compiled for another client, rank, learning rate or number of data.
 The functions run in one thread (work.py), never in the event loop.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -55,6 +55,10 @@ class Result(NamedTuple):
   logprobs: list[np.ndarray]
   losses: list[np.ndarray]
   loss: float
+
+
+# A pass that yields before each of its micro-batches, and returns the result.
+Steps = Generator[None, None, Result]
 
 
 class AdamParams(NamedTuple):
@@ -149,38 +153,73 @@ class Learning:
     data: Sequence[data_lib.Datum],
     loss: losses_lib.Loss | None = None,
   ) -> Result:
-    """Computes log-probs, and the loss if there is one.
+    """Computes log-probs, and the loss if there is one, at once; see `score`."""
+    return _finish(self.score(adapter, data, loss))
+
+  def forward_backward(
+    self, run: Run, data: Sequence[data_lib.Datum], loss: losses_lib.Loss
+  ) -> Result:
+    """Adds the gradient of the loss to the run's, at once; see `differentiate`."""
+    return _finish(self.differentiate(run, data, loss))
+
+  def score(
+    self,
+    adapter: decoder.Params,
+    data: Sequence[data_lib.Datum],
+    loss: losses_lib.Loss | None = None,
+  ) -> Steps:
+    """Computes log-probs, and the loss if there is one, a micro-batch at each step.
 
     Args:
       adapter: Of the server's rank, as `pad` and `get_adapter` return it.
       data: What is computed.
       loss: The loss; None: there is none.
     """
-    packed = data_lib.pack(data, self.shape)
-    if loss:
-      self._check_plain(packed, loss)
     params = lora.join(adapter, self._base)
-    scored = [
-      learner.logprobs(params, batch, config=self.config) for batch in packed.batches
-    ]
-    return self._make_result(packed, scored, loss)
+    compute = lambda batch: learner.logprobs(params, batch, config=self.config)
+    return (yield from self._compute(data, loss, compute))
 
-  def forward_backward(
+  def differentiate(
     self, run: Run, data: Sequence[data_lib.Datum], loss: losses_lib.Loss
-  ) -> Result:
-    """Adds the gradient of the loss to the run's."""
+  ) -> Steps:
+    """Adds the gradient of the loss to the run's, a micro-batch at each step."""
+    # Until all are done the run keeps its own, which a call would donate.
+    gradients = jax.tree.map(jnp.copy, run.gradients)
+
+    def compute(batch: types.Batch) -> Any:
+      nonlocal gradients
+      scored: list[Any] = []
+      gradients = learner.forward_backward(
+        run.state.params,
+        [batch],
+        config=self.config,
+        loss=loss.objective,
+        earlier=gradients,
+        logprobs=scored,
+      )
+      return scored[0]
+
+    result = yield from self._compute(data, loss, compute)
+    run.gradients = gradients
+    return result
+
+  def _compute(self, data, loss: losses_lib.Loss | None, compute) -> Steps:
+    """Packs data; computes the log-probs of each micro-batch, and the loss of them."""
     packed = data_lib.pack(data, self.shape)
-    self._check_plain(packed, loss)
-    scored: list[Any] = []
-    run.gradients = learner.forward_backward(
-      run.state.params,
-      packed.batches,
-      config=self.config,
-      loss=loss.objective,
-      earlier=run.gradients,
-      logprobs=scored,
-    )
-    return self._make_result(packed, scored, loss)
+    if loss and loss.kind.sequence and not packed.plain:
+      raise ValueError(
+        'the loss reads a datum as one sequence, and a target is not the next token of '
+        'model_input; shift the targets by one'
+      )
+    logprobs, each = [], []
+    for batch in packed.batches:
+      yield
+      logprobs.append(np.asarray(compute(batch)))
+      each += [_score(loss, logprobs[-1], batch)] if loss else []
+    unpacked = packed.unpack(logprobs)
+    per_token = packed.unpack(each) if loss else []
+    total = float(sum(x.sum(dtype=np.float64) for x in per_token))
+    return Result(unpacked, per_token, total)
 
   def optim_step(self, run: Run, adam: AdamParams) -> dict[str, float]:
     """Makes a step with the gradient since the last one; returns its norm.
@@ -243,26 +282,13 @@ class Learning:
     """Pads what is of the learned leaves alone."""
     return lora.split(self.pad(moments))[0]
 
-  def _check_plain(self, packed: data_lib.Packed, loss: losses_lib.Loss):
-    if loss.kind.sequence and not packed.plain:
-      raise ValueError(
-        'the loss reads a datum as one sequence, and a target is not the next token of '
-        'model_input; shift the targets by one'
-      )
 
-  def _make_result(
-    self, packed: data_lib.Packed, scored: Sequence[Any], loss: losses_lib.Loss | None
-  ) -> Result:
-    """Unpacks the log-probs, and computes the loss of each target of them."""
-    logprobs = [np.asarray(x) for x in scored]
-    unpacked = packed.unpack(logprobs)
-    if loss is None:
-      return Result(unpacked, [], 0.0)
-    per_token = [
-      _score(loss, x, batch) for x, batch in zip(logprobs, packed.batches, strict=True)
-    ]
-    each = packed.unpack(per_token)
-    return Result(unpacked, each, float(sum(x.sum(dtype=np.float64) for x in each)))
+def _finish(steps: Steps) -> Result:
+  while True:
+    try:
+      next(steps)
+    except StopIteration as end:
+      return end.value
 
 
 def _score(loss: losses_lib.Loss, logprobs: np.ndarray, batch: types.Batch) -> np.ndarray:

@@ -295,10 +295,11 @@ class Samplers:
 
   async def _score(self, sampler: Sampler, targets: data_lib.Datum) -> np.ndarray:
     """Computes the log-probs of targets in the turn of the client's process."""
-    forward = self._trainings.learning.forward
-    compute = lambda: forward(self._get_weights(sampler), [targets]).logprobs[0]
+    score = self._trainings.learning.score
+    compute = lambda: score(self._get_weights(sampler), [targets])
     async with self._scoring:
-      return await self._trainings.worker.submit(sampler.session, compute)
+      result = await self._trainings.worker.submit(sampler.session, compute)
+    return result.logprobs[0]
 
   async def _give_weights(self, sampler_id: str, sampler: Sampler) -> str | None:
     """Gives a session's weights to the engine; returns the adapter's name."""

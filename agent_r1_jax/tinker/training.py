@@ -215,12 +215,12 @@ class Trainings:
         losses_lib.check_columns(loss, number, datum.columns)
       return loss
 
-    def compute(run: learning.Run, loss: losses_lib.Loss) -> bytes:
+    def compute(run: learning.Run, loss: losses_lib.Loss):
       if request.forward_only:
-        adapter = lora.take(run.state.params)
-        result = self.learning.forward(adapter, request.data, loss)
+        steps = self.learning.score(lora.take(run.state.params), request.data, loss)
       else:
-        result = self.learning.forward_backward(run, request.data, loss)
+        steps = self.learning.differentiate(run, request.data, loss)
+      result = yield from steps
       columns = {'logprobs': result.logprobs, 'elementwise_loss': result.losses}
       count = float(sum(x.size for x in result.logprobs))
       metrics = {'loss:sum': result.loss, 'num_tokens:sum': count}
@@ -331,7 +331,7 @@ class Trainings:
     training: Training,
     request: Any,
     check: Callable[[], Any] | None,
-    compute: Callable[[learning.Run, Any], bytes | dict],
+    compute: Callable[[learning.Run, Any], Any],
     size: int = 0,
   ) -> dict[str, Any]:
     """Begins an operation: checks it now, and computes in the run's turn."""
@@ -346,7 +346,7 @@ class Trainings:
     training.last_time = _now()
     checked = check() if check else None
 
-    def call() -> bytes | dict:
+    def call() -> Any:
       if training.run is None:
         raise ValueError(f'the training run {run_id} could not be made')
       return compute(training.run, checked)

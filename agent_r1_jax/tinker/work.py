@@ -1,13 +1,16 @@
 """What clients have asked for: one thread that computes it, and the results for later.
 
 A client gets an id for its request at once, and asks for the result until it is there.
-Everything here runs in the event loop, except for the functions that `Worker` calls.
+Everything here runs in the event loop, except for the functions that `Worker` calls. A
+long one is a generator function: between its steps, such as micro-batches, others are
+served.
 """
 
 import asyncio
 import collections
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 import dataclasses
+import functools
 import logging
 from typing import Any
 
@@ -33,14 +36,15 @@ class Worker:
     Args:
       most_waiting: How many functions of one owner may wait.
       most_bytes: How large all requests that wait may be.
-      seconds: The longest that a function may run. If one does not return, the thread is
-        lost with the device that it waits for: everything that waits fails.
+      seconds: The longest that a function, or a step of one, may run. If it does not
+        return, the thread is lost with the device that it waits for: everything that
+        waits fails.
     """
     self.stuck = ''
     self._most_waiting, self._most_bytes = most_waiting, most_bytes
     self._seconds, self._bytes = seconds, 0
     self._pool = thread_pool.Pool(threads=1)
-    self._waiting: dict[str, collections.deque[tuple[Callable, asyncio.Future]]] = {}
+    self._waiting: dict[str, collections.deque[tuple[Generator, asyncio.Future]]] = {}
     self._draining: asyncio.Task | None = None
 
   def submit(self, owner: str, fn: Callable[[], Any], size: int = 0) -> asyncio.Future:
@@ -48,7 +52,7 @@ class Worker:
 
     Args:
       owner: Whose functions run in their order.
-      fn: The function.
+      fn: The function, or a generator function that returns the result.
       size: Bytes of the request.
 
     Raises:
@@ -61,7 +65,7 @@ class Worker:
       text = f'{count} requests of this model wait already, in all {self._bytes:,} bytes'
       raise http.RefusedError(429, f'{text}; ask again later')
     future = asyncio.get_running_loop().create_future()
-    self._waiting.setdefault(owner, collections.deque()).append((fn, future))
+    self._waiting.setdefault(owner, collections.deque()).append((_run(fn), future))
     self._bytes += size
     future.add_done_callback(lambda _: self._free(size))
     if self._draining is None or self._draining.done():
@@ -75,22 +79,24 @@ class Worker:
     while self._waiting:
       owner = next(iter(self._waiting))
       queue = self._waiting.pop(owner)
-      fn, future = queue.popleft()
+      steps, future = queue.popleft()
       if queue:
         self._waiting[owner] = queue  # Behind the others.
-      if not future.done():
-        await self._call(fn, future)
+      if not future.done() and await self._advance(steps, future):
+        self._waiting.setdefault(owner, collections.deque()).appendleft((steps, future))
 
-  async def _call(self, fn: Callable[[], Any], future: asyncio.Future):
+  async def _advance(self, steps: Generator, future: asyncio.Future) -> bool:
+    """Runs a function's next step; returns whether another one follows."""
     try:
       async with asyncio.timeout(self._seconds) as limit:
-        result = await asyncio.wrap_future(self._pool.submit(fn))
+        call = self._pool.submit(functools.partial(_advance, steps))
+        returned = await asyncio.wrap_future(call)
     except Exception as error:
       # A function may raise TimeoutError itself: a disk that did not answer, for one.
       if not (isinstance(error, TimeoutError) and limit.expired()):
         if not future.done():
           future.set_exception(error)
-        return
+        return False
       self.stuck = (
         f'a computation did not end within {self._seconds:g} seconds, and the device is '
         'taken as lost: start the server again; saved states are there'
@@ -102,8 +108,27 @@ class Worker:
         if not one.done():
           one.set_exception(http.RefusedError(503, self.stuck))
     else:
+      if returned is None:
+        return True
       if not future.done():
-        future.set_result(result)
+        future.set_result(returned[0])
+    return False
+
+
+def _run(fn: Callable[[], Any]) -> Generator[None, None, Any]:
+  result = fn()
+  if isinstance(result, Generator):
+    result = yield from result
+  return result
+
+
+def _advance(steps: Generator[None, None, Any]) -> tuple[Any] | None:
+  """Runs the next step in the thread; returns (the result,) after the last one."""
+  try:
+    next(steps)
+  except StopIteration as end:
+    return (end.value,)
+  return None
 
 
 @dataclasses.dataclass
