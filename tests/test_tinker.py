@@ -316,8 +316,9 @@ def test_samples(asked):
   assert tokens == three[0][0][: len(tokens)] and len(tokens) < 6
   assert b''.join(pieces[: len(tokens)]).endswith(pairs[0])
   # The same request is not sampled again.
-  again = sample(asked, base, 3, params={'stop': []})[0]
+  again = sample(asked, base, 3, params={'stop': pairs[0].decode()})[0]
   assert again[0][0] == tokens
+  assert 'another request' in sample(asked, base, 3, status=409)['error']
   _, part = sample(asked, base, 4, prompt_logprobs=True, prompt_logprobs_last_n=2)
   assert np.isnan(part).tolist() == [True] * 6 + [False] * 2
 
@@ -420,6 +421,50 @@ def test_an_operation_that_arrives_twice_is_done_once(asked):
   post(asked, 'optim_step', 400, **fields | {'seq_id': 9, 'adam_params': {'eps': 0}})
   text = post(asked, 'optim_step', 400, **fields | {'seq_id': 0})['error']
   assert 'answered already' in text
+  other = {'adam_params': {'learning_rate': 0.5}}
+  assert 'another request' in post(asked, 'optim_step', 409, **fields | other)['error']
+  named = {'model_id': run.id, 'seq_id': 2, 'path': 'a'}
+  assert 'another request' in post(asked, 'save_weights', 409, **named)['error']
+  where = {'session_id': run.session, 'model_seq_id': 0, 'base_model': 'tiny'}
+  post(asked, 'create_model', 409, **where, lora_config={'rank': 1})
+
+
+def test_operations_are_done_in_the_order_of_their_numbers(asked, monkeypatch):
+  want, run = Run(asked), Run(asked)
+  data = [shifted(TEXT[:n]) for n in (8, 7, 6)]
+  for datum in data:
+    want.passed([datum])
+  want.step()
+  want, _ = want.passed(data, forward_only=True)
+  fields = {'model_id': run.id, 'adam_params': {'learning_rate': 0.01}}
+  futures = [post(asked, 'optim_step', seq_id=4, **fields)]
+  for seq in (2, 3, 1):
+    body = write(run.id, seq, [data[seq - 1]])
+    futures.append(asked.post('forward_backward', content=body).json())
+  for future in futures:
+    result = wait(asked, future)
+    assert isinstance(result, bytes) or 'metrics' in result, result
+  run.seq = itertools.count(5)
+  np.testing.assert_array_equal(run.passed(data, forward_only=True)[0], want)
+  # What is refused keeps nobody waiting, and its number may come again.
+  for _ in range(2):
+    for path, content in (
+      ('optim_step', json.dumps(fields | {'seq_id': 6, 'adam_params': {'eps': 0}})),
+      ('forward_backward', write(run.id, 7, [shifted()], loss='other')),
+      ('forward_backward', write(run.id, 8, [shifted(np.array([4, 300]))])),
+    ):
+      assert asked.post(path, content=content).status_code == 400
+  future = post(asked, 'optim_step', seq_id=9, **fields)
+  assert 'no gradient' in wait(asked, future)['error']
+  body = write(run.id, 8, [shifted()])
+  assert isinstance(
+    wait(asked, asked.post('forward_backward', content=body).json()), bytes
+  )
+  # What never comes is waited for once.
+  monkeypatch.setattr(work, '_GAP_SECONDS', 0.05)
+  future = post(asked, 'optim_step', seq_id=12, **fields)
+  assert 'seq_id 10 did not come' in wait(asked, future)['error']
+  assert 'metrics' in wait(asked, post(asked, 'optim_step', seq_id=13, **fields))
 
 
 def test_an_error_says_what_is_wrong(asked):
@@ -751,16 +796,16 @@ def test_owners_take_turns_and_a_function_that_hangs_ends_the_rest():
     await asyncio.gather(first, *futures)
     assert order == ['a0', 'b0', 'a1', 'a2']
     results = work.Results()
-    results.begin('fails', worker.submit('a', lambda: 1 / 0))
+    results.begin('fails', b'', worker.submit('a', lambda: 1 / 0))
     assert (await results.wait('fails'))['category'] == 'server'
 
     def unreachable():
       raise TimeoutError('the disk does not answer')
 
-    results.begin('late', worker.submit('a', unreachable))
+    results.begin('late', b'', worker.submit('a', unreachable))
     assert 'disk' in (await results.wait('late'))['error'] and not worker.stuck
-    results.begin('hangs', worker.submit('a', hang.wait))
-    results.begin('waits', worker.submit('b', print))
+    results.begin('hangs', b'', worker.submit('a', hang.wait))
+    results.begin('waits', b'', worker.submit('b', print))
     for name in ('hangs', 'waits'):
       assert 'taken as lost' in (await results.wait(name))['error']
     with pytest.raises(http.RefusedError, match='taken as lost'):

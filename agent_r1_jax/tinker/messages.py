@@ -10,6 +10,7 @@ Letters: n tokens of a datum, K targets of each position.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+import contextlib
 import functools
 import itertools
 from typing import Any, NamedTuple
@@ -139,6 +140,16 @@ def _classes() -> dict[str, Any]:
 def make(name: str, **fields: Any) -> Any:
   """Makes a message of the table."""
   return _classes()[name](**fields)
+
+
+def read_names(body: bytes) -> dict[str, Any]:
+  """Reads the run and the number of a request, if it is one."""
+  from google.protobuf import message as message_lib
+
+  message = make('ForwardBackwardRequest')
+  with contextlib.suppress(message_lib.DecodeError):
+    message.ParseFromString(body)
+  return {'model_id': message.model_id, 'seq_id': message.seq_id}
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:

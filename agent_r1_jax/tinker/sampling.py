@@ -22,7 +22,7 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.tinker import data as data_lib
-from agent_r1_jax.tinker import messages, training, wire
+from agent_r1_jax.tinker import messages, training, wire, work
 from agent_r1_jax.web import http
 
 # Snapshots without a name that are kept for one client's process, and sessions in all.
@@ -144,7 +144,8 @@ class Samplers:
     request_id = f'{request.sampling_session_id}:{request.seq_id}'
     names = [f'{request_id}:{i}' for i in range(request.num_samples)]
     answer = {'request_id': request_id, 'sample_sequence_ids': names}
-    if request_id in self._trainings.results:
+    digest = work.make_digest(request)
+    if self._trainings.results.has(request_id, digest):
       return answer
     if request.num_samples > self._most_replies:
       text = f'num_samples is {request.num_samples}, and at most {self._most_replies}'
@@ -155,8 +156,8 @@ class Samplers:
     stops = self._make_stops(request.sampling_params.stop)
     targets = self._make_targets(request, prompt)
     make_request = self._make_requests(request, prompt, max_tokens, stops)
-    work = self._work(request, sampler, make_request, targets)
-    task = self._trainings.results.begin(request_id, work)
+    sampling = self._work(request, sampler, make_request, targets)
+    task = self._trainings.results.begin(request_id, digest, sampling)
     self._count(sampler, request.num_samples)
     task.add_done_callback(lambda _: self._count(sampler, -request.num_samples))
     return answer

@@ -13,7 +13,7 @@ The handlers run in the engine's own event loop, and one thread computes (work.p
 """
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 import functools
 from typing import Any
 
@@ -109,20 +109,44 @@ class _Handlers:
     return self._trainings.describe(fields.model_id)
 
   async def forward_backward(self, request) -> dict:
-    read = self._trainings.read_forward_backward
-    return self._trainings.forward_backward(*await http.read(request, _MAX_BODY, read))
+    names = {}
+
+    def read(body: bytes):
+      names.update(messages.read_names(body))
+      return self._trainings.read_forward_backward(body)
+
+    reading = http.read(request, _MAX_BODY, read)
+    return await self._operate(reading, names, self._trainings.forward_backward)
 
   async def optim_step(self, request) -> dict:
-    return self._trainings.optim_step(await _read(request, wire.OptimStep))
+    return await self._begin(request, wire.OptimStep, self._trainings.optim_step)
 
   async def save_weights(self, request) -> dict:
-    return self._trainings.save(await _read(request, wire.SaveWeights))
+    return await self._begin(request, wire.SaveWeights, self._trainings.save)
 
   async def load_weights(self, request) -> dict:
-    return self._trainings.load(await _read(request, wire.LoadWeights))
+    return await self._begin(request, wire.LoadWeights, self._trainings.load)
 
   async def save_for_sampler(self, request) -> dict:
-    return self._samplers.save(await _read(request, wire.SaveForSampler))
+    return await self._begin(request, wire.SaveForSampler, self._samplers.save)
+
+  async def _begin(self, request, model: Any, begin: Callable) -> dict:
+    names = {}
+
+    def read(fields: dict) -> tuple[Any]:
+      names.update(fields)
+      return (http.check_fields(model, fields),)
+
+    return await self._operate(http.read_json(request, _MAX_JSON, read), names, begin)
+
+  async def _operate(self, reading: Awaitable, names: dict, begin: Callable) -> dict:
+    """Begins a run's operation; if it can never be done, the next do not wait for it."""
+    try:
+      return begin(*await reading)
+    except (http.RefusedError, ValueError) as error:
+      if getattr(error, 'status', 400) not in (409, 429, 503):
+        self._trainings.skip(names.get('model_id'), names.get('seq_id'))
+      raise
 
   async def create_sampling_session(self, request) -> dict:
     return self._samplers.create(await _read(request, wire.CreateSamplingSession))

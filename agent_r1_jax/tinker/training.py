@@ -1,11 +1,12 @@
 """The training runs of a server: what clients ask of them, and in which order.
 
 Each answer here is an id at once; the result is in `results` later. The operations of a
-run have numbers; they are done in the order in which they arrive, and one that arrives
-again, after a lost connection, is not done twice.
+run have numbers; they are done in the order of these, and one that arrives again, after a
+lost connection, is not done twice.
 """
 
 from collections.abc import Callable
+import contextlib
 import dataclasses
 import datetime
 import secrets
@@ -42,14 +43,14 @@ class Training:
     session: The session that began it.
     metadata: What a client said of it; its saved states record that.
     run: Its state; None until it has been made.
-    last_seq: The highest number of an operation.
+    refused: Numbers of operations that were refused, and may come again.
     last_time: When the last one came, in ISO format.
   """
 
   session: str
   metadata: dict[str, Any]
   run: learning.Run | None = None
-  last_seq: int = 0
+  refused: set[int] = dataclasses.field(default_factory=set)
   last_time: str = ''
 
 
@@ -135,12 +136,13 @@ class Trainings:
       request.user_metadata,
       lambda: self.learning.start(shape),
       {'model_id': run_id, 'type': 'create_model'},
+      work.make_digest(request),
     )
 
-  def _begin_run(self, run_id: str, session_id: str, metadata, make, answer):
+  def _begin_run(self, run_id: str, session_id: str, metadata, make, answer, digest):
     request_id = f'{run_id}:create'
     self.find_session(session_id)
-    if request_id in self.results:
+    if self.results.has(request_id, digest):
       return {'request_id': request_id, 'model_id': run_id}
     oldest = self._find_place()
     training = Training(session_id, metadata or {}, last_time=_now())
@@ -162,7 +164,7 @@ class Trainings:
         self.by_id.pop(run_id, None)
         raise
 
-    self.results.begin(request_id, wait())
+    self.results.begin(request_id, digest, wait())
     return {'request_id': request_id, 'model_id': run_id}
 
   def find(self, run_id: str) -> Training:
@@ -196,15 +198,21 @@ class Trainings:
       text = f'the base model {name!r:.120} is not here; there is {self.base_model}'
       raise http.RefusedError(400, text)
 
-  def read_forward_backward(self, body: bytes) -> tuple[messages.ForwardBackward, int]:
-    """Reads a request and checks its data, in whatever thread; returns its size, too."""
+  def read_forward_backward(
+    self, body: bytes
+  ) -> tuple[messages.ForwardBackward, int, bytes]:
+    """Reads a request and checks its data, in whatever thread.
+
+    Returns:
+      The request, its bytes, and its digest.
+    """
     request = messages.read_forward_backward(body)
     shape, size = self.learning.shape, self.learning.config.vocab_size
     data_lib.check(request.data, size, shape.row_tokens)
-    return request, len(body)
+    return request, len(body), work.make_digest(body)
 
   def forward_backward(
-    self, request: messages.ForwardBackward, size: int
+    self, request: messages.ForwardBackward, size: int, digest: bytes
   ) -> dict[str, Any]:
     """Computes log-probs and a loss, and adds its gradient unless it is forward only."""
     training = self.find(request.model_id)
@@ -226,7 +234,7 @@ class Trainings:
       metrics = {'loss:sum': result.loss, 'num_tokens:sum': count}
       return messages.write_forward_backward(columns, metrics)
 
-    return self._begin(training, request, check, compute, size)
+    return self._begin(training, request, check, compute, size, digest)
 
   def optim_step(self, request: wire.OptimStep) -> dict[str, Any]:
     """Makes a step of Adam."""
@@ -291,7 +299,9 @@ class Trainings:
     if request.session_id is not None:
       run_id = f'{request.session_id}:train:{request.model_seq_id}'
       metadata = request.user_metadata
-      return self._begin_run(run_id, request.session_id, metadata, make, answer)
+      return self._begin_run(
+        run_id, request.session_id, metadata, make, answer, work.make_digest(request)
+      )
     assert request.model_id is not None
     training = self.find(request.model_id)
 
@@ -333,15 +343,18 @@ class Trainings:
     check: Callable[[], Any] | None,
     compute: Callable[[learning.Run, Any], Any],
     size: int = 0,
+    digest: bytes = b'',
   ) -> dict[str, Any]:
     """Begins an operation: checks it now, and computes in the run's turn."""
     run_id, seq_id = request.model_id, request.seq_id
     request_id = f'{run_id}:{seq_id}'
     answer = {'request_id': request_id, 'model_id': run_id}
-    if request_id in self.results:
+    digest = digest or work.make_digest(request)
+    if self.results.has(request_id, digest):
       return answer
-    if seq_id <= training.last_seq:
-      text = f'seq_id is {seq_id}, and {training.last_seq} has been answered already'
+    last = self.worker.get_next(run_id) - 1
+    if seq_id <= last and seq_id not in training.refused:
+      text = f'seq_id is {seq_id}, and {last} has been answered already'
       raise http.RefusedError(400, text)
     training.last_time = _now()
     checked = check() if check else None
@@ -351,9 +364,18 @@ class Trainings:
         raise ValueError(f'the training run {run_id} could not be made')
       return compute(training.run, checked)
 
-    self.results.begin(request_id, self.worker.submit(run_id, call, size))
-    training.last_seq = seq_id
+    computed = self.worker.submit(run_id, call, size, seq_id)
+    self.results.begin(request_id, digest, computed)
+    training.refused.discard(seq_id)
     return answer
+
+  def skip(self, run_id: Any, seq_id: Any):
+    """Lets a run's next operations not wait for one that was refused."""
+    training = self.by_id.get(run_id) if isinstance(run_id, str) else None
+    if training and type(seq_id) is int and seq_id >= self.worker.get_next(run_id):
+      with contextlib.suppress(http.RefusedError):  # Too many wait, which fail in time.
+        self.worker.submit(run_id, lambda: None, order=seq_id)
+        training.refused.add(seq_id)
 
   def _make_shape(self, lora: wire.LoraConfig) -> learning.Shape:
     targets = tuple(

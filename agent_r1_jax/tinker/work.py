@@ -7,12 +7,13 @@ served.
 """
 
 import asyncio
-import collections
+import bisect
 from collections.abc import Awaitable, Callable, Generator
 import dataclasses
 import functools
+import hashlib
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent_r1_jax.host import thread_pool
 from agent_r1_jax.web import http
@@ -21,6 +22,15 @@ _LOGGER = logging.getLogger(__name__)
 _POLL_SECONDS = 20.0  # Of one question for a result; the client's own limit is 45.
 _MOST_RESULTS = 4096
 _MOST_BYTES = 1 << 28  # Of all results.
+_GAP_SECONDS = 60.0  # That a function with a number waits for those before it.
+
+
+class _Job(NamedTuple):
+  """A function that waits."""
+
+  order: int  # 0 if it has no number.
+  steps: Generator[None, None, Any]
+  future: asyncio.Future
 
 
 class Worker:
@@ -44,52 +54,83 @@ class Worker:
     self._most_waiting, self._most_bytes = most_waiting, most_bytes
     self._seconds, self._bytes = seconds, 0
     self._pool = thread_pool.Pool(threads=1)
-    self._waiting: dict[str, collections.deque[tuple[Generator, asyncio.Future]]] = {}
+    self._waiting: dict[str, list[_Job]] = {}  # By their order.
+    self._next: dict[str, int] = {}  # The lowest number of each owner not yet begun.
     self._draining: asyncio.Task | None = None
 
-  def submit(self, owner: str, fn: Callable[[], Any], size: int = 0) -> asyncio.Future:
+  def get_next(self, owner: str) -> int:
+    """Returns the lowest number of an owner's functions that has not begun."""
+    return self._next.get(owner, 1)
+
+  def submit(
+    self, owner: str, fn: Callable[[], Any], size: int = 0, order: int = 0
+  ) -> asyncio.Future:
     """Lets a function wait for its owner's turn; the future has its result.
 
     Args:
       owner: Whose functions run in their order.
       fn: The function, or a generator function that returns the result.
       size: Bytes of the request.
+      order: The function's number among its owner's, from 1 on. It waits for those
+        before it, also if they come later, for _GAP_SECONDS at most.
 
     Raises:
       RefusedError: Too much waits already, or the thread is stuck.
     """
     if self.stuck:
       raise http.RefusedError(503, self.stuck)
-    count = len(self._waiting.get(owner, ()))
-    if count >= self._most_waiting or self._bytes + size > self._most_bytes:
+    count, awaited = len(self._waiting.get(owner, ())), self.get_next(owner)
+    full = count >= self._most_waiting and order != awaited
+    if full or self._bytes + size > self._most_bytes:
       text = f'{count} requests of this model wait already, in all {self._bytes:,} bytes'
       raise http.RefusedError(429, f'{text}; ask again later')
-    future = asyncio.get_running_loop().create_future()
-    self._waiting.setdefault(owner, collections.deque()).append((_run(fn), future))
+    job = _Job(order, _run(fn), asyncio.get_running_loop().create_future())
+    bisect.insort(self._waiting.setdefault(owner, []), job, key=lambda job: job.order)
     self._bytes += size
-    future.add_done_callback(lambda _: self._free(size))
-    if self._draining is None or self._draining.done():
-      self._draining = asyncio.create_task(self._drain())
-    return future
+    job.future.add_done_callback(lambda _: self._free(size))
+    if order > awaited:
+      asyncio.get_running_loop().call_later(_GAP_SECONDS, self._check, owner, job)
+    self._wake()
+    return job.future
 
   def _free(self, size: int):
     self._bytes -= size
 
+  def _check(self, owner: str, job: _Job):
+    """Lets a job fail if those before it have not come."""
+    missing = self.get_next(owner)
+    if job.order <= missing or job.future.done():
+      return
+    if self._waiting[owner][0] is not job:
+      asyncio.get_running_loop().call_later(_GAP_SECONDS, self._check, owner, job)
+      return
+    text = f'seq_id {missing} did not come within {_GAP_SECONDS:g} seconds after '
+    job.future.set_exception(http.RefusedError(400, f'{text}{job.order}, which fails'))
+    self._next[owner] = job.order
+    self._wake()
+
+  def _wake(self):
+    if self._draining is None or self._draining.done():
+      self._draining = asyncio.create_task(self._drain())
+
   async def _drain(self):
-    while self._waiting:
-      owner = next(iter(self._waiting))
-      queue = self._waiting.pop(owner)
-      steps, future = queue.popleft()
+    ready = lambda item: item[1][0].order <= self.get_next(item[0])
+    while found := next(filter(ready, self._waiting.items()), None):
+      owner, queue = found
+      job = queue.pop(0)
+      del self._waiting[owner]
       if queue:
         self._waiting[owner] = queue  # Behind the others.
-      if not future.done() and await self._advance(steps, future):
-        self._waiting.setdefault(owner, collections.deque()).appendleft((steps, future))
+      self._next[owner] = max(self.get_next(owner), job.order + 1)
+      if not job.future.done() and await self._advance(job):
+        self._waiting.setdefault(owner, []).insert(0, job)
 
-  async def _advance(self, steps: Generator, future: asyncio.Future) -> bool:
-    """Runs a function's next step; returns whether another one follows."""
+  async def _advance(self, job: _Job) -> bool:
+    """Runs a job's next step; returns whether another one follows."""
+    future = job.future
     try:
       async with asyncio.timeout(self._seconds) as limit:
-        call = self._pool.submit(functools.partial(_advance, steps))
+        call = self._pool.submit(functools.partial(_advance, job.steps))
         returned = await asyncio.wrap_future(call)
     except Exception as error:
       # A function may raise TimeoutError itself: a disk that did not answer, for one.
@@ -102,7 +143,7 @@ class Worker:
         'taken as lost: start the server again; saved states are there'
       )
       _LOGGER.error(self.stuck)
-      failed = [future, *(f for queue in self._waiting.values() for _, f in queue)]
+      failed = [future, *(x.future for queue in self._waiting.values() for x in queue)]
       self._waiting.clear()
       for one in failed:
         if not one.done():
@@ -134,7 +175,14 @@ def _advance(steps: Generator[None, None, Any]) -> tuple[Any] | None:
 @dataclasses.dataclass
 class _Entry:
   task: asyncio.Task
+  digest: bytes
   size: int = 0
+
+
+def make_digest(request: Any) -> bytes:
+  """Makes what tells a request from another one: of its bytes, or of its fields."""
+  text = request if isinstance(request, bytes) else repr(request).encode()
+  return hashlib.blake2b(text, digest_size=16).digest()
 
 
 class Results:
@@ -143,13 +191,24 @@ class Results:
   def __init__(self):
     self._entries: dict[str, _Entry] = {}
 
-  def __contains__(self, request_id: str) -> bool:
-    return request_id in self._entries
+  def has(self, request_id: str, digest: bytes) -> bool:
+    """Whether a request has begun already.
 
-  def begin(self, request_id: str, work: Awaitable[bytes | dict]) -> asyncio.Task:
+    Raises:
+      RefusedError: Another request has begun with its id.
+    """
+    entry = self._entries.get(request_id)
+    if entry and entry.digest != digest:
+      text = f'{request_id!r:.120} was the number of another request; count on'
+      raise http.RefusedError(409, text)
+    return entry is not None
+
+  def begin(
+    self, request_id: str, digest: bytes, work: Awaitable[bytes | dict]
+  ) -> asyncio.Task:
     """Begins a request, whose id must be new; returns what waits for it."""
     task = asyncio.ensure_future(_catch(work))
-    self._entries[request_id] = entry = _Entry(task)
+    self._entries[request_id] = entry = _Entry(task, digest)
 
     def finish(task: asyncio.Task):
       result = b'' if task.cancelled() else task.result()
