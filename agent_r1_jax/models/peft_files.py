@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import numpy as safetensors_numpy
 
 from agent_r1_jax.models import (
   decoder,
@@ -89,7 +88,7 @@ def save(
     return
   folder = pathlib.Path(directory)
   folder.mkdir(parents=True, exist_ok=True)
-  safetensors_numpy.save_file(tensors, folder / _TENSORS, metadata={'format': 'pt'})
+  tensor_files.save(folder / _TENSORS, tensors)
   # Other modules, such as a vision tower's, have names with the same ends.
   names = f'{facts.write_name("model.")}.*({"|".join(modules)})'
   settings = _config(rank, alpha, names if facts.renamed else modules, base)

@@ -2,10 +2,11 @@
 
 The format (https://github.com/huggingface/safetensors): 8 bytes of header length, a JSON
 header {name: {dtype, shape, data_offsets}}, the tensors. Its own library reads it; to
-write, it wants all tensors of a file in memory together, which `write` does not.
+write, it wants all tensors of a file in memory together, which `write` does not, and its
+error on a full disk is no OSError.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import json
 import math
 import os
@@ -159,6 +160,12 @@ def write(
     weight_map = {spec.name: file for file, specs in files.items() for spec in specs}
     index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
     (directory / _INDEX).write_text(json.dumps(index, indent=2) + '\n', 'utf-8')
+
+
+def save(file: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
+  """Writes one file, and waits until it is on the disk."""
+  specs = [Spec(name, x.dtype, x.shape) for name, x in tensors.items()]
+  _write_file(file, specs, tensors.__getitem__)
 
 
 def read_header(file: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from safetensors import numpy as safetensors_numpy
 
 from agent_r1_jax.host import checksums, disk
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.models import decoder, peft_files
+from agent_r1_jax.models import decoder, peft_files, tensor_files
 from agent_r1_jax.tinker import learning
 from agent_r1_jax.web import http
 
@@ -123,13 +123,12 @@ class States:
     folder.mkdir(parents=True)
     peft_files.save(folder, adapter, self._base, family=self._config.family)
     if moments is not None:
-      # Of a view, safetensors would write what lies between its numbers.
       arrays = {
-        f'{name}/{path}': np.ascontiguousarray(x)
+        f'{name}/{path}': x
         for name in ('mu', 'nu')
         for path, x in workdir_lib.flatten_fields(moments[name]).items()
       }
-      safetensors_numpy.save_file(arrays, folder / _OPTIMIZER)
+      tensor_files.save(folder / _OPTIMIZER, arrays)
       record['count'] = moments['count']
     (folder / _STATE).write_text(json.dumps(record))
     checksums.write(folder)
