@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import resource
 import threading
 
 import httpx2
@@ -411,6 +412,54 @@ def test_a_state_goes_on_bit_for_bit(asked, workdir):
   assert asked.get(f'training_runs/{run.id}/checkpoints').json()['checkpoints'] == []
 
 
+def test_an_adapter_that_is_not_finite_is_neither_saved_nor_sampled_nor_loaded(asked):
+  run = Run(asked)
+  run.passed([shifted()])
+  good = run.post('save_weights', path='good')['path']
+  run.step(learning_rate=3e38, weight_decay=3e38)
+  for path, fields in (
+    ('save_weights', {'path': 'bad'}),
+    ('save_weights_for_sampler', {'path': 'bad'}),
+    ('save_weights_for_sampler', {'sampling_session_seq_id': 3}),
+  ):
+    found = run.post(path, **fields)
+    assert 'not finite' in found['error'] and found['category'] == 'user'
+  assert run.post('load_weights', path=good, optimizer=True)['path'] == good
+  adapter, moments = learn().no_adapter, {'count': 1}
+  moments |= {name: learn().trim(adapter, SHAPE) for name in ('mu', 'nu')}
+  moments['nu']['layers']['attn']['q']['lora_a'][:] = np.nan
+  with pytest.raises(FloatingPointError, match='nu.*lora_a'):
+    learn().resume(SHAPE, {'layers': {}}, moments)
+
+
+def test_a_full_disk_is_said(workdir):
+  saved = states.States(workdir, 'tiny', TINY)
+  run = learn().start(SHAPE)
+  adapter = learn().trim(learn().get_adapter(run), SHAPE)
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+  try:
+    with pytest.raises(OSError, match='the disk is full.*Make room'):
+      saved.save('full', 'weights', 'a', SHAPE, adapter, learn().get_moments(run), {})
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_sampling_session_that_begins_again_has_the_new_weights(asked):
+  run = Run(asked)
+  greedy = {'temperature': 0.0, 'stop': []}
+
+  def told(name, seq):
+    return np.append(*sample(asked, name, seq, params=greedy)[0][0])
+
+  first = told(run.sampler(), 0)
+  run.passed([shifted()])
+  run.step(learning_rate=0.3)
+  second = told(run.sampler(), 1)
+  np.testing.assert_array_equal(second, told(run.sampler(2), 0))
+  assert not np.array_equal(first, second)
+
+
 def test_an_operation_that_arrives_twice_is_done_once(asked):
   run = Run(asked)
   run.passed([shifted()])
@@ -478,6 +527,7 @@ def test_an_error_says_what_is_wrong(asked):
     ('optim_step', step | {'adam_params': {'learning_rate': -1}}, 400, 'learning_rate'),
     ('optim_step', step | {'adam_params': {'beta1': nan}}, 400, 'finite'),
     ('optim_step', step | {'adam_params': {'eps': inf}}, 400, 'finite'),
+    ('optim_step', step | {'adam_params': {'weight_decay': 1e300}}, 400, 'weight_decay'),
     ('optim_step', step | {'adam_params': {}, 'more': deep}, 400, 'more'),
     ('optim_step', step | {'adam_params': []}, 400, 'adam_params'),
     ('optim_step', step | {'adam_params': {}, 'seq_id': 1 << 70}, 400, 'seq_id'),
@@ -529,6 +579,20 @@ def test_an_error_says_what_is_wrong(asked):
     ({'params': {'stop': ''}}, 'empty'),
     ({'params': {'stop': 'x' * 2000}}, 'bytes'),
     ({'params': {'top_p': 0}}, 'top_p'),
+    ({'params': {'top_p': 1e-60}}, 'top_p'),
+    ({'params': {'top_k': 1 << 60}}, 'top_k'),
+    ({'params': {'temperature': 1e39}}, 'temperature'),
+    ({'topk_sample_logprobs': 1 << 60}, 'top_logprobs'),
+    ({'num_samples': 1 << 60}, 'num_samples'),
+    ({'prompt': [1 << 60]}, 'outside the vocabulary'),
+    (
+      {'target_prompt_logprobs': {'data': [1 << 70], 'dtype': 'int64', 'shape': [1, 1]}},
+      'data[0]',
+    ),
+    (
+      {'target_prompt_logprobs': {'data': [1], 'dtype': 'int64', 'shape': [1 << 70, 1]}},
+      'shape[0]',
+    ),
     ({'prompt': [1] * 130, 'prompt_logprobs': True}, 'there is room for 1 to 128'),
   ]:
     assert text in sample(asked, base, 99, status=400, **more)['error']
@@ -734,14 +798,15 @@ def _p(logprobs, old):
     (
       'cispo',
       {'clip_high_threshold': 1.1},
-      lambda r, a, lp, old: -np.clip(r, 0.8, 1.1) * a * lp,
+      lambda r, a, lp, old: -np.clip(r, 0.0, 1.1) * a * lp,
     ),
+    ('cispo', {}, lambda r, a, lp, old: -np.clip(r, 0.0, 4.0) * a * lp),
     ('dro', {'beta': 0.5}, lambda r, a, lp, old: -(a * lp - 0.25 * (lp - old) ** 2)),
     (
       'dppo',
-      {'low': 0.01},
+      {'delta_low': 0.01},
       lambda r, a, lp, old: (
-        -r * a * lp * np.where(a > 0, _p(lp, old) <= 0.15, _p(lp, old) >= -0.01)
+        -r * a * lp * np.where(a > 0, _p(lp, old) <= 0.2, _p(lp, old) >= -0.01)
       ),
     ),
     ('gspo', {'clip_low_threshold': 0.5, 'clip_high_threshold': 2.0}, None),
@@ -766,6 +831,27 @@ def test_each_loss_is_its_formula(name, options, want):
   else:
     expected = want(np.exp(lp - old), a, lp, old)
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gspo_takes_the_ratio_over_the_masks_tokens():
+  """As the cookbook's recipe sends it; a token of log-prob 0 may be one of them."""
+  old = np.array([0, 0, 0, -1, 0, -1, -1], np.float32)
+  mask = (np.arange(7) >= 3).astype(np.float32)
+  columns = {'target_tokens': TEXT[1:], 'logprobs': old, 'advantages': 0.5 * mask}
+  columns['advantages'][4] = 0  # Nothing but the mask tells that it was sampled.
+  loss = losses_lib.Losses().find('gspo', {'clip_high_threshold': 9.0})
+
+  def compute(**more):
+    arrays = {k: np.ma.array(v) for k, v in (columns | more).items()}
+    datum = data_lib.make_datum(TEXT[:7], arrays)
+    return learn().forward(learn().no_adapter, [datum], loss)
+
+  found = compute(sequence_ratio_mask=mask)
+  ratio = np.exp((found.logprobs[0] - old)[3:].mean())
+  clipped = np.maximum(ratio, 1 - 3e-4)
+  want = -np.minimum(ratio, clipped) * columns['advantages']
+  np.testing.assert_allclose(found.losses[0], want, rtol=1e-4)
+  assert abs(compute().loss - found.loss) > 0.001
 
 
 def test_who_tries_many_options_takes_none_from_others():

@@ -177,11 +177,13 @@ class Packed:
 def pack(data: Sequence[Datum], shape: packing.MicrobatchShape) -> Packed:
   """Packs data that `check` has checked.
 
-  The column 'weights' or 'advantages' becomes the batch's advantages, by default 1, and
-  'logprobs' its old_logprobs, by default 0.
+  The column 'weights' or 'advantages' becomes the batch's advantages, by default 1,
+  'logprobs' its old_logprobs, by default 0, and 'sequence_ratio_mask' its correction, by
+  default None.
   """
   segments: list[types.Segment] = []
   columns: dict[str, list] = {'advantages': [], 'old_logprobs': []}
+  masked = any('sequence_ratio_mask' in datum.columns for datum in data)
   places, begin, plain = [], 0, True
   for datum in data:
     texts, where = _list_texts(datum)
@@ -197,6 +199,9 @@ def pack(data: Sequence[Datum], shape: packing.MicrobatchShape) -> Packed:
     amount = datum.columns.get('weights', datum.columns.get('advantages', ones))
     columns['advantages'].append(amount[wanted])
     columns['old_logprobs'].append(datum.columns.get('logprobs', 0 * ones)[wanted])
+    if masked:
+      mask = datum.columns.get('sequence_ratio_mask', ones)
+      columns.setdefault('correction', []).append(mask[wanted])
   index = np.concatenate(places)
   tokens = table.from_segments(segments)
   scattered = {}

@@ -139,6 +139,7 @@ class Learning:
     if moments is not None:
       chain: Any = state.opt_state
       clip, adam, *rest = chain.inner_state
+      _check_finite(moments)
       # Each is donated, so that none may be another's buffer.
       count = lambda: jnp.array(moments['count'], jnp.int32)
       pads = {name: self._pad_learned(moments[name]) for name in ('mu', 'nu')}
@@ -242,15 +243,20 @@ class Learning:
     return {'grad_norm': metrics['grad_norm']}
 
   def get_adapter(self, run: Run) -> decoder.Params:
-    """Copies a run's adapter, at the server's rank, to the host."""
-    return jax.tree.map(lambda x: np.array(x, copy=True), lora.take(run.state.params))
+    """Copies a run's adapter, at the server's rank, to the host.
+
+    Raises:
+      FloatingPointError: It is not finite.
+    """
+    adapter = lora.take(run.state.params)
+    return _check_finite(jax.tree.map(lambda x: np.array(x, copy=True), adapter))
 
   def get_moments(self, run: Run) -> dict[str, Any]:
-    """Copies Adam's count and moments, at the run's own rank, to the host."""
+    """Copies Adam's count and moments, at the run's own rank, as `get_adapter` does."""
     state: Any = run.state.opt_state
     adam = state.inner_state[1]
     moments = {name: self.trim(getattr(adam, name), run.shape) for name in ('mu', 'nu')}
-    return moments | {'count': int(adam.count)}
+    return _check_finite(moments | {'count': int(adam.count)})
 
   def pad(self, adapter: Mapping[str, Any]) -> decoder.Params:
     """Gives an adapter all projections and the server's rank."""
@@ -281,6 +287,17 @@ class Learning:
   def _pad_learned(self, moments: Mapping[str, Any]) -> decoder.Params:
     """Pads what is of the learned leaves alone."""
     return lora.split(self.pad(moments))[0]
+
+
+def _check_finite(tree: Any) -> Any:
+  """Returns arrays that may be saved; raises FloatingPointError for others."""
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    if not np.isfinite(x).all():
+      raise FloatingPointError(
+        f'{jax.tree_util.keystr(path)} of the adapter has numbers that are not finite: a '
+        'step was too large. Load an earlier state, and lower the learning rate'
+      )
+  return tree
 
 
 def _finish(steps: Steps) -> Result:

@@ -60,7 +60,7 @@ def _ppo(clip_low_threshold: float, clip_high_threshold: float) -> losses.Surrog
 
 
 def _cispo(clip_low_threshold: float, clip_high_threshold: float) -> losses.Surrogate:
-  """-sg(clip(ρ, low, high)) A log π."""
+  """-sg(clip(ρ, low, high)) A log π; the defaults are those of Tinker's tutorial 202."""
   return losses.cispo(clip_low=1 - clip_low_threshold, clip_high=clip_high_threshold - 1)
 
 
@@ -77,30 +77,40 @@ def _dro(beta: float) -> losses.Surrogate:
 
 
 def _gspo(clip_low_threshold: float, clip_high_threshold: float) -> losses.Surrogate:
-  """PPO's clip of s = exp(mean log ρ) over the tokens that have a log-prob or an A."""
+  """PPO's clip of s = exp(mean log ρ) over the tokens of the mask.
+
+  Without one, over those that have a log-prob or an advantage.
+  """
   inner = losses.gspo(clip_low=1 - clip_low_threshold, clip_high=clip_high_threshold - 1)
 
   def surrogate(stats: losses.TokenStats, batch: types.Batch):
     sampled = (batch.old_logprobs != 0) | (batch.advantages != 0)
+    if batch.correction is not None:  # Where data.pack puts the mask.
+      sampled = batch.correction != 0
     counted = jnp.where(sampled, batch.weights, 0.0)
     return inner(stats, batch._replace(weights=counted))
 
   return surrogate
 
 
-_RATIOS = {'clip_low_threshold': 0.8, 'clip_high_threshold': 1.2}
+def _dppo(delta_low: float, delta_high: float, cap: float) -> losses.Surrogate:
+  """rl.losses.dppo_tv with the names and bounds of SkyRL's server of this API."""
+  return losses.dppo_tv(low=delta_low, high=delta_high, cap=cap)
+
+
 _KINDS = {
   'cross_entropy': _Kind(_cross_entropy, {}, (), ('weights',)),
   'importance_sampling': _Kind(_importance_sampling),
-  'ppo': _Kind(_ppo, _RATIOS),
-  'cispo': _Kind(_cispo, _RATIOS),
+  'ppo': _Kind(_ppo, {'clip_low_threshold': 0.8, 'clip_high_threshold': 1.2}),
+  'cispo': _Kind(_cispo, {'clip_low_threshold': 0.0, 'clip_high_threshold': 4.0}),
   'dro': _Kind(_dro, {'beta': 0.05}),
   'gspo': _Kind(
     _gspo,
     {'clip_low_threshold': 1 - 3e-4, 'clip_high_threshold': 1 + 4e-4},
+    optional=('sequence_ratio_mask',),
     sequence=True,
   ),
-  'dppo': _Kind(losses.dppo_tv, {'low': 0.15, 'high': 0.15, 'cap': 20.0}),
+  'dppo': _Kind(_dppo, {'delta_low': 0.2, 'delta_high': 0.2, 'cap': 20.0}),
 }
 
 

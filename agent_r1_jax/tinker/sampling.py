@@ -36,12 +36,14 @@ class Sampler:
 
   Attributes:
     session: The session of the client's process.
+    name: What the engine calls its weights; no other has had it.
     path: That of the saved weights, if they are saved.
     adapter: The weights of a snapshot, of the server's rank.
     replies: How many are under way.
   """
 
   session: str
+  name: str
   path: str | None = None
   adapter: decoder.Params | None = None
   replies: int = 0
@@ -92,7 +94,9 @@ class Samplers:
       trainings.learning.check_rank(saved['rank'])
     elif request.base_model is None:
       raise http.RefusedError(400, 'give base_model or model_path')
-    self._add(sampler_id, Sampler(request.session_id, request.model_path))
+    old = self.by_id.get(sampler_id)
+    if not old or (old.path, old.adapter) != (request.model_path, None):
+      self._add(sampler_id, request.session_id, path=request.model_path)
     return {'sampling_session_id': sampler_id, 'type': 'create_sampling_session'}
 
   def save(self, request: wire.SaveForSampler) -> dict[str, Any]:
@@ -108,7 +112,7 @@ class Samplers:
 
   def _keep(self, session: str, sampler_id: str, adapter: decoder.Params):
     """Keeps a snapshot, of which clients that have a run keep the newest."""
-    self._add(sampler_id, Sampler(session, adapter=adapter))
+    self._add(sampler_id, session, adapter=adapter)
     live = {training.session for training in self._trainings.by_id.values()}
     snapshots = [(k, s) for k, s in self.by_id.items() if s.adapter]
     own = [k for k, s in snapshots if s.session == session][:-_MOST_SNAPSHOTS]
@@ -121,8 +125,10 @@ class Samplers:
     path, base = self.find(sampler_id).path, self._trainings.base_model
     return {'sampler_id': sampler_id, 'base_model': base, 'model_path': path}
 
-  def _add(self, sampler_id: str, sampler: Sampler):
-    self.by_id.setdefault(sampler_id, sampler)
+  def _add(self, sampler_id: str, session: str, **weights: Any):
+    """Begins a session, in place of one that had the id before."""
+    self.by_id[sampler_id] = Sampler(session, secrets.token_hex(8), **weights)
+    self.by_id.move_to_end(sampler_id)
     while len(self.by_id) > _MOST_SESSIONS:
       self.by_id.popitem(last=False)
 
@@ -263,7 +269,7 @@ class Samplers:
     """Samples and scores; returns the message."""
     try:
       async with asyncio.timeout(self._seconds):
-        name = await self._give_weights(request.sampling_session_id, sampler)
+        name = await self._give_weights(sampler)
         requests = make(name)
         if request.prompt_logprobs:
           requests.append(_make_scoring(requests[0]))
@@ -302,25 +308,25 @@ class Samplers:
       result = await self._trainings.worker.submit(sampler.session, compute)
     return result.logprobs[0]
 
-  async def _give_weights(self, sampler_id: str, sampler: Sampler) -> str | None:
+  async def _give_weights(self, sampler: Sampler) -> str | None:
     """Gives a session's weights to the engine; returns the adapter's name."""
     if sampler.path is None and sampler.adapter is None:
       return None
-    table = self._engine.adapters
-    if sampler_id in table.names:  # Not behind those who wait for a slot.
-      return sampler_id
+    table, name = self._engine.adapters, sampler.name
+    if name in table.names:  # Not behind those who wait for a slot.
+      return name
     async with self._setting:
-      if sampler_id not in table.names:
+      if name not in table.names:
         weights = await asyncio.to_thread(self._get_weights, sampler)
         await self._free_slot()
         setting = asyncio.ensure_future(
-          asyncio.to_thread(self._engine.set_adapter, sampler_id, weights)
+          asyncio.to_thread(self._engine.set_adapter, name, weights)
         )
         try:
           await asyncio.shield(setting)
         finally:  # Who is cancelled keeps the lock until the thread is done.
           await asyncio.wait([setting])
-    return sampler_id
+    return name
 
   def _get_weights(self, sampler: Sampler) -> decoder.Params:
     """Returns a session's weights; saved ones are loaded."""
@@ -338,8 +344,9 @@ class Samplers:
     slot is free when they have ended; new ones wait behind who waits here.
     """
     table = self._engine.adapters
-    names = [name for name in table.names if name not in self.by_id]
-    names += [name for name in self.by_id if name in table.names]
+    known = [sampler.name for sampler in self.by_id.values()]
+    names = [name for name in table.names if name not in known]
+    names += [name for name in known if name in table.names]
     if not table.free and names:
       unused = [name for name in names if name in table.unused]
       self._engine.remove_adapter((unused or names)[0])

@@ -6,11 +6,21 @@ default: what is asked for is done, or refused with its name.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 _Id = Annotated[str, Field(min_length=1, max_length=128)]
 _Seq = Annotated[int, Field(ge=0, lt=1 << 62)]
-_Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _check_finite(x: float) -> float:
+  if not abs(x) <= 3e38:
+    raise ValueError('it must be finite, also as a float32')
+  return x
+
+
+_Number = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_check_finite)]
+_MAX_INT = 2**31 - 1
+_Int = Annotated[int, Field(ge=-1, le=_MAX_INT)]
 _Path = Annotated[str, Field(max_length=512)]
 _Metadata = Annotated[dict[str, Any] | None, Field(max_length=64)]
 
@@ -171,19 +181,19 @@ class SamplingParams(_Request):
   max_tokens: int | None = Field(default=None, ge=1)
   seed: int | None = None
   stop: str | list[str] | list[int] | None = None
-  temperature: _Number = Field(default=1.0, ge=0)
-  top_k: int = Field(default=-1, ge=-1)
-  top_p: _Number = Field(default=1.0, gt=0, le=1)
+  temperature: _Number = Field(default=1.0, ge=0, le=100)
+  top_k: int = Field(default=-1, ge=-1, le=_MAX_INT)
+  top_p: _Number = Field(default=1.0, ge=1e-6, le=1)
 
 
 class Sparse(_Request):
   """A tensor in JSON; with indices, a sparse matrix in CSR."""
 
-  data: list[int] = Field(max_length=1 << 20)
+  data: list[_Int] = Field(max_length=1 << 20)
   dtype: Literal['int64']
-  shape: tuple[int, int]
-  sparse_crow_indices: list[int] | None = None
-  sparse_col_indices: list[int] | None = None
+  shape: tuple[_Int, _Int]
+  sparse_crow_indices: list[_Int] | None = None
+  sparse_col_indices: list[_Int] | None = None
 
 
 class Sample(_Request):
