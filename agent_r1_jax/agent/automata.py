@@ -21,22 +21,31 @@ MAX_STOP_BYTES = 1024
 # Memory of a process that compiles. Its time is limited in seconds of a processor, so
 # that a busy machine refuses nothing; these seconds only end a process that waits.
 _LIMITS = {'seconds': 120.0, 'memory_mb': 1024}
-_compile = isolated.in_subprocess(grammars.make_encoded, processes=2, **_LIMITS)
+PROCESSES = 2
+_compile = isolated.in_subprocess(
+  grammars.make_encoded, processes=PROCESSES, imports=grammars.IMPORTS, **_LIMITS
+)
+
+
+class TooMuchError(ValueError):
+  """A grammar takes too much time or memory."""
 
 
 async def compile_grammar(
-  make: Callable, args: Sequence, vocabulary: Sequence
+  make: Callable, args: Sequence, vocabulary: Sequence, seconds: float | None = None
 ) -> types.Automaton:
   """Makes an automaton in one of two processes, which live on.
 
   `make` is a function of grammars.py with these `args`; the vocabulary is (stop ids, the
-  bytes of each of the tokenizer's tokens, vocab_size).
+  bytes of each of the tokenizer's tokens, vocab_size); `seconds` are those of a
+  processor, PROCESSOR_SECONDS by default.
 
   Raises:
-    ValueError: There is no such automaton, or it takes too much.
+    ValueError: There is no such automaton, or (TooMuchError) it takes too much.
   """
   with _name_limits():
-    text = await _compile(make, args, vocabulary, grammars.PROCESSOR_SECONDS)
+    seconds = seconds or grammars.PROCESSOR_SECONDS
+    text = await _compile(make, args, vocabulary, seconds)
   # Some 100 MB at most.
   return types.Automaton(*await asyncio.to_thread(grammars.decode, text))
 
@@ -57,7 +66,7 @@ def _name_limits() -> Iterator[None]:
   except RecursionError:
     raise ValueError('the grammar is nested too deeply; flatten it.') from None
   except (isolated.LostError, TimeoutError):
-    raise ValueError(
+    raise TooMuchError(
       f'the grammar takes more than {grammars.PROCESSOR_SECONDS} s of a processor or '
       f'{_LIMITS["memory_mb"]:,} MB; {byte_automata.HOW_TO_SIMPLIFY}'
     ) from None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import io
 import json
 import os
-import resource
+import signal
 from typing import Any
 import zlib
 
@@ -21,6 +21,8 @@ from agent_r1_jax.agent.byte_automata import ByteAutomaton, TokenAutomaton
 # Seconds of a processor until the states of a grammar are known, and can be limited; a
 # string of 3,000 characters takes one.
 PROCESSOR_SECONDS = 3
+# What the functions here import, so that a process has it before its time begins.
+IMPORTS = ('jsonschema', 'outlines_core', 'referencing')
 _CALL_OPENING = '<tool_call>'
 
 
@@ -28,7 +30,7 @@ def make_encoded(
   make: Callable[..., ByteAutomaton],
   args: Sequence,
   vocabulary: Sequence,
-  processor_seconds: int,
+  processor_seconds: float,
 ) -> str:
   """Makes an automaton over tokens in a process that ends if it takes too long.
 
@@ -38,17 +40,13 @@ def make_encoded(
   Returns:
     The automaton for `decode`.
   """
-  soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
-  used = resource.getrusage(resource.RUSAGE_SELF)
-  seconds = int(used.ru_utime + used.ru_stime) + 1 + processor_seconds
-  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   # The engine and its event loop come first.
   os.setpriority(os.PRIO_PROCESS, 0, 10)
-  resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
+  signal.setitimer(signal.ITIMER_PROF, processor_seconds)  # Its signal ends the process.
   try:
     automaton = make(*args)
   finally:
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+    signal.setitimer(signal.ITIMER_PROF, 0)
   file = io.BytesIO()
   np.savez(file, **byte_automata.lift_to_tokens(automaton, *vocabulary)._asdict())
   return base64.b64encode(zlib.compress(file.getvalue(), 1)).decode()

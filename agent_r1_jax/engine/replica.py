@@ -7,6 +7,7 @@ decode runs in a thread of its own, so that tools run at the same time as the de
 """
 
 import asyncio
+import collections
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent import futures
 import contextlib
@@ -251,7 +252,8 @@ class Replica:
     """Chooses the requests of the next prefill, copy or decode, and gives them rows.
 
     All of them are for one policy; where requests name several, the policies take turns.
-    Requests for the same policy are served in the order of `submit`. (Decoding texts of
+    Requests for the same policy are served in the order of `submit`, but the clients of
+    those that wait for a row take turns. (Decoding texts of
     similar length together was slower: decodes read fewer slots, but prefills became more
     and smaller.)
     """
@@ -262,7 +264,7 @@ class Replica:
     policy = self._last_policy or self.policy
     assert policy is not None
     chosen = []
-    for active in self._active:
+    for active in self._take_turns():
       if active.generation.request.policy is not self._last_policy:
         continue
       weights = slots.weights[active.slot]
@@ -275,6 +277,15 @@ class Replica:
       if len(chosen) == self.sizes.decode_rows[-1]:
         break
     return policy, chosen
+
+  def _take_turns(self) -> list[active_request.ActiveRequest]:
+    """Lists all requests: those that have a row or no client, each client's next ..."""
+    before, rank = collections.Counter(), {}
+    for active in self._active:
+      client = active.generation.request.client
+      rank[active] = before[client] if client and active.row is None else 0
+      before[client] += 1
+    return sorted(self._active, key=rank.__getitem__)
 
   async def _prefill(
     self,

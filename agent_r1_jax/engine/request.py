@@ -167,6 +167,7 @@ class Request:
       has any.
     score_prompt: Whether `Generation.prompt` gets the log-probs of the tokens, which then
       have no parent. All of them are computed, whatever the cache holds.
+    client: Whose request it is: those that wait for a row take turns; '' is nobody's.
   """
 
   tokens: np.ndarray
@@ -184,6 +185,7 @@ class Request:
   pictures: Sequence[np.ndarray] = ()
   routes: bool = False
   score_prompt: bool = False
+  client: str = ''
 
 
 def check(

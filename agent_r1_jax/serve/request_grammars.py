@@ -14,9 +14,12 @@ from agent_r1_jax.agent import automata, call_formats, grammars
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.host import workers
 from agent_r1_jax.serve import requests
-from agent_r1_jax.web import http
+from agent_r1_jax.web import fairness, http
 
 _SECONDS = 60.0  # That a request waits for its grammar, others' before it included.
+# Seconds of a processor that each grammar gets first; one that takes longer is made again
+# after those that do not.
+_QUICK_SECONDS = 0.3
 _MOST_UNDER_WAY = 32  # Grammars that wait or are made; further ones get 429.
 _MOST_KEPT, _MOST_BYTES = 64, 1 << 28  # Of automata that later requests may ask for.
 
@@ -28,6 +31,8 @@ class Grammars:
     self._chat, self._vocab_size = chat, vocab_size
     # What makes each automaton, by a digest of what it is made of; last used, last.
     self._made: dict[bytes, asyncio.Task[types.Automaton]] = {}
+    self._turns = fairness.Turns(automata.PROCESSES)
+    self._shares = fairness.Shares()
 
   async def make(
     self, api_request: requests.ApiRequest, restrict: bool
@@ -96,13 +101,24 @@ class Grammars:
       self._forget()
 
   def _begin(self, make, args, vocabulary) -> asyncio.Task[types.Automaton]:
-    if sum(not work.done() for work in self._made.values()) >= _MOST_UNDER_WAY:
-      text = f'{_MOST_UNDER_WAY} grammars are being made; ask again later'
-      raise http.RefusedError(429, text, 'overloaded')
-    work = asyncio.create_task(_make(make, args, vocabulary))
+    owner = http.client.get()
+    self._shares.take(owner, 1, _MOST_UNDER_WAY, 'grammars are being made')
+    work = asyncio.create_task(self._compile(make, args, vocabulary))
+    work.add_done_callback(lambda _: self._shares.give(owner, 1))
     # Nobody may be left to learn that it failed.
     work.add_done_callback(lambda work: work.cancelled() or work.exception())
     return work
+
+  async def _compile(self, make, args, vocabulary) -> types.Automaton:
+    try:
+      async with self._turns.take():
+        automaton = await automata.compile_grammar(make, args, vocabulary, _QUICK_SECONDS)
+    except automata.TooMuchError:
+      async with self._turns.take(slow=True):
+        automaton = await automata.compile_grammar(make, args, vocabulary)
+    # Up to a second's work, which the next decode would do.
+    await asyncio.to_thread(lambda: automaton.kinds)
+    return automaton
 
   def _forget(self):
     """Drops those that failed, and the oldest where they are too many or too large."""
@@ -117,10 +133,3 @@ class Grammars:
         if count <= _MOST_KEPT and size <= _MOST_BYTES:
           continue
       del self._made[key]
-
-
-async def _make(make, args, vocabulary) -> types.Automaton:
-  automaton = await automata.compile_grammar(make, args, vocabulary)
-  # Up to a second's work, which the next decode would do.
-  await asyncio.to_thread(lambda: automaton.kinds)
-  return automaton

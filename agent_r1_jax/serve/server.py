@@ -41,7 +41,7 @@ from agent_r1_jax.serve import (
   responses_form,
   sources,
 )
-from agent_r1_jax.web import http
+from agent_r1_jax.web import fairness, http
 
 _MAX_BODY = 1 << 22  # Bytes of a request.
 _SHUTDOWN_SECONDS = 30  # What SIGTERM leaves to replies that have begun.
@@ -57,7 +57,7 @@ class Server:
     name: The policy's name.
     seconds: The most seconds of a reply.
     metrics: What is counted.
-    count: The replies that are under way.
+    replies: Those that are under way.
   """
 
   def __init__(
@@ -82,9 +82,10 @@ class Server:
       seconds: The most seconds of a reply.
       restrict: Whether schemas and required calls restrict replies.
     """
-    self.find, self.metrics, self.count = find, answer_lib.Metrics(), 0
+    self.find, self.metrics = find, answer_lib.Metrics()
     self.chat, self.name, self.seconds = chat, name, seconds
     self._max_replies, self._restrict = max_replies, restrict
+    self.replies = fairness.Shares()
     self._grammars = request_grammars.Grammars(chat, vocab_size)
 
   async def answer(self, form: forms.Form, request: Any) -> Any:
@@ -102,7 +103,7 @@ class Server:
       metrics=self.metrics,
       seconds=self.seconds,
       began=began,
-      on_end=lambda: self.count_replies(-len(generations)),
+      on_end=functools.partial(self._end_replies, http.client.get(), len(generations)),
     )
 
   async def count_tokens(self, form: Any, request: Any) -> Any:
@@ -134,16 +135,18 @@ class Server:
 
   async def _submit(self, source, api_request, automata) -> list[request_lib.Generation]:
     """Begins replies, which count from now on: their texts may have to be encoded."""
-    count = api_request.count
-    if self.count + count > self._max_replies:
-      text = f'{self.count} replies are under way; ask again later'
-      raise http.RefusedError(429, text, 'overloaded')
-    self.count_replies(count)
+    client, count = http.client.get(), api_request.count
+    self.replies.take(client, count, self._max_replies)
+    self.metrics.replies.set(self.replies.total)
     try:
       return await source.submit(api_request, automata)
     except BaseException:
-      self.count_replies(-count)
+      self._end_replies(client, count)
       raise
+
+  def _end_replies(self, client: str, count: int):
+    self.replies.give(client, count)
+    self.metrics.replies.set(self.replies.total)
 
   def find_source(self, request: Any) -> sources.Source:
     """Finds the source of the client that asks."""
@@ -152,11 +155,6 @@ class Server:
       key = request.headers.get('x-api-key', '')
     key = key.strip()
     return self.find(request.path_params.get('episode'), key)
-
-  def count_replies(self, more: int):
-    """Counts replies that begin, or that have ended."""
-    self.count += more
-    self.metrics.replies.set(self.count)
 
   def make_route(self, path: str, handle: Any, form: forms.Form, method: str) -> Any:
     """Makes a route, whose refusals are answered in a dialect."""
@@ -265,7 +263,7 @@ def make_app(
   )
 
   async def health(request):
-    return http.answer_json({'status': 'ok', 'replies': server.count})
+    return http.answer_json({'status': 'ok', 'replies': server.replies.total})
 
   # Pages of any origin may ask, as programs may; a key is in a header, never in a cookie.
   anyone: Any = {f'allow_{x}': ['*'] for x in ('origins', 'methods', 'headers')}

@@ -110,6 +110,7 @@ class StatelessSource:
             adapter=adapter,
             pictures=pictures,
             score_prompt=scored,
+            client=http.client.get(),
           )
           begun.append(self._engine.submit(request))
     except ValueError:  # One of several prompts has what the policy does not know.

@@ -23,7 +23,7 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.tinker import data as data_lib
 from agent_r1_jax.tinker import messages, training, wire, work
-from agent_r1_jax.web import http
+from agent_r1_jax.web import fairness, http
 
 # Snapshots without a name that are kept for one client's process, and sessions in all.
 _MOST_SNAPSHOTS, _MOST_SESSIONS = 16, 4096
@@ -75,12 +75,12 @@ class Samplers:
       seconds: The most seconds of a request.
     """
     self.by_id: collections.OrderedDict[str, Sampler] = collections.OrderedDict()
-    self.count = 0
     self._engine, self._chat, self._trainings = engine, chat, trainings
     self._most_replies, self._seconds = most_replies, seconds
+    self._replies = fairness.Shares()
     self._setting = asyncio.Lock()  # Held while the engine gets weights.
     # The others wait here, as long as a request may take.
-    self._scoring = asyncio.Semaphore(_MOST_SCORED)
+    self._scoring = fairness.Turns(_MOST_SCORED)
 
   def create(self, request: wire.CreateSamplingSession) -> dict[str, Any]:
     """Begins a session with saved weights, or with the base's."""
@@ -156,16 +156,17 @@ class Samplers:
     if request.num_samples > self._most_replies:
       text = f'num_samples is {request.num_samples}, and at most {self._most_replies}'
       raise http.RefusedError(400, f'{text} replies may be under way at a time')
-    if self.count + request.num_samples > self._most_replies:
-      raise http.RefusedError(429, f'{self.count} replies are under way; ask again later')
     prompt, max_tokens = self._read_prompt(request)
     stops = self._make_stops(request.sampling_params.stop)
     targets = self._make_targets(request, prompt)
-    make_request = self._make_requests(request, prompt, max_tokens, stops)
+    make_request = self._make_requests(
+      request, prompt, max_tokens, stops, sampler.session
+    )
+    self._replies.take(sampler.session, request.num_samples, self._most_replies)
     sampling = self._work(request, sampler, make_request, targets)
     task = self._trainings.results.begin(request_id, digest, sampling)
-    self._count(sampler, request.num_samples)
-    task.add_done_callback(lambda _: self._count(sampler, -request.num_samples))
+    sampler.replies += request.num_samples
+    task.add_done_callback(lambda _: self._end(sampler, request.num_samples))
     return answer
 
   def cancel(self, request_id: str):
@@ -173,9 +174,9 @@ class Samplers:
     if request_id.rpartition(':')[0] in self.by_id:
       self._trainings.results.cancel(request_id)
 
-  def _count(self, sampler: Sampler, more: int):
-    self.count += more
-    sampler.replies += more
+  def _end(self, sampler: Sampler, count: int):
+    self._replies.give(sampler.session, count)
+    sampler.replies -= count
 
   def _read_prompt(self, request: wire.Sample) -> tuple[np.ndarray, int]:
     """Returns the prompt and the most tokens of a reply."""
@@ -213,7 +214,12 @@ class Samplers:
     return [automata.stop([*found, *ids], size, strings, pieces)]
 
   def _make_requests(
-    self, request: wire.Sample, prompt: np.ndarray, max_tokens: int, stops: Any
+    self,
+    request: wire.Sample,
+    prompt: np.ndarray,
+    max_tokens: int,
+    stops: Any,
+    client: str,
   ) -> Callable[[str | None], list[request_lib.Request]]:
     params = request.sampling_params
     sampling = config_lib.Sampling(params.temperature, max(params.top_k, 0), params.top_p)
@@ -229,6 +235,7 @@ class Samplers:
           automata=stops,
           top_logprobs=request.topk_sample_logprobs,
           adapter=adapter,
+          client=client,
         )
         for i in range(request.num_samples)
       ]
@@ -304,7 +311,7 @@ class Samplers:
     """Computes the log-probs of targets in the turn of the client's process."""
     score = self._trainings.learning.score
     compute = lambda: score(self._get_weights(sampler), [targets])
-    async with self._scoring:
+    async with self._scoring.take():
       result = await self._trainings.worker.submit(sampler.session, compute)
     return result.logprobs[0]
 
@@ -362,4 +369,5 @@ def _make_scoring(request: request_lib.Request) -> request_lib.Request:
     sampling=config_lib.GREEDY,
     adapter=request.adapter,
     score_prompt=True,
+    client=request.client,
   )

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection
+import contextvars
 import functools
 import hmac
 import json
@@ -23,6 +24,8 @@ _MAX_DEPTH = 64  # Of JSON.
 _LONG = 1 << 18
 _THREAD_SECONDS = 60.0  # For that, with its wait for a thread.
 _POOL = thread_pool.Pool(threads=2)
+# Who asks: the key, if the server asks for keys, else the connection.
+client: contextvars.ContextVar[str] = contextvars.ContextVar('client', default='')
 _UNREAD_SECONDS = 60  # Until a connection is lost whose client takes no bytes.
 
 
@@ -147,6 +150,7 @@ def guard(
   """
 
   async def answer(request):
+    client.set(str(request.client))
     try:
       return await handle(request)
     except RefusedError as error:
@@ -162,6 +166,8 @@ def check_key(key: str, keys: Collection[str], remedy: str):
   # Every key is compared in full, so that the time tells nothing.
   if keys and not sum(hmac.compare_digest(key.encode(), k.encode()) for k in keys):
     raise RefusedError(401, f'the API key is wrong; {remedy}', 'invalid_api_key')
+  if keys:
+    client.set(key)
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
