@@ -1,6 +1,7 @@
 """Guides in the jitted loop: automata, a user's own guide; and the pool of automata."""
 
 import asyncio
+import threading
 from typing import Any
 
 import clients
@@ -468,3 +469,39 @@ class TestCompilations:
       clients.run(engine, [2, 7, 11], latency=clients.random_latency(), turns=2)
     assert not compiled
     clients.assert_reference(played)
+
+
+class TestLargerAutomata:
+  def test_others_are_served_while_programs_for_them_are_compiled(self, monkeypatch):
+    engine, tokens = clients.engine(), np.array([7, 8, 9], np.int32)
+    engine.warm_up(automata=[clients.stop()])
+    (replica,) = engine.replicas
+    grow, go_on = replica.device._grow, threading.Event()
+    monkeypatch.setattr(replica.device, '_grow', lambda: go_on.wait(600) and grow())
+    classes = np.arange(tiny.VOCAB, dtype=np.int32) % 64
+    table = np.tile(np.arange(1, 101)[:, None] % 100, (1, 64)).astype(np.int32)
+    large = types.Automaton(classes, table, np.arange(100) == 99)
+
+    def submit(automaton, i, most=4):
+      key = request_lib.make_key(i)
+      asked = {'max_tokens': most, 'key': key, 'automata': [automaton]}
+      return engine.submit(request_lib.Request(tokens, **asked))
+
+    async def play():
+      waiting = submit(large, 0, most=120)
+      # One that fits comes in as always, and so do more of them than there were places.
+      small = [automata.stop([i], tiny.VOCAB) for i in range(20, 23)]
+      for i, automaton in enumerate((clients.stop(), *small[:2])):
+        await submit(automaton, i)
+      assert not waiting.chunks and not waiting.done
+      many = [submit(x, i) for i, x in enumerate(small)]
+      go_on.set()
+      with tiny.compilations() as compiled:
+        chunks = [x async for x in waiting]
+      for one in many:
+        await one
+      return sum(len(chunk.tokens) for chunk in chunks), compiled
+
+    count, compiled = engine.run([play()])[0]
+    assert count == 99  # It ends in its last state, so that it was not cut off.
+    assert len(compiled) == len(replica.device._called), compiled

@@ -1,5 +1,6 @@
 """Requests under way: the arguments of a decode, and what its result adds to each."""
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,16 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
+
+
+def take_turns(actives: 'Sequence[ActiveRequest]') -> 'list[ActiveRequest]':
+  """Orders requests: those with a row or without a client, then each client's next."""
+  before, rank = collections.Counter(), {}
+  for active in actives:
+    client = active.generation.request.client
+    rank[active] = before[client] if client and active.row is None else 0
+    before[client] += 1
+  return sorted(actives, key=rank.__getitem__)
 
 
 class ActiveRequest:

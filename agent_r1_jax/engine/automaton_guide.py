@@ -138,6 +138,15 @@ class AutomatonPool:
     return number
 
 
+def fits(automaton: types.Automaton, tables: Tables) -> bool:
+  """Whether tables of this size have room for an automaton."""
+  states, classes = automaton.table.shape
+  most_states, most_classes = tables.table.shape[1:]
+  if states > most_states or classes > most_classes:
+    return False
+  return len(automaton.kinds[1]) <= tables.masks.shape[1]
+
+
 def make_tables(
   entries: Sequence[types.Automaton], before: Tables | None = None
 ) -> Tables:

@@ -4,6 +4,7 @@ The arguments are numpy arrays; the host's record of what the cache holds is in 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 import itertools
 from typing import Any
 
@@ -50,9 +51,14 @@ class Device:
       **guides,
     }
     self.guides = tuple(self._guide_params)
-    # The automata whose tables are on the device, and the tables in numpy.
-    self._loaded_entries: tuple[types.Automaton, ...] = ()
-    self._tables: automaton_guide.Tables | None = None
+    # Tables of the size that the programs are compiled for, in numpy; and what the tables
+    # on the device were made of: the automata, and tables of this size.
+    self._compiled: automaton_guide.Tables | None = None
+    self._loaded: tuple[Any, Any] = (None, None)
+    # The arguments of the decodes that were called, without their data, and what compiles
+    # them again for larger automata.
+    self._called: dict[Any, tuple[list, dict[str, Any]]] = {}
+    self._compiler, self._growing = futures.ThreadPoolExecutor(1), None
 
   def warm_up(
     self,
@@ -83,6 +89,7 @@ class Device:
         programs_lib.read_routes(self.cache, 0, bucket=bucket)
       on_done()
     acquired = [self.pool.acquire([automaton]) for automaton in automata]
+    self._compiled = automaton_guide.make_tables(self.pool.entries, self._compiled)
     places = [None, drafts.Index().offer()] if sizes.drafts else [None]
     for bucket, size, place in itertools.product(
       sizes.decode_buckets, sizes.decode_rows, places
@@ -142,20 +149,20 @@ class Device:
     """
     with sharding.use_mesh(self.mesh):
       self._load_automata()
-      self.cache, guide_states, decoded = programs_lib.decode(
-        params,
-        self.cache,
-        batch,
-        tuple(self._guide_params.values()),
-        places,
-        adapters,
-        config=self.config,
-        guides=self.guides,
-        steps=self.sizes.decode_steps,
-        bucket=bucket,
-        in_place=self.sizes.decodes_in_place(len(batch.rows), bucket),
-        k=self.sizes.drafts if places else 0,
-      )
+      given = tuple(self._guide_params.values())
+      args = [params, self.cache, batch, given, places, adapters]
+      options: dict[str, Any] = {
+        'config': self.config,
+        'guides': self.guides,
+        'steps': self.sizes.decode_steps,
+        'bucket': bucket,
+        'in_place': self.sizes.decodes_in_place(len(batch.rows), bucket),
+        'k': self.sizes.drafts if places else 0,
+      }
+      called = len(batch.rows), bucket, options['k']
+      if called not in self._called:
+        self._called[called] = programs_lib.describe(args), options
+      self.cache, guide_states, decoded = programs_lib.decode(*args, **options)
     if not np.any(batch.top):  # Unless asked for, these large arrays are not copied.
       none = np.zeros((*decoded.tokens.shape, 0), np.int32)
       decoded = decoded._replace(top_tokens=none, top_logprobs=np.float32(none))
@@ -177,10 +184,39 @@ class Device:
     # All of them are under way before the first is waited for.
     return {m: x[: lengths[m]] for m, x in jax.device_get(read).items()}
 
+  def fits(self, state: guide_lib.State) -> bool:
+    """Whether the programs can run the automata of a request, from AutomatonPool.acquire.
+
+    If not, those that can are compiled in another thread, while others are served.
+    """
+    entries, tables = self.pool.entries, self._compiled
+    if tables is None or all(
+      number < len(tables.classes) and automaton_guide.fits(entries[number], tables)
+      for number in state['automaton']
+    ):
+      return True
+    if self._growing is None:
+      self._growing = self._compiler.submit(self._grow)
+    elif self._growing.done():
+      self._growing = self._growing.result()
+    return False
+
+  def _grow(self):
+    tables = automaton_guide.make_tables(self.pool.entries, self._compiled)
+    with sharding.use_mesh(self.mesh):
+      for args, options in [*self._called.values()]:
+        given = programs_lib.describe(tables), *args[3][1:]
+        programs_lib.decode.lower(*args[:3], given, *args[4:], **options).compile()
+    self._compiled = tables
+
   def _load_automata(self):
-    """Copies the automata to the device, if the pool has others since the last decode."""
-    entries = self.pool.entries
-    if entries is not self._loaded_entries:
-      self._loaded_entries = entries
-      self._tables = automaton_guide.make_tables(entries, self._tables)
-      self._guide_params[automaton_guide.AUTOMATA] = jax.device_put(self._tables)
+    """Copies the automata that fit to the device, if these are others than before."""
+    if self._compiled is None:
+      self._compiled = automaton_guide.make_tables(self.pool.entries)
+    entries, tables = wanted = self.pool.entries, self._compiled
+    if not (entries is self._loaded[0] and tables is self._loaded[1]):
+      some = entries[: len(tables.classes)]  # The first of them allows everything.
+      some = [x if automaton_guide.fits(x, tables) else entries[0] for x in some]
+      loaded = automaton_guide.make_tables(some, tables)
+      self._guide_params[automaton_guide.AUTOMATA] = jax.device_put(loaded)
+      self._loaded = wanted

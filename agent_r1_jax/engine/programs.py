@@ -13,7 +13,7 @@ last tokens of a text, S slots, V tokens of the vocabulary, G guides, n likelies
 
 from collections.abc import Callable
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -182,6 +182,16 @@ def decode(
   view, replies = jax.lax.while_loop(goes_on, call, (view, replies))
   cache = view if in_place else _scatter_rows(cache, batch.rows, view)
   return cache, replies.states, replies.out
+
+
+def describe(args: Any) -> Any:
+  """Describes the arrays of a call as jax.jit sees them, to compile it ahead of time."""
+
+  def describe(x):
+    place = x.sharding if getattr(x, 'committed', False) else None
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=place)
+
+  return jax.tree.map(describe, args)
 
 
 def _extend(

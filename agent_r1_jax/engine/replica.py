@@ -7,7 +7,6 @@ decode runs in a thread of its own, so that tools run at the same time as the de
 """
 
 import asyncio
-import collections
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent import futures
 import contextlib
@@ -205,7 +204,12 @@ class Replica:
     A function of its own, so that no local variable of `serve` keeps a policy in memory.
     """
     slots = self._adapters.slots
-    policy, chosen = self._choose_requests(slots)
+    turns = active_request.take_turns(self._active)
+    candidates = [active for active in turns if self.device.fits(active.automata)]
+    if not candidates:
+      await self._wait(_POLL_SECONDS)  # Their programs are being compiled.
+      return
+    policy, chosen = self._choose_requests(slots, candidates)
     if not chosen:
       return  # Requests of another policy occupy all rows.
     if self._decode_ended_at is not None:
@@ -247,24 +251,24 @@ class Replica:
     self._active = [active for active in self._active if not active.generation.done]
 
   def _choose_requests(
-    self, slots: adapter_table.Slots
+    self,
+    slots: adapter_table.Slots,
+    candidates: Sequence[active_request.ActiveRequest],
   ) -> tuple[Policy, list[active_request.ActiveRequest]]:
     """Chooses the requests of the next prefill, copy or decode, and gives them rows.
 
     All of them are for one policy; where requests name several, the policies take turns.
-    Requests for the same policy are served in the order of `submit`, but the clients of
-    those that wait for a row take turns. (Decoding texts of
-    similar length together was slower: decodes read fewer slots, but prefills became more
-    and smaller.)
+    Those for the same policy are served in their order. (Decoding texts of similar length
+    together was slower: decodes read fewer slots, but prefills became more and smaller.)
     """
-    policies = list(dict.fromkeys(a.generation.request.policy for a in self._active))
+    policies = list(dict.fromkeys(a.generation.request.policy for a in candidates))
     last = self._last_policy
     next_index = policies.index(last) + 1 if last in policies else 0
     self._last_policy = policies[next_index % len(policies)]
     policy = self._last_policy or self.policy
     assert policy is not None
     chosen = []
-    for active in self._take_turns():
+    for active in candidates:
       if active.generation.request.policy is not self._last_policy:
         continue
       weights = slots.weights[active.slot]
@@ -277,15 +281,6 @@ class Replica:
       if len(chosen) == self.sizes.decode_rows[-1]:
         break
     return policy, chosen
-
-  def _take_turns(self) -> list[active_request.ActiveRequest]:
-    """Lists all requests: those that have a row or no client, each client's next ..."""
-    before, rank = collections.Counter(), {}
-    for active in self._active:
-      client = active.generation.request.client
-      rank[active] = before[client] if client and active.row is None else 0
-      before[client] += 1
-    return sorted(self._active, key=rank.__getitem__)
 
   async def _prefill(
     self,
