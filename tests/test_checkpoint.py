@@ -248,6 +248,21 @@ class TestDeleted:
     (tmp_path / 'first_checkpoint').unlink()  # As the message says.
     self.begin_anew(tmp_path)
 
+  def test_where_the_newest_was_deleted_it_is_said(self, tmp_path):
+    save(tmp_path, [3, 6])
+    shutil.rmtree(tmp_path / 'checkpoints' / '6')
+    for _ in range(2):
+      with open_(tmp_path) as checkpoints:
+        with pytest.warns(UserWarning, match='step 6 is gone .* That of step 3 is used'):
+          assert checkpoints.restore(state())[0] == 3
+    save(tmp_path, [9])
+    # Half of a later one is no checkpoint that was deleted.
+    (tmp_path / 'first_checkpoint').write_text('12\n')
+    (tmp_path / 'checkpoints' / '12.orbax-checkpoint-tmp').mkdir()
+    with open_(tmp_path) as checkpoints:
+      assert checkpoints.restore(state())[0] == 9
+    assert (tmp_path / 'first_checkpoint').read_text() == '9\n'
+
   def test_where_all_were_deleted_half_of_a_later_one_is_no_checkpoint(self, tmp_path):
     save(tmp_path, [3])
     shutil.rmtree(tmp_path / 'checkpoints' / '3')

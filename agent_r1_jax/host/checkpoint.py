@@ -161,7 +161,10 @@ class Checkpointer:
         be read, or there have been checkpoints and none is there.
     """
     self.wait()
-    steps = self.steps
+    steps, newest = self.steps, self._read_record() or '0'
+    if steps and steps[-1] < int(newest) and not self._name_aside(newest).exists():
+      text = f'the checkpoint of step {newest} is gone from {self.directory}: was it '
+      warnings.warn(f'{text}deleted? That of step {steps[-1]} is used', stacklevel=2)
     while steps:
       step = steps.pop()
       try:
@@ -209,22 +212,25 @@ class Checkpointer:
     for folder in self.directory.glob(f'{self._writing}{_UNFINISHED}'):
       # Orbax writes the time of the commit into this file later.
       checksums.write(folder, exclude=['_CHECKPOINT_METADATA'])
-      if not self._record.exists():
-        self._record.write_text(f'{self._writing}\n')
+      self._write_record(self._writing)
 
   def _read_record(self) -> str | None:
-    """Returns the first checkpoint's step as text; None if there has been none."""
+    """Returns the newest checkpoint's step as text; None if there has been none."""
     return self._record.read_text().strip() if self._record.exists() else None
 
+  def _write_record(self, step: int | None) -> None:
+    disk.write_atomically(self._record, f'{step}\n'.encode())
+
   def _correct_record(self) -> None:
-    """Deletes the record if its checkpoint was not completed.
+    """Takes back the record of a checkpoint that was not completed.
 
     The record is written before the checkpoint gets its final name. After a kill between
     the two, the unfinished checkpoint is still there, and the run may start anew.
     """
     step = self._read_record()
     if step is not None and any(self.directory.glob(f'{step or "*"}{_UNFINISHED}')):
-      self._record.unlink()
+      done = [int(p.name) for p in self.directory.glob('*') if p.name.isdecimal()]
+      self._write_record(max(done)) if done else self._record.unlink()
 
   def _check_checksums(self, step: int) -> None:
     """Raises _UnreadableError in all processes if a file differs from its checksum."""
@@ -234,13 +240,16 @@ class Checkpointer:
       raise _UnreadableError(folder, ValueError(mismatches[0]))
 
   def _put_aside(self, step: int, error: Exception) -> None:
-    target = self.directory / f'{step}.unreadable'
+    target = self._name_aside(step)
     shutil.rmtree(target, ignore_errors=True)
     (self.directory / str(step)).rename(target)
     self._orbax.reload()
     warnings.warn(
       f'{error}. It is now {target.name}; an earlier one is used', stacklevel=3
     )
+
+  def _name_aside(self, step: int | str) -> pathlib.Path:
+    return self.directory / f'{step}.unreadable'
 
   def _recover(self, error: Exception) -> OSError:
     """Removes a checkpoint that could not be written, and returns the error to raise."""
