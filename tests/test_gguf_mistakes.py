@@ -3,6 +3,7 @@
 import math
 import pathlib
 import shutil
+import struct
 import sys
 
 import gguf
@@ -11,7 +12,14 @@ import jax
 import numpy as np
 import pytest
 
-from agent_r1_jax.models import decoder, gguf_metadata, hf_config, tensor_files, weights
+from agent_r1_jax.models import (
+  decoder,
+  gguf_files,
+  gguf_metadata,
+  hf_config,
+  tensor_files,
+  weights,
+)
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
 
@@ -300,3 +308,13 @@ def test_without_the_package(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'gguf', None)
   with pytest.raises(ValueError, match=r"pip install 'agent_r1_jax\[gguf\]'"):
     weights.load(file)
+
+
+@pytest.mark.parametrize('tensors, fields', [(10**6, 0), (0, 1 << 60), (1, 1)])
+def test_counts_that_no_model_has_are_refused_at_once(tmp_path, tensors, fields):
+  """Of tensors, of fields, and of the texts of an array."""
+  texts = struct.pack('<Q1sIIQ', 1, b'a', 9, 8, 1 << 40)
+  head = b'GGUF' + struct.pack('<IQQ', 3, tensors, fields)
+  (tmp_path / 'a.gguf').write_bytes(head + texts + bytes(1 << 16))
+  with pytest.raises(ValueError, match='it claims 1,[0-9,]* fields, texts or tensors'):
+    gguf_files.read_config(tmp_path / 'a.gguf')

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 _ROPE_FACTORS = 'rope_freqs.weight'
 _ROTATED = ('layers/attn/q/kernel', 'layers/attn/k/kernel')
-# More bools are in no file of a known model: it has at most 1,000 layers.
+# More bools, tensors and fields are in no file of a known model, of 1,000 layers at most;
+# nor more texts, which are the tokens or merges of a vocabulary.
 _MAX_BOOLS = 1_000
+_MAX_ENTRIES, _MAX_TEXTS = 100_000, 4_000_000
 
 
 def find_file(path: pathlib.Path) -> pathlib.Path | None:
@@ -136,6 +138,14 @@ def _open(file: pathlib.Path) -> gguf.GGUFReader:
     It reads those of bools, which say which layers have a window.
     """
 
+    def _build_fields(self, offs: Any, count: Any):
+      _check_count(count, _MAX_ENTRIES)
+      return super()._build_fields(offs, count)
+
+    def _build_tensor_info(self, start_offs: Any, tensor_count: Any):
+      _check_count(tensor_count, _MAX_ENTRIES)
+      return super()._build_tensor_info(start_offs, tensor_count)
+
     def _get_field_parts(self, orig_offs: Any, raw_type: Any):
       if self.byte_order != 'I':
         raise ValueError('the numbers are big-endian: convert it for this machine')
@@ -147,6 +157,7 @@ def _open(file: pathlib.Path) -> gguf.GGUFReader:
         return super()._get_field_parts(orig_offs, raw_type)
       end = orig_offs + 12
       if kind == gguf.GGUFValueType.STRING:
+        _check_count(length, _MAX_TEXTS)
         for _ in range(length):
           end += 8 + struct.unpack_from('<Q', content, end)[0]
       else:
@@ -162,6 +173,11 @@ def _open(file: pathlib.Path) -> gguf.GGUFReader:
       f'{file}: gguf cannot read it ({error}); truncated, a pointer in place of the '
       'file, or newer than the package? Fetch it again, or take another quantisation'
     ) from error
+
+
+def _check_count(count: Any, most: int) -> None:
+  if count > most:  # It would take minutes to learn that they are not there.
+    raise ValueError(f'it claims {count:,} fields, texts or tensors, and may {most:,}')
 
 
 def _make_config(file: pathlib.Path, reader: gguf.GGUFReader) -> dict[str, Any]:
