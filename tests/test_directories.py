@@ -403,3 +403,11 @@ def test_bytes_that_are_no_text_travel_as_they_are(tmp_path):
   played.lay(task_folders.read(folder))
   assert played.read_files()['app/in.txt'] == data.decode(errors='surrogateescape')
   played.close()
+
+
+def test_a_dockerfile_of_very_many_lines_is_read():
+  """In a time that is proportional to its length."""
+  lines = ['RUN pip install \\', *['  a \\'] * 200_000, '', '# b', '  c', 'CMD d']
+  (number, run), last = task_folders._split_lines('\n'.join(lines))
+  assert number == 1 and run == f'RUN pip install {"a " * 200_000}c'
+  assert last == (200_005, 'CMD d')

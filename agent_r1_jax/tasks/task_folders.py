@@ -177,6 +177,7 @@ def _lay_out(folder: pathlib.Path, context: dict[str, str]) -> tuple[str, dict[s
   directories = {'/'}
   for number, line in _split_lines(context['Dockerfile']):
     name, _, rest = line.partition(' ')
+    made: dict[str, str] = {}
     try:
       match name.upper():
         case 'FROM':
@@ -186,14 +187,16 @@ def _lay_out(folder: pathlib.Path, context: dict[str, str]) -> tuple[str, dict[s
           workdir = posixpath.normpath(posixpath.join(workdir, *_words(rest, 1)))
           directories.add(workdir)
         case 'COPY':
-          files |= _copy(_words(rest), context, workdir, directories | _parents(files))
+          made = _copy(_words(rest), context, workdir, directories)
+          files |= made
+          directories |= _parents(made)
         case 'RUN':
           _check_packages(rest.strip())
         case 'CMD' | 'LABEL' | 'EXPOSE' | 'MAINTAINER':
           pass  # Harbor starts its own command; the others only describe.
         case _:
           raise ValueError(f'{name} is not among what can be done without an image')
-      for path in (f'{workdir}/', *files) if workdir != '/' else files:
+      for path in (f'{workdir}/', *made) if workdir != '/' else made:
         _find_place(path)
     except ValueError as error:
       raise ValueError(
@@ -207,18 +210,16 @@ def _lay_out(folder: pathlib.Path, context: dict[str, str]) -> tuple[str, dict[s
 
 def _split_lines(text: str) -> list[tuple[int, str]]:
   """Returns a Dockerfile's instructions, each with the number of its first line."""
-  found, first, open_line = [], 0, ''
+  found, first, parts = [], 0, []
   for number, line in enumerate(text.splitlines(), 1):
     if not (line := line.strip()) or line.startswith('#'):
       continue
-    first = first if open_line else number
-    open_line += line
-    if open_line.endswith('\\'):
-      open_line = open_line[:-1]
-    else:
-      found.append((first, ' '.join(open_line.split())))
-      open_line = ''
-  return [*found, *([(first, open_line)] if open_line else [])]
+    first = first if parts else number
+    parts.append(line.removesuffix('\\'))
+    if not line.endswith('\\'):
+      found.append((first, ' '.join(''.join(parts).split())))
+      parts = []
+  return [*found, *([(first, ''.join(parts))] if parts else [])]
 
 
 def _words(text: str, count: int = 0) -> list[str]:
