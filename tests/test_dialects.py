@@ -462,6 +462,8 @@ _USE = {'type': 'tool_use', 'name': 'f', 'input': {}}
     ({'max_tokens': None}, 'max_tokens is missing'),
     ({'max_tokens': 0}, 'max_tokens is 0'),
     ({'max_tokens': 5000}, 'there is room for 320'),
+    ({'thinking': {'type': 'enabled', 'budget_tokens': -1}}, 'budget_tokens is -1'),
+    ({'thinking': {'type': 'enabled', 'budget_tokens': '9'}}, 'budget_tokens is'),
     ({'temperature': 101}, 'temperature is 101'),
     ({'messages': []}, 'at least 1 item'),
     ({'messages': [5]}, r'messages\[0\] is 5'),

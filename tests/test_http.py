@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import logging
+import os
 import socket
 import threading
 
@@ -89,6 +90,27 @@ def test_a_request_that_never_comes_whole_is_answered_with_408(
   assert seen == refused and not server.server_state.connections
   # The end of a client is no error of the application.
   assert capfd.readouterr().err == ''
+
+
+def test_half_sent_requests_leave_no_socket(monkeypatch):
+  assert http.REQUEST_SECONDS == 30
+
+  def count():
+    links = (os.path.join('/proc/self/fd', name) for name in os.listdir('/proc/self/fd'))
+    return sum(os.path.islink(x) and 'socket:' in os.readlink(x) for x in links)
+
+  monkeypatch.setattr(http, 'REQUEST_SECONDS', 0.2)
+  with _serve() as (address, server, _):
+    before = count()
+    clients = [socket.create_connection(address) for _ in range(40)]
+    sent = [b'', b'P', HEAD, HEAD + b'\r\n{"']
+    for client, some in zip(clients, sent * 10, strict=True):
+      client.sendall(some)
+    for client in clients:
+      with client:
+        assert _read(client).startswith(b'HTTP/1.1 408 ')
+    assert not server.server_state.connections
+    assert count() == before
 
 
 def test_a_server_leaves_the_handlers_of_logs_alone():

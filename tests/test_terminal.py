@@ -1,6 +1,7 @@
 """What others write cannot control the terminal that shows it."""
 
 import re
+import unicodedata
 
 import script as script_lib
 
@@ -18,6 +19,16 @@ def test_control_characters_are_shown_as_pictures():
   codes = [code for code in range(0x110000) if chr(code) not in '\n\t']
   shown = terminal.printable(''.join(map(chr, codes)))
   assert not re.search(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', shown)
+  assert shown.splitlines() == [shown]
+
+
+def test_no_mark_changes_the_order_in_which_text_is_shown():
+  assert terminal.printable('safe \u202egpj.exe\u2066') == 'safe \ufffdgpj.exe\ufffd'
+  marks = {'LRE', 'RLE', 'LRO', 'RLO', 'PDF', 'LRI', 'RLI', 'FSI', 'PDI', 'B', 'WS'}
+  for char in map(chr, range(0x110000)):
+    if unicodedata.bidirectional(char) in marks and not char.isspace():
+      assert terminal.printable(char) == '\ufffd', hex(ord(char))
+  assert terminal.printable('\u061c\u200e\u200f') == 3 * '\ufffd'
 
 
 _LOGS = """

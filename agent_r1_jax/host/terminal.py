@@ -8,9 +8,12 @@ import logging
 import warnings
 
 # Newline and tab stay. Unicode has pictures of ASCII's control characters (ESC is ␛), and
-# none of those from 0x80 on, of which some terminals take 0x9b for ESC [.
+# none of those from 0x80 on, of which some terminals take 0x9b for ESC [. Marks of
+# direction change the order in which other text is shown; two more begin a line.
 _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in '\n\t'}
 _PICTURES |= {0x7F: '\u2421'} | dict.fromkeys(range(0x80, 0xA0), '\ufffd')
+_PICTURES |= dict.fromkeys((0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F)), '\ufffd')
+_PICTURES |= dict.fromkeys(range(0x2066, 0x206A), '\ufffd')
 
 
 def printable(text: str, encoding: str | None = 'utf-8') -> str:

@@ -144,6 +144,9 @@ def _read_tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
 def _read_thinking(config: dict[str, Any]) -> bool:
   match config:
     case {'type': 'enabled' | 'adaptive' | 'disabled' as kind}:
+      tokens = config.get('budget_tokens', 1)
+      if type(tokens) is not int or tokens < 1:
+        raise ValueError(f'budget_tokens is {tokens!r:.80}; it must be at least 1')
       return kind != 'disabled'
   raise ValueError('its type must be enabled, adaptive or disabled')
 
