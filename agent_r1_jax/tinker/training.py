@@ -130,22 +130,18 @@ class Trainings:
     shape = self._make_shape(request.lora_config)
     self.learning.check_rank(shape.rank)
     run_id = f'{request.session_id}:train:{request.model_seq_id}'
-    return self._begin_run(
-      run_id,
-      request.session_id,
-      request.user_metadata,
-      lambda: self.learning.start(shape),
-      {'model_id': run_id, 'type': 'create_model'},
-      work.make_digest(request),
-    )
+    answer = {'model_id': run_id, 'type': 'create_model'}
+    return self._begin_run(request, lambda: self.learning.start(shape), answer)
 
-  def _begin_run(self, run_id: str, session_id: str, metadata, make, answer, digest):
-    request_id = f'{run_id}:create'
-    self.find_session(session_id)
+  def _begin_run(self, request: Any, make, answer) -> dict[str, Any]:
+    run_id = f'{request.session_id}:train:{request.model_seq_id}'
+    request_id, digest = f'{run_id}:create', work.make_digest(request)
+    self.find_session(request.session_id)
     if self.results.has(request_id, digest):
       return {'request_id': request_id, 'model_id': run_id}
     oldest = self._find_place()
-    training = Training(session_id, metadata or {}, last_time=_now())
+    metadata = request.user_metadata or {}
+    training = Training(request.session_id, metadata, last_time=_now())
 
     def begin() -> dict:
       # In the worker's thread, so that the next operation finds it.
@@ -297,11 +293,7 @@ class Trainings:
     self.learning.check_rank(saved['rank'])
     answer = {'path': request.path, 'type': 'load_weights'}
     if request.session_id is not None:
-      run_id = f'{request.session_id}:train:{request.model_seq_id}'
-      metadata = request.user_metadata
-      return self._begin_run(
-        run_id, request.session_id, metadata, make, answer, work.make_digest(request)
-      )
+      return self._begin_run(request, make, answer)
     assert request.model_id is not None
     training = self.find(request.model_id)
 
