@@ -1,5 +1,6 @@
 """Files of pictures: what is read, and what is refused before it is decoded."""
 
+import base64
 import io
 import struct
 import zlib
@@ -159,3 +160,31 @@ def test_pixels_stay_in_their_bounds(size, grid):
 def test_a_line_is_no_picture():
   with pytest.raises(ValueError, match='is 1 x 300 pixels, one side 300 times the other'):
     _READER.fit(300, 1)
+
+
+def _url(data, kind):
+  return f'data:image/{kind};base64,{base64.b64encode(data).decode()}'
+
+
+def test_a_file_that_takes_for_ever_is_given_up(monkeypatch):
+  """A small one: each of its scans goes through all blocks again."""
+  data = _save(Image.new('L', (3000, 3000)), 'JPEG', progressive=True)
+  scan, end = data.rindex(b'\xff\xda'), data.rindex(b'\xff\xd9')
+  hostile = data[:end] + data[scan:end] * 2000 + data[end:]
+  assert len(hostile) < 1 << 20
+  monkeypatch.setattr(picture_files, 'PROCESSOR_SECONDS', 1)
+  with pytest.raises(ValueError, match='more than 1 s of a processor or 1,536 MB'):
+    _READER.read(_url(hostile, 'jpeg'))
+  assert _READER.read(_url(_save(_draw(), 'PNG'), 'png')).shape == (24, 40, 3)
+
+
+def test_a_picture_is_decoded_in_another_process(monkeypatch):
+  """And is the same, and what is wrong with it is said."""
+  data = _save(_draw(size=(61, 47)), 'PNG')
+  want = _read(data)
+  monkeypatch.setattr(picture_files, 'decode', None)
+  found = _READER.read(_url(data, 'png'))
+  np.testing.assert_array_equal(found, want)
+  assert not found.flags.writeable
+  with pytest.raises(ValueError, match='^the picture is 9000 x 9000 pixels'):
+    _READER.read(_url(_huge_png(9000, 9000), 'png'))

@@ -1,14 +1,21 @@
 """Reads the files of pictures: PNG, JPEG and WebP.
 
 Whoever sends a picture may not be trusted. Its size is read from the header before
-anything is decoded, for a file of some kilobytes can hold billions of pixels.
+anything is decoded, for a file of some kilobytes can hold billions of pixels; and
+pictures.py calls `read` in a process of its own.
 """
 
+import base64
 import io
+import math
+import signal
 from typing import Any
 
 MAX_BYTES = 20 << 20
 MAX_PIXELS = 64 << 20  # 192 MiB as colours, and twice that where there is transparency.
+PROCESSOR_SECONDS = 10  # Of one file; 64 million pixels take about three.
+# No picture may be longer than so many times its width, as in transformers.
+_MAX_RATIO = 200
 _KINDS = 'PNG, JPEG or WebP'
 
 
@@ -121,3 +128,59 @@ def to_rgb(image: Any) -> Any:
     return image.convert('RGB')
   except Exception as error:
     raise ValueError(f'the picture is broken ({error}); send the file again.') from error
+
+
+def fit(
+  height: int, width: int, size: int, least_pixels: int, most_pixels: int
+) -> tuple[int, int]:
+  """Finds the rows and columns of tokens that a picture of this size becomes.
+
+  A token has `size` pixels in each direction. The number of pixels is then within the
+  bounds, and the picture's ratio nearly as before. They are those of transformers, except
+  that a picture of one row or column of tokens is cut short where it would have more
+  pixels than the bounds allow.
+
+  Raises:
+    ValueError: The picture is longer than 200 times its width, or the reverse.
+  """
+  ratio = max(height, width) / min(height, width)
+  if ratio > _MAX_RATIO:
+    raise ValueError(
+      f'the picture is {width} x {height} pixels, one side {ratio:.0f} times the '
+      f'other; cut it so that it is at most {_MAX_RATIO} times.'
+    )
+  rows, columns = round(height / size), round(width / size)
+  pixels = rows * columns * size**2
+  if pixels > most_pixels:
+    shrink = math.sqrt(height * width / most_pixels)
+    rows, columns = (max(1, int(x / shrink / size)) for x in (height, width))
+  elif pixels < least_pixels:
+    grow = math.sqrt(least_pixels / (height * width))
+    rows, columns = (math.ceil(x * grow / size) for x in (height, width))
+  most = max(1, most_pixels // size**2)
+  rows = min(rows, max(1, most // columns))
+  return rows, min(columns, max(1, most // rows))
+
+
+def resize(image: Any, size: int, least_pixels: int, most_pixels: int) -> Any:
+  """Resizes a PIL image to whole tokens, as uint8 [H, W, 3]; see `fit`."""
+  import numpy as np
+
+  image = to_rgb(image)
+  rows, columns = fit(image.height, image.width, size, least_pixels, most_pixels)
+  # transformers resizes with Pillow's filter for bicubic, which is 3.
+  return np.array(image.resize((columns * size, rows * size), 3), np.uint8)
+
+
+def read(data: bytes, seconds: float, *bounds: int) -> tuple[int, int, str]:
+  """Decodes and resizes a file in a process that ends after `seconds` of a processor.
+
+  Returns:
+    H, W, and the bytes of what `resize` makes of it with the bounds, as base64.
+  """
+  signal.setitimer(signal.ITIMER_PROF, seconds)
+  try:
+    pixels = resize(decode(data), *bounds)
+  finally:
+    signal.setitimer(signal.ITIMER_PROF, 0)
+  return *pixels.shape[:2], base64.b64encode(pixels).decode()

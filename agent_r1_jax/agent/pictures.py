@@ -14,7 +14,6 @@ import binascii
 import functools
 import io
 import json
-import math
 import pathlib
 import re
 from typing import Any
@@ -23,15 +22,19 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import picture_files
-from agent_r1_jax.host import model_paths
+from agent_r1_jax.host import isolated, model_paths
 
 # What Qwen2-VL and its successors write around a picture and in its place.
 BEGIN, PLACE, END = '<|vision_start|>', '<|image_pad|>', '<|vision_end|>'
 CONTROL_TOKENS = (BEGIN, PLACE, END)
 # The numbers by which these models scale red, green and blue; see models/vision.py.
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# No picture may be longer than so many times its width, as in transformers.
-_MAX_RATIO = 200
+# Whoever sends a picture may not be trusted, and a small file may take minutes and all
+# memory. The seconds end a process that waits; those of a processor are counted there.
+_LIMITS = {'seconds': 120.0, 'memory_mb': 1536}
+_read_apart = isolated.in_subprocess(
+  picture_files.read, imports=['PIL.ImageOps', 'numpy'], **_LIMITS
+)
 _DATA = re.compile(r'data:image/[a-z+.-]+;base64,')
 
 
@@ -137,45 +140,29 @@ class Reader:
       data = base64.b64decode(url[match.end() :], validate=True)
     except binascii.Error as error:
       raise ValueError(f'a picture is no base64 ({error}); encode it again.') from None
-    return self.resize(picture_files.decode(data))
+    bounds = self.side, self.min_pixels, self.max_pixels
+    seconds, megabytes = picture_files.PROCESSOR_SECONDS, _LIMITS['memory_mb']
+    try:
+      *shape, text = _read_apart.call_and_wait(data, seconds, *bounds)
+    except isolated.FailedError as error:
+      raise ValueError(str(error).removeprefix('ValueError: ')) from None
+    except (isolated.LostError, TimeoutError):
+      raise ValueError(
+        f'a picture takes more than {seconds} s of a processor or {megabytes:,} MB to '
+        'decode; send it smaller, or as a plain PNG.'
+      ) from None
+    return np.frombuffer(base64.b64decode(text), np.uint8).reshape(*shape, 3)
 
   def resize(self, image: Any) -> np.ndarray:
     """Resizes a PIL image to whole tokens, as uint8 [H, W, 3]."""
-    image = picture_files.to_rgb(image)
-    rows, columns = self.fit(image.height, image.width)
-    # transformers resizes with Pillow's filter for bicubic, which is 3.
-    image = image.resize((columns * self.side, rows * self.side), 3)
-    pixels = np.asarray(image, np.uint8)
+    pixels = picture_files.resize(image, self.side, self.min_pixels, self.max_pixels)
     pixels.flags.writeable = False
     return pixels
 
   def fit(self, height: int, width: int) -> tuple[int, int]:
-    """Finds the rows and columns of tokens that a picture of this size becomes.
-
-    The number of its pixels is then within the bounds, and its ratio nearly as before.
-    They are those of transformers, except that a picture of one row or column of tokens
-    is cut short where it would have more pixels than the bounds allow.
-
-    Raises:
-      ValueError: The picture is longer than 200 times its width, or the reverse.
-    """
-    ratio, size = max(height, width) / min(height, width), self.side
-    if ratio > _MAX_RATIO:
-      raise ValueError(
-        f'the picture is {width} x {height} pixels, one side {ratio:.0f} times the '
-        f'other; cut it so that it is at most {_MAX_RATIO} times.'
-      )
-    rows, columns = round(height / size), round(width / size)
-    pixels = rows * columns * size**2
-    if pixels > self.max_pixels:
-      shrink = math.sqrt(height * width / self.max_pixels)
-      rows, columns = (max(1, int(x / shrink / size)) for x in (height, width))
-    elif pixels < self.min_pixels:
-      grow = math.sqrt(self.min_pixels / (height * width))
-      rows, columns = (math.ceil(x * grow / size) for x in (height, width))
-    most = max(1, self.max_pixels // size**2)
-    rows = min(rows, max(1, most // columns))
-    return rows, min(columns, max(1, most // rows))
+    """Finds the rows and columns of tokens of a picture; see picture_files.fit."""
+    bounds = self.side, self.min_pixels, self.max_pixels
+    return picture_files.fit(height, width, *bounds)
 
 
 def load(directory: Any, side: int) -> Reader | None:

@@ -147,7 +147,7 @@ class Conversation:
   ) -> request_lib.Generation:
     """Begins the reply that a text waits for."""
     assert branch.pending
-    _, rendered, ids = branch.pending
+    _, _, ids, pictures = branch.pending
     length = len(branch.passage)
     room = self.slots - length - len(ids)
     if room < 1:
@@ -164,14 +164,14 @@ class Conversation:
       branch.key,
       automata=automata,
       top_logprobs=api_request.top_logprobs or 0,
-      pictures=self._chat.list_pictures(rendered),
+      pictures=pictures,
     )
 
   async def count(self, api_request: requests.ApiRequest) -> int:
     """Counts the tokens before the reply that a request would get; begins nothing."""
     tools, messages = _make_comparable(api_request)
     place = branches.find_place(self._branches, tools, messages)
-    _, ids = await self._encode(api_request, place)
+    _, ids, _ = await self._encode(api_request, place)
     return place.length + len(ids)
 
   def note_refusal(self, error: http.RefusedError):
@@ -190,22 +190,24 @@ class Conversation:
     tools, messages = _make_comparable(api_request)
     find = lambda: branches.find_place(self._branches, tools, messages)
     place = find()
-    rendered, ids = await self._encode(api_request, place)
+    encoded = await self._encode(api_request, place)
     while place != (place := find()):
-      rendered, ids = await self._encode(api_request, place)
+      encoded = await self._encode(api_request, place)
     parent, count, length, is_end = place
     if parent is None:
-      branch = self._begin(api_request, tools, ids)
+      branch = self._begin(api_request, tools, encoded[1])
     elif is_end:
       branch = parent
     else:
-      branch = self._fork(parent, count, length, ids)
-    branch.pending = messages[count:], rendered, ids
+      branch = self._fork(parent, count, length, encoded[1])
+    branch.pending = messages[count:], *encoded
     branch.session = api_request.session
     return branch
 
-  async def _encode(self, api_request, place) -> tuple[list[types.Message], np.ndarray]:
-    """Renders and encodes the messages that come after a place in a text."""
+  async def _encode(
+    self, api_request, place
+  ) -> tuple[list[types.Message], np.ndarray, list[np.ndarray]]:
+    """Renders and encodes the messages after a place in a text, and their pictures."""
     parent, count, length, _ = place
     rendered = branches.render(
       api_request.messages[count:], self._task, self._branches, self._chat.format
@@ -214,9 +216,14 @@ class Conversation:
       given = self._chat.encode_prompt, rendered, api_request.tools
     else:
       given = self._chat.encode_delta, rendered, int(parent.passage.tokens[length - 1])
-    ids = await sources.encode(self, *given)
+    encode, *given = given
+
+    def encode_all(messages, *more, **options):
+      return encode(messages, *more, **options), self._chat.list_pictures(messages)
+
+    ids, pictures = await sources.encode(self, encode_all, *given)
     self._check_open()
-    return rendered, ids
+    return rendered, ids, pictures
 
   def _begin(self, api_request, tools: str, ids: np.ndarray) -> branches.Branch:
     """Begins a text of its own."""
@@ -265,11 +272,10 @@ class Conversation:
     if branch is None or branch.pending is None or self._closed:
       return
     chunk = request_lib.join(generation.chunks)
-    messages, rendered, ids = branch.pending
+    messages, rendered, ids, pictures = branch.pending
     branch.pending = None
     is_first = not self._transcript.turns
     begins_fork = not branch.passage.turns and bool(branch.shared_messages)
-    pictures = self._chat.list_pictures(rendered)
     turn = self._transcript.add_turn(branch.passage, ids, chunk, pictures)
     self._last_turns[branch.session] = turn
     text = self._chat.decode(chunk.tokens.tolist())

@@ -17,10 +17,11 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.serve import kept_responses as kept_responses_lib
 from agent_r1_jax.serve import replies, requests
-from agent_r1_jax.web import http
+from agent_r1_jax.web import fairness, http
 
 TOO_LONG = 'context_length_exceeded'  # The code of such a refusal.
 _MAX_CHARACTERS = 1 << 14  # Of texts that are encoded at once, which takes milliseconds.
+_TURNS = fairness.Turns(2)  # For texts that are encoded in threads.
 
 
 class Source(Protocol):
@@ -129,18 +130,20 @@ class StatelessSource:
     if api_request.messages is not None:
       messages = requests.to_chat(api_request.messages, self._chat.format)
       begun = messages.pop()['content'] if api_request.continue_final_message else ''
-      ids = await encode(self, self._encode_chat, messages, api_request.tools, begun)
-      return [(ids, self._chat.list_pictures(messages))]
+      return [await encode(self, self._encode_chat, messages, api_request.tools, begun)]
     given = api_request.prompts
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     encoded = iter(await encode(self, self._encode_texts, texts))
     return [(next(encoded) if isinstance(p, str) else np.array(p), []) for p in given]
 
-  def _encode_chat(self, messages, tools, begun: str, max_tokens: int) -> np.ndarray:
-    """Encodes messages and the beginning of the reply."""
+  def _encode_chat(
+    self, messages, tools, begun: str, max_tokens: int
+  ) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Encodes messages and the beginning of the reply, and reads the pictures."""
     ids = self._chat.encode_prompt(messages, tools, max_tokens=max_tokens)
     reply = self._chat.encode_reply(begun, max_tokens=max_tokens) if begun else ids[:0]
-    return np.append(ids, reply[:-1])  # Without its stop token.
+    ids = np.append(ids, reply[:-1])  # Without its stop token.
+    return ids, self._chat.list_pictures(messages)
 
   def _encode_texts(self, texts: list[str], max_tokens: int) -> list[np.ndarray]:
     return [self._chat.encode_text(text, max_tokens=max_tokens) for text in texts]
@@ -188,7 +191,7 @@ def check_count(source: Source, fields: dict[str, Any]):
 
 
 async def encode(source: Source, fn: Callable[..., Any], *args: Any) -> Any:
-  """Encodes the texts of a request, in a thread if they are long.
+  """Encodes the texts of a request, in a thread if they are long or have pictures.
 
   Args:
     source: Whose texts they are.
@@ -200,8 +203,10 @@ async def encode(source: Source, fn: Callable[..., Any], *args: Any) -> Any:
   """
   fn = functools.partial(fn, *args, max_tokens=source.slots)
   try:
-    if len(repr(args)) <= _MAX_CHARACTERS:
+    text = repr(args)
+    if len(text) <= _MAX_CHARACTERS and "'image_url'" not in text:
       return fn()
-    return await http.run_in_thread(fn)
+    async with _TURNS.take():
+      return await http.run_in_thread(fn)
   except chat_lib.TooLongError as error:
     raise refuse_length(str(error)) from None

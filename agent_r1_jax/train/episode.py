@@ -168,10 +168,10 @@ class Episode:
         transcript.begin()
         self.context.close()
         self.context.restart(transcript.count - 1)
-        self._encode(self.chat.encode_prompt, step.messages, self.schemas)
+        await self._encode(self.chat.encode_prompt, step.messages, self.schemas)
       else:
         last = int(reply.tokens[-1])
-        self._encode(self.chat.encode_delta, step.messages, last)
+        await self._encode(self.chat.encode_delta, step.messages, last)
     if len(transcript.turns) == self.limits.max_turns:
       self.status = 'max_turns'
     else:
@@ -259,7 +259,7 @@ class Episode:
     with faults.of_environment():
       t.messages = faults.copy_messages(messages)
       self.schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
-      self._encode(self.chat.encode_prompt, t.messages, self.schemas)
+      await self._encode(self.chat.encode_prompt, t.messages, self.schemas)
 
   async def _close_env(self) -> bool:
     """Closes the environment, unless another thread does; returns whether that failed."""
@@ -298,9 +298,12 @@ class Episode:
         t.metrics[name] = t.metrics.get(name, 0.0) + float(value)
     return step
 
-  def _encode(self, encode, messages, *args):
+  async def _encode(self, encode, messages, *args):
     """Encodes messages of the environment, which is to blame if that raises."""
     try:
+      if any(isinstance(message.get('content'), list) for message in messages):
+        # Not in the event loop, which would wait for the process that decodes them.
+        await asyncio.to_thread(self.chat.list_pictures, messages)
       self.pending_ids = encode(messages, *args)
       self.pending_pictures = self.chat.list_pictures(messages)
     except ValueError as error:
