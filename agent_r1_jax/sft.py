@@ -81,23 +81,8 @@ def segment(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
 def encode(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
   """Encodes a conversation like `segment`; it need not end with a reply."""
   messages = list(conversation.messages)
-  parts, mask, start = [], [], 0
-  for i, message in enumerate(messages):
-    is_reply = message['role'] == 'assistant'
-    # The messages between two replies are encoded together, as in a rollout.
-    if not is_reply and i + 1 < len(messages):
-      continue
-    context = messages[start : i if is_reply else i + 1]
-    parts.append(
-      chat.encode_delta(context)
-      if parts
-      else chat.encode_prompt(context, conversation.tools)
-    )
-    mask.append(False)
-    if is_reply:
-      parts.append(chat.encode_reply(message['content']))
-      mask.append(True)
-    start = i + 1
+  turns = chat.encode_turns(messages, conversation.tools)
+  parts, mask = zip(*turns, strict=True)
   sizes = [len(part) for part in parts]
   tokens = np.concatenate(parts).astype(np.int32)
   return types.Segment(

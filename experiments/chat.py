@@ -41,6 +41,7 @@ class Conversation:
   def __init__(self, engine: engine_lib.Engine, chat: chat_lib.Chat, tools, config):
     self._engine, self._chat, self._tools, self._config = engine, chat, tools, config
     self._text: request.Text | None = None
+    self._said: list[types.Message] = []  # What the user and the tools said.
 
   async def ask(self, question: str):
     """Answers a question, with as many calls of tools as the policy makes."""
@@ -62,9 +63,11 @@ class Conversation:
     """Samples and shows a reply; None if it was cut."""
     chat, schemas = self._chat, [tool.schema for tool in self._tools]
     if self._text is None:
+      self._said = []
       ids = chat.encode_prompt(messages, schemas)
     else:
-      ids = chat.encode_delta(messages, int(self._text.tokens[-1]))
+      last, given = int(self._text.tokens[-1]), {'history': self._said, 'tools': schemas}
+      ids = chat.encode_delta(messages, last, **given)
     room = self._engine.sizes.slots - len(self._text or ()) - len(ids)
     if room < 1:
       self._text = None
@@ -79,6 +82,7 @@ class Conversation:
       )
     )
     self._text, tokens, shown = generation.text, [], ''
+    self._said = [*self._said, *messages]
     async for chunk in generation:
       tokens += chunk.tokens.tolist()
       text = str(chat.decode(tokens)).rstrip('\ufffd')

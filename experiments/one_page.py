@@ -86,11 +86,11 @@ async def play(t, env, engine, chat, limits, **options) -> types.Trajectory:
       # Control is with Python: tools run, while other episodes go on sampling.
       step = await env.step(said)
       t.turns[-1].reward += step.reward
-      t.messages += step.messages
+      said, t.messages = t.messages, t.messages + step.messages
       if step.done:
         t.status = 'done'
         break
-      ids = chat.encode_delta(step.messages, int(reply.tokens[-1]))
+      ids = chat.encode_delta(step.messages, int(reply.tokens[-1]), history=said)
     else:
       t.status = 'max_turns'
     if t.status != 'done' and t.turns:  # A budget ended the episode.

@@ -128,6 +128,24 @@ _CASES = {
     ),
     ('<think>{"name": "python", "parameters": "1"}</think>Hm.', []),
   ],
+  'mistral': [
+    ('[TOOL_CALLS] [{"name": "search", "arguments": {"query": "a"}}]', [look('a')]),
+    (
+      'So:[TOOL_CALLS][{"name": "search", "arguments": {"query": "a"}, "id": "abc123XY9"}'
+      ', {"name": "python", "parameters": "b"}]',
+      'ab',
+    ),
+    ('[TOOL_CALLS] {"name": "now"}', [ToolCall('now', {})]),
+    ('[{"name": "search", "arguments": {"query": "a"}}]', []),
+    ('[TOOL_CALLS] [{"name": "search", "oops": {}}]', ["and no ['oops']"]),
+    ('[TOOL_CALLS] [3]', ['a list of JSON objects']),
+    ('[TOOL_CALLS] [{"name": "search"', ["Expecting ',' delimiter"]),
+    (
+      '[TOOL_CALLS] oops [TOOL_CALLS] [{"name": "python", "arguments": {"code": "1"}}]',
+      ['Expecting value', run('1')],
+    ),
+    ('<think>[TOOL_CALLS] {"name": "now"}</think>Hm.', []),
+  ],
   'qwen3_coder': [
     ('I would use a <function> here.', []),
     ('So:\n' + xml('search', query='a') + '\n' + xml('python', code='b'), 'ab'),
@@ -300,7 +318,7 @@ def test_text_gets_the_type_of_its_schema(argument, text, value):
 
 
 @pytest.mark.parametrize('depth', [calls.MAX_DEPTH, calls.MAX_DEPTH + 1, 700, 985])
-@pytest.mark.parametrize('name', ['hermes', 'llama3', 'react', 'qwen3_coder'])
+@pytest.mark.parametrize('name', ['hermes', 'llama3', 'mistral', 'react', 'qwen3_coder'])
 def test_deep_arguments_are_a_malformed_call(name, depth):
   """Else they would end whatever walks them: a validator, a log, a tool's server."""
   # The arguments are the outermost of so many containers.
@@ -308,6 +326,7 @@ def test_deep_arguments_are_a_malformed_call(name, depth):
   written = {
     'hermes': f'<tool_call>{{"name": "edit", "arguments": {{"x": {deep}}}}}</tool_call>',
     'llama3': f'{{"name": "edit", "parameters": {{"x": {deep}}}}}',
+    'mistral': f'[TOOL_CALLS][{{"name": "edit", "arguments": {{"x": {deep}}}}}]',
     'react': f'Action: edit\nAction Input: {{"x": {deep}}}',
     'qwen3_coder': f'<function=edit><parameter=x>{deep}</parameter></function>',
   }
@@ -381,6 +400,7 @@ class _Counting:
 _PIECES = {
   'hermes': ('<tool_call>', '</tool_call>', '{"name":"a","arguments":{', *'{["\\,x'),
   'llama3': ('{"name":"a","parameters":', '<|python_tag|>', '1,', *'{["'),
+  'mistral': ('[TOOL_CALLS]', '{"name":"a","arguments":', '1,', *'{["]'),
   'qwen3_coder': (
     *('<tool_call>', '</tool_call>', '<function=f>', '</function>'),
     *('<parameter=a>', '\n<parameter=a>', '</parameter>', 'x'),
@@ -399,7 +419,7 @@ def test_parse_reads_each_character_a_bounded_number_of_times(name, monkeypatch)
       monkeypatch.setattr(call_parsers, key, _Counting(value))
   pieces = ['\n', ' ', '<think>', '</think>', *_PIECES[name]]
   # Only a decoder of JSON does not say how far it came.
-  bound = 30 if name in ('hermes', 'llama3') else 8
+  bound = 30 if name in ('hermes', 'llama3', 'mistral') else 8
   ends = ['', '</think>x', '</parameter><parameter=', '}', '"']
   for first, second in itertools.product(pieces, repeat=2):
     unit = first + second

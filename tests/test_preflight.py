@@ -6,6 +6,7 @@ import threading
 
 import grain
 import pytest
+import templates
 import tiny
 
 from agent_r1_jax import config as config_lib
@@ -283,6 +284,33 @@ class TestTools:
     assert preflight.describe_tool_prompt(chat, _env()) is None
     with pytest.raises(ValueError, match="make tools_in_prompt 'default'"):
       preflight.describe_tool_prompt(chat, _env([look]))
+
+  @pytest.mark.parametrize('name', ['gemma2', 'phi4', 'olmo3'])
+  def test_the_form_of_answers_is_said_where_a_template_has_none(self, name, tmp_path):
+    chat = chat_lib.Chat(templates.load(name, tmp_path))
+    said = str(preflight.describe_tool_prompt(chat, _env([look])))
+    assert 'tells of them (look)' in said
+    assert ('between <tool_response> and' in said) is (name != 'olmo3')
+
+  def test_a_template_that_writes_no_answer_is_refused(self, tmp_path):
+    template = """{%- for m in messages %}{% if loop.index < 3 %}
+      {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
+      {%- endfor %}{{ '<|im_start|>assistant\\n' if add_generation_prompt }}"""
+    tokenizer_lib.train(
+      tiny.TEXTS, vocab_size=tiny.VOCAB, directory=tmp_path, chat_template=template
+    )
+    chat = chat_lib.Chat(tokenizer_lib.load(tmp_path))
+    with pytest.raises(ValueError, match=f'{tmp_path} does not write what tools answer'):
+      preflight.describe_tool_prompt(chat, _env([look]))
+
+  def test_roles_that_a_template_refuses_are_found_in_short_prompts_too(self, tmp_path):
+    chat = chat_lib.Chat(templates.load('gemma2', tmp_path))
+    tasks = _tasks('x', 'y')
+    tasks[1].messages.insert(0, {'role': 'system', 'content': 'z'})
+    with pytest.raises(
+      ValueError, match=r'tasks\[1\] .*refuses .* system, user: System ro'
+    ):
+      preflight.select_fitting_tasks(chat, _env([]), tasks, slots=128)
 
 
 class TestOpenEnvironment:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 import contextvars
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import call_parsers
-from agent_r1_jax.agent.calls import CallFormat, ToolCall
+from agent_r1_jax.agent import call_parsers, template_forms
+from agent_r1_jax.agent.calls import CallFormat
 
 _TOOLS = (
   'You can call the tools that are described here, one JSON object a line:\n\n'
@@ -39,6 +39,19 @@ LLAMA3 = CallFormat(
     'else:\n'
     '{{"name": "the name", "parameters": {{"an argument": "its value"}}}}\n'
     'What the tool answers comes in the next message.'
+  ),
+)
+MISTRAL = CallFormat(
+  'mistral',
+  call_parsers.parse_mistral,
+  call_parsers.render_mistral,
+  ('[TOOL_CALLS]',),
+  None,
+  types.ControlText(
+    _TOOLS + 'To call some, reply with a list of objects, each with the name and the '
+    'arguments of a tool, after its tag:\n'
+    '[TOOL_CALLS] [{{"name": "the name", "arguments": {{"an argument": "its value"}}}}]\n'
+    'What the tools answer comes in the next message.'
   ),
 )
 QWEN3_CODER = CallFormat(
@@ -114,27 +127,14 @@ REACT = CallFormat(
   stop_strings=('\nObservation:',),
 )
 
-FORMATS = {f.name: f for f in (HERMES, QWEN3_CODER, LLAMA3, SEARCH_R1, RETOOL, REACT)}
+_ALL = HERMES, QWEN3_CODER, MISTRAL, LLAMA3, SEARCH_R1, RETOOL, REACT
+FORMATS = {f.name: f for f in _ALL}
 
 # The format of the chat whose episode is played: a rollout sets it, and environments and
 # rewards read it, because the script that makes them has no tokenizer.
 chat_format: contextvars.ContextVar[CallFormat] = contextvars.ContextVar(
   'chat_format', default=HERMES
 )
-
-
-# A conversation with a call, for a template to write.
-_SEEN = ToolCall('look', {'at': 'it'})
-_FUNCTION = {'name': _SEEN.name, 'arguments': _SEEN.arguments}
-_CONVERSATION = [
-  {'role': 'user', 'content': 'x'},
-  {
-    'role': 'assistant',
-    'content': '',
-    'tool_calls': [{'id': 'call12345', 'type': 'function', 'function': _FUNCTION}],
-  },
-  {'role': 'tool', 'name': 'look', 'tool_call_id': 'call12345', 'content': 'y'},
-]
 
 
 def cut_calls(reply: str, call_format: CallFormat) -> str:
@@ -144,14 +144,22 @@ def cut_calls(reply: str, call_format: CallFormat) -> str:
   return reply[: min(starts, default=None)]
 
 
-def detect(render: Callable[[list[types.Message]], str]) -> CallFormat | None:
-  """Returns the format in which a chat template writes a call; None if none is known."""
+def detect(
+  render: Callable[[list[types.Message]], str], described: str
+) -> CallFormat | None:
+  """Returns the format in which a chat template writes a call; None if none is known.
+
+  `described` is what it writes of a tool.
+  """
+  call = {'role': 'assistant', 'content': '', 'tool_calls': [template_forms.make_call()]}
   try:
-    text = render(_CONVERSATION)
+    text = render(
+      [{'role': 'user', 'content': 'x'}, call, template_forms.make_answer('y')]
+    )
   except Exception:  # A template is a program of others.
     return None
   for call_format in FORMATS.values():
-    if _SEEN in call_format.parse(text):
+    if template_forms.SEEN in call_format.parse(text):
       return call_format
-  # Templates that write no calls, but answers to them.
-  return HERMES if '<tool_response>' in text else None
+  # Templates that write no calls, but answers to them, or how to make one.
+  return HERMES if '<tool_response>' in text or '<tool_call>' in described else None

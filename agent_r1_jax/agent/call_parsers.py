@@ -108,6 +108,44 @@ def render_llama3(call: ToolCall) -> str:
   return json.dumps(value, ensure_ascii=False)
 
 
+_MISTRAL = re.compile(calls.THINK + r'\[TOOL_CALLS\]\s*')
+
+
+def parse_mistral(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
+  """Parses each `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`.
+
+  An object alone is understood as a list of one. A call may have an "id".
+  """
+
+  def make(value: Any) -> ToolCall:
+    name = value.get('name') if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name:
+      raise ValueError('expected a list of JSON objects with "name" and "arguments"')
+    key = 'parameters' if 'parameters' in value else 'arguments'
+    if others := sorted(value.keys() - {'name', key, 'id'}):
+      raise ValueError(f'a call has "name" and "arguments", and no {others}')
+    given = calls.to_arguments(value.get(key, {}), name, schemas, f'"{key}"')
+    return ToolCall(name, given)
+
+  def read(tag: re.Match) -> tuple[Any, int]:
+    try:
+      value, end = _DECODER.raw_decode(reply, tag.end())
+      return [*map(make, value if isinstance(value, list) else [value])], end
+    except (ValueError, RecursionError) as error:
+      stop = _MISTRAL.search(reply, tag.end())
+      end = stop.start() if stop else len(reply)
+      return calls.make_error(error, reply[tag.end() : end]), end
+
+  found: list[Any] = [*calls.scan(reply, _MISTRAL, read)]
+  return [call for x in found for call in (x if isinstance(x, list) else [x])]
+
+
+def render_mistral(call: ToolCall) -> str:
+  """Writes a call as `parse_mistral` reads it."""
+  value = {'name': call.name, 'arguments': call.arguments}
+  return f'[TOOL_CALLS] [{json.dumps(value, ensure_ascii=False)}]'
+
+
 # What some models write for JSON's words.
 _PYTHON_WORDS = {'True': 'true', 'False': 'false', 'None': 'null'}
 _TYPES: dict[type, set[str]] = {

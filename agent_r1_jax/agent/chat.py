@@ -19,32 +19,21 @@ import functools
 import math
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata, call_formats, calls, control_tokens
+from agent_r1_jax.agent import automata, calls, control_tokens
 from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.agent import pictures as pictures_lib
+from agent_r1_jax.agent import renderer as renderer_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
-
-# Stands for a reply in a rendering; no template's own text contains it.
-_REPLY = 'qzreplyqz'
-_PROBE_TOOL = {
-  'type': 'function',
-  'function': {
-    'name': 'probe',
-    'description': 'Looks.',
-    'parameters': {'type': 'object', 'properties': {}},
-  },
-}
 
 
 class TooLongError(ValueError):
   """A text has more characters than the longest tokens could stand for."""
 
 
-class Chat:
+class Chat(renderer_lib.Renderer):
   """Renders and encodes messages; decodes replies.
 
   A tool's output is cut to `max_tool_tokens`, and marked as cut.
@@ -60,6 +49,8 @@ class Chat:
     format: How the model writes tool calls.
     detected: The format in which the template writes calls; None if it is not known.
     supports_tools: Whether the template describes tools and calls in `format`.
+    answer_role: The role in which the template writes what tools answer; None if a
+      message of the user has it, in a form of ours or of `format`.
   """
 
   def __init__(
@@ -87,44 +78,33 @@ class Chat:
         f'tokenizer {tokenizer.name_or_path} has no chat template; add "chat_template" '
         'to its tokenizer_config.json.'
       )
-    self.tokenizer = tokenizer
-    self.tools_in_prompt = tools_in_prompt
+    super().__init__(
+      tokenizer,
+      max_tool_tokens=max_tool_tokens,
+      tools_in_prompt=tools_in_prompt,
+      tool_format=tool_format,
+      template_kwargs=template_kwargs,
+    )
+    ids = self._control.ids
     self._stops: dict[int, types.Automaton] = {}
-    self._template_kwargs = dict(template_kwargs or {})
-    self._encode_plain = tokenizer_lib.make_plain_encoder(tokenizer)
     self._longest_token = tokenizer_lib.longest_token(tokenizer)
-    ids = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
-    self._control = control_tokens.ControlTokens(ids, self._encode_plain)
     self._pictures = pictures
     if pictures and (missing := {*pictures_lib.CONTROL_TOKENS} - {*ids}):
       text = f'tokenizer {tokenizer.name_or_path} has no {" ".join(sorted(missing))}'
       raise ValueError(f'{text}, which stand for a picture: add them as special tokens.')
-    self._output_limit = messages_lib.ToolOutputLimit(
-      max_tool_tokens, self._encode_plain, tokenizer.decode
-    )
-    self._choose_format(tool_format)
     self._stop_strings = (*stop_strings, *self.format.stop_strings)
     self._end = self._find_end_of_turn()
     eos = tokenizer_lib.eos_ids(tokenizer)
     self.stop_ids = tuple(dict.fromkeys([ids[self._end], *eos]))
-    user = [{'role': 'user', 'content': 'x'}]
-    frame = self._control.pattern.findall(self._apply(user, add_generation_prompt=False))
+    frame = self._control.pattern.findall(
+      self._apply([renderer_lib.USER], add_generation_prompt=False)
+    )
     names = self._control.names
     self._control.never_sample(
       *frame,
       *(names[i] for i in self.stop_ids if i in names),
       *(pictures_lib.CONTROL_TOKENS if pictures else ()),
     )
-
-  def _choose_format(self, tool_format: calls.CallFormat | None):
-    self.detected = call_formats.detect(
-      lambda messages: self._apply(messages, add_generation_prompt=False)
-    )
-    template_format = self.detected or call_formats.HERMES
-    self.format = tool_format or template_format
-    user = [{'role': 'user', 'content': 'x'}]
-    writes_tools = self._apply(user) != self._apply(user, [_PROBE_TOOL])
-    self.supports_tools = self.format == template_format and writes_tools
 
   def stop_automaton(
     self, vocab_size: int, stop_strings: Sequence[str] = ()
@@ -170,18 +150,57 @@ class Chat:
     """
     if not messages:
       raise ValueError('a prompt needs at least one message; there is none.')
-    if tools and self.tools_in_prompt == 'own':
-      tools = ()
-    elif tools and not self.supports_tools:
-      messages, tools = self._describe_tools(messages, tools), ()
-    ids = self._encode(*self._render(messages, tools, **template_kwargs), max_tokens)
-    return self._insert_pictures(ids, messages)
+    try:
+      rendered = self._render_prompt(messages, tools, **template_kwargs)
+    except ValueError:
+      # Mistral's template takes turns after a failed call one by one only.
+      if all(m.get('role') != 'assistant' for m in messages[1:]):
+        raise
+      options = {'tools': tools, 'max_tokens': max_tokens, **template_kwargs}
+      parts = [ids for ids, _ in self.encode_turns(messages, **options)]
+      if messages[-1]['role'] == 'assistant':
+        parts.append(self.encode_delta((), history=messages, **options))
+      return np.concatenate(parts)
+    return self._insert_pictures(self._encode(*rendered, max_tokens), messages)
+
+  def encode_turns(
+    self,
+    messages: Sequence[types.Message],
+    tools: Sequence[dict] = (),
+    *,
+    max_tokens: float = math.inf,
+    **template_kwargs,
+  ) -> list[tuple[np.ndarray, bool]]:
+    """Encodes a conversation as a rollout would have: prompt, reply, delta, reply, ...
+
+    Returns:
+      The tokens of each part, int32 [T], and whether it is a reply.
+    """
+    parts, start = [], 0
+    options = {'tools': tools, 'max_tokens': max_tokens, **template_kwargs}
+    for i, message in enumerate(messages):
+      is_reply = message['role'] == 'assistant'
+      # The messages between two replies are encoded together, as in a rollout.
+      if not is_reply and i + 1 < len(messages):
+        continue
+      context = messages[start : i if is_reply else i + 1]
+      if parts:
+        ids = self.encode_delta(context, history=messages[:start], **options)
+      else:
+        ids = self.encode_prompt(context, **options)
+      parts.append((ids, False))
+      if is_reply:
+        parts.append((self.encode_reply(message, max_tokens=max_tokens), True))
+      start = i + 1
+    return parts
 
   def encode_delta(
     self,
     messages: Sequence[types.Message],
     last_token: int | None = None,
     *,
+    history: Sequence[types.Message] = (),
+    tools: Sequence[dict] = (),
     max_tokens: float = math.inf,
     **template_kwargs,
   ) -> np.ndarray:
@@ -191,14 +210,18 @@ class Chat:
     because a stop string or a limit ended the reply, the template's end of turn comes
     first; it is no action of the policy.
 
+    `history` are the messages before the reply, and `tools` those of the prompt:
+    templates derive from them how later turns are written. Of the history they get what
+    the system and the user said.
+
     Returns:
       int32 [T].
     """
-    tail, mark = self._render_after_reply(messages, **template_kwargs)
-    ids = self._encode(tail.removeprefix(self._end), mark, max_tokens)
-    ids = self._insert_pictures(ids, messages)
+    tail, mark = self._render_after_reply(messages, history, tools, **template_kwargs)
+    text = self._end + tail.removeprefix(self._end)
+    ids = self._insert_pictures(self._encode(text, mark, max_tokens), messages)
     ended = last_token is None or last_token in self.stop_ids
-    return ids if ended else np.append(self.stop_ids[0], ids).astype(np.int32)
+    return ids[1:] if ended else ids
 
   def list_pictures(self, messages: Sequence[types.Message]) -> list[np.ndarray]:
     """Reads the pictures of messages, in their order, uint8 [H, W, 3] each.
@@ -214,17 +237,30 @@ class Chat:
       )
     return [self._pictures.read(url) for url in urls] if self._pictures else []
 
-  def encode_reply(self, text: str, *, max_tokens: float = math.inf) -> np.ndarray:
+  def encode_reply(
+    self, reply: str | types.Message, *, max_tokens: float = math.inf
+  ) -> np.ndarray:
     """Encodes a reply and its stop token as int32 [T], for supervised text.
 
-    Replies that the policy sampled are never encoded again.
+    That of a message is its content; if it has calls or thoughts, it is written as the
+    template writes them, or in the chat's format. Replies that the policy sampled are
+    never encoded again.
 
     Raises:
       TooLongError: See encode_prompt.
+      ValueError: The message has no content, or a call that cannot be read.
     """
-    mark = control_tokens.find_unused_mark(text)
-    ids = self._encode(self._control.hide_unsampled(text, mark), mark, max_tokens)
-    return np.append(ids, self.stop_ids[0]).astype(np.int32)
+    message: types.Message = (
+      {'role': 'assistant', 'content': reply} if isinstance(reply, str) else reply
+    )
+    message = pictures_lib.write_places(messages_lib.check(message))
+    if message.get('tool_calls') or message.get('reasoning_content'):
+      ends = [self._control.names.get(i, self._end) for i in self.stop_ids]
+      text, mark = self._render_reply(message, ends)
+    else:
+      mark = control_tokens.find_unused_mark(message['content'])
+      text = self._control.hide_unsampled(message['content'], mark)
+    return self._encode(text + self._end, mark, max_tokens)
 
   def encode_text(self, text: str, *, max_tokens: float = math.inf) -> np.ndarray:
     """Encodes a text without a template, in which control tokens are such, int32 [T].
@@ -274,7 +310,7 @@ class Chat:
 
   def _find_end_of_turn(self) -> str:
     """Returns the control token that the template writes after a reply."""
-    tail, _ = self._render_after_reply([{'role': 'user', 'content': 'x'}])
+    tail, _ = self._render_after_reply([renderer_lib.USER])
     end = self._control.pattern.match(tail)
     if not end:
       raise ValueError(
@@ -283,63 +319,8 @@ class Chat:
       )
     return end[0]
 
-  def _describe_tools(self, messages, tools) -> list[types.Message]:
-    """Tells of tools in the system message, or in the first one if there can be none."""
-    if self.tools_in_prompt == 'refuse':
-      raise ValueError(
-        f'the chat template of {self.tokenizer.name_or_path} knows no tools in the '
-        f'format {self.format.name}, and the model would not see them: make '
-        "tools_in_prompt 'default' to put them into the system message, or 'own' if the "
-        "task's own messages tell of them."
-      )
-
-    def writes_system(message: types.Message) -> bool:
-      try:
-        return _REPLY in self._apply([{'role': 'system', 'content': _REPLY}, message])
-      except ValueError:
-        return False  # The template refuses a system message; others leave it out.
-
-    return messages_lib.add_system(messages, self.format.describe(tools), writes_system)
-
-  def _render_after_reply(self, messages, **template_kwargs) -> tuple[str, str]:
-    """Renders a conversation with a placeholder as reply, and returns what follows."""
-    opening = [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': _REPLY}]
-    text, mark = self._render([*opening, *messages], **template_kwargs)
-    return text.partition(_REPLY)[2], mark
-
-  def _render(self, messages, tools=(), **template_kwargs) -> tuple[str, str]:
-    """Renders messages; in data, placeholders take the place of control tokens.
-
-    The template sees everything else unchanged, so it strips, cuts and quotes as usual.
-
-    Returns:
-      The text, and the mark with which its placeholders begin.
-    """
-    messages = [
-      self._output_limit.apply(messages_lib.check(message)) for message in messages
-    ]
-    messages = [pictures_lib.write_places(message) for message in messages]
-    if self.format.answer:
-      messages = messages_lib.join_answers(messages, self.format.answer)
-    mark = control_tokens.find_unused_mark(repr((messages, tools)))
-    neutral = [self._control.hide_in_message(message, mark) for message in messages]
-    tools = self._control.hide(list(tools), mark)
-    return self._apply(neutral, tools, **template_kwargs), mark
-
-  def _apply(self, messages, tools=(), **template_kwargs) -> str:
-    """Renders messages unchanged."""
-    options = {'add_generation_prompt': True, **self._template_kwargs, **template_kwargs}
-    try:
-      return tokenizer_lib.render(self.tokenizer, messages, tools, options)
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-      roles = ', '.join(str(message['role']) for message in messages)
-      raise ValueError(
-        f'the chat template of {self.tokenizer.name_or_path} refuses messages of the '
-        f'roles {roles}: {error}. Give it messages of other roles, or fix the template.'
-      ) from error
-
   def _insert_pictures(self, ids: np.ndarray, messages) -> np.ndarray:
-    """Puts the ids of pictures into the places that `_render` left for them."""
+    """Puts the ids of pictures into the places that the renderer left for them."""
     pictures = self.list_pictures(messages)
     if not pictures or not self._pictures:
       return ids
@@ -355,7 +336,7 @@ class Chat:
     return np.concatenate([first, *pieces]).astype(np.int32)
 
   def _encode(self, text: str, mark: str, max_tokens: float = math.inf) -> np.ndarray:
-    """Encodes what `_render` returns."""
+    """Encodes what the renderer returns."""
     if len(text) > max_tokens * self._longest_token:
       raise TooLongError(
         f'the text has {len(text)} characters, which are more than {max_tokens} tokens'

@@ -102,9 +102,8 @@ class ControlTokens:
     return types.ControlText.joined(pieces)
 
 
-def find_unused_mark(text: str) -> str:
+def find_unused_mark(text: str, mark: str = _MARK) -> str:
   """Returns a mark that does not occur in a text."""
-  mark = _MARK
   while mark in text:
     mark += 'x'
   return mark

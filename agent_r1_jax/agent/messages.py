@@ -2,8 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import itertools
+import json
+from typing import Any
 
 from agent_r1_jax import types
+from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import pictures
 
 _ROLES = 'system', 'developer', 'user', 'assistant', 'tool'
@@ -11,7 +14,11 @@ CUT = '\n[output cut]'
 
 
 def check(message: types.Message) -> types.Message:
-  """Returns the message, or raises ValueError for a wrong role or content."""
+  """Returns the message, or raises ValueError for a wrong role or content.
+
+  That of an assistant with calls or thoughts may have none; it becomes an empty text, and
+  the arguments of calls, which may be JSON in a string, become objects.
+  """
   if not isinstance(message, Mapping) or not isinstance(message.get('role'), str):
     raise ValueError(
       f"{message!r:.200} is no message: give {{'role': 'user', 'content': 'the text'}}."
@@ -20,14 +27,47 @@ def check(message: types.Message) -> types.Message:
     raise ValueError(
       f'{message!r:.200} has the role {message["role"]!r:.40}; give one of {_ROLES}.'
     )
-  content = message.get('content')
-  if not isinstance(content, str | list) and not message.get('tool_calls'):
+  content, is_reply = message.get('content'), message['role'] == 'assistant'
+  calls = message.get('tool_calls') or () if is_reply else ()
+  has_more = calls or (is_reply and message.get('reasoning_content'))
+  if not isinstance(content, str | list) and (content is not None or not has_more):
     problem = 'no content' if content is None else f'a content of {type(content)}'
     raise ValueError(
       f'a message of role {message["role"]!r} has {problem}; it must be a string: '
       f'{dict(message)!r:.200}'
     )
-  return message
+  if not has_more:
+    return message
+  read = {'tool_calls': [*map(_read_call, calls)]} if calls else {}
+  return {**message, 'content': content or '', **read}
+
+
+def _read_call(call: Any) -> types.Message:
+  function = call.get('function') if isinstance(call, Mapping) else None
+  name, arguments = (dict(function or {}).get(key) for key in ('name', 'arguments'))
+  try:
+    arguments = arguments or '{}'
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    calls_lib.check_depth(arguments)
+  except (ValueError, RecursionError):
+    arguments = None
+  if not isinstance(name, str) or not isinstance(arguments, Mapping):
+    raise ValueError(
+      f'{call!r:.200} is no call of a tool: give {{"type": "function", "function": '
+      '{"name": ..., "arguments": {an object, or its JSON}}}.'
+    )
+  return {**call, 'function': {**function, 'arguments': dict(arguments)}}  # pyright: ignore
+
+
+def write_calls(
+  text: str, calls: Sequence[types.Message], call_format: calls_lib.CallFormat
+) -> str:
+  """Adds calls to the text of a reply, as a model writes them in a format."""
+  functions = [call['function'] for call in calls]
+  written = [
+    call_format.render(calls_lib.ToolCall(f['name'], f['arguments'])) for f in functions
+  ]
+  return '\n'.join([text, *written]).lstrip('\n') if written else text
 
 
 def add_system(

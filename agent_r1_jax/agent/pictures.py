@@ -93,7 +93,12 @@ def write_places(message: types.Message) -> types.Message:
       pieces.append((str(text), False))
   if message['role'] == 'assistant' and any(control for _, control in pieces):
     raise ValueError('a message of the assistant has a picture; a policy writes none.')
-  return {**message, 'content': types.ControlText.joined(pieces)}
+  content = types.ControlText.joined(pieces)
+  # In a reply all control tokens that a policy may sample are such.
+  return {
+    **message,
+    'content': str(content) if message['role'] == 'assistant' else content,
+  }
 
 
 class Reader:

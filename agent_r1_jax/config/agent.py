@@ -9,6 +9,7 @@ TOOL_FORMATS = (
   'auto',
   'hermes',
   'qwen3_coder',
+  'mistral',
   'llama3',
   'search_r1',
   'retool',

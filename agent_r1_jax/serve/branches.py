@@ -92,7 +92,7 @@ def render(
   What the task's own messages mark as control text is control text again, and a reply
   that the policy gave in another text is as it was sampled.
   """
-  task_contents = {str(m['content']): m['content'] for m in task.messages}
+  task_contents = {str(m.get('content')): m.get('content') for m in task.messages}
   sampled = [
     (message, rendered)
     for branch in branches

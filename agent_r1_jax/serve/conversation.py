@@ -22,6 +22,7 @@ their order, and of several that go on from one reply, the first goes on in its 
 import asyncio
 import collections
 from collections.abc import Sequence
+import functools
 import hashlib
 import itertools
 import json
@@ -31,6 +32,7 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.agent import transcript as transcript_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.serve import branches, kept_responses, replies, requests, sources
@@ -209,26 +211,28 @@ class Conversation:
   ) -> tuple[list[types.Message], np.ndarray, list[np.ndarray]]:
     """Renders and encodes the messages after a place in a text, and their pictures."""
     parent, count, length, _ = place
+    given: dict[str, Any] = {'tools': api_request.tools}
     rendered = branches.render(
       api_request.messages[count:], self._task, self._branches, self._chat.format
     )
     if parent is None:
-      given = self._chat.encode_prompt, rendered, api_request.tools
+      encode = functools.partial(self._chat.encode_prompt, **given)
     else:
-      given = self._chat.encode_delta, rendered, int(parent.passage.tokens[length - 1])
-    encode, *given = given
+      given['history'] = parent.rendered[:count]
+      given['last_token'] = int(parent.passage.tokens[length - 1])
+      encode = functools.partial(self._chat.encode_delta, **given)
 
-    def encode_all(messages, *more, **options):
-      return encode(messages, *more, **options), self._chat.list_pictures(messages)
+    def encode_all(messages, **options):
+      return encode(messages, **options), self._chat.list_pictures(messages)
 
-    ids, pictures = await sources.encode(self, encode_all, *given)
+    ids, pictures = await sources.encode(self, encode_all, rendered)
     self._check_open()
     return rendered, ids, pictures
 
   def _begin(self, api_request, tools: str, ids: np.ndarray) -> branches.Branch:
     """Begins a text of its own."""
     # The key of the task's own prompt is that of a native environment's first segment.
-    contents = lambda messages: [str(m['content']) for m in messages]
+    contents = lambda messages: [str(m.get('content')) for m in messages]
     same = contents(self._task.messages) == contents(api_request.messages)
     key = self._make_key(ids, own=same)
     passage = self._transcript.begin()
@@ -344,9 +348,11 @@ class Conversation:
     of_passage = {branch.passage: branch for branch in self._branches}
     for branch in map(of_passage.get, self._transcript.list_played()):
       assert branch
-      for message in branch.rendered[branch.shared_messages :]:
+      for message in map(dict, branch.rendered[branch.shared_messages :]):
+        message.pop('tool_call_id', None)
         if message['role'] == 'assistant':
-          message = {**message, 'content': str(message['content'])}
+          text, calls = str(message['content']), message.pop('tool_calls', ())
+          message['content'] = messages_lib.write_calls(text, calls, self._chat.format)
         messages.append(message)
     return messages
 

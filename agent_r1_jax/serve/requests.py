@@ -17,7 +17,7 @@ from typing_extensions import TypedDict  # Not typing's: pydantic asks for it be
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata, calls
+from agent_r1_jax.agent import automata, calls, template_forms
 from agent_r1_jax.engine import programs, request
 from agent_r1_jax.web import http
 
@@ -289,7 +289,8 @@ class ChatRequest(_Request):
 
     All messages have a role and a text, or parts with pictures, as content. Those of the
     assistant have its calls under 'calls', as pairs of name and arguments, and those of
-    tools the name of the tool. The arguments of a malformed call are a text.
+    tools the name of the tool and the id of the call, by its place in the reply. The
+    arguments of a malformed call are a text.
     """
     result, names = [], {}
     for given in self.given:
@@ -297,12 +298,14 @@ class ChatRequest(_Request):
       message: types.Message = {'role': role, 'content': given.get('content', '')}
       if role == 'assistant':
         message['calls'] = []
-        for call in given.get('tool_calls') or ():
+        for i, call in enumerate(given.get('tool_calls') or ()):
           name, text = call['function']['name'], call['function'].get('arguments') or ''
           message['calls'].append((name, _read_arguments(text)))
-          names[call.get('id')] = name
-      elif name := given.get('name') or names.get(given.get('tool_call_id')):
-        message['name'] = name
+          name_and_id = {'name': name, 'tool_call_id': template_forms.make_id(i)}
+          names[call.get('id')] = name_and_id
+      else:
+        message |= names.get(given.get('tool_call_id'), {})
+        message |= {'name': name} if (name := given.get('name')) else {}
       result.append(message)
     return result
 
@@ -357,15 +360,21 @@ def _read_arguments(text: str) -> dict[str, Any] | str:
 def to_chat(
   messages: Sequence[types.Message], call_format: calls.CallFormat
 ) -> list[types.Message]:
-  """Makes messages that a chat encodes: calls are written as the model writes them."""
+  """Makes messages that a chat encodes; where a call is malformed, all are text."""
   written = []
   for message in messages:
     message = dict(message)
+    called = message.pop('calls', ())
     texts = [
       call_format.render(calls.ToolCall(*call)) if isinstance(call[1], dict) else call[1]
-      for call in message.pop('calls', ())
+      for call in called
     ]
-    if texts:
+    if texts and all(isinstance(arguments, dict) for _, arguments in called):
+      message['tool_calls'] = [
+        {'type': 'function', 'function': {'name': name, 'arguments': arguments}}
+        for name, arguments in called
+      ]
+    elif texts:
       message['content'] = '\n'.join([message['content'], *texts]).lstrip('\n')
     written.append(message)
   return written

@@ -37,6 +37,7 @@ class Episode:
     over: Whether the episode has ended: an environment made later is closed at once.
     pending_ids: Token ids of the messages that will be appended before the next reply.
     pending_pictures: The pictures in these, uint8 [H, W, 3] each.
+    opening: The number of the trajectory's message with which the context began.
     schemas: The JSON schemas of the tools, for the prompt.
     transcript: Tokens, action mask, log-probs and turns so far.
     status: One of types.STATUSES; None while the episode goes on.
@@ -62,6 +63,7 @@ class Episode:
     self.over = False
     self.pending_ids = np.zeros(0, np.int32)
     self.pending_pictures: list[np.ndarray] = []
+    self.opening = 0
     self.schemas: list[dict[str, Any]] = []
     self.transcript = transcript_lib.Transcript()
     self.status: str | None = None
@@ -163,15 +165,17 @@ class Episode:
       self.status = 'done'
       return
     with faults.of_environment():
-      t.messages += faults.copy_messages(step.messages)
+      said = faults.copy_messages(step.messages)
+      history, t.messages = t.messages[self.opening :], t.messages + said
       if step.fresh:
+        self.opening = len(t.messages) - len(said)
         transcript.begin()
         self.context.close()
         self.context.restart(transcript.count - 1)
         await self._encode(self.chat.encode_prompt, step.messages, self.schemas)
       else:
-        last = int(reply.tokens[-1])
-        await self._encode(self.chat.encode_delta, step.messages, last)
+        last, given = int(reply.tokens[-1]), {'history': history, 'tools': self.schemas}
+        await self._encode(self.chat.encode_delta, step.messages, last, **given)
     if len(transcript.turns) == self.limits.max_turns:
       self.status = 'max_turns'
     else:
@@ -298,13 +302,13 @@ class Episode:
         t.metrics[name] = t.metrics.get(name, 0.0) + float(value)
     return step
 
-  async def _encode(self, encode, messages, *args):
+  async def _encode(self, encode, messages, *args, **kwargs):
     """Encodes messages of the environment, which is to blame if that raises."""
     try:
       if any(isinstance(message.get('content'), list) for message in messages):
         # Not in the event loop, which would wait for the process that decodes them.
         await asyncio.to_thread(self.chat.list_pictures, messages)
-      self.pending_ids = encode(messages, *args)
+      self.pending_ids = encode(messages, *args, **kwargs)
       self.pending_pictures = self.chat.list_pictures(messages)
     except ValueError as error:
       raise faults.EnvironmentFaultError(str(error)) from error

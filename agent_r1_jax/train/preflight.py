@@ -261,33 +261,48 @@ def open_environment(
 
 
 def describe_tool_prompt(chat: chat_lib.Chat, env: env_lib.Env) -> str | None:
-  """Returns a line about how the prompt describes the tools; None if the template does.
+  """Returns a line on how the prompt has tools and answers; None if as the template says.
 
   Raises:
-    ValueError: The template does not, and tools_in_prompt is 'refuse'.
+    ValueError: The template describes no tools, and tools_in_prompt is 'refuse'; or the
+      template does not write what tools answer.
   """
   schemas = _schemas(env)
   names = ', '.join(schema['function']['name'] for schema in schemas)
   if not schemas:
     return None
+  opening = [{'role': 'user', 'content': 'x'}]
+  chat.encode_prompt(opening, schemas)  # Raises if it is to refuse.
+  answer = {'role': 'tool', 'content': 'qz7'}
+  ids = chat.encode_delta([answer, answer], history=opening, tools=schemas)
+  if chat.decode_exactly(ids.tolist()).count('qz7') != 2:
+    raise ValueError(
+      f'the chat template of {chat.tokenizer.name_or_path} does not write what tools '
+      'answer, in the role tool or of a user; fix "chat_template" in its '
+      'tokenizer_config.json, or choose another chat.tool_format.'
+    )
+  lines = []
   if chat.tools_in_prompt == 'own':
-    return (
+    lines.append(
       f"Only the tasks' own messages tell of the tools ({names}): chat.tools_in_prompt."
     )
-  if chat.supports_tools and chat.detected is None:
-    return (
+  elif chat.supports_tools and chat.detected is None:
+    lines.append(
       'The chat template shows no format of tool calls that is known: they are parsed as '
       f'{chat.format.name}. chat.tool_format changes that.'
     )
-  if chat.supports_tools:
-    return None
-  # Raises if it is to refuse.
-  chat.encode_prompt([{'role': 'user', 'content': 'x'}], schemas)
-  return (
-    f'The chat template knows no tools in the format {chat.format.name}: the system '
-    f"message tells of them ({names}). chat.tools_in_prompt = 'own' or 'refuse' changes "
-    'that.'
-  )
+  elif not chat.supports_tools:
+    lines.append(
+      f'The chat template knows no tools in the format {chat.format.name}: the system '
+      f"message tells of them ({names}). chat.tools_in_prompt = 'own' or 'refuse' "
+      'changes that.'
+    )
+  if chat.answer_role is None and not chat.format.answer:
+    lines.append(
+      'The chat template has no role for what tools answer: a message of the user has '
+      'it, between <tool_response> and </tool_response>.'
+    )
+  return ' '.join(lines) or None
 
 
 def select_fitting_tasks(
@@ -319,14 +334,15 @@ def select_fitting_tasks(
   schemas = _schemas(env)
   least = len(chat.encode_prompt([{'role': 'user', 'content': ''}], schemas))
   long: dict[int, int] = {}  # The number of each task that does not fit -> its tokens.
-  checked = 0
+  checked, seen = 0, {}
   for number, task in identity.sample_tasks(tasks):
     checked += 1
     try:
-      for message in task.messages:
-        messages_lib.check(message)
+      roles = [messages_lib.check(message)['role'] for message in task.messages]
       # A token has at least one byte: by their bytes alone most prompts are short enough.
-      if task.messages and least + sum(map(_bound_tokens, task.messages)) < slots:
+      # The first of the same roles is encoded, for the template may refuse them.
+      is_short = least + sum(map(_bound_tokens, task.messages)) < slots
+      if seen.setdefault(tuple(roles), number) != number and is_short:
         continue
       tokens = len(chat.encode_prompt(task.messages, schemas))
     except ValueError as error:

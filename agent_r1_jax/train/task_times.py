@@ -15,7 +15,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import thread_pool
-from agent_r1_jax.train import identity, preflight
+from agent_r1_jax.train import identity
 
 # How replies give an answer.
 _FORMS = '{}', '<answer>{}</answer>', '\\boxed{{{}}}'
@@ -33,7 +33,7 @@ def check_answers(env: Any, tasks: Sequence[types.Task]) -> None:
   while getattr(env, 'keeps_opening', False):
     env = env.env
   numbers = (
-    t for _, t in preflight.sample_tasks(tasks) if type(t.answer) in (int, float)
+    t for _, t in identity.sample_tasks(tasks) if type(t.answer) in (int, float)
   )
   if not isinstance(env, env_lib.ToolEnv) or (task := next(numbers, None)) is None:
     return

@@ -1,0 +1,158 @@
+"""Renders messages with the tokenizer's own chat template.
+
+What a template leaves out or refuses gets another form (template_forms.py); control
+tokens in data become placeholders (control_tokens.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import call_formats, calls, control_tokens, template_forms
+from agent_r1_jax.agent import messages as messages_lib
+from agent_r1_jax.agent import pictures as pictures_lib
+from agent_r1_jax.agent import tokenizer as tokenizer_lib
+
+# Stands for a reply in a rendering; no template's own text contains it.
+_REPLY = 'qzreplyqz'
+USER = {'role': 'user', 'content': 'x'}
+_PROBE_TOOL = {
+  'type': 'function',
+  'function': {
+    'name': 'probe',
+    'description': 'Looks.',
+    'parameters': {'type': 'object', 'properties': {}},
+  },
+}
+
+
+class Renderer:
+  """Renders messages, each to a text and the mark with which its placeholders begin.
+
+  The attributes are those of chat.Chat.
+  """
+
+  def __init__(
+    self,
+    tokenizer,
+    *,
+    max_tool_tokens: int,
+    tools_in_prompt: str,
+    tool_format: calls.CallFormat | None,
+    template_kwargs: Mapping[str, Any] | None,
+  ):
+    """Tries the template; the arguments are those of chat.Chat."""
+    self.tokenizer, self.tools_in_prompt = tokenizer, tools_in_prompt
+    self._template_kwargs = dict(template_kwargs or {})
+    self._encode_plain = tokenizer_lib.make_plain_encoder(tokenizer)
+    ids = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
+    self._control = control_tokens.ControlTokens(ids, self._encode_plain)
+    self._output_limit = messages_lib.ToolOutputLimit(
+      max_tool_tokens, self._encode_plain, tokenizer.decode
+    )
+    try:
+      described = self._apply([USER], [_PROBE_TOOL])
+    except ValueError:  # It refuses tools.
+      described = ''
+    writes_tools = described not in ('', self._apply([USER]))
+    self.detected = call_formats.detect(
+      lambda messages: self._apply(messages, add_generation_prompt=False), described
+    )
+    template_format = self.detected or call_formats.HERMES
+    self.format = tool_format or template_format
+    self.supports_tools = self.format == template_format and writes_tools
+    self._forms = template_forms.TemplateForms(self._apply, self.format)
+    self.answer_role = self._forms.answer_role
+
+  def _render_prompt(self, messages, tools=(), **template_kwargs) -> tuple[str, str]:
+    """Renders a prompt; who describes its tools is as Chat's tools_in_prompt says."""
+    if tools and self.tools_in_prompt != 'own' and not self.supports_tools:
+      messages, tools = self._describe_tools(messages, tools), ()
+    return self._render(messages, self._select_tools(tools), **template_kwargs)
+
+  def _select_tools(self, tools) -> Sequence[dict]:
+    """Returns the tools that the template is to describe."""
+    return tools if self.supports_tools and self.tools_in_prompt != 'own' else ()
+
+  def _describe_tools(self, messages, tools) -> list[types.Message]:
+    """Tells of tools in the system message, or in the first one if there can be none."""
+    if self.tools_in_prompt == 'refuse':
+      raise ValueError(
+        f'the chat template of {self.tokenizer.name_or_path} knows no tools in the '
+        f'format {self.format.name}, and the model would not see them: make '
+        "tools_in_prompt 'default' to put them into the system message, or 'own' if the "
+        "task's own messages tell of them."
+      )
+
+    def writes_system(message: types.Message) -> bool:
+      try:
+        return _REPLY in self._apply([{'role': 'system', 'content': _REPLY}, message])
+      except ValueError:
+        return False  # The template refuses a system message; others leave it out.
+
+    return messages_lib.add_system(messages, self.format.describe(tools), writes_system)
+
+  def _render_after_reply(
+    self, messages, history=(), tools=(), **template_kwargs
+  ) -> tuple[str, str]:
+    """Renders a conversation with a placeholder as reply, and returns what follows.
+
+    Before the reply comes what the system and the user said, since templates derive from
+    it how later turns are written. Earlier replies, and what tools answered to them, are
+    left out: to the template the turns alternate, whatever was called.
+    """
+    word = control_tokens.find_unused_mark(repr((history, messages)), _REPLY)
+    reply, opening = {'role': 'assistant', 'content': word}, []
+    for message in history:
+      if message['role'] in ('system', 'user'):
+        opening.append(message)
+      elif opening and message['role'] == 'assistant' != opening[-1]['role']:
+        opening.append(reply)
+    if USER['role'] not in [message['role'] for message in opening]:
+      opening.append(USER)
+    if opening[-1] is not reply:
+      opening.append(reply)
+    messages = [*opening, *messages]
+    text, mark = self._render(messages, self._select_tools(tools), **template_kwargs)
+    return text.rpartition(word)[2], mark
+
+  def _render(self, messages, tools=(), **template_kwargs) -> tuple[str, str]:
+    """Renders messages; in data, placeholders take the place of control tokens.
+
+    The template sees everything else unchanged, so it strips, cuts and quotes as usual.
+
+    Returns:
+      The text, and the mark with which its placeholders begin.
+    """
+    messages = [
+      self._output_limit.apply(messages_lib.check(message)) for message in messages
+    ]
+    messages = [pictures_lib.write_places(message) for message in messages]
+    mark = control_tokens.find_unused_mark(repr((messages, tools)))
+    neutral = [self._control.hide_in_message(message, mark) for message in messages]
+    tools = self._control.hide(list(tools), mark)
+    return self._apply(self._forms.write(neutral), tools, **template_kwargs), mark
+
+  def _apply(self, messages, tools=(), **template_kwargs) -> str:
+    """Renders messages unchanged."""
+    options = {'add_generation_prompt': True, **self._template_kwargs, **template_kwargs}
+    try:
+      return tokenizer_lib.render(self.tokenizer, messages, tools, options)
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+      roles = ', '.join(str(message['role']) for message in messages)
+      raise ValueError(
+        f'the chat template of {self.tokenizer.name_or_path} refuses messages of the '
+        f'roles {roles}: {error}. Give it messages of other roles, or fix the template.'
+      ) from error
+
+  def _render_reply(self, reply: types.Message, ends: list[str]) -> tuple[str, str]:
+    """Renders a reply with calls or thoughts, up to one of the texts that end it."""
+    start = self._apply([USER])
+    text, mark = self._render([USER, reply], add_generation_prompt=False)
+    end = max(text.rfind(end) for end in ends)
+    if text.startswith(start) and end >= len(start):
+      return text[len(start) : end], mark
+    hidden = self._control.hide_in_message(reply, mark)
+    return self._forms.write_reply(hidden, as_text=True)['content'], mark
