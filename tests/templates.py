@@ -101,7 +101,7 @@ _PHI4 = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}
 """
 
-_PHI3 = """\
+PHI3 = """\
 {%- for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}
 {{- '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}
@@ -171,7 +171,7 @@ TEMPLATES = {
   'smollm3': (_SMOLLM3, (), None, '<|im_end|>'),
   'phi4': (_PHI4, ('<|im_sep|>',), None, '<|im_end|>'),
   'phi3': (
-    _PHI3,
+    PHI3,
     ('<|system|>', '<|user|>', '<|assistant|>', '<|end|>'),
     None,
     '<|end|>',

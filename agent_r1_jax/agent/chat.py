@@ -94,6 +94,9 @@ class Chat(renderer_lib.Renderer):
       raise ValueError(f'{text}, which stand for a picture: add them as special tokens.')
     self._stop_strings = (*stop_strings, *self.format.stop_strings)
     self._end = self._find_end_of_turn()
+    prompt = self._apply([renderer_lib.USER])
+    last = [match.start() for match in self._control.pattern.finditer(prompt)]
+    self._start = prompt[max(last, default=0) :]
     eos = tokenizer_lib.eos_ids(tokenizer)
     self.stop_ids = tuple(dict.fromkeys([ids[self._end], *eos]))
     frame = self._control.pattern.findall(
@@ -161,7 +164,8 @@ class Chat(renderer_lib.Renderer):
       if messages[-1]['role'] == 'assistant':
         parts.append(self.encode_delta((), history=messages, **options))
       return np.concatenate(parts)
-    return self._insert_pictures(self._encode(*rendered, max_tokens), messages)
+    ids = self._encode(*rendered, max_tokens, first=True)
+    return self._insert_pictures(ids, messages)
 
   def encode_turns(
     self,
@@ -260,15 +264,25 @@ class Chat(renderer_lib.Renderer):
     else:
       mark = control_tokens.find_unused_mark(message['content'])
       text = self._control.hide_unsampled(message['content'], mark)
+    # Encoded with the end of the prompt, on which a tokenizer's prefix depends.
+    before = self._encode(self._start, mark)
+    ids = self._encode(self._start + text + self._end, mark, max_tokens)
+    if (ids[: len(before)] == before).all():
+      return ids[len(before) :]
     return self._encode(text + self._end, mark, max_tokens)
 
   def encode_text(self, text: str, *, max_tokens: float = math.inf) -> np.ndarray:
     """Encodes a text without a template, in which control tokens are such, int32 [T].
 
+    What the tokenizer adds to a text, such as a BOS, is added.
+
     Raises:
       TooLongError: See encode_prompt.
     """
-    return self._encode(text, control_tokens.find_unused_mark(text), max_tokens)
+    mark = control_tokens.find_unused_mark(text)
+    ids = self._encode(text, mark, max_tokens, first=True)
+    before, after = tokenizer_lib.find_affixes(self.tokenizer)
+    return np.array([*before, *ids, *after], np.int32)
 
   def encode_data(self, text: str) -> np.ndarray:
     """Encodes data, such as an answer, and a stop token as int32 [T]."""
@@ -335,10 +349,12 @@ class Chat(renderer_lib.Renderer):
     pieces = [y for x, text in zip(shown, others, strict=True) for y in (x, text[1:])]
     return np.concatenate([first, *pieces]).astype(np.int32)
 
-  def _encode(self, text: str, mark: str, max_tokens: float = math.inf) -> np.ndarray:
+  def _encode(
+    self, text: str, mark: str, max_tokens: float = math.inf, *, first: bool = False
+  ) -> np.ndarray:
     """Encodes what the renderer returns."""
     if len(text) > max_tokens * self._longest_token:
       raise TooLongError(
         f'the text has {len(text)} characters, which are more than {max_tokens} tokens'
       )
-    return self._control.encode(text, mark)
+    return self._control.encode(text, mark, first=first)

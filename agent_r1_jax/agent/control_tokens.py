@@ -1,12 +1,12 @@
 """Keeps control tokens apart from data that spells their names.
 
 A template renders text, in which '<|im_end|>' of a passage looks like the template's own.
-So placeholders stand for the names in data while the template renders: 'qzmarkqz7z' for
-the control token with the id 7. When the text is encoded, a placeholder becomes the name
-again, in ordinary tokens.
+So placeholders stand for the names in data while the template renders: 'qzmarkqz7zqz' for
+the control token with the id 7. When the text is encoded, marks such as 'qzcontrolqz7z'
+stand for the others, and a placeholder becomes the name again, in ordinary tokens.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import re
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from agent_r1_jax import types
 
-_MARK = 'qzmarkqz'
+_MARK, _MARK_END, _CONTROL = 'qzmarkqz', 'zqz', 'qzcontrolqz'
 
 
 class ControlTokens:
@@ -26,11 +26,18 @@ class ControlTokens:
     pattern: Matches the names.
   """
 
-  def __init__(self, ids: Mapping[str, int], encode_plain: Callable[[str], list[int]]):
-    """Takes the id of each name, and an encoder that knows no control tokens."""
-    self.ids, self._encode_plain = dict(ids), encode_plain
-    self.names = {i: name for name, i in ids.items()}
-    self.pattern = self._never_sampled = _match_any(ids)
+  def __init__(
+    self,
+    tokens: Mapping[int, Any],
+    make_encoder: Callable[[str], Callable[[str], list[int]]],
+  ):
+    """Takes the tokenizer's added tokens, and what makes an encoder for a mark."""
+    self.names = {i: token.content for i, token in tokens.items()}
+    self.ids = {name: i for i, name in self.names.items()}
+    self.pattern = self._never_sampled = _match_any(self.ids)
+    words = [token.content for token in tokens.values() if token.single_word]
+    self._control = _match_any(self.ids, words)
+    self._make_encoder, self._encode_plain = make_encoder, make_encoder(_CONTROL)
 
   def never_sample(self, *names: str):
     """Says which of them only a template writes; at first it is all of them."""
@@ -60,7 +67,7 @@ class ControlTokens:
       parts = enumerate(value.parts)
       return ''.join(self.hide(part, mark) if i % 2 else part for i, part in parts)
     if isinstance(value, str):
-      return tokens.sub(lambda match: f'{mark}{self.ids[match[0]]}z', value)
+      return tokens.sub(lambda match: f'{mark}{self.ids[match[0]]}{_MARK_END}', value)
     if isinstance(value, Mapping):
       hide = lambda inner: self._hide(inner, mark, tokens)
       return {hide(name): hide(inner) for name, inner in value.items()}
@@ -68,21 +75,19 @@ class ControlTokens:
       return [self._hide(v, mark, tokens) for v in value]
     return value
 
-  def encode(self, text: str, mark: str) -> np.ndarray:
+  def encode(self, text: str, mark: str, *, first: bool = False) -> np.ndarray:
     """Encodes a text in which `mark` begins the placeholders, as int32 [T].
 
-    The text between two control tokens is encoded in one piece, so that the tokens are
-    those of the model's own training.
+    The text between two control tokens is encoded in one piece, and each of them as its
+    settings say, so that the tokens are those of the model's own training. `first` says
+    that nothing comes before the text.
     """
-    placeholder = re.compile(mark + r'(\d+)z')
+    control = find_unused_mark(text, _CONTROL)
+    encode = self._encode_plain if control == _CONTROL else self._make_encoder(control)
+    text = self._control.sub(lambda match: f'{control}{self.ids[match[0]]}z', text)
     name = lambda match: self.names[int(match[1])]
-    ids, start = [], 0
-    for token in self.pattern.finditer(text):
-      ids += self._encode_plain(placeholder.sub(name, text[start : token.start()]))
-      ids.append(self.ids[token[0]])
-      start = token.end()
-    ids += self._encode_plain(placeholder.sub(name, text[start:]))
-    return np.array(ids, np.int32)
+    text = re.sub(rf'{mark}(\d+){_MARK_END}', name, text)
+    return np.array(encode(text if first else f'{control}z{text}'), np.int32)[not first :]
 
   def mark_sampled(
     self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]
@@ -109,7 +114,13 @@ def find_unused_mark(text: str, mark: str = _MARK) -> str:
   return mark
 
 
-def _match_any(tokens: Iterable[str]) -> re.Pattern[str]:
-  """Makes a pattern of control tokens; where one begins another, the longer matches."""
+def _match_any(tokens: Iterable[str], words: Collection[str] = ()) -> re.Pattern[str]:
+  """Makes a pattern of control tokens; where one begins another, the longer matches.
+
+  Those in `words` match where they are no part of a longer word; a placeholder is none.
+  """
   longest_first = sorted(dict.fromkeys(tokens), key=len, reverse=True)
-  return re.compile('|'.join(map(re.escape, longest_first)) or '(?!)')
+  before, after = rf'(?:(?<!\w)|(?<={_MARK_END}))', rf'(?:(?!\w)|(?={_MARK}))'
+  alone = lambda name: before + re.escape(name) + after
+  names = [alone(x) if x in words else re.escape(x) for x in longest_first]
+  return re.compile('|'.join(names) or '(?!)')

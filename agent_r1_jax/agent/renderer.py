@@ -5,6 +5,7 @@ tokens in data become placeholders (control_tokens.py).
 """
 
 from collections.abc import Mapping, Sequence
+import functools
 from typing import Any
 
 import jinja2
@@ -47,8 +48,10 @@ class Renderer:
     self.tokenizer, self.tools_in_prompt = tokenizer, tools_in_prompt
     self._template_kwargs = dict(template_kwargs or {})
     self._encode_plain = tokenizer_lib.make_plain_encoder(tokenizer)
-    ids = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
-    self._control = control_tokens.ControlTokens(ids, self._encode_plain)
+    self._control = control_tokens.ControlTokens(
+      tokenizer.added_tokens_decoder,
+      functools.partial(tokenizer_lib.make_plain_encoder, tokenizer),
+    )
     self._output_limit = messages_lib.ToolOutputLimit(
       max_tool_tokens, self._encode_plain, tokenizer.decode
     )

@@ -191,10 +191,14 @@ def _train_bpe(
   return json.loads(bpe.to_str())
 
 
-def make_plain_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
+def make_plain_encoder(
+  tokenizer: PreTrainedTokenizerFast, mark: str = ''
+) -> Callable[[str], list[int]]:
   """Makes an encoder without control tokens: '<|im_end|>' becomes ordinary text.
 
-  It encodes any string; lone surrogates become '?'.
+  It encodes any string; lone surrogates become '?'. With a mark, the text f'{mark}7z' is
+  the control token 7, as that token's settings say (whitespace that belongs to it, how
+  the text after it is split), and f'{mark}z' is one that stands for what came before: -1.
   """
   import tokenizers
 
@@ -202,14 +206,33 @@ def make_plain_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], li
   twin = tokenizers.Tokenizer(backend.model)
   twin.normalizer = backend.normalizer
   twin.pre_tokenizer = backend.pre_tokenizer
+  ids: dict[Any, int] = {}
+  if mark:
+    marks = {-1: tokenizers.AddedToken(f'{mark}z', normalized=False)}
+    for i, token in backend.get_added_tokens_decoder().items():
+      strips = {'lstrip': token.lstrip, 'rstrip': token.rstrip}
+      normalized = token.normalized
+      marks[i] = tokenizers.AddedToken(f'{mark}{i}z', normalized=normalized, **strips)
+    twin.add_tokens([*marks.values()])
+    ids = {twin.token_to_id(token.content): i for i, token in marks.items()}
 
   def encode(text: str) -> list[int]:
     text = text.encode('utf-8', errors='replace').decode('utf-8')
     # Unlike `encode`, it lets other threads run meanwhile, and it notes no offsets, which
     # take a hundred times the text's memory.
-    return twin.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    encoded = twin.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return [ids.get(i, i) for i in encoded] if mark else encoded
 
   return encode
+
+
+def find_affixes(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+  """Returns the ids that the tokenizer writes before and after a text, such as a BOS."""
+  backend = tokenizer.backend_tokenizer
+  text, both = (backend.encode('x', add_special_tokens=s).ids for s in (False, True))
+  starts = range(len(both) - len(text) + 1)
+  start = next((i for i in starts if both[i : i + len(text)] == text), 0)
+  return both[:start], both[start + len(text) :]
 
 
 def make_stream_decoder(

@@ -65,7 +65,9 @@ class Choice:
     # The text of the prompt, where it is a part of the answer.
     self._echo = ''
     if api_request.echo:
-      self._echo = str(chat.decode_exactly(generation.request.tokens.tolist()))
+      given: Any = api_request.prompts
+      prompt = given[index // api_request.n]  # Its tokens may have a BOS too.
+      self._echo = prompt if isinstance(prompt, str) else chat.decode_exactly(prompt)
 
   def add(self, chunk: request.Chunk) -> str:
     """Adds tokens; returns further text that is surely part of the answer's."""
