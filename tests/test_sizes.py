@@ -1,6 +1,7 @@
 """Sizes that nobody gave, and the memory that a run is expected to take."""
 
 import dataclasses
+import datetime
 import itertools
 import json
 import pathlib
@@ -340,12 +341,17 @@ _CHOSEN = {'rows': 0, 'microbatch': 0}
 
 
 class TestRun:
-  def test_a_resumed_run_has_the_sizes_that_it_began_with(self, model, tmp_path, capfd):
+  def test_a_resumed_run_has_the_sizes_and_the_date_that_it_began_with(
+    self, model, tmp_path, capfd
+  ):
     test_train._run(test_train._config(model, **_SHORT), tmp_path)
     said = [line for line in capfd.readouterr().err.splitlines() if 'sizes:' in line]
     assert len(said) == 1 and 'estimated peak' in said[0]
     first = json.loads((tmp_path / 'config.json').read_text())
     assert (first['engine']['rows'], first['batch']['microbatch']) == (4, 2)
+    assert datetime.date.fromisoformat(first['chat']['date'])
+    first['chat']['date'] = '2001-02-03'
+    (tmp_path / 'config.json').write_text(json.dumps(first))
     # Now they are to be chosen, and a new run would get others.
     config = test_train._config(model, **_SHORT | _CHOSEN | {'steps': 2})
     assert sizes.resolve(config, test_train._GRPO).engine.rows == 8

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import templates
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import sft
 from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.agent import chat as chat_lib
@@ -247,6 +248,17 @@ def test_what_a_template_derives_from_the_system_message_holds(where, chats):
         history = [*opening, {'role': 'assistant', 'content': 'a'}, *said]
         ids = chat.encode_delta(said, history=history)
       assert text_of(chat, ids).endswith('<think>\n\n</think>\n') is empty
+
+
+@pytest.mark.parametrize(
+  ('model', 'said'), [('llama3.2', '03 Feb 2001'), ('smollm3', '03 February 2001')]
+)
+def test_the_date_is_that_of_the_run(model, said, chats):
+  tokenizer = chats(model).tokenizer
+  chat = chat_lib.Chat(tokenizer, date='2001-02-03')
+  assert f'Today Date: {said}\n' in text_of(chat, chat.encode_prompt([USER]))
+  with pytest.raises(ValueError, match="chat.date is 'today'; give a day"):
+    config_lib.Chat(date='today').check()
 
 
 def test_tools_stand_where_the_template_moves_them(chats):

@@ -62,6 +62,7 @@ class Chat(renderer_lib.Renderer):
     tool_format: calls.CallFormat | None = None,
     stop_strings: Sequence[str] = (),
     template_kwargs: Mapping[str, Any] | None = None,
+    date: str = '',
     pictures: pictures_lib.Reader | None = None,
   ):
     """Analyses the template of a tokenizer of `tokenizer.load`.
@@ -84,6 +85,7 @@ class Chat(renderer_lib.Renderer):
       tools_in_prompt=tools_in_prompt,
       tool_format=tool_format,
       template_kwargs=template_kwargs,
+      date=date,
     )
     ids = self._control.ids
     self._stops: dict[int, types.Automaton] = {}

@@ -5,6 +5,7 @@ tokens in data become placeholders (control_tokens.py).
 """
 
 from collections.abc import Mapping, Sequence
+import datetime
 import functools
 from typing import Any
 
@@ -43,10 +44,13 @@ class Renderer:
     tools_in_prompt: str,
     tool_format: calls.CallFormat | None,
     template_kwargs: Mapping[str, Any] | None,
+    date: str,
   ):
     """Tries the template; the arguments are those of chat.Chat."""
     self.tokenizer, self.tools_in_prompt = tokenizer, tools_in_prompt
-    self._template_kwargs = dict(template_kwargs or {})
+    # A rendering of tomorrow must be that of today.
+    self._options = {'strftime_now': date or str(datetime.date.today())}
+    self._options |= {'add_generation_prompt': True, **(template_kwargs or {})}
     self._encode_plain = tokenizer_lib.make_plain_encoder(tokenizer)
     self._control = control_tokens.ControlTokens(
       tokenizer.added_tokens_decoder,
@@ -140,7 +144,7 @@ class Renderer:
 
   def _apply(self, messages, tools=(), **template_kwargs) -> str:
     """Renders messages unchanged."""
-    options = {'add_generation_prompt': True, **self._template_kwargs, **template_kwargs}
+    options = {**self._options, **template_kwargs}
     try:
       return tokenizer_lib.render(self.tokenizer, messages, tools, options)
     except (jinja2.TemplateError, TypeError, ValueError) as error:

@@ -5,6 +5,7 @@ not prevent it. So it runs in a subprocess, which is killed. This process does n
 compile it: a compiler evaluates constant expressions.
 """
 
+import datetime
 import functools
 import json
 import signal
@@ -114,6 +115,11 @@ def _render(template: str, arguments: str, seconds: float) -> tuple[str, str]:
 def _apply(template: str, conversations, tools, options: dict[str, Any]) -> str:
   from transformers.utils import chat_template_utils
 
+  if date := options.pop('strftime_now', None):
+    # The library makes text of functions that are options; it keeps what it compiled.
+    compiled = chat_template_utils._compile_jinja_template(template)
+    now = datetime.datetime.fromisoformat(date)
+    compiled.globals['strftime_now'] = lambda form: now.strftime(form)
   (text,), _ = chat_template_utils.render_jinja_template(
     conversations, tools, chat_template=template, **options
   )

@@ -302,6 +302,8 @@ def render(
 ) -> str:
   """Renders messages with the tokenizer's chat template.
 
+  The option 'strftime_now' is the day of which a template's function of that name tells.
+
   Raises:
     ValueError: The template refuses them, or takes more than its share of time or memory.
   """

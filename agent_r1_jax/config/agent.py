@@ -1,6 +1,7 @@
 """Settings of chats and of episodes."""
 
 import dataclasses
+import datetime
 
 from agent_r1_jax import fields
 
@@ -35,6 +36,8 @@ class Chat:
       list: '["Observation:"]'.
     template: Options of the chat template, as a JSON object:
       '{"enable_thinking": false}'.
+    date: The day that templates write, such as '2026-11-27'; '' is the day on which the
+      run begins, and stays that when it is resumed.
   """
 
   max_tool_tokens: int = 1024
@@ -43,6 +46,7 @@ class Chat:
   long_prompts: str = 'refuse'
   stop_strings: str = '[]'
   template: str = '{}'
+  date: str = ''
 
   def check(self) -> None:
     """Raises ValueError for a wrong value; the message names the field."""
@@ -54,6 +58,11 @@ class Chat:
       'long_prompts': ('refuse', 'skip'),
     }
     fields.check(self, 'chat', at_least_1=('max_tool_tokens',), choices=choices)
+    try:
+      datetime.date.fromisoformat(self.date or '2026-11-27')
+    except ValueError:
+      text = f"chat.date is {self.date!r}; give a day such as '2026-11-27', or ''."
+      raise ValueError(text) from None
 
 
 @dataclasses.dataclass

@@ -76,6 +76,7 @@ def load(
       tool_format=call_formats.FORMATS.get(chat.tool_format),
       stop_strings=fields.parse_json('chat.stop_strings', chat.stop_strings, list),
       template_kwargs=fields.parse_json('chat.template', chat.template, dict),
+      date=chat.date,
       pictures=shape.vision and pictures.load(config.path, shape.vision.token_size),
     ),
   )

@@ -9,6 +9,7 @@ chosen again, except engine.slots, which says how long an episode may be.
 from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
+import datetime
 import json
 import math
 import os
@@ -73,7 +74,7 @@ def resolve(
   seconds: float = SECONDS,
   machine: Machine | None = None,
 ) -> config_lib.Config:
-  """Returns the configuration with all sizes chosen, and prints them in one line.
+  """Returns the configuration with all sizes and the date chosen, and prints a line.
 
   Args:
     config: The run's configuration; sizes of 0 are chosen.
@@ -94,6 +95,7 @@ def resolve(
   # Raises where the chips make no such mesh.
   initial_state.make_mesh(config.mesh, machine.absent)
   footprint = footprint_lib.Footprint(config, models, machine, seconds)
+  today, *_ = processes.gather(str(datetime.date.today()))
   candidates = [config] if workdir is None else load_recorded(config, workdir)
   for given in candidates:
     reused = [n for n in _NAMES if fields.get(config, n) != fields.get(given, n)]
@@ -105,6 +107,7 @@ def resolve(
     except ValueError:
       if given is candidates[-1]:
         raise
+  chosen = fields.replace(chosen, {'chat.date': chosen.chat.date or today})
   if processes.is_first():
     print(line, file=sys.stderr)
   return chosen
@@ -134,10 +137,11 @@ def find_machine(config: config_lib.Mesh) -> Machine:
 def load_recorded(
   config: config_lib.Config, workdir: str | os.PathLike
 ) -> list[config_lib.Config]:
-  """Returns `config` with sizes of 0 replaced by those of the run in this workdir.
+  """Returns `config` with sizes of 0, and no date, replaced by those of the run here.
 
   The first has all of them, if the run began on such devices as these. In the last one
-  only engine.slots is replaced: it bounds episodes, the others only cost time.
+  only engine.slots, which bounds episodes, and the date are replaced: the other sizes
+  only cost time.
   """
   recorded = {}
   with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -145,14 +149,14 @@ def load_recorded(
     text = pathlib.Path(workdir, 'config.json').read_text()
     recorded = workdir_lib.flatten_fields(json.loads(text))
   sound = lambda x: isinstance(x, str) or (type(x) is int and x > 0)
-  missing = [name for name in _NAMES if not fields.get(config, name)]
+  missing = [n for n in (*_NAMES, 'chat.date') if not fields.get(config, n)]
   known = {name: recorded[name] for name in missing if sound(recorded.get(name))}
   devices = runtime.describe_devices()
   same = recorded.get('devices', devices) == devices
   # The first process may see another file.
   known, same = processes.gather([known, same])[0]
-  slots = {name: size for name, size in known.items() if name == 'engine.slots'}
-  return [fields.replace(config, sizes) for sizes in ([known] if same else []) + [slots]]
+  least = {n: x for n, x in known.items() if n in ('engine.slots', 'chat.date')}
+  return [fields.replace(config, kept) for kept in ([known] if same else []) + [least]]
 
 
 def choose(
