@@ -258,13 +258,25 @@ def test_each_reply_gives_its_calls_and_errors(name, reply, expected):
       assert call == right
 
 
+# Texts that begin as a call does, and are none.
+_LOOK_ALIKES = {
+  'hermes': '<tool_calls> are written so: ',
+  'qwen3_coder': '<tool_calls> or <function> are written so: ',
+  'llama3': 'The set {1, 2} and {"name": 3}.\n',
+  'search_r1': '<searched> ',
+  'retool': '<codes> ',
+  'react': 'Thought: The best Action is to look. Action: none yet.\n',
+}
+
+
 @pytest.mark.parametrize('name', _FORMATS)
 def test_what_a_reply_says_before_its_calls(name):
   call_format = _FORMATS[name]
   written = call_format.render(run('x') if name == 'retool' else look('x'))
-  for text in ('', 'So. ', f'<think>{call_format.openings[0]} </think>So. '):
-    assert call_formats.cut_calls(text + written, call_format) == text
-    assert call_formats.cut_calls(text + written * 2, call_format) == text
+  opening = call_format.openings[0]
+  for text in ('', 'So.\n', f'<think>{opening} </think>So.\n', _LOOK_ALIKES[name]):
+    for reply in (text + written, f'{text}{written}\n{written}'):
+      assert reply[: call_format.parse(reply, _SCHEMAS)[0].begin] == text
 
 
 @pytest.mark.parametrize('name', _FORMATS)

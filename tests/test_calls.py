@@ -1,8 +1,9 @@
 import json
+import re
 
 import pytest
 
-from agent_r1_jax.agent import call_formats
+from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.agent.calls import CallError, ToolCall
 
 
@@ -48,7 +49,6 @@ def test_parallel_calls_in_order():
     '"}}',
     '\\',
     '\n',
-    '\ud800',
     '中',
   ],
 )
@@ -85,6 +85,14 @@ def test_arguments_may_be_nested_or_left_out():
     ('{"name": 3, "arguments": {}}', '"name" must be'),
     ('{"name": "search", "arguments": "Paris"}', '"arguments" must be'),
     ('{"name": "search", "arguments": null}', '"arguments" must be'),
+    (
+      '{"name": "search", "arguments": {}, "id": 3}',
+      'unknown key "id"; a call has "name"',
+    ),
+    ('{"name": "a", "arguments": {}, "parameters": {}}', 'unknown key "parameters"'),
+    ('{"type": "call", "name": "a", "arguments": {}}', 'unknown key "type"'),
+    ('{"name": "a", "argument": {"x": 1}}', 'unknown key "argument"'),
+    ('{"type": "function", "function": {"name": "a", "arguments": "{}"}}', '"name" must'),
     ('[' * 100_000, 'recursion'),
     ('{"name": "a", "arguments": {"x": ' + '9' * 10_000 + '}}', 'limit'),
   ],
@@ -125,3 +133,68 @@ def test_a_broken_call_does_not_swallow_the_next():
 )
 def test_a_closed_thought_is_no_call(reply, queries):
   assert [c.arguments['query'] for c in call_formats.HERMES.parse(reply)] == queries
+
+
+def test_parameters_and_a_type_are_understood():
+  for body in (
+    '{"name": "a", "parameters": {"x": 1}}',
+    '{"type": "function", "name": "a", "arguments": {"x": 1}}',
+  ):
+    for call_format in (call_formats.HERMES, call_formats.LLAMA3):
+      reply = call_format.openings[0] + body
+      assert call_format.parse(reply) == [ToolCall('a', {'x': 1})], reply
+
+
+_NO_JSON = ['NaN', '[-Infinity]', '{"a": 1e999}', r'"\ud800"', r'{"\udfff": 1}']
+
+
+@pytest.mark.parametrize('value', _NO_JSON)
+@pytest.mark.parametrize('name', ['hermes', 'llama3', 'qwen3_coder', 'react'])
+def test_what_not_every_parser_of_json_reads_is_malformed(name, value):
+  """Who takes the call would fail on it, and the episode would end as an error."""
+  body = f'{{"name": "note", "arguments": {{"x": {value}}}}}'
+  twice = json.dumps({'name': 'note', 'arguments': f'{{"x": {value}}}'})
+  replies = {
+    'hermes': [f'<tool_call>{text}</tool_call>' for text in (body, twice)],
+    'llama3': [body, twice],
+    'qwen3_coder': [f'<function=note><parameter=x>{value}</parameter></function>'],
+    'react': [f'Action: note\nAction Input: {{"x": {value}}}'],
+  }
+  for reply in replies[name]:
+    (error,) = call_formats.FORMATS[name].parse(f'So.\n{reply}')
+    assert isinstance(error, CallError), error
+    assert 'JSON has no NaN' in error.message or 'surrogate' in error.message
+    assert f'So.\n{reply}'[error.begin : error.end] == reply
+
+
+@pytest.mark.parametrize(
+  'payload', ['{"name": "a", "arguments": null}', '{"x": 1}', 'no', '{"name": "a"} {}']
+)
+def test_a_malformed_call_is_found_with_its_tags(payload):
+  written = f'<tool_call>\n{payload}\n</tool_call>'
+  error, good = call_formats.HERMES.parse(reply := f'So. {written}\n{call(query="a")}')
+  assert isinstance(error, CallError) and reply[error.begin : error.end] == written
+  assert reply[good.begin :] == call(query='a')
+
+
+@pytest.mark.parametrize(
+  'reply, rest',
+  [
+    ('<think>a</think>b', 'b'),
+    ('a</think>b', 'b'),  # The prompt may have opened the block.
+    ('a<think>b', 'ab'),
+    ('a<think>b</think>c<think>d</think>e', 'ace'),
+    ('a<think>b<think>c</think>d', 'ad'),
+    ('a</think>b</think>c', 'c'),
+    ('', ''),
+  ],
+)
+def test_closed_thoughts_are_removed_where_calls_do_not_count(reply, rest):
+  assert calls.remove_thoughts(reply) == rest
+  written = ''.join(x if 'think' in x else call(query=x) for x in _pieces(reply))
+  found = call_formats.HERMES.parse(written)
+  assert ''.join(c.arguments['query'] for c in found if isinstance(c, ToolCall)) == rest
+
+
+def _pieces(reply):
+  return [x for x in re.split('(</?think>|[a-e])', reply) if x]

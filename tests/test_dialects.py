@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import re
 
@@ -15,13 +16,17 @@ import openai
 import pytest
 import serving
 
+from agent_r1_jax.agent import call_formats
+from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.serve import (
+  call_arguments,
   kept_responses,
   requests,
   thinking,
 )
 from agent_r1_jax.serve import server as server_lib
+from agent_r1_jax.web import http
 
 SEARCH = serving.search_tool()
 TOOLS = [SEARCH.schema]
@@ -77,9 +82,15 @@ class Scripted:
 @pytest.fixture(scope='module')
 def scripted():
   """The source, and the address of its server."""
+  with _serve_scripted(serving.policy()[2]) as found:
+    yield found
+
+
+@contextlib.contextmanager
+def _serve_scripted(chat):
   from starlette import applications
 
-  source, (shape, _, chat) = Scripted(), serving.policy()
+  source, (shape, _, _) = Scripted(), serving.policy()
   options = {'name': 'policy', 'max_replies': 9, 'seconds': 60, 'restrict': False}
   server = server_lib.Server(lambda *who: source, chat, shape.vocab_size, **options)
   app = applications.Starlette(routes=server.make_routes())
@@ -151,6 +162,101 @@ def test_what_a_client_sends_back_is_the_reply(scripted, name, stream):
       assert answer.text == rest.partition('<tool_call>')[0]
 
   asyncio.run(run())
+
+
+def _hermes(body):
+  return f'<tool_call>\n{body}\n</tool_call>'
+
+
+# Whole calls, of which all or the first are malformed.
+MALFORMED = {
+  'hermes': [
+    *map(
+      _hermes,
+      [
+        '{"name": "search", "arguments": null}',
+        '{"name": "search", "arguments": []}',
+        '{"name": "search", "arguments": {"query": NaN}}',
+        '{"name": "search", "args": {"query": "a"}}',
+        '{"arguments": {"query": "a"}}',
+        '{"name": "", "arguments": {"query": "a"}}',
+        '{"type": "function", "function": {"name": "search", "arguments": {}}}',
+        '{"malformed_arguments": "{}"}',
+        '{}',
+        '',
+      ],
+    ),
+    _hermes('{"name": "search", "arguments": []}') + '\n' + CALL % 'a',
+    '<tool_call>{"name": "search", "arguments": 3}',
+  ],
+  'llama3': [
+    '{"name": "search", "parameters": null}',
+    '{"name": "search", "parameters": []}',
+    '<|python_tag|>{"parameters": {"query": "a"}}',
+    '{"name": "search", "parameters": {"query": NaN}}',
+  ],
+  'search_r1': ['<search>{"query": "a"}<search>b</search>', '<search>{}<answer>'],
+}
+
+
+@pytest.mark.parametrize('tool_format', [*MALFORMED])
+def test_a_malformed_call_that_comes_back_is_what_was_sampled(tool_format):
+  """In every dialect; nothing is taken for arguments that was none, or written anew."""
+  call_format = call_formats.FORMATS[tool_format]
+  chat = chat_lib.Chat(serving.policy()[2].tokenizer, tool_format=call_format)
+
+  async def run(source, url):
+    for make, stream in itertools.product(ALL.values(), (False, True)):
+      agent = make(url, stream)
+      async with agent.client:
+        for text in MALFORMED[tool_format]:
+          await check(source, agent, text)
+
+  async def check(source, agent, text):
+    source.text = f'I ask.\n{text}'
+    answer = await agent.ask([USER], TOOLS, most=2048)
+    found = agent.results([(id_, 'found') for id_, _, _ in answer.calls])
+    await agent.ask([USER, *answer.items, *found], TOOLS, most=2048)
+    reply, given = source.replies[-2], source.asked[-1].messages[1]
+    assert isinstance(reply.calls[0][1], str), reply.calls
+    expected = requests.make_comparable(reply.as_message())
+    assert requests.make_comparable(given) == expected, text
+    # Where nobody remembers the reply, as at experiments.serve.
+    (written,) = requests.to_chat([given], call_format)
+    is_same = lambda *texts: len({''.join(x.split()) for x in texts}) == 1
+    assert is_same(written['content'], f'I ask.\n{text}'.removesuffix('<answer>'))
+
+  with _serve_scripted(chat) as (source, url):
+    asyncio.run(run(source, url))
+
+
+@pytest.mark.parametrize(
+  'arguments',
+  [
+    {'malformed_arguments': 'x'},
+    {'malformed_arguments': {'malformed_arguments': '{}'}},
+    {'malformed_arguments': 3},
+    '{"malformed_arguments": "x"}',
+    '{"a": 1}',
+    '[1]',
+    '',
+    {},
+    {'a': 'é\n'},
+  ],
+)
+def test_no_two_kinds_of_arguments_are_sent_alike(arguments):
+  """What was sent tells what it was, in a text and as an object."""
+  for sent in (
+    call_arguments.write(arguments),
+    json.dumps(call_arguments.make_object(arguments)),
+  ):
+    asked = {'messages': [{'role': 'assistant', 'tool_calls': [_function(sent)]}]}
+    (message,) = http.check_fields(requests.ChatRequest, asked).messages
+    assert message['calls'] == [('f', arguments)]
+
+
+def _function(arguments):
+  return {'id': 'c', 'function': {'name': 'f', 'arguments': arguments}}
 
 
 @pytest.mark.parametrize('size', [1, 2, 100])

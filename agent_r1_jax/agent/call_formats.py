@@ -137,13 +137,6 @@ chat_format: contextvars.ContextVar[CallFormat] = contextvars.ContextVar(
 )
 
 
-def cut_calls(reply: str, call_format: CallFormat) -> str:
-  """Returns the text before the calls of a reply, which has some; thoughts are text."""
-  begin = reply.rfind('</think>') + 1
-  starts = [i for s in call_format.openings if (i := reply.find(s, begin)) >= 0]
-  return reply[: min(starts, default=None)]
-
-
 def detect(
   render: Callable[[list[types.Message]], str], described: str
 ) -> CallFormat | None:

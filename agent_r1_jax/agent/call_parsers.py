@@ -27,7 +27,7 @@ def _read_json(
 
   Args:
     tag: The match, after which or with whose brace the JSON begins.
-    keys: Names that the arguments may have; the first is the right one.
+    keys: Names that the arguments may have, one of them; the first is the right one.
     schemas: As in `Parse`.
     close: What must follow the JSON.
     stop: Where a malformed call ends at the latest.
@@ -45,12 +45,32 @@ def _read_json(
     if not isinstance(name, str) or not name:
       raise ValueError('"name" must be the name of a tool')
     key = next((key for key in keys if key in value), keys[0])
+    unknown = [x for x in value if x not in ('name', key)]
+    if unknown and value.get('type') == 'function':
+      unknown.remove('type')  # As OpenAI's API has it.
+    if unknown:
+      raise ValueError(
+        f'unknown key {json.dumps(unknown[0])}; a call has "name" and "{keys[0]}"'
+      )
     arguments = calls.to_arguments(value.get(key, {}), name, schemas, f'"{key}"')
     return ToolCall(name, arguments), closed.end()
   except (ValueError, RecursionError) as error:
-    stopped = stop.search(reply, tag.end())
-    end = stopped.start() if stopped else len(reply)
-    return calls.make_error(error, reply[start:end]), end
+    text, end = _end_malformed(stop, reply, start, tag.end())
+    return calls.make_error(error, text), end
+
+
+def _end_malformed(
+  stop: re.Pattern[str], reply: str, start: int, position: int
+) -> tuple[str, int]:
+  """Returns the text of a malformed call, and where it ends, after its end tag.
+
+  The text has neither tag; the call ends at the first match of `stop` after `position`.
+  """
+  stopped = stop.search(reply, position)
+  if not stopped:
+    return reply[start:], len(reply)
+  is_end_tag = stopped[0] == '</tool_call>'
+  return reply[start : stopped.start()], stopped.end() if is_end_tag else stopped.start()
 
 
 _HERMES = re.compile(calls.THINK + r'<tool_call>\s*')
@@ -62,9 +82,9 @@ def parse_hermes(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
   """Parses each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
   The JSON is scanned, so that '</tool_call>' inside a string does no harm. The closing
-  tag may be missing at the end of the reply.
+  tag may be missing at the end of the reply; "parameters" is understood for "arguments".
   """
-  keys, end_tag = ('arguments',), '</tool_call>'
+  keys, end_tag = ('arguments', 'parameters'), '</tool_call>'
   return calls.scan(
     reply,
     _HERMES,
@@ -170,7 +190,7 @@ def _convert(text: str, schema: Any) -> Any:
   word = text.strip()
   try:
     value = json.loads(_PYTHON_WORDS.get(word, word))
-    calls.check_depth([value])
+    list(calls.walk([value]))  # What is nested too deeply stays text, too.
   except (ValueError, RecursionError):
     return text
   as_text = isinstance(value, str) or not _TYPES[type(value)] & allowed
@@ -202,9 +222,8 @@ def parse_qwen3_coder(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
   """
 
   def fail(tag, why, position):
-    stop = _QWEN_STOP.search(reply, position)
-    end = stop.start() if stop else len(reply)
-    return calls.make_error(why, reply[tag.start() : end]), end
+    text, end = _end_malformed(_QWEN_STOP, reply, tag.start(), position)
+    return calls.make_error(why, text), end
 
   def read(tag):
     if not tag[1]:

@@ -3,10 +3,11 @@
 The formats are in call_formats.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import json
+import math
 import re
 from typing import Any, Protocol
 
@@ -14,7 +15,15 @@ from agent_r1_jax import types
 
 
 @dataclasses.dataclass(frozen=True)
-class ToolCall:
+class _Found:
+  """Where a parser found a call: in reply[begin:end], its tags included."""
+
+  begin: int = dataclasses.field(default=0, kw_only=True, compare=False, repr=False)
+  end: int = dataclasses.field(default=0, kw_only=True, compare=False, repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall(_Found):
   """A well-formed call; the tool may not exist, and the arguments may not fit it."""
 
   name: str
@@ -22,7 +31,7 @@ class ToolCall:
 
 
 @dataclasses.dataclass(frozen=True)
-class CallError:
+class CallError(_Found):
   """A call that cannot be parsed.
 
   Attributes:
@@ -38,6 +47,7 @@ Call = ToolCall | CallError
 # The most objects and arrays of JSON that lie in each other in a call's arguments: who
 # takes them may walk them by recursion, and Python's ends at about 1,000.
 MAX_DEPTH = 64
+_SURROGATE = re.compile('[\ud800-\udfff]')
 # The schemas of tools, in the OpenAI form.
 Schemas = Sequence[Mapping[str, Any]]
 
@@ -62,7 +72,7 @@ class CallFormat:
     name: Its name in the configuration (chat.tool_format).
     parse: Finds the calls in a reply.
     render: Writes one call, as `parse` reads it.
-    openings: Texts with one of which a call begins.
+    openings: Texts with one of which a call begins; a look-alike may begin with one, too.
     closing: The text with which each call ends; None if there is none.
     description: Tells a model of its tools, if the chat template does not; in the place
       of {schemas} comes a line of JSON for each tool.
@@ -124,19 +134,48 @@ def scan(
       the call is the agent's final answer, after which no call counts.
   """
   calls: list[Call | None] = []
-  position = block = 0  # `block` is the number of calls before the thinking block.
-  malformed = 0
+  thoughts, position, malformed = _Thoughts(calls), 0, 0
   while malformed < MAX_MALFORMED and (tag := pattern.search(reply, position)):
     position = tag.end()
-    if tag[0] == '<think>':
-      block = len(calls)
-    elif tag[0] == '</think>':
-      del calls[block:]
-    else:
-      call, position = read(tag)
-      malformed += isinstance(call, CallError)
-      calls.append(call)
+    if thoughts.note(tag[0]):
+      continue
+    call, position = read(tag)
+    begin = tag.start() + len(tag[0]) - len(tag[0].lstrip())
+    if isinstance(call, ToolCall):
+      try:
+        check_json(call.name, call.arguments)
+      except ValueError as error:
+        call = make_error(error, reply[begin:position])
+    malformed += isinstance(call, CallError)
+    calls.append(call and dataclasses.replace(call, begin=begin, end=position))
   return list(itertools.takewhile(lambda call: call is not None, calls))  # pyright: ignore
+
+
+class _Thoughts:
+  """Drops what was found in a closed thinking block, even if the prompt opened it."""
+
+  def __init__(self, found: list):
+    """Takes the list of what is found."""
+    self._found, self._begin, self._is_open = found, 0, False
+
+  def note(self, tag: str) -> bool:
+    """Notes a tag; returns whether it is one of thoughts."""
+    if tag == '<think>' and not self._is_open:
+      self._begin, self._is_open = len(self._found), True
+    elif tag == '</think>':
+      del self._found[self._begin :]
+      self._is_open = False
+    return tag in ('<think>', '</think>')
+
+
+def remove_thoughts(text: str) -> str:
+  """Removes closed thinking blocks from a reply, in which calls do not count, either."""
+  found: list[str] = []
+  thoughts = _Thoughts(found)
+  for piece in re.split('(<think>|</think>)', text):
+    if not thoughts.note(piece):
+      found.append(piece)
+  return ''.join(found)
 
 
 def make_error(error: Exception | str, text: str) -> CallError:
@@ -144,14 +183,28 @@ def make_error(error: Exception | str, text: str) -> CallError:
   return CallError(f'invalid tool call: {getattr(error, "msg", error)}', text)
 
 
-def check_depth(value: Any) -> None:
-  """Raises ValueError if JSON is nested more than MAX_DEPTH deep; needs no recursion."""
-  level = [value]
+def check_json(*values: Any) -> None:
+  """Raises ValueError if a value has no JSON that everybody can read; no recursion.
+
+  That is NaN, an infinite number, half of a surrogate pair, and what is nested more than
+  MAX_DEPTH deep.
+  """
+  for level in walk(*values):
+    if any(isinstance(x, float) and not math.isfinite(x) for x in level):
+      raise ValueError('a number is not finite: JSON has no NaN and no Infinity')
+    if any(isinstance(x, str) and _SURROGATE.search(x) for x in level):
+      raise ValueError('a text has half of a surrogate pair, which is no character')
+
+
+def walk(*values: Any) -> Iterator[list[Any]]:
+  """Yields the levels of JSON, keys included; raises ValueError below MAX_DEPTH."""
+  level = [*values]
   for _ in range(MAX_DEPTH + 1):
+    yield level
     level = [x for x in level if isinstance(x, dict | list)]
     if not level:
       return
-    inner = (x.values() if isinstance(x, dict) else x for x in level)
+    inner = ([*x, *x.values()] if isinstance(x, dict) else x for x in level)
     level = [*itertools.chain.from_iterable(inner)]
   raise ValueError(f'objects and arrays are nested more than {MAX_DEPTH} deep')
 
@@ -197,7 +250,7 @@ def to_arguments(value: Any, name: str, schemas: Schemas, label: str) -> dict[st
   An object may be encoded twice. A bare string is the argument of `find_text_argument`.
 
   Raises:
-    ValueError: They are neither, or are nested too deeply.
+    ValueError: They are neither.
   """
   if isinstance(value, str):
     try:
@@ -206,11 +259,9 @@ def to_arguments(value: Any, name: str, schemas: Schemas, label: str) -> dict[st
       inner = None
     argument = find_text_argument(name, schemas)
     if isinstance(inner, dict):
-      check_depth(inner)
       return inner
     if argument is not None:
       return {argument: value}
   if not isinstance(value, dict):
     raise ValueError(f'{label} must be a JSON object, with the arguments by their names')
-  check_depth(value)
   return value

@@ -1,11 +1,10 @@
 """OpenAI's chat completions and completions: how their answers are written."""
 
 from collections.abc import Callable, Sequence
-import json
 import time
 from typing import Any, NamedTuple
 
-from agent_r1_jax.serve import forms, replies, requests
+from agent_r1_jax.serve import call_arguments, forms, replies, requests
 from agent_r1_jax.web import http
 
 
@@ -101,10 +100,7 @@ def _write_calls(tool_calls: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
     {
       'id': f'call_{next(replies.numbers)}',
       'type': 'function',
-      'function': {
-        'name': name,
-        'arguments': arguments if isinstance(arguments, str) else json.dumps(arguments),
-      },
+      'function': {'name': name, 'arguments': call_arguments.write(arguments)},
     }
     for name, arguments in tool_calls
   ]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 import pydantic
 from pydantic import AfterValidator, Field
 
-from agent_r1_jax.serve import forms, replies, requests, thinking
+from agent_r1_jax.serve import call_arguments, forms, replies, requests, thinking
 from agent_r1_jax.web import http
 
 _KINDS = {
@@ -20,8 +20,6 @@ _KINDS = {
   504: 'timeout_error',
 }
 _REASONS = {'stop': 'end_turn', 'tool_calls': 'tool_use', 'length': 'max_tokens'}
-# A tool's input is an object: the arguments of a call that is none are the text of this.
-_MALFORMED = 'malformed_arguments'
 # What a thinking block is signed with whose end was not sampled.
 _CUT = 'cut'
 
@@ -84,9 +82,7 @@ def _read_assistant(content: Any) -> dict[str, Any]:
       case {'type': 'thinking', 'thinking': str(text)}:
         thoughts += thinking.join(text, block.get('signature') != _CUT)
       case {'type': 'tool_use', 'name': str(name), 'input': dict(given)}:
-        arguments = given[_MALFORMED] if [*given] == [_MALFORMED] else None
-        arguments = arguments if isinstance(arguments, str) else json.dumps(given)
-        function = {'name': name, 'arguments': arguments}
+        function = {'name': name, 'arguments': json.dumps(given)}
         calls.append({'id': block.get('id'), 'function': function})
       case _:
         raise ValueError(
@@ -227,7 +223,7 @@ class Form(NamedTuple):
     blocks = [_start_block(kind, text) for kind, text in split.add(part.text, True)]
     blocks = _join_thoughts(blocks, split)
     for name, arguments in part.reply.calls:
-      blocks.append(_start_call(name) | {'input': _make_input(arguments)})
+      blocks.append(_start_call(name) | {'input': call_arguments.make_object(arguments)})
     return _write_message(head, blocks, sampled) | _write_end(part.reply)
 
   def stream(self, head: forms.Head) -> forms.Stream:
@@ -266,10 +262,6 @@ def _start_block(kind: str, text: str = '') -> dict[str, Any]:
 def _start_call(name: str) -> dict[str, Any]:
   id_ = f'toolu_{next(replies.numbers)}'
   return {'type': 'tool_use', 'id': id_, 'name': name, 'input': {}}
-
-
-def _make_input(arguments: dict[str, Any] | str) -> dict[str, Any]:
-  return {_MALFORMED: arguments} if isinstance(arguments, str) else arguments
 
 
 def _write_message(head: forms.Head, blocks: list, sampled: int) -> dict[str, Any]:
@@ -313,7 +305,7 @@ class _Stream:
       for name, arguments in part.reply.calls:
         self._open = 'tool_use'
         events.append(self._block('start', content_block=_start_call(name)))
-        text = json.dumps(_make_input(arguments))
+        text = json.dumps(call_arguments.make_object(arguments))
         events.append(self._delta({'type': 'input_json_delta', 'partial_json': text}))
         events += self._close()
     return events

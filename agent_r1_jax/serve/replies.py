@@ -7,7 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import call_formats, calls, tokenizer
+from agent_r1_jax.agent import calls, tokenizer
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import request
 from agent_r1_jax.serve import requests
@@ -22,7 +22,7 @@ class Reply(NamedTuple):
   Attributes:
     text: What the client is shown of it, besides its calls.
     calls: The calls in it, pairs of name and arguments; the arguments of a call that
-      could not be parsed are its text.
+      could not be parsed are its text as it was sampled, with its tags.
     reason: Why it ended: 'stop', 'tool_calls' or 'length'.
     stop: The client's stop string that ended it, if one did.
   """
@@ -104,10 +104,9 @@ class Choice:
       tool_calls = self._chat.format.parse(text, self._api_request.tools)
       if not self._api_request.parallel_tool_calls:
         tool_calls = tool_calls[:1]  # A format may close several calls at once.
-    if tool_calls:
-      text = call_formats.cut_calls(text, self._chat.format)
     reason = 'length' if not stopped else 'tool_calls' if tool_calls else 'stop'
-    named = [_name_call(call) for call in tool_calls]
+    named = [_name_call(call, text) for call in tool_calls]
+    text = text[: tool_calls[0].begin] if tool_calls else text
     return Reply(self._echo + text, named, reason, stop), text[self._sent :]
 
   def write_logprobs(self, chunk: request.Chunk) -> list[dict[str, Any]] | None:
@@ -119,12 +118,12 @@ class Choice:
     return write_logprobs(chunk, self._chat)
 
 
-def _name_call(call: calls.Call) -> tuple[str, dict[str, Any] | str]:
+def _name_call(call: calls.Call, reply: str) -> tuple[str, dict[str, Any] | str]:
   """Returns name and arguments of a call; a client sees for itself what is malformed."""
   if isinstance(call, calls.ToolCall):
     return call.name, call.arguments
   name = re.search(r'"name"\s*:\s*"([\w.-]+)"', call.text)
-  return name[1] if name else 'malformed', call.text
+  return name[1] if name else 'malformed', reply[call.begin : call.end]
 
 
 def write_logprobs(chunk: request.Chunk, chat: chat_lib.Chat) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import automata, calls, template_forms
 from agent_r1_jax.engine import programs, request
-from agent_r1_jax.web import http
+from agent_r1_jax.serve import call_arguments
 
 _MAX = 2**31 - 1  # The engine counts in int32.
 _MAX_PROMPTS = 128  # Of one request for completions.
@@ -300,7 +300,7 @@ class ChatRequest(_Request):
         message['calls'] = []
         for i, call in enumerate(given.get('tool_calls') or ()):
           name, text = call['function']['name'], call['function'].get('arguments') or ''
-          message['calls'].append((name, _read_arguments(text)))
+          message['calls'].append((name, call_arguments.read(text)))
           name_and_id = {'name': name, 'tool_call_id': template_forms.make_id(i)}
           names[call.get('id')] = name_and_id
       else:
@@ -347,14 +347,6 @@ class TextRequest(_Request):
 
 
 ApiRequest = ChatRequest | TextRequest
-
-
-def _read_arguments(text: str) -> dict[str, Any] | str:
-  try:
-    value = http.parse_json(text or '{}')
-  except ValueError:
-    value = None
-  return value if isinstance(value, dict) else text
 
 
 def to_chat(

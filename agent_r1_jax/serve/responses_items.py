@@ -5,10 +5,9 @@ of tools. They are read as one reply again.
 """
 
 from collections.abc import Iterable
-import json
 from typing import Any
 
-from agent_r1_jax.serve import replies, thinking
+from agent_r1_jax.serve import call_arguments, replies, thinking
 
 
 def _read_part(part: Any) -> dict[str, Any]:
@@ -98,12 +97,11 @@ def write_part(text: str, logprobs: list | None) -> dict[str, Any]:
 
 def write_call(name: str, arguments: Any) -> dict[str, Any]:
   """Writes a call of a tool."""
-  text = arguments if isinstance(arguments, str) else json.dumps(arguments)
   fields = _start('function_call', 'fc', 'completed')
   return fields | {
     'call_id': f'call_{next(replies.numbers)}',
     'name': name,
-    'arguments': text,
+    'arguments': call_arguments.write(arguments),
   }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import urllib.parse
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import call_formats, calls, env
+from agent_r1_jax.agent import calls, env
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.web import bounded_http
 
@@ -186,7 +186,7 @@ def _write_turn(
 ) -> list[dict[str, Any]]:
   """Writes a reply, its calls and their results as items of the Responses API."""
   pairs = [pair for pair in called if isinstance(pair[0], calls.ToolCall)]
-  text = call_formats.cut_calls(reply, call_formats.chat_format.get()) if pairs else reply
+  text = reply[: called[0][0].begin] if pairs else reply
   part = {'type': 'output_text', 'text': text, 'annotations': []}
   message = {'id': f'msg_{number}', 'type': 'message', 'role': 'assistant'}
   items = [message | {'status': 'completed', 'content': [part]}] if text else []

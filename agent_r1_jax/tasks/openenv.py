@@ -90,7 +90,7 @@ class ServedEnv:
   def _read_action(self, text: str) -> dict[str, Any] | None:
     try:
       action = json.loads(text)
-      calls.check_depth(action)  # The client encodes it again.
+      calls.check_json(action)  # The client encodes it again.
     except (ValueError, RecursionError):
       action = None
     if isinstance(action, dict):

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import call_formats, calls
+from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import tool as tool_lib
 
 # What an agent's program is: serve/program.py.
@@ -81,7 +81,6 @@ async def _call(search: tool_lib.Tool, arguments: str) -> str:
   try:
     given = json.loads(arguments)
   except ValueError:
-    (error,) = call_formats.HERMES.parse(f'<tool_call>{arguments}')
-    assert isinstance(error, calls.CallError)
-    return f'Error: {error.message}'
+    error = call_formats.HERMES.parse(arguments)[0]
+    return f'Error: {getattr(error, "message", "invalid tool call")}'
   return (await tool_lib.call(search, given)).text
