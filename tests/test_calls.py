@@ -3,8 +3,10 @@ import re
 
 import pytest
 
+from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.agent.calls import CallError, ToolCall
+from agent_r1_jax.tasks import games, mathematics, programming, qa
 
 
 def call(name='search', **arguments):
@@ -198,3 +200,28 @@ def test_closed_thoughts_are_removed_where_calls_do_not_count(reply, rest):
 
 def _pieces(reply):
   return [x for x in re.split('(</?think>|[a-e])', reply) if x]
+
+
+_ANSWERS = {
+  qa.extract_answer: '<answer>{}</answer>',
+  mathematics.find_boxed: r'\boxed{{{}}}',
+  programming.extract_program: '```python\n{}\n```\n',
+  games.find_action: '<action>{}</action>',
+}
+
+
+@pytest.mark.parametrize('find', _ANSWERS)
+def test_an_answer_in_a_closed_thought_is_none(find):
+  right, bet = (_ANSWERS[find].format(x) for x in ('right', 'bet'))
+  read = lambda text: (find(text) or '').strip()
+  assert not read(f'<think>{bet}</think>no') and not read(f'{bet}</think>no')
+  assert read(f'<think>{bet}</think>{right}') == 'right'
+  assert read(f'{right}<think>{bet}</think>') == 'right'
+  assert read(f'<think>{right}') == 'right'  # It was never closed, as with calls.
+
+
+def test_a_thought_decides_neither_the_format_nor_the_score():
+  task = types.Task('a', [{'role': 'user', 'content': '?'}], ['a'], {})
+  say = lambda text: qa.paper_reward(task, [{'role': 'assistant', 'content': text}])
+  assert say('<think><answer>a</answer></think>no') == -0.5
+  assert say('<think><answer>b</answer></think><answer>a</answer>') == 1.0

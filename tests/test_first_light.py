@@ -182,7 +182,7 @@ def tiny_flags():
 def test_an_update_and_a_decode_are_measured_with_what_they_need(tiny_flags):
   """On a CPU, for their sense and not for their speed."""
   found = update.measure(update.Case('tiny', 256))
-  # 6 a number of a kernel and token, the head's for actions only; 12 N H a pair and layer.
+  # 6 a number of a kernel and token, the head's for actions only; 12 N H a pair, layer.
   layers = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)
   products = 6 * (256 * layers + 128 * 256 * 64)
   assert found['operations'] == products + 12 * 64 * 2 * (256 * 257 // 2)

@@ -17,7 +17,7 @@ import re
 from typing import Any
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import env
+from agent_r1_jax.agent import calls, env
 from agent_r1_jax.tasks import game_process
 
 PROMPT = (
@@ -31,8 +31,11 @@ _ACTION = re.compile(r'<action>((?:(?!</?action>).)*)</action>', re.DOTALL)
 
 
 def find_action(reply: str) -> str | None:
-  """Returns what the last <action>...</action> holds, its spaces made one; or None."""
-  actions = _ACTION.findall(reply)
+  """Returns what the last <action>...</action> holds, its spaces made one; or None.
+
+  What stands in a closed thought does not count.
+  """
+  actions = _ACTION.findall(calls.remove_thoughts(reply))
   return ' '.join(actions[-1].split()) or None if actions else None
 
 

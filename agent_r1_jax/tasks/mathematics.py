@@ -1,8 +1,8 @@
 r"""Mathematics: GSM8K and MATH, asked with a calculator or alone, graded by math-verify.
 
 A task's `answer` is the golden answer: a number of GSM8K, LaTeX of MATH. A reply answers
-by the last \boxed{...} of the agent's last message, and is right where math-verify finds
-that both mean the same: 1/2, 0.5 and \frac{1}{2} are one answer.
+by the last \boxed{...} of the agent's last message, outside its thoughts, and is right
+where math-verify finds that both mean the same: 1/2, 0.5 and \frac{1}{2} are one answer.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import os
 import re
 import warnings
 
-from agent_r1_jax.agent import env
+from agent_r1_jax.agent import calls, env
 from agent_r1_jax.host import isolated
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.types import Message, Task
@@ -120,7 +120,11 @@ def direct_task(task: Task) -> Task:
 
 
 def find_boxed(text: str) -> str | None:
-  r"""Returns what the last \boxed{...} or \fbox{...} of a text holds, braces matched."""
+  r"""Returns what the last \boxed{...} or \fbox{...} of a text holds, braces matched.
+
+  What stands in a closed thought does not count.
+  """
+  text = calls.remove_thoughts(text)
   start = max((box.end() for box in _BOX.finditer(text)), default=len(text))
   if not text.startswith('{', start):
     bare = _UNBRACED.match(text, start)

@@ -20,7 +20,7 @@ import os
 import re
 from typing import Any
 
-from agent_r1_jax.agent import env
+from agent_r1_jax.agent import calls, env
 from agent_r1_jax.host import isolated
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.tasks import plain_values
@@ -129,9 +129,10 @@ def direct_task(task: Task) -> Task:
 def extract_program(text: str) -> str | None:
   """Returns the last block of a reply that says it is Python, or else the last plain one.
 
-  None if there is no such block, or it is blank.
+  None if there is no such block outside thoughts, or it is blank.
   """
-  blocks = [(label.strip().lower(), block) for label, block in _BLOCK.findall(text)]
+  found = _BLOCK.findall(calls.remove_thoughts(text))
+  blocks = [(label.strip().lower(), block) for label, block in found]
   programs = [block for label, block in blocks if label in _LABELS]
   programs = programs or [block for label, block in blocks if not label]
   return programs[-1] if programs and programs[-1].strip() else None

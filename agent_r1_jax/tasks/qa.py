@@ -115,8 +115,8 @@ def _list_aliases(golden):
 
 
 def extract_answer(text: str) -> str | None:
-  """Finds the text of the last <answer>...</answer>; None without one."""
-  answers = _ANSWER.findall(text)
+  """Finds the last <answer>...</answer> outside closed thoughts; None without one."""
+  answers = _ANSWER.findall(calls.remove_thoughts(text))
   return answers[-1].strip() if answers else None
 
 
@@ -135,13 +135,13 @@ def paper_reward(task: Task, messages: Sequence[Message]) -> float:
   """r_f = EM if r_format = 1, else r_format - 1 (arXiv 2511.14460, eq. 6).
 
   r_format is the mean of two binaries: the last assistant message holds exactly one
-  <answer>...</answer>; no assistant message holds a malformed tool call.
+  <answer>...</answer> outside its thoughts; no assistant message holds a malformed call.
 
   Returns:
     1.0 or 0.0 where the format is right; -0.5 and -1.0 for one and two faults.
   """
   replies = _list_replies(messages)
-  last = replies[-1] if replies else ''
+  last = calls.remove_thoughts(replies[-1]) if replies else ''
   # Exactly one pair: with two, a policy could bet on two answers.
   presented = last.count('<answer>') == last.count('</answer>') == 1
   presented = presented and extract_answer(last) is not None

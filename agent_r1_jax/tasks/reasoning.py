@@ -3,17 +3,18 @@
   tasks = reasoning.load('chain_sum', size=500, seed=0, max_terms=3)
   train.run(..., tasks=tasks, make_env=lambda: env.ToolEnv([], judge.reward))
 
-A reply answers by the last <answer>...</answer> of the agent's last message.
+A reply answers by the last <answer>...</answer> of the agent's last message, outside its
+thoughts.
 """
 
 from collections.abc import Sequence
 import functools
 import json
-import re
 from typing import Any
 
 from agent_r1_jax.agent import env
 from agent_r1_jax.host import isolated
+from agent_r1_jax.tasks import qa
 from agent_r1_jax.types import Message, Task
 
 PROMPT = (
@@ -21,8 +22,6 @@ PROMPT = (
   '<answer>...</answer>.\n\nProblem: '
 )
 
-# The innermost pair, as in qa.py.
-_ANSWER = re.compile(r'<answer>((?:(?!</?answer>).)*)</answer>', re.DOTALL)
 # MiB that a score may allocate: some data sets run much code on an answer.
 _MEMORY_MB = 1024
 
@@ -88,12 +87,12 @@ class Judge:
     Such an answer is wrong, not an error: else an agent could escape its reward.
     """
     replies = [m['content'] for m in messages if m['role'] == 'assistant']
-    answers = _ANSWER.findall(replies[-1]) if replies else []
-    values = {'score': 0.0, 'answered': float(bool(answers)), 'scoring_failed': 0.0}
-    if answers:
+    answer = qa.extract_answer(replies[-1]) if replies else None
+    answered = float(answer is not None)
+    values = {'score': 0.0, 'answered': answered, 'scoring_failed': 0.0}
+    if answer is not None:
       info = task.info
       try:
-        answer = answers[-1].strip()
         values['score'] = await self._score(info['reasoning_gym'], info['index'], answer)
       except (TimeoutError, isolated.FailedError, isolated.LostError):
         values['scoring_failed'] = 1.0
