@@ -32,9 +32,7 @@ def check_answers(env: Any, tasks: Sequence[types.Task]) -> None:
   """
   while getattr(env, 'keeps_opening', False):
     env = env.env
-  numbers = (
-    t for _, t in identity.sample_tasks(tasks) if type(t.answer) in (int, float)
-  )
+  numbers = (t for _, t in identity.sample_tasks(tasks) if type(t.answer) in (int, float))
   if not isinstance(env, env_lib.ToolEnv) or (task := next(numbers, None)) is None:
     return
   as_text = dataclasses.replace(task, answer=str(task.answer))
