@@ -48,7 +48,7 @@ def _read_call(call: Any) -> types.Message:
   try:
     arguments = arguments or '{}'
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    calls_lib.check_depth(arguments)
+    calls_lib.check_json(arguments)
   except (ValueError, RecursionError):
     arguments = None
   if not isinstance(name, str) or not isinstance(arguments, Mapping):

@@ -38,5 +38,6 @@ def write(arguments: dict[str, Any] | str) -> str:
 
 def make_object(arguments: dict[str, Any] | str) -> dict[str, Any]:
   """Makes an object of the arguments of a call, from which they can be read again."""
-  is_plain = isinstance(arguments, dict) and [*arguments] != [MALFORMED]
-  return arguments if is_plain else {MALFORMED: arguments}
+  if isinstance(arguments, dict) and [*arguments] != [MALFORMED]:
+    return arguments
+  return {MALFORMED: arguments}

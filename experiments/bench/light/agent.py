@@ -62,7 +62,7 @@ def run() -> Iterator[lines.Line]:
       slots=1024, rows=8 * tasks, decode_steps=16, bucket=1024, narrow=False
     ),
     # Given, because to choose them programs would be compiled.
-    batch=config.Batch(row_tokens=8 * 1024, microbatch=1),
+    batch=config.Batch(row_tokens=512 * tasks, microbatch=1),
     sinks='',
   )
   question = [{'role': 'user', 'content': 'Which of the two was founded first?'}]
