@@ -66,6 +66,9 @@ REHEARSAL = (Case('tiny', 256, rank=4), Case('tiny', 256, 'adamw8'))
 
 def update() -> Iterator[lines.Line]:
   """A line for each case that compiles in time."""
+  if flags.FLAGS.part == 'cudnn' and jax.default_backend() == 'tpu':
+    yield {'what': 'cuDNN', 'failed': 'a TPU has none'}
+    return
   cases = (REHEARSAL if lines.is_tiny() else CASES)[: _CASES.value]
   errors = compile_all({case: lambda case=case: _lower(case) for case in cases})
   for case in sort_cases(cases, errors):
