@@ -15,7 +15,7 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.models import batch_invariant, kv_cache, sampling_params
+from agent_r1_jax.models import attention, batch_invariant, kv_cache, sampling_params
 from agent_r1_jax.rl import algorithms, learner, packing, table
 
 _TEMPERATURE = 0.7
@@ -151,6 +151,21 @@ def test_a_block_is_the_body_of_a_loop_that_xla_cannot_know(tokens):
   assert 'dynamic-slice' in text and 'dynamic-update-slice' in text
   # XLA drops its barriers at last: around the loop's number, and around the block.
   assert lowered.as_text().count('optimization_barrier') == 3
+
+
+def test_what_a_block_of_keys_reads_is_kept_out_of_its_products():
+  keys = jax.ShapeDtypeStruct((300, 2, 8), 'float32')
+
+  def attend(q_UNH, positions_U, k_SKH):
+    read = lambda places_C: (jnp.stack([k_SKH[places_C]] * 16),) * 2
+    return batch_invariant._attend(q_UNH, positions_U, read, attention.Rules())
+
+  shapes = (
+    jax.ShapeDtypeStruct((16, 4, 8), 'float32'),
+    jax.ShapeDtypeStruct((16,), 'int32'),
+  )
+  text = jax.jit(attend).lower(*shapes, keys).as_text()
+  assert text.count('optimization_barrier') == 1 and 'stablehlo.while' in text
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])

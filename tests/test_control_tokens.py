@@ -29,3 +29,11 @@ def test_the_longer_of_two_tokens_is_meant(order):
   ).replace('<think>', 'mark102z')
   decode = lambda ids: ''.join(tokens.names.get(i) or chr(i) for i in ids)
   assert tokens.mark_sampled(ids, decode) == types.ControlText(text)
+
+
+def test_a_mark_is_in_no_text():
+  text, marks = '', []
+  for _ in range(4):
+    marks.append(control_tokens.find_unused_mark(text))
+    assert marks[-1] not in text
+    text += f' {marks[-1]}'

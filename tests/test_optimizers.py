@@ -170,6 +170,18 @@ def test_eight_bits_follow_adam():
   assert abs(np.median(ratio) - 1) < 0.1 and ratio.min() > 0.4 and ratio.max() < 2.5
 
 
+def test_the_rate_is_reached_after_the_warmup():
+  """Adam's steps of an equal gradient are the rate."""
+  optimizer = optimizers.make(config_lib.Optimizer(warmup=3), 1e-2)
+  params, found = {'kernel': jnp.zeros((2, 4))}, []
+  state = optimizer.init(params)
+  for _ in range(6):
+    steps, state = optimizer.update({'kernel': jnp.full((2, 4), 0.1)}, state, params)
+    found.append(-float(steps['kernel'][0, 0]))
+  expected = [0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01]
+  np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
 def test_eight_bits_round_no_second_moment_to_0():
   """A parameter whose gradient is small beside its row's would step without a bound."""
   gradient = np.concatenate([[1.0], np.logspace(-12, -1, 255)]).astype(np.float32)

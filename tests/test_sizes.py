@@ -250,6 +250,9 @@ class TestCount:
     beside = 7.0 if ahead and not samplers else None
     for name in ('gradient', 'update'):
       assert phases[name].get('temporaries of sampling') == beside
+    # Chips that only sample have nothing of the training, and the others no engine.
+    assert ('cache' in phases['gradient']) == ('state of adamw' in phases['rollout'])
+    assert ('cache' in phases['gradient']) == (not samplers)
     copy = counted.parts['copy'] if ahead and eval_every else None
     assert phases['rollout'].get("evaluation's copy of the policy") == copy
 

@@ -345,6 +345,14 @@ def test_a_state_ends_at_its_time_and_what_is_replaced_leaves_the_disk(asked, wo
   assert saved.describe(paths[1])['expires_at'] > '2026'
 
 
+def test_a_run_has_a_bounded_number_of_states(asked, monkeypatch):
+  monkeypatch.setattr(states, '_MOST_STATES', 2)
+  run = Run(asked)
+  for name in 'ab':
+    assert 'path' in run.post('save_weights', path=name)
+  assert 'the run has 2 states' in run.post('save_weights', path='c')['error']
+
+
 def test_the_longest_datum_fills_a_row_with_its_target():
   make = lambda n: data_lib.make_datum(
     *(np.zeros(n, np.int32), {'target_tokens': np.ma.zeros(n, np.int32)})
