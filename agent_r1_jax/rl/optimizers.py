@@ -15,6 +15,7 @@ tests/test_optimizers.py measures these. optax 0.2.8 has no 8-bit moments, nor h
 maintained library for both versions of JAX in requirements.txt.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -68,45 +69,26 @@ class Adam(NamedTuple):
 
 
 DEFAULT = Adam()
+Rate = optax.ScalarOrSchedule
 
 
 def adamw(
-  rate: optax.ScalarOrSchedule,
-  decay: float,
-  adam: Adam = DEFAULT,
-  *,
-  decay_all: bool = False,
+  rate: Rate, decay: float, adam: Adam = DEFAULT, *, decay_all: bool = False
 ) -> optax.GradientTransformation:
-  """Adam with decoupled weight decay (arXiv 1711.05101).
-
-  Args:
-    rate: The learning rate or its schedule.
-    decay: The part of a parameter that is subtracted at a learning rate of 1.
-    adam: The numbers of Adam.
-    decay_all: Whether scales of norms and biases decay too, and not matrices alone.
-  """
-  return optax.chain(
-    optax.scale_by_adam(**adam._asdict()), *_step(rate, decay, decay_all)
-  )
+  """Adam with decoupled weight decay (arXiv 1711.05101), of matrices or all."""
+  directions = optax.scale_by_adam(**adam._asdict())
+  return optax.chain(directions, *_step(rate, decay, decay_all))
 
 
 def adamw8(
-  rate: optax.ScalarOrSchedule,
-  decay: float,
-  adam: Adam = DEFAULT,
-  *,
-  decay_all: bool = False,
+  rate: Rate, decay: float, adam: Adam = DEFAULT, *, decay_all: bool = False
 ) -> optax.GradientTransformation:
   """`adamw` with moments of 8 bits."""
   return optax.chain(scale_by_adam8(*adam), *_step(rate, decay, decay_all))
 
 
 def adafactor(
-  rate: optax.ScalarOrSchedule,
-  decay: float,
-  adam: Adam = DEFAULT,
-  *,
-  decay_all: bool = False,
+  rate: Rate, decay: float, adam: Adam = DEFAULT, *, decay_all: bool = False
 ) -> optax.GradientTransformation:
   """Adafactor (arXiv 1804.04235) without momentum and with absolute step sizes.
 
@@ -129,11 +111,7 @@ def adafactor(
 
 
 def muon(
-  rate: optax.ScalarOrSchedule,
-  decay: float,
-  adam: Adam = DEFAULT,
-  *,
-  decay_all: bool = False,
+  rate: Rate, decay: float, adam: Adam = DEFAULT, *, decay_all: bool = False
 ) -> optax.GradientTransformation:
   """Muon for the kernels of the layers, `adamw` for all other parameters.
 
@@ -168,25 +146,21 @@ def make(options: config_lib.Optimizer, rate: float) -> optax.GradientTransforma
   options.check()
   schedule = optax.linear_schedule(rate / (options.warmup + 1), rate, options.warmup)
   adam = Adam(options.adam_b1, options.adam_b2, options.adam_eps)
-  optimizer = KINDS[options.kind](
-    schedule, options.weight_decay, adam, decay_all=options.decay_all
-  )
+  decay = {'decay': options.weight_decay, 'decay_all': options.decay_all}
+  optimizer = KINDS[options.kind](schedule, adam=adam, **decay)
   return optax.chain(optax.clip_by_global_norm(options.clip_norm), optimizer)
 
 
-def _step(
-  rate: optax.ScalarOrSchedule, decay: float, decay_all: bool
-) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-  """Makes a step of a direction: weights decay, and both are scaled by the rate."""
+def _step(rate: Rate, decay: float, decay_all: bool):
+  """Decays weights, and scales what is made of a direction by the rate."""
 
   def add(path, direction, param):
     kept = _name(path).endswith(('scale', 'bias')) and not decay_all
-    return direction if kept else direction + decay * param
+    return direction if kept or not decay else direction + decay * param
 
   # Not optax's mask, of which a state has a level that those of earlier runs lack.
-  decayed = lambda updates, params: jax.tree_util.tree_map_with_path(add, updates, params)
-  decays = optax.stateless(decayed) if decay else optax.identity()
-  return decays, optax.scale_by_learning_rate(rate)
+  add_all = functools.partial(jax.tree_util.tree_map_with_path, add)
+  return optax.stateless(add_all), optax.scale_by_learning_rate(rate)
 
 
 def scale_by_adam8(

@@ -35,12 +35,11 @@ _ITERABLES = {
   'dict_items': (type({}.items()), lambda items: dict(items).items()),
 }
 # What can be changed; subclasses come first.
-_CHANGEABLE = {
-  kind.__name__: kind
-  for kind in (
-    *(collections.Counter, collections.OrderedDict, collections.defaultdict, dict),
-    *(collections.deque, list, set, bytearray),
-  )
+_CHANGEABLE: dict[str, Any] = {
+  'Counter': collections.Counter,
+  'OrderedDict': collections.OrderedDict,
+  'deque': collections.deque,
+  **{kind.__name__: kind for kind in (dict, list, set, bytearray)},
 }
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 # Types of modules, made anew from their text or numbers. The module is imported where one
@@ -77,25 +76,31 @@ def encode(value, objects, shared=None):
   shared = [] if shared is None else shared
   numbers = {id(item): number for number, item in enumerate(shared)}
 
-  def share(value):
+  def write(value):
+    if not isinstance(value, (*_CHANGEABLE.values(),)):
+      return _write(value, write, objects)
     if id(value) not in numbers:
       numbers[id(value)] = len(shared)
       shared.append(value)
     return {'shared': numbers[id(value)]}
 
-  write = lambda value: _write(value, write, share, objects)
   # The contents of one may add others.
   return {'value': write(value), 'shared': [_write_content(x, write) for x in shared]}
 
 
-def _write(value, write, share, objects):
+def _write_content(value, write):
+  kind = next(name for name, kind in _CHANGEABLE.items() if isinstance(value, kind))
+  items = value.items() if isinstance(value, dict) else value
+  return [kind, [write(item) for item in items]]
+
+
+def _write(value, write, objects):
   if value is None or isinstance(value, bool):
     return value
   paths = [(kind.__module__, kind.__name__) for kind in type.mro(type(value))]
-  if ('numpy', 'generic') in paths:
-    return {'numpy': _write_array(value, write)}
-  if isinstance(value, (*_CHANGEABLE.values(),)) or ('numpy', 'ndarray') in paths:
-    return share(value)
+  if {('numpy', 'generic'), ('numpy', 'ndarray')}.intersection(paths):
+    numbers = [write(number) for number in value.ravel().tolist()]
+    return {'numpy': [value.dtype.str, [*value.shape], numbers]}
   if isinstance(value, str):
     return str.__str__(value)
   for name, (kind, to_json, _) in _SCALARS.items():
@@ -124,32 +129,8 @@ def _write(value, write, share, objects):
   return {'handle': len(objects) - 1}
 
 
-def _write_array(value, write):
-  return [value.dtype.str, [*value.shape], [write(x) for x in value.ravel().tolist()]]
-
-
-def _write_content(value, write):
-  """Writes the type, what one is made with, and the items of what can be changed."""
-  kind = next((n for n, kind in _CHANGEABLE.items() if isinstance(value, kind)), 'numpy')
-  if kind == 'numpy':
-    return [kind, _write_array(value, write), []]
-  made_with = {'defaultdict': 'default_factory', 'deque': 'maxlen'}.get(kind)
-  items = value.items() if isinstance(value, dict) else value
-  return [
-    kind,
-    write(getattr(value, made_with)) if made_with else None,
-    [write(item) for item in items],
-  ]
-
-
 def decode(
-  data,
-  objects=(),
-  longest_range=None,
-  shared=None,
-  sent=(),
-  types=TYPES,
-  handle: Any = Handle,
+  data, objects=(), longest_range=None, shared=None, sent=(), types=TYPES, handle=Handle
 ) -> Any:
   """The inverse of `encode`; handles of `objects` are the objects themselves.
 
@@ -157,9 +138,8 @@ def decode(
     data: What `encode` has made.
     objects: What the other side's handles stand for.
     longest_range: The most items of a range; None is any number.
-    shared: The objects that can be changed and that both sides know; new ones are added,
-      and the others get what they hold by `data`.
-    sent: The content that each of them had when it was sent.
+    shared: As in `encode`; what is there already gets the items that `data` gives it.
+    sent: The content that each of these had when it was sent.
     types: Name -> type, those of exceptions included.
     handle: Makes a handle of its number.
 
@@ -167,7 +147,7 @@ def decode(
     ValueError, TypeError, KeyError, IndexError, ArithmeticError, AttributeError: `data`
       is not what `encode` makes, or a range is longer.
   """
-  shared = [] if shared is None else shared
+  known: Any = [] if shared is None else shared
 
   def read(data):
     if data is None or type(data) in (bool, str):
@@ -178,13 +158,15 @@ def decode(
     if kind in _ITERABLES:
       return _ITERABLES[kind][1](map(read, content))
     if kind == 'shared':
-      return shared[content]
+      return known[content]
     if kind == 'range':
       return _make_range(longest_range, *map(read, content))
     if kind == 'iterator':
       return _iterate([read(item) for item in content])
     if kind == 'numpy':
-      return _make_array(content, read)[()]
+      dtype, shape, numbers = content
+      array = __import__('numpy').array([*map(read, numbers)], dtype)
+      return array.reshape(shape)[()]
     if kind == 'type':
       return types[content]
     if kind == 'error':
@@ -195,12 +177,20 @@ def decode(
       return objects[content]
     return _from_text(kind, content)
 
-  for kind, made_with, _ in data['shared'][len(shared) :]:
-    shared.append(_make_empty(kind, made_with, read))
-  for number, (item, content) in enumerate(zip(shared, data['shared'], strict=True)):
+  known += [_CHANGEABLE[kind]() for kind, _ in data['shared'][len(known) :]]
+  for number, (item, content) in enumerate(zip(known, data['shared'], strict=True)):
     if [content] != [*sent[number : number + 1]]:
-      _fill(item, content, read)
+      _fill(item, [read(x) for x in content[1]])
   return read(data['value'])
+
+
+def _fill(item, items):
+  item.clear()
+  if isinstance(item, dict):
+    for key, value in items:
+      item[key] = value
+  else:
+    (item.update if isinstance(item, set) else item.extend)(items)
 
 
 def call(function, data, objects):
@@ -227,34 +217,6 @@ def list_names(scope, before):
     for name, value in scope.items()
     if name not in before
   }
-
-
-def _make_array(content, read):
-  dtype, shape, numbers = content
-  return __import__('numpy').array([*map(read, numbers)], dtype).reshape(shape)
-
-
-def _make_empty(kind, made_with, read):
-  if kind == 'numpy':
-    return _make_array(made_with, read)
-  made_with = read(made_with)
-  if kind == 'deque':
-    return collections.deque(maxlen=made_with)
-  return _CHANGEABLE[kind](*([made_with] if kind == 'defaultdict' else ()))
-
-
-def _fill(item, content, read):
-  kind, made_with, items = content
-  if kind == 'numpy':
-    item[...] = _make_array(made_with, read)
-    return
-  items = [*map(read, items)]
-  item.clear()
-  if isinstance(item, dict):
-    for key, value in items:
-      item[key] = value
-  else:
-    (item.update if isinstance(item, set) else item.extend)(items)
 
 
 def _make_error(types, names, args):

@@ -305,7 +305,7 @@ class _Program:
         self._errors[name] = type(name, (base,), {})
 
   def function(self, name: str) -> Callable[..., Any]:
-    """Returns a function that calls the program's, or the program's exception."""
+    """Returns a function that calls the program's, or its exception."""
     return self._errors.get(name) or functools.partial(self.call, name)
 
   def call(self, function: str, /, *args, **kwargs) -> Any:
@@ -321,6 +321,7 @@ class _Program:
       f'_judge_values["call"]({function}, _judge_values["json"].loads('
       f'{json.dumps(sent)!r}), _judge_values["objects"])'
     )
+    handle: Any = functools.partial(_Object, self)
     try:
       raised, value = plain_values.decode(
         result,
@@ -328,7 +329,7 @@ class _Program:
         shared=shared,
         sent=sent['shared'],
         types=plain_values.TYPES | self._errors,
-        handle=functools.partial(_Object, self),
+        handle=handle,
       )
     except _UNREADABLE as error:
       raise ProgramError(f'{function} returned what cannot be read') from error
@@ -371,12 +372,10 @@ class _Object(plain_values.Handle):
     self._program.call('_judge_values["setattr"]', self, name, value)
 
   def __eq__(self, other):
-    is_equal = '(lambda x, y: x == y)'
-    return (
-      isinstance(other, _Object) and self._program.call(is_equal, self, other) is True
-    )
+    same = '(lambda x, y: x == y)'
+    return isinstance(other, _Object) and self._program.call(same, self, other) is True
 
-  __hash__ = object.__hash__
+  __hash__, __bool__ = object.__hash__, lambda self: True
 
 
 # What gives values that are then compared here; not what says itself that it is right.
