@@ -199,7 +199,7 @@ AS_IN_PYTHON = {
     'class Stack:\n  def __init__(self):\n    self.items = []\n'
     '  def push(self, x):\n    self.items.append(x)\n  def __len__(self):\n'
     '    return len(self.items)\ndef f():\n  return Stack()',
-    's = f()\nassert s is not None and f\ns.push(3)\nassert s and s.items == [3] and len(s) == 1\n'
+    's = f()\ns.push(3)\nassert s and s.items == [3] and len(s) == 1\n'
     's.items = [1, 2]\nassert len(s) == 2',
   ),
   'objects that it compares': (

@@ -111,8 +111,8 @@ class ToolResult:
       Other exceptions may be due to the arguments: were a tool isolated for them, an
       agent that learns to call it would be refused.
     error: The type of what the tool raised; empty where it was not called or returned.
-    outage: Whether it is out: it was late, raised what no argument is to blame for, or is
-      isolated. A run ends where that is the rule (config.max_error_rate).
+    outage: Whether it was late, is isolated, or raised what no argument explains; a run
+      with too many ends (config.max_error_rate).
     retries: How often it was called again.
     isolated: Whether it was not called, because it is isolated; it failed so
       often in a row, in any episode, that only one call in a while is tried.

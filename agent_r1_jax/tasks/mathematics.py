@@ -39,6 +39,7 @@ _REPEATING = re.compile(
   r'(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\))'
 )
 _END = r'(?:[.,;:]|(?<!\\)\$|\\[,;: ]|\s)+$'
+_THOUSANDS = r'(?<![\d.])(\d{1,3}(?:(?:\\[,;:! ]|~|\{,\}|\s)+\d{3})+)(?!\d)'
 _TEXT = r'\\(?:text|mbox|math)(?:rm|bf|it)?\s*\{'
 # What math-verify does not read, and what it reads in its place, in turn.
 _REWRITTEN = [
@@ -49,21 +50,14 @@ _REWRITTEN = [
     (_END, ''),
     (_TEXT + r'([-+\d., ]*\d)[., ]*\}', r'\1'),
     (_TEXT + r'([\dA-Z]+)\}(?=_)', r'\1'),
-    (
-      r'(?<![\d.])(\d{1,3}(?:(?:\\[,;:! ]|~|\{,\}|\s)+\d{3})+)(?!\d)',
-      lambda match: re.sub(r'\D', '', match[1]),
-    ),
+    (_THOUSANDS, lambda match: re.sub(r'\D', '', match[1])),
     (r'(?<=\d)[eE]([-+]?)(\d+)(?![\w.])', r'\\times10^{\1\2}'),
-    (r'[−–]', '-'),
     (r'\^\s*([-+]?\d+)(?!\d)', r'^{\1}'),
-    (r'\s*(?:°|º)', r'^\\circ'),
-    (r'[×·⋅]', r'\\times '),
-    (r'÷', r'\\div '),
-    (r'π', r'\\pi '),
-    (r'∞', r'\\infty '),
     (r'√\s*\(?(\w+)\)?', r'\\sqrt{\1}'),
   )
 ]
+_SIGNS = {'−': '-', '–': '-', '÷': r'\div ', 'π': r'\pi ', '∞': r'\infty '}
+_SIGNS |= dict.fromkeys('×·⋅', r'\times ') | dict.fromkeys('°º', r'^\circ')
 # Relative differences of equal numbers: where one is a decimal, and where none is.
 _ROUNDING, _EXACT = 1e-5, 1e-40
 
@@ -174,7 +168,7 @@ def _import_math_verify():
 
 
 def _is_relatively_near(a, b) -> bool:
-  """Whether what an absolute tolerance finds equal is so relative to its size, too."""
+  """Whether what is equal to an absolute tolerance is so relative to its size, too."""
   import sympy
 
   exact = not (a.has(sympy.Float) or b.has(sympy.Float))
@@ -191,7 +185,7 @@ def _is_relatively_near(a, b) -> bool:
 
 def _rewrite(answer: object) -> str:
   r"""Writes an answer as math-verify reads it, such as 1000 for \text{1,000.} or 1e3."""
-  text = f'{answer}'
+  text = f'{answer}'.translate(str.maketrans(_SIGNS))
   for pattern, form in _REWRITTEN:
     text = pattern.sub(form, text)
   return _REPEATING.sub(_write_fraction, text)

@@ -17,18 +17,13 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import thread_pool
 from agent_r1_jax.train import identity
 
-# How replies give an answer.
 _FORMS = '{}', '<answer>{}</answer>', '\\boxed{{{}}}'
 
 
 def check_answers(env: Any, tasks: Sequence[types.Task]) -> None:
-  """Refuses numbers as answers where a ToolEnv's reward compares text.
+  """Raises ValueError for numbers as answers where a ToolEnv's reward compares text.
 
-  The reward of the first such answer as a reply, in several forms, must be no lower than
-  if the answer were text.
-
-  Raises:
-    ValueError: It is.
+  The first of them, given as a reply, gets less then than if it were text.
   """
   while getattr(env, 'keeps_opening', False):
     env = env.env
@@ -46,9 +41,8 @@ def check_answers(env: Any, tasks: Sequence[types.Task]) -> None:
 
   if reply := thread_pool.POOL.submit(lambda: asyncio.run(compare())).result():
     raise ValueError(
-      f'tasks: the answer of {task.id!r} is {task.answer!r}, and the reward of the reply '
-      f'{reply!r} is higher where the answer is text: make answers strings, or compare '
-      'numbers.'
+      f'tasks: the answer of {task.id!r} is {task.answer!r}, and the reply {reply!r} '
+      'gets a higher reward where it is text: make answers strings, or compare numbers.'
     )
 
 
