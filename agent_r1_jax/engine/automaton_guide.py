@@ -140,11 +140,8 @@ class AutomatonPool:
 
 def fits(automaton: types.Automaton, tables: Tables) -> bool:
   """Whether tables of this size have room for an automaton."""
-  states, classes = automaton.table.shape
-  most_states, most_classes = tables.table.shape[1:]
-  if states > most_states or classes > most_classes:
-    return False
-  return len(automaton.kinds[1]) <= tables.masks.shape[1]
+  (q, c), (_, Q, C) = automaton.table.shape, tables.table.shape
+  return q <= Q and c <= C and len(automaton.kinds[1]) <= tables.masks.shape[1]
 
 
 def make_tables(

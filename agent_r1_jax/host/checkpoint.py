@@ -162,7 +162,8 @@ class Checkpointer:
     """
     self.wait()
     steps, newest = self.steps, self._read_record() or '0'
-    if steps and steps[-1] < int(newest) and not self._name_aside(newest).exists():
+    aside = self.directory / f'{newest}.unreadable'
+    if steps and steps[-1] < int(newest) and not aside.exists():
       text = f'the checkpoint of step {newest} is gone from {self.directory}: was it '
       warnings.warn(f'{text}deleted? That of step {steps[-1]} is used', stacklevel=2)
     while steps:
@@ -212,14 +213,11 @@ class Checkpointer:
     for folder in self.directory.glob(f'{self._writing}{_UNFINISHED}'):
       # Orbax writes the time of the commit into this file later.
       checksums.write(folder, exclude=['_CHECKPOINT_METADATA'])
-      self._write_record(self._writing)
+      disk.write_atomically(self._record, f'{self._writing}\n'.encode())
 
   def _read_record(self) -> str | None:
     """Returns the newest checkpoint's step as text; None if there has been none."""
     return self._record.read_text().strip() if self._record.exists() else None
-
-  def _write_record(self, step: int | None) -> None:
-    disk.write_atomically(self._record, f'{step}\n'.encode())
 
   def _correct_record(self) -> None:
     """Takes back the record of a checkpoint that was not completed.
@@ -230,7 +228,9 @@ class Checkpointer:
     step = self._read_record()
     if step is not None and any(self.directory.glob(f'{step or "*"}{_UNFINISHED}')):
       done = [int(p.name) for p in self.directory.glob('*') if p.name.isdecimal()]
-      self._write_record(max(done)) if done else self._record.unlink()
+      self._record.unlink()
+      if done:
+        disk.write_atomically(self._record, f'{max(done)}\n'.encode())
 
   def _check_checksums(self, step: int) -> None:
     """Raises _UnreadableError in all processes if a file differs from its checksum."""
@@ -240,16 +240,13 @@ class Checkpointer:
       raise _UnreadableError(folder, ValueError(mismatches[0]))
 
   def _put_aside(self, step: int, error: Exception) -> None:
-    target = self._name_aside(step)
+    target = self.directory / f'{step}.unreadable'
     shutil.rmtree(target, ignore_errors=True)
     (self.directory / str(step)).rename(target)
     self._orbax.reload()
     warnings.warn(
       f'{error}. It is now {target.name}; an earlier one is used', stacklevel=3
     )
-
-  def _name_aside(self, step: int | str) -> pathlib.Path:
-    return self.directory / f'{step}.unreadable'
 
   def _recover(self, error: Exception) -> OSError:
     """Removes a checkpoint that could not be written, and returns the error to raise."""

@@ -138,13 +138,10 @@ def _open(file: pathlib.Path) -> gguf.GGUFReader:
     It reads those of bools, which say which layers have a window.
     """
 
-    def _build_fields(self, offs: Any, count: Any):
-      _check_count(count, _MAX_ENTRIES)
-      return super()._build_fields(offs, count)
-
-    def _build_tensor_info(self, start_offs: Any, tensor_count: Any):
-      _check_count(tensor_count, _MAX_ENTRIES)
-      return super()._build_tensor_info(start_offs, tensor_count)
+    def _push_field(self, field: Any, skip_sum: bool = False) -> int:
+      if field.name in ('GGUF.tensor_count', 'GGUF.kv_count'):
+        _check_count(field.parts[0][0], _MAX_ENTRIES)
+      return super()._push_field(field, skip_sum)
 
     def _get_field_parts(self, orig_offs: Any, raw_type: Any):
       if self.byte_order != 'I':

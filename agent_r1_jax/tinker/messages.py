@@ -96,6 +96,7 @@ class ForwardBackward(NamedTuple):
   loss: str
   options: dict[str, float]  # The numbers of the loss.
   data: list[data.Datum]
+  body: bytes  # All of this, as it was sent.
 
 
 class Sample(NamedTuple):
@@ -188,9 +189,8 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     if total > data.MAX_TOKENS:
       text = f'the data have more than {data.MAX_TOKENS:,} targets; send fewer'
       raise http.RefusedError(400, text)
-  return ForwardBackward(
-    message.model_id, message.seq_id, message.forward_only, message.loss_fn, options, read
-  )
+  names = message.model_id, message.seq_id, message.forward_only, message.loss_fn
+  return ForwardBackward(*names, options, read, body)
 
 
 def _read_datum(message: Any) -> data.Datum:

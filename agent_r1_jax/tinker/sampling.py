@@ -159,9 +159,8 @@ class Samplers:
     prompt, max_tokens = self._read_prompt(request)
     stops = self._make_stops(request.sampling_params.stop)
     targets = self._make_targets(request, prompt)
-    make_request = self._make_requests(
-      request, prompt, max_tokens, stops, sampler.session
-    )
+    http.client.set(sampler.session)  # Of the engine's rows, and of prompts scored.
+    make_request = self._make_requests(request, prompt, max_tokens, stops)
     self._replies.take(sampler.session, request.num_samples, self._most_replies)
     sampling = self._work(request, sampler, make_request, targets)
     task = self._trainings.results.begin(request_id, digest, sampling)
@@ -214,12 +213,7 @@ class Samplers:
     return [automata.stop([*found, *ids], size, strings, pieces)]
 
   def _make_requests(
-    self,
-    request: wire.Sample,
-    prompt: np.ndarray,
-    max_tokens: int,
-    stops: Any,
-    client: str,
+    self, request: wire.Sample, prompt: np.ndarray, max_tokens: int, stops: Any
   ) -> Callable[[str | None], list[request_lib.Request]]:
     params = request.sampling_params
     sampling = config_lib.Sampling(params.temperature, max(params.top_k, 0), params.top_p)
@@ -235,7 +229,7 @@ class Samplers:
           automata=stops,
           top_logprobs=request.topk_sample_logprobs,
           adapter=adapter,
-          client=client,
+          client=http.client.get(),
         )
         for i in range(request.num_samples)
       ]

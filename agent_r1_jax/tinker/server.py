@@ -13,7 +13,7 @@ The handlers run in the engine's own event loop, and one thread computes (work.p
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 import functools
 from typing import Any
 
@@ -109,14 +109,9 @@ class _Handlers:
     return self._trainings.describe(fields.model_id)
 
   async def forward_backward(self, request) -> dict:
-    names = {}
-
-    def read(body: bytes):
-      names.update(messages.read_names(body))
-      return self._trainings.read_forward_backward(body)
-
-    reading = http.read(request, _MAX_BODY, read)
-    return await self._operate(reading, names, self._trainings.forward_backward)
+    read, begin = self._trainings.read_forward_backward, self._trainings.forward_backward
+    reading = http.read, _MAX_BODY, messages.read_names
+    return await self._begin(request, read, begin, reading)
 
   async def optim_step(self, request) -> dict:
     return await self._begin(request, wire.OptimStep, self._trainings.optim_step)
@@ -130,19 +125,17 @@ class _Handlers:
   async def save_for_sampler(self, request) -> dict:
     return await self._begin(request, wire.SaveForSampler, self._samplers.save)
 
-  async def _begin(self, request, model: Any, begin: Callable) -> dict:
-    names = {}
-
-    def read(fields: dict) -> tuple[Any]:
-      names.update(fields)
-      return (http.check_fields(model, fields),)
-
-    return await self._operate(http.read_json(request, _MAX_JSON, read), names, begin)
-
-  async def _operate(self, reading: Awaitable, names: dict, begin: Callable) -> dict:
+  async def _begin(self, request, model: Any, begin: Callable, reading: Any = None):
     """Begins a run's operation; if it can never be done, the next do not wait for it."""
+    read, most, find_names = reading or (http.read_json, _MAX_JSON, dict)
+    make, names = model if reading else functools.partial(http.check_fields, model), {}
+
+    def read_all(given: Any) -> Any:
+      names.update(find_names(given))
+      return make(given)
+
     try:
-      return begin(*await reading)
+      return begin(await read(request, most, read_all))
     except (http.RefusedError, ValueError) as error:
       if getattr(error, 'status', 400) not in (409, 429, 503):
         self._trainings.skip(names.get('model_id'), names.get('seq_id'))

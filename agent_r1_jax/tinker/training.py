@@ -194,22 +194,14 @@ class Trainings:
       text = f'the base model {name!r:.120} is not here; there is {self.base_model}'
       raise http.RefusedError(400, text)
 
-  def read_forward_backward(
-    self, body: bytes
-  ) -> tuple[messages.ForwardBackward, int, bytes]:
-    """Reads a request and checks its data, in whatever thread.
-
-    Returns:
-      The request, its bytes, and its digest.
-    """
+  def read_forward_backward(self, body: bytes) -> messages.ForwardBackward:
+    """Reads a request and checks its data, in whatever thread."""
     request = messages.read_forward_backward(body)
     shape, size = self.learning.shape, self.learning.config.vocab_size
     data_lib.check(request.data, size, shape.row_tokens)
-    return request, len(body), work.make_digest(body)
+    return request
 
-  def forward_backward(
-    self, request: messages.ForwardBackward, size: int, digest: bytes
-  ) -> dict[str, Any]:
+  def forward_backward(self, request: messages.ForwardBackward) -> dict[str, Any]:
     """Computes log-probs and a loss, and adds its gradient unless it is forward only."""
     training = self.find(request.model_id)
 
@@ -230,7 +222,7 @@ class Trainings:
       metrics = {'loss:sum': result.loss, 'num_tokens:sum': count}
       return messages.write_forward_backward(columns, metrics)
 
-    return self._begin(training, request, check, compute, size, digest)
+    return self._begin(training, request, check, compute)
 
   def optim_step(self, request: wire.OptimStep) -> dict[str, Any]:
     """Makes a step of Adam."""
@@ -334,14 +326,13 @@ class Trainings:
     request: Any,
     check: Callable[[], Any] | None,
     compute: Callable[[learning.Run, Any], Any],
-    size: int = 0,
-    digest: bytes = b'',
   ) -> dict[str, Any]:
     """Begins an operation: checks it now, and computes in the run's turn."""
     run_id, seq_id = request.model_id, request.seq_id
     request_id = f'{run_id}:{seq_id}'
     answer = {'request_id': request_id, 'model_id': run_id}
-    digest = digest or work.make_digest(request)
+    body = getattr(request, 'body', b'')
+    digest = work.make_digest(body or request)
     if self.results.has(request_id, digest):
       return answer
     last = self.worker.get_next(run_id) - 1
@@ -356,7 +347,7 @@ class Trainings:
         raise ValueError(f'the training run {run_id} could not be made')
       return compute(training.run, checked)
 
-    computed = self.worker.submit(run_id, call, size, seq_id)
+    computed = self.worker.submit(run_id, call, len(body), seq_id)
     self.results.begin(request_id, digest, computed)
     training.refused.discard(seq_id)
     return answer

@@ -16,7 +16,7 @@ import logging
 from typing import Any, NamedTuple
 
 from agent_r1_jax.host import thread_pool
-from agent_r1_jax.web import http
+from agent_r1_jax.web import fairness, http
 
 _LOGGER = logging.getLogger(__name__)
 _POLL_SECONDS = 20.0  # Of one question for a result; the client's own limit is 45.
@@ -52,7 +52,7 @@ class Worker:
     """
     self.stuck = ''
     self._most_waiting, self._most_bytes = most_waiting, most_bytes
-    self._seconds, self._bytes = seconds, 0
+    self._seconds, self._bytes = seconds, fairness.Shares()
     self._pool = thread_pool.Pool(threads=1)
     self._waiting: dict[str, list[_Job]] = {}  # By their order.
     self._next: dict[str, int] = {}  # The lowest number of each owner not yet begun.
@@ -80,21 +80,17 @@ class Worker:
     if self.stuck:
       raise http.RefusedError(503, self.stuck)
     count, awaited = len(self._waiting.get(owner, ())), self.get_next(owner)
-    full = count >= self._most_waiting and order != awaited
-    if full or self._bytes + size > self._most_bytes:
-      text = f'{count} requests of this model wait already, in all {self._bytes:,} bytes'
-      raise http.RefusedError(429, f'{text}; ask again later')
+    if count >= self._most_waiting and order != awaited:
+      text = f'{count} requests of this model wait already; ask again later'
+      raise http.RefusedError(429, text)
+    self._bytes.take(owner, size, self._most_bytes, 'bytes wait already')
     job = _Job(order, _run(fn), asyncio.get_running_loop().create_future())
     bisect.insort(self._waiting.setdefault(owner, []), job, key=lambda job: job.order)
-    self._bytes += size
-    job.future.add_done_callback(lambda _: self._free(size))
+    job.future.add_done_callback(lambda _: self._bytes.give(owner, size))
     if order > awaited:
       asyncio.get_running_loop().call_later(_GAP_SECONDS, self._check, owner, job)
     self._wake()
     return job.future
-
-  def _free(self, size: int):
-    self._bytes -= size
 
   def _check(self, owner: str, job: _Job):
     """Lets a job fail if those before it have not come."""
@@ -158,9 +154,7 @@ class Worker:
 
 def _run(fn: Callable[[], Any]) -> Generator[None, None, Any]:
   result = fn()
-  if isinstance(result, Generator):
-    result = yield from result
-  return result
+  return (yield from result) if isinstance(result, Generator) else result
 
 
 def _advance(steps: Generator[None, None, Any]) -> tuple[Any] | None:
