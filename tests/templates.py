@@ -194,7 +194,7 @@ def load(name: str, directory):
   template, control, bos, eos = TEMPLATES[name]
   tokenizer_lib.train(
     tiny.TEXTS,
-    vocab_size=320,
+    vocab_size=tiny.VOCAB,
     directory=directory,
     chat_template=template,
     more_tokens=control,

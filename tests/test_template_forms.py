@@ -1,19 +1,37 @@
 import json
+import re
 
 import numpy as np
 import pytest
 import templates
+import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import sft
-from agent_r1_jax.agent import call_formats, calls
+from agent_r1_jax import sft, types
+from agent_r1_jax.agent import automata, call_formats, calls, grammars
 from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.serve import kept_responses, messages_form, requests, responses_form
+from agent_r1_jax.train import decoding as decoding_lib
+from agent_r1_jax.train import rollout
 from agent_r1_jax.web import http
 
 FAMILIES = [*templates.TEMPLATES, 'qwen2.5', 'qwen3']
 USER = {'role': 'user', 'content': 'Who?'}
+
+
+@tool_lib.tool
+def look(place: str) -> str:
+  """Looks.
+
+  Args:
+    place: Where.
+  """
+  return f'nonce of {place}'
+
+
 SCHEMA = {
   'name': 'search',
   'description': 'Finds.',
@@ -316,3 +334,33 @@ def test_a_reply_in_openais_form_is_as_the_template_writes_it(model, chats):
 def test_replies_that_say_nothing_are_refused(message, said, chats):
   with pytest.raises(ValueError, match=said):
     chats('qwen2.5').encode_reply({'role': 'assistant', **message})
+
+
+@pytest.mark.parametrize('model', ['gemma2', 'mistral-v0.3', 'phi4'])
+def test_an_episode_trains_on_what_its_tool_answered(model, chats):
+  """From the logits to the segment; the grammar stands for a policy that has learnt."""
+  chat = chats(model)
+  chat = chat_lib.Chat(chat.tokenizer, tools_in_prompt='own')
+  call = chat.format.render(calls.ToolCall('look', {'place': 'X'}))
+  said = re.escape(call).replace('X', '[ab]')
+  grammar = automata.compile_and_wait(
+    grammars.regex,
+    [said],
+    chat.stop_ids,
+    tokenizer_lib.token_bytes(chat.tokenizer),
+    tiny.VOCAB,
+  )
+  played = tiny.within(
+    rollout.collect,
+    tiny.engine(tiny.params(tiny.config()), slots=512, bucket=512),
+    chat,
+    [types.Task('t', [USER])],
+    lambda: env_lib.ToolEnv([look], lambda *_: 1.0),
+    samples=2,
+    limits=config_lib.Limits(max_turns=3, max_turn_tokens=120),
+    decoding=decoding_lib.Decoding(grammar=grammar),
+  )
+  for t in played:
+    assert t.status == 'max_turns' and t.metrics['tool_calls'] == 3, t.error
+    text = chat.decode_exactly(t.segments[0].tokens.tolist())
+    assert text.count('nonce of') == 2

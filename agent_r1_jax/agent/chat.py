@@ -14,7 +14,7 @@ question, a passage, a tool's output or description, a simulated user. The name 
 control token in data is encoded as ordinary characters.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import functools
 import math
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata, calls, control_tokens
+from agent_r1_jax.agent import automata, control_tokens
 from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.agent import pictures as pictures_lib
 from agent_r1_jax.agent import renderer as renderer_lib
@@ -57,18 +57,14 @@ class Chat(renderer_lib.Renderer):
     self,
     tokenizer,
     *,
-    max_tool_tokens: int = 1024,
-    tools_in_prompt: str = 'default',
-    tool_format: calls.CallFormat | None = None,
     stop_strings: Sequence[str] = (),
-    template_kwargs: Mapping[str, Any] | None = None,
-    date: str = '',
     pictures: pictures_lib.Reader | None = None,
+    **options: Any,
   ):
     """Analyses the template of a tokenizer of `tokenizer.load`.
 
-    The options are those of config.Chat; `template_kwargs` are arguments of every
-    rendering. `pictures` reads pictures; None if the model sees none.
+    The options are those of config.Chat (see Renderer). `pictures` reads pictures; None
+    if the model sees none.
 
     Raises:
       ValueError: There is no chat template, its turns do not end with a control token, or
@@ -79,14 +75,7 @@ class Chat(renderer_lib.Renderer):
         f'tokenizer {tokenizer.name_or_path} has no chat template; add "chat_template" '
         'to its tokenizer_config.json.'
       )
-    super().__init__(
-      tokenizer,
-      max_tool_tokens=max_tool_tokens,
-      tools_in_prompt=tools_in_prompt,
-      tool_format=tool_format,
-      template_kwargs=template_kwargs,
-      date=date,
-    )
+    super().__init__(tokenizer, **options)
     ids = self._control.ids
     self._stops: dict[int, types.Automaton] = {}
     self._longest_token = tokenizer_lib.longest_token(tokenizer)

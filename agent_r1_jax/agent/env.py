@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from agent_r1_jax import fields, types
 from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import calls as calls_lib
+from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent.scoring import (
   Metrics,
@@ -174,7 +175,8 @@ class ToolEnv:
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins the episode with the task's messages."""
     self.task = task
-    self.messages = copy_containers(task.messages)
+    # Rewards read the content of all messages; one with calls alone has none.
+    self.messages = [*map(messages_lib.check, copy_containers(task.messages))]
     self._done = False
     return copy_containers(self.messages)
 

@@ -12,7 +12,13 @@ from typing import Any
 import jinja2
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import call_formats, calls, control_tokens, template_forms
+from agent_r1_jax.agent import (
+  call_formats,
+  calls,
+  control_tokens,
+  template_forms,
+  template_process,
+)
 from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.agent import pictures as pictures_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
@@ -20,14 +26,6 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 # Stands for a reply in a rendering; no template's own text contains it.
 _REPLY = 'qzreplyqz'
 USER = {'role': 'user', 'content': 'x'}
-_PROBE_TOOL = {
-  'type': 'function',
-  'function': {
-    'name': 'probe',
-    'description': 'Looks.',
-    'parameters': {'type': 'object', 'properties': {}},
-  },
-}
 
 
 class Renderer:
@@ -40,13 +38,13 @@ class Renderer:
     self,
     tokenizer,
     *,
-    max_tool_tokens: int,
-    tools_in_prompt: str,
-    tool_format: calls.CallFormat | None,
-    template_kwargs: Mapping[str, Any] | None,
-    date: str,
+    max_tool_tokens: int = 1024,
+    tools_in_prompt: str = 'default',
+    tool_format: calls.CallFormat | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    date: str = '',
   ):
-    """Tries the template; the arguments are those of chat.Chat."""
+    """Tries the template; `template_kwargs` are arguments of every rendering."""
     self.tokenizer, self.tools_in_prompt = tokenizer, tools_in_prompt
     # A rendering of tomorrow must be that of today.
     self._options = {'strftime_now': date or str(datetime.date.today())}
@@ -60,7 +58,7 @@ class Renderer:
       max_tool_tokens, self._encode_plain, tokenizer.decode
     )
     try:
-      described = self._apply([USER], [_PROBE_TOOL])
+      described = self._apply([USER], template_process.TEST_TOOLS)
     except ValueError:  # It refuses tools.
       described = ''
     writes_tools = described not in ('', self._apply([USER]))

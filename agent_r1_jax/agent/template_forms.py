@@ -59,14 +59,11 @@ class TemplateForms:
       except ValueError:
         return ''
 
-    def has(text: str, *words: str) -> bool:
-      return all(word in text for word in words)
-
     said = _FIRST, _SECOND
-    pairs = {
-      role: [make_answer(w, i, role) for i, w in enumerate(said)] for role in _ROLES
-    }
-    roles = [r for r in _ROLES if has(try_(_REPLY, *pairs[r]), *said)]
+    tell = lambda role: try_(
+      _REPLY, *(make_answer(x, i, role) for i, x in enumerate(said))
+    )
+    roles = [role for role in _ROLES if all(word in tell(role) for word in said)]
     self._format = call_format
     self.answer_role = roles[0] if roles and not call_format.answer else None
     self._needs_ids = not try_(_REPLY, {'role': 'tool', 'content': 'x'})
@@ -79,12 +76,11 @@ class TemplateForms:
     found = [call_format.parse(try_(call(n, ''))).count(SEEN) for n in (1, 2)]
     self._max_calls = 0 if found[0] != 1 else 1 if found[1] != 2 else float('inf')
     self._keeps_text = _FIRST in try_(call(1, _FIRST))
-    thoughtful = {**_REPLY, 'reasoning_content': _FIRST}
-    self._keeps_thoughts = _FIRST in try_(thoughtful)
+    self._keeps_thoughts = _FIRST in try_({**_REPLY, 'reasoning_content': _FIRST})
 
   def write(self, messages: Sequence[types.Message]) -> list[types.Message]:
     """Makes messages that the template writes; all their contents are text."""
-    messages = [self.write_reply(m) if _is_reply(m) else m for m in messages]
+    messages = [self.write_reply(m) if m['role'] == 'assistant' else m for m in messages]
     if self.answer_role is None:
       messages = messages_lib.join_answers(messages, self._format.answer or ANSWER)
     elif self._needs_ids or self.answer_role != 'tool':
@@ -117,7 +113,7 @@ class TemplateForms:
     """Gives answers their role and the id of their call; ids have nine characters."""
     named, ids, by_name, count = [], [], {}, 0
     for message in messages:
-      if _is_reply(message):
+      if message['role'] == 'assistant':
         calls = message.get('tool_calls') or ()
         given, count = [str(call.get('id') or '') for call in calls], 0
         ids = [x if _SHORT_ID.fullmatch(x) else make_id(i) for i, x in enumerate(given)]
@@ -127,14 +123,9 @@ class TemplateForms:
           message = {**message, 'tool_calls': calls}
       elif message['role'] == 'tool':
         given = str(message.get('tool_call_id') or '')
-        own = (
-          given if _SHORT_ID.fullmatch(given) else (ids[count:] or [make_id(count)])[0]
-        )
-        name = {'role': self.answer_role, 'tool_call_id': by_name.get(given, own)}
+        next_ = [given] if _SHORT_ID.fullmatch(given) else ids[count:]
+        id_ = by_name.get(given) or (next_ or [make_id(count)])[0]
+        name = {'role': self.answer_role, 'tool_call_id': id_}
         message, count = message | name, count + 1
       named.append(message)
     return named
-
-
-def _is_reply(message: types.Message) -> bool:
-  return message['role'] == 'assistant'

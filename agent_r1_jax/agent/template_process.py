@@ -32,7 +32,7 @@ _TEST_CONVERSATIONS = (
   ],
 )
 _TEST_TOKENS: dict[str, Any] = {'bos_token': '<b>', 'eos_token': '<e>'}
-_TEST_TOOLS: Any = [
+TEST_TOOLS: Any = [
   {
     'type': 'function',
     'function': {
@@ -129,7 +129,7 @@ def _apply(template: str, conversations, tools, options: dict[str, Any]) -> str:
 def _test(template: str) -> str:
   """Renders short conversations; returns the problem, or ''."""
   for messages in _TEST_CONVERSATIONS:
-    for tools in (None, _TEST_TOOLS):
+    for tools in (None, TEST_TOOLS):
       options = {'add_generation_prompt': True, **_TEST_TOKENS}
       try:
         text = _apply(template, [messages], tools, options)

@@ -117,7 +117,7 @@ class Judge:
     """Returns the judge's score of a conversation."""
     replies = messages[len(task.messages) :]
     prompt = self._prompt.format(
-      question='\n'.join(_to_text(m['content']) for m in task.messages),
+      question='\n'.join(_to_text(m.get('content') or '') for m in task.messages),
       answer=task.answer,
       conversation='\n\n'.join(f'{m["role"]}: {_to_text(m["content"])}' for m in replies),
     )
