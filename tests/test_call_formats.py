@@ -137,8 +137,12 @@ _CASES = {
     ),
     ('[TOOL_CALLS] {"name": "now"}', [ToolCall('now', {})]),
     ('[{"name": "search", "arguments": {"query": "a"}}]', []),
-    ('[TOOL_CALLS] [{"name": "search", "oops": {}}]', ["and no ['oops']"]),
-    ('[TOOL_CALLS] [3]', ['a list of JSON objects']),
+    ('[{"name": "Ann"}, {"name": "Bob", "arguments": {}}]', []),
+    ('[TOOL_CALLS] [3]', ['expected a JSON object']),
+    (
+      '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {oops}, {"name": "now"}]',
+      [ToolCall('now', {}), 'property name', ToolCall('now', {})],
+    ),
     ('[TOOL_CALLS] [{"name": "search"', ["Expecting ',' delimiter"]),
     (
       '[TOOL_CALLS] oops [TOOL_CALLS] [{"name": "python", "arguments": {"code": "1"}}]',

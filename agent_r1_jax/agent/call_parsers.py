@@ -128,7 +128,11 @@ def render_llama3(call: ToolCall) -> str:
   return json.dumps(value, ensure_ascii=False)
 
 
-_MISTRAL = re.compile(calls.THINK + r'\[TOOL_CALLS\]\s*')
+# A list of calls, or the next one in it.
+_MISTRAL_CALL = r'\[TOOL_CALLS\]\s*(?:\[\s*)?|(?<=\}),\s*(?=\{)'
+_MISTRAL = re.compile(calls.THINK + _MISTRAL_CALL)
+_MISTRAL_CLOSE = re.compile(r'\s*\]?')
+_MISTRAL_STOP = re.compile(rf'</think>|{_MISTRAL_CALL}')
 
 
 def parse_mistral(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
@@ -136,28 +140,14 @@ def parse_mistral(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
 
   An object alone is understood as a list of one. A call may have an "id".
   """
+  keys, first = ('arguments', 'parameters'), reply.find('[TOOL_CALLS]')
 
-  def make(value: Any) -> ToolCall:
-    name = value.get('name') if isinstance(value, dict) else None
-    if not isinstance(name, str) or not name:
-      raise ValueError('expected a list of JSON objects with "name" and "arguments"')
-    key = 'parameters' if 'parameters' in value else 'arguments'
-    if others := sorted(value.keys() - {'name', key, 'id'}):
-      raise ValueError(f'a call has "name" and "arguments", and no {others}')
-    given = calls.to_arguments(value.get(key, {}), name, schemas, f'"{key}"')
-    return ToolCall(name, given)
+  def read(tag):
+    if not 0 <= first <= tag.start():  # Of other JSON, which is the answer.
+      return None, tag.end()
+    return _read_json(tag, keys, schemas, _MISTRAL_CLOSE, _MISTRAL_STOP)
 
-  def read(tag: re.Match) -> tuple[Any, int]:
-    try:
-      value, end = _DECODER.raw_decode(reply, tag.end())
-      return [*map(make, value if isinstance(value, list) else [value])], end
-    except (ValueError, RecursionError) as error:
-      stop = _MISTRAL.search(reply, tag.end())
-      end = stop.start() if stop else len(reply)
-      return calls.make_error(error, reply[tag.end() : end]), end
-
-  found: list[Any] = [*calls.scan(reply, _MISTRAL, read)]
-  return [call for x in found for call in (x if isinstance(x, list) else [x])]
+  return calls.scan(reply, _MISTRAL, read)
 
 
 def render_mistral(call: ToolCall) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import itertools
-import json
 from typing import Any
 
 from agent_r1_jax import types
@@ -43,20 +42,16 @@ def check(message: types.Message) -> types.Message:
 
 
 def _read_call(call: Any) -> types.Message:
-  function = call.get('function') if isinstance(call, Mapping) else None
-  name, arguments = (dict(function or {}).get(key) for key in ('name', 'arguments'))
   try:
-    arguments = arguments or '{}'
-    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    calls_lib.check_json(arguments)
-  except (ValueError, RecursionError):
-    arguments = None
-  if not isinstance(name, str) or not isinstance(arguments, Mapping):
+    function = call['function']
+    name, arguments = function['name'], function.get('arguments') or {}
+    arguments = calls_lib.to_arguments(arguments, name, (), '"arguments"')
+  except (LookupError, TypeError, AttributeError, ValueError) as error:
     raise ValueError(
-      f'{call!r:.200} is no call of a tool: give {{"type": "function", "function": '
-      '{"name": ..., "arguments": {an object, or its JSON}}}.'
-    )
-  return {**call, 'function': {**function, 'arguments': dict(arguments)}}  # pyright: ignore
+      f'{call!r:.200} is no call of a tool ({error}): give {{"type": "function", '
+      '"function": {"name": ..., "arguments": {an object, or its JSON}}}.'
+    ) from None
+  return {**call, 'function': {**function, 'arguments': arguments}}
 
 
 def write_calls(
