@@ -363,7 +363,7 @@ class TestMistakes:
       automata.tool_calls([now.schema], pieces, tiny.VOCAB)
 
   @pytest.mark.parametrize(
-    'properties', [{'a"b': {'type': 'string'}}, {'a': {'type': 'colour'}}]
+    'properties', [{'a': {'type': 'string', 'not': {}}}, {'a': {'type': 'colour'}}]
   )
   def test_a_schema_without_a_grammar_is_refused(self, properties):
     parameters = {'type': 'object', 'properties': properties}

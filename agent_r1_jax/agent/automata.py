@@ -131,8 +131,8 @@ def tool_calls(
   which include stop tokens, are forbidden in a call.
 
   A call fulfils what agent/tool_schema.py checks. An argument whose schema allows any
-  value is a scalar, or a list or an object of scalars. The library enforces bounds on the
-  lengths of strings and arrays, and no others.
+  value is a scalar, or a list or an object of scalars. A keyword that json_grammar.py
+  does not support is refused.
 
   Args:
     schemas: The tools' schemas, in the OpenAI form.

@@ -33,6 +33,10 @@ class ByteAutomaton(NamedTuple):
   ends: np.ndarray
 
 
+# Of an automaton: goto, int [Q, 256], and whether a text matches in a state, bool [Q].
+Acceptor = tuple[np.ndarray, np.ndarray]
+
+
 class TokenAutomaton(NamedTuple):
   """The fields of types.Automaton, for a process that imports no JAX."""
 
@@ -126,6 +130,102 @@ def compile_regex(pattern: str) -> tuple[np.ndarray, np.ndarray]:
     raise ValueError('the regular expression matches no text; check it.')
   order = find_reachable(goto, start)
   _check_size(len(order), _MAX_STATES, 'states')
+  return renumber(goto, order)[order], matches[order]
+
+
+# Bytes of no text: what is between them in an expression is the number of a hole.
+_MARK = '\x02{}\x03'
+
+
+def mark_hole(number: int) -> str:
+  """Returns what stands in an expression in the place of an automaton; see `fill`."""
+  return _MARK.format(number)
+
+
+def fill(automaton: Acceptor, holes: Sequence[Acceptor]) -> Acceptor:
+  """Puts automata into the places that `mark_hole` has marked in an expression.
+
+  Each has one state in which it matches, which nothing follows, as the quote that ends a
+  string. What begins alike is told apart by sets of states.
+  """
+  if not holes:
+    return automaton
+  goto, matches = automaton
+  blocks, size = [goto.copy()], len(goto)
+  begins: dict[int, list[int]] = {}
+  for state in np.flatnonzero(goto[:, ord(_MARK[0])] >= 0).tolist():
+    for number, (inner, ends) in enumerate(holes):
+      after = state
+      for byte in mark_hole(number).encode():
+        after = int(goto[after, byte]) if after >= 0 else -1
+      if after >= 0:
+        (end,) = np.flatnonzero(ends)
+        block = np.where(inner < 0, -1, inner + size)
+        blocks.append(np.where(inner == end, after, block))
+        begins.setdefault(state, []).append(size)
+        size += len(inner)
+        _check_size(size, _MAX_STATES, 'states')
+  goto = np.concatenate(blocks)
+  goto[:, ord(_MARK[0])] = -1
+  close = lambda states: tuple(
+    sorted({*states}.union(*(begins.get(s, ()) for s in states)))
+  )
+  first = close([0])
+  number, rows = {first: 0}, []
+  for states in (found := [first]):
+    columns, where = np.unique(goto[[*states]], axis=1, return_inverse=True)
+    after = [close(set(column[column >= 0].tolist())) for column in columns.T]
+    for new in after:
+      if new and number.setdefault(new, len(found)) == len(found):
+        found.append(new)
+    _check_size(len(found), _MAX_STATES, 'states')
+    rows.append(np.array([number[new] if new else -1 for new in after])[where.ravel()])
+  matches = np.append(matches, np.zeros(size - len(matches), bool))
+  return np.stack(rows), np.array([matches[[*states]].any() for states in found])
+
+
+def intersect(one: Acceptor, other: Acceptor) -> Acceptor:
+  """Makes an automaton of the texts that two of them match."""
+  (a, a_matches), (b, b_matches) = one, other
+  # The number of each pair of states that is reached.
+  number, rows = np.full(len(a) * len(b) + 1, -1, np.int32), []
+  number[0], found = 0, [np.zeros(1, np.int64)]
+  for pairs in found:
+    x, y = a[pairs // len(b)], b[pairs % len(b)]
+    after = np.where((x < 0) | (y < 0), -1, x.astype(np.int64) * len(b) + y)
+    rows.append(after)
+    new = np.unique(after)
+    new = new[(new >= 0) & (number[new] < 0)]
+    if len(new):
+      count = sum(map(len, found))
+      _check_size(count + len(new), _MAX_STATES, 'states')
+      number[new] = np.arange(len(new)) + count
+      found.append(new)
+  pairs = np.concatenate(found)
+  matches = a_matches[pairs // len(b)] & b_matches[pairs % len(b)]
+  return trim(number[np.concatenate(rows)], matches)
+
+
+def trim(goto: np.ndarray, matches: np.ndarray) -> Acceptor:
+  """Drops the states from which no text matches; ValueError if that is the first one."""
+  sources, bytes_ = np.nonzero(goto >= 0)
+  targets = goto[sources, bytes_]
+  order = np.argsort(targets, kind='stable')
+  sources, begins = (
+    sources[order],
+    np.searchsorted(targets[order], np.arange(len(goto) + 1)),
+  )
+  alive = matches.copy()
+  waiting = np.flatnonzero(matches).tolist()
+  for state in waiting:
+    before = np.unique(sources[begins[state] : begins[state + 1]])
+    before = before[~alive[before]]
+    alive[before] = True
+    waiting += before.tolist()
+  if not alive[0]:
+    raise ValueError('the regular expression matches no text; check it.')
+  goto = np.where(alive[goto] & (goto >= 0), goto, -1)
+  order = find_reachable(goto, 0)
   return renumber(goto, order)[order], matches[order]
 
 

@@ -7,7 +7,6 @@ automata.py calls `make_encoded` in a process of its own.
 import base64
 from collections.abc import Callable, Mapping, Sequence
 import io
-import json
 import os
 import signal
 from typing import Any
@@ -15,7 +14,7 @@ import zlib
 
 import numpy as np
 
-from agent_r1_jax.agent import byte_automata, tool_schema
+from agent_r1_jax.agent import byte_automata, json_grammar, json_texts, tool_schema
 from agent_r1_jax.agent.byte_automata import ByteAutomaton, TokenAutomaton
 
 # Seconds of a processor until the states of a grammar are known, and can be limited; a
@@ -66,16 +65,16 @@ def stop(strings: Sequence[str]) -> ByteAutomaton:
   )
 
 
-def regex(pattern: str) -> ByteAutomaton:
+def regex(pattern: str, holes: Sequence[tuple[str, ...]] = ()) -> ByteAutomaton:
   """Constrains a whole reply to a regular expression, in the syntax of Rust's regex.
 
   A stop id can end the reply only where the expression matches; no other control token is
-  allowed, and no byte 0.
+  allowed, and no byte 0. `holes` are those of json_texts.
 
   Raises:
     ValueError: It matches no text, or needs too many states.
   """
-  goto, matches = byte_automata.compile_regex(pattern)
+  goto, matches = _compile(pattern, holes)
   # A stop id leads to a further state.
   end = len(goto)
   goto = np.concatenate([goto, np.full((1, 256), end)])
@@ -85,98 +84,52 @@ def regex(pattern: str) -> ByteAutomaton:
   )
 
 
-def json_schema(schema: Mapping[str, Any]) -> ByteAutomaton:
-  """Like `regex`, for JSON of a schema."""
-  from outlines_core import json_schema as library
+def _compile(pattern: str, holes: Sequence[tuple[str, ...]]) -> byte_automata.Acceptor:
+  filling = [*map(json_texts.compile_string, holes)]
+  return byte_automata.fill(byte_automata.compile_regex(pattern), filling)
 
+
+def json_schema(schema: Mapping[str, Any]) -> ByteAutomaton:
+  """Like `regex`, for JSON of a schema; a blank after a colon or a comma is free.
+
+  Raises:
+    ValueError: A keyword is not supported, or nothing is written of the schema.
+  """
   tool_schema.check(schema, 'response_format')
-  return regex(library.build_regex_from_schema(json.dumps(schema)))
+  holes = []
+  pattern = json_grammar.Writer(schema, ' ?', holes).write(schema)
+  if pattern is None:
+    raise ValueError('nothing can be written that fits response_format; check it.')
+  return regex(pattern, holes)
 
 
 def tool_calls(schemas: Sequence[Mapping[str, Any]], required: bool) -> ByteAutomaton:
   """See automata.tool_calls."""
   if not schemas:
     raise ValueError('schemas is empty: give at least one tool, or no grammar.')
-  call = f'{_CALL_OPENING}\n({_match_calls(schemas)})\n</tool_call>'
-  goto, matches = byte_automata.compile_regex(call)
+  holes = []
+  calls = '|'.join(_match_call(schema['function'], holes) for schema in schemas)
+  goto, matches = _compile(f'{_CALL_OPENING}\n(?:{calls})\n</tool_call>', holes)
   (end,) = np.flatnonzero(matches)
   return _add_free_text(goto, int(end), _CALL_OPENING.encode(), required)
 
 
-# Takes the place of the library's optional blanks; no schema contains it.
-_BLANK = '\ue000'
-_SCALARS = [{'type': name} for name in ('string', 'number', 'boolean', 'null')]
-_ANY = {
-  'anyOf': [
-    *_SCALARS,
-    {'type': 'array', 'items': {'anyOf': _SCALARS}},
-    {'type': 'object', 'additionalProperties': {'anyOf': _SCALARS}},
-  ]
-}
-
-
-def _match_calls(schemas: Sequence[Mapping[str, Any]]) -> str:
-  """Returns a regular expression for the JSON of a call of any of the tools."""
-  from outlines_core import json_schema
-
-  patterns = []
-  for schema in schemas:
-    function = schema['function']
-    parameters = {
-      'type': 'object',
-      'properties': {},
-      **(function.get('parameters') or {}),
-    }
-    try:
-      tool_schema.check(parameters, 'parameters')
-      properties = {
-        'name': {'const': function['name']},
-        'arguments': _rewrite_schema(parameters),
-      }
-      call = {'type': 'object', 'properties': properties, 'required': [*properties]}
-      pattern = json_schema.build_regex_from_schema(json.dumps(call), _BLANK)
-    except Exception as error:  # The library raises various types.
-      raise ValueError(
-        f'tool {function["name"]}: its parameters have no grammar ({error}); simplify '
-        'them or play without a grammar.'
-      ) from error
-    # As json.dumps writes: one blank after a colon or a comma, none elsewhere.
-    pattern = pattern.replace(f'{_BLANK}:{_BLANK}', ': ')
-    patterns.append(pattern.replace(f',{_BLANK}', ', ').replace(_BLANK, ''))
-  return '|'.join(patterns)
-
-
-def _rewrite_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-  """Rewrites a schema as the library needs it, with _ANY where it allows any value."""
-  schema = dict(schema)
-  if schema.pop('nullable', False):
-    return {'anyOf': [_rewrite_schema(schema), {'type': 'null'}]}
-  if options := schema.get('anyOf'):
-    return {'anyOf': [_rewrite_schema(option) for option in options]}
-  if 'enum' in schema:
-    return {'enum': schema['enum']}
-  names = schema.get('type')
-  if isinstance(names, list):
-    return {'anyOf': [_rewrite_schema({**schema, 'type': name}) for name in names]}
-  if names == 'array':
-    schema['items'] = _rewrite_schema(schema['items']) if schema.get('items') else _ANY
-  if names == 'object' and 'properties' in schema:
-    not_ascii = [key for key in schema['properties'] if json.dumps(key) != f'"{key}"']
-    if not_ascii:
-      raise ValueError(
-        f'argument {not_ascii[0]!r}: a name in a grammar is of plain ASCII.'
-      )
-    properties = {
-      key: _rewrite_schema(value) for key, value in schema['properties'].items()
-    }
-    schema = {**schema, 'properties': properties}
-  elif names == 'object':
-    other = schema.get('additionalProperties')
-    schema['additionalProperties'] = (
-      _rewrite_schema(other) if isinstance(other, dict) else _ANY
-    )
-  constrained = set(schema) - {'description', 'title', 'default', 'examples'}
-  return schema if constrained else _ANY
+def _match_call(function: Mapping[str, Any], holes: list[Any]) -> str:
+  """Returns a regular expression for the JSON of a tool's call, as json.dumps writes."""
+  given = function.get('parameters') or {}
+  parameters = {'type': 'object', 'properties': {}, **given}
+  try:
+    tool_schema.check(parameters, 'parameters')
+    arguments = json_grammar.Writer(parameters, ' ', holes).write(parameters)
+    if arguments is None:
+      raise ValueError('no arguments fit them')
+    name = json_texts.write_value(function['name'])
+    return rf'\{{"name": {name}, "arguments": {arguments}\}}'
+  except Exception as error:  # The library that checks raises various types.
+    raise ValueError(
+      f'tool {function["name"]}: its parameters have no grammar ({error}); simplify '
+      'them or play without a grammar.'
+    ) from error
 
 
 def _add_free_text(

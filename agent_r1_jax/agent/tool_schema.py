@@ -41,16 +41,13 @@ def describe(fn: Callable, name: str) -> dict[str, Any]:
 def find_problem(parameters: dict[str, Any], arguments: Mapping[str, Any]) -> str | None:
   """Describes what is wrong with a call's arguments; None if they fit the schema."""
   from jsonschema import exceptions
-  import referencing
 
   properties = parameters.get('properties', {})
   unknown = [key for key in arguments if key not in properties]
   if unknown and parameters.get('additionalProperties', False) is False:
     return f'unknown argument {unknown[0]!r}; it takes {", ".join(properties) or "none"}'
-  # With an empty registry, the library downloads no $ref.
-  validator = _make_validator()(parameters, registry=referencing.Registry())
   try:
-    error = exceptions.best_match(validator.iter_errors(dict(arguments)))
+    error = exceptions.best_match(make_validator(parameters).iter_errors(dict(arguments)))
   except Exception as failure:  # For example, a $ref that leads nowhere.
     return workers.describe_error(failure)
   if error is None:
@@ -77,6 +74,23 @@ def check(schema: Any, name: str):
     ) from None
   if len(_VALID) < _MOST_VALID:
     _VALID.add(text)
+
+
+def make_validator(schema: Any) -> Any:
+  """Makes jsonschema's validator of a schema; see `_make_validator`."""
+  import referencing
+
+  # With an empty registry, the library downloads no $ref.
+  return _make_validator()(schema, registry=referencing.Registry())
+
+
+@functools.cache
+def list_keywords() -> set[str]:
+  """Lists the keywords that jsonschema checks."""
+  from jsonschema import validators
+
+  drafts = validators.Draft7Validator, validators.Draft202012Validator
+  return {name for draft in drafts for name in draft.VALIDATORS}
 
 
 @functools.cache
