@@ -364,3 +364,13 @@ def test_a_tools_call_fulfils_its_schema_too():
     (call,) = call_formats.HERMES.parse(text.decode())
     assert isinstance(call, calls.ToolCall)
     assert tool_schema.find_problem(parameters, call.arguments) is None
+
+
+def test_optional_properties_share_their_states():
+  """Not one chain of states for each property that may be the first."""
+  values = {f'property {i}': {'type': 'string'} for i in range(60)}
+  automaton = grammars.json_schema({'type': 'object', 'properties': values})
+  assert len(automaton.goto) < 60 * 30
+  for keys in ([], [0], [59], [3, 7, 58]):
+    text = json.dumps({f'property {i}': 'x' for i in keys})
+    assert _fits(automaton, text) and not _fits(automaton, text[:-1] + ', }')

@@ -219,16 +219,16 @@ class Writer:
     return f'\\{{{self._write_pairs(pairs)}\\}}'
 
   def _write_pairs(self, pairs: list[tuple[str, bool]]) -> str:
-    first = next((i for i, (_, required) in enumerate(pairs) if required), None)
-    after = [
-      f'{self._comma}{text}' if required else f'(?:{self._comma}{text})?'
-      for text, required in pairs
+    before = [
+      f'(?:{text}{self._comma})' + '?' * (not required) for text, required in pairs
     ]
-    if first is None:
-      texts = [text + ''.join(after[i + 1 :]) for i, (text, _) in enumerate(pairs)]
-      return f'(?:{"|".join(texts)})?' if texts else ''
-    before = [f'(?:{text}{self._comma})?' for text, _ in pairs[:first]]
-    return ''.join([*before, pairs[first][0], *after[first + 1 :]])
+    after = [f'(?:{self._comma}{text})?' for text, _ in pairs]
+    last = max((i for i, (_, required) in enumerate(pairs) if required), default=None)
+    if last is not None:
+      return ''.join([*before[:last], pairs[last][0], *after[last + 1 :]])
+    # By the last one that there is: so most states are shared.
+    texts = [''.join(before[:i]) + text for i, (text, _) in enumerate(pairs)]
+    return f'(?:{"|".join(texts)})?'
 
 
 def _refuse_unknown(schema: Mapping[str, Any]):
