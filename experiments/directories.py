@@ -20,7 +20,7 @@ from agent_r1_jax import fields
 from agent_r1_jax.host import runtime
 from agent_r1_jax.serve import program
 from agent_r1_jax.tasks import directories
-from agent_r1_jax.train import preflight, task_times
+from agent_r1_jax.train import preflight, task_checks
 from experiments import task_list, watched
 from experiments.repairs import mini
 
@@ -44,7 +44,7 @@ def main(_):
     make_env = lambda: program.Program(play)
   if not _CHECK_ONLY.value:  # Before that takes its time.
     with preflight.open_environment(make_env, _CFG.value.limits) as env:
-      task_times.check(env, {'tasks': tasks}, _CFG.value.limits)
+      task_checks.check_times(env, {'tasks': tasks}, _CFG.value.limits)
   start = time.monotonic()
   faults = directories.check(tasks, workers=_WORKERS.value)
   seconds = time.monotonic() - start

@@ -267,6 +267,7 @@ _LOOK_ALIKES = {
   'hermes': '<tool_calls> are written so: ',
   'qwen3_coder': '<tool_calls> or <function> are written so: ',
   'llama3': 'The set {1, 2} and {"name": 3}.\n',
+  'mistral': '[TOOL_CALL] or [TOOL_RESULTS]: ',
   'search_r1': '<searched> ',
   'retool': '<codes> ',
   'react': 'Thought: The best Action is to look. Action: none yet.\n',

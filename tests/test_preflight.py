@@ -16,7 +16,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.tasks import context
-from agent_r1_jax.train import preflight, task_times
+from agent_r1_jax.train import preflight, task_checks
 
 
 @tool_lib.tool
@@ -62,7 +62,7 @@ def test_a_data_set_on_a_disk_is_not_read_whole():
   lazy = grain.MapDataset.source(range(50_000)).map(
     lambda i: read.append(i) or _tasks('word ' * (99 if i < 40 else 1))[0]
   )
-  preflight.check_sets(lazy, {'held_out': lazy})
+  task_checks.check_sets(lazy, {'held_out': lazy})
   tasks, line = _fit(lazy, slots=64, long_prompts='skip')
   # One that does not fit is not learned from; the set stays as it is.
   assert tasks is lazy and line.startswith('1 of 1000 tasks leave no room')
@@ -78,8 +78,8 @@ def test_a_data_set_on_a_disk_is_not_read_whole():
 )
 def test_what_is_no_list_or_no_dict_of_sets_is_named(tasks, evals, message):
   with pytest.raises(ValueError, match=message):
-    preflight.check_sets(tasks, evals)
-  preflight.check_sets(_tasks('x'), {'dev': _tasks('y')})
+    task_checks.check_sets(tasks, evals)
+  task_checks.check_sets(_tasks('x'), {'dev': _tasks('y')})
 
 
 _USER = {'role': 'user', 'content': 'x'}
@@ -110,12 +110,12 @@ def test_the_fields_of_every_task_are_checked(changes, message, where):
   sets[where] = [*good, wrong] if where == 'tasks' else {'dev': [*good, wrong]}
   name = {'tasks': r'tasks', 'evals': r"evals\['dev'\]"}[where]
   with pytest.raises(ValueError, match=rf'{name}\[2\] \(.*\): .*{message}'):
-    preflight.check_sets(**sets)
+    task_checks.check_sets(**sets)
 
 
 def test_a_task_may_be_listed_twice_and_have_no_messages():
   tasks = [*_tasks('x'), *_tasks('x'), types.Task('9', [], ({1, 2}, (3.5, None)))]
-  preflight.check_sets(tasks, {'dev': tasks})
+  task_checks.check_sets(tasks, {'dev': tasks})
 
 
 def _equal(task, messages):
@@ -160,9 +160,9 @@ def test_a_number_is_refused_where_the_reward_compares_text(
     with pytest.raises(
       ValueError, match=f"answer of 'b' is {answer}, .*make answers str"
     ):
-      task_times.check_answers(env, tasks)
+      task_checks.check_answers(env, tasks)
   else:
-    task_times.check_answers(env, tasks)
+    task_checks.check_answers(env, tasks)
 
 
 @pytest.mark.parametrize('messages', [[{'role': 'user'}], [{'content': 'x'}], []])
@@ -253,7 +253,7 @@ def test_limits_below_the_times_of_a_task_are_refused(env, limits, said):
   inner = _env() if 'other' in env else Slow([], lambda *_: 0.0)
   played = context.SlidingWindow(inner, turns=2) if 'wrapped' in env else inner
   tasks = _tasks('x', 'y')
-  check = lambda: task_times.check(
+  check = lambda: task_checks.check_times(
     played, {'tasks': tasks[:1], 'dev': tasks}, config_lib.Limits(**limits)
   )
   if not said:

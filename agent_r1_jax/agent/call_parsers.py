@@ -22,6 +22,7 @@ def _read_json(
   close: re.Pattern[str],
   stop: re.Pattern[str],
   end_tag: str = '',
+  ignored: str = '',
 ) -> tuple[calls.Call, int]:
   """Reads the call that begins with a match; also returns where the call ends.
 
@@ -32,6 +33,7 @@ def _read_json(
     close: What must follow the JSON.
     stop: Where a malformed call ends at the latest.
     end_tag: What errors call the text that `close` matches.
+    ignored: A key that may stand beside these, and is not read.
   """
   reply, start = tag.string, tag.end() - (tag[0] == '{')
   try:
@@ -45,7 +47,7 @@ def _read_json(
     if not isinstance(name, str) or not name:
       raise ValueError('"name" must be the name of a tool')
     key = next((key for key in keys if key in value), keys[0])
-    unknown = [x for x in value if x not in ('name', key)]
+    unknown = [x for x in value if x not in ('name', key, ignored)]
     if unknown and value.get('type') == 'function':
       unknown.remove('type')  # As OpenAI's API has it.
     if unknown:
@@ -145,7 +147,7 @@ def parse_mistral(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
   def read(tag):
     if not 0 <= first <= tag.start():  # Of other JSON, which is the answer.
       return None, tag.end()
-    return _read_json(tag, keys, schemas, _MISTRAL_CLOSE, _MISTRAL_STOP)
+    return _read_json(tag, keys, schemas, _MISTRAL_CLOSE, _MISTRAL_STOP, ignored='id')
 
   return calls.scan(reply, _MISTRAL, read)
 

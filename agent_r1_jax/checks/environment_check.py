@@ -13,7 +13,7 @@ from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import thread_pool, workers
 from agent_r1_jax.serve import program
-from agent_r1_jax.train import preflight, rollout, task_times
+from agent_r1_jax.train import preflight, rollout, task_checks
 
 # A call that blocks the event loop for longer is reported: all other agents wait for it.
 _BLOCKED_SECONDS = 0.3
@@ -128,11 +128,11 @@ def check_env(
   """
   limits = limits or config_lib.Limits()
   try:
-    preflight.check_sets(tasks, None)
+    task_checks.check_sets(tasks, None)
     reset_seconds = min(seconds, limits.reset_seconds)
     bounds = dataclasses.replace(limits, reset_seconds=reset_seconds)
     with preflight.open_environment(make_env, bounds) as env:
-      task_times.check(env, {'tasks': tasks}, limits)
+      task_checks.check_times(env, {'tasks': tasks}, limits)
       if isinstance(env, program.Program):
         return [_check_program(env, tasks[:4], seconds)]
       scripts = list(_write_scripts(tasks[:4], env, solve))

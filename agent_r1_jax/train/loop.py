@@ -27,6 +27,7 @@ from agent_r1_jax.train import (
   prepare,
   rollout,
   schedule,
+  task_checks,
   watch,
 )
 
@@ -89,7 +90,7 @@ def run(
   algorithm = preflight.correct_rounding(config, algorithm)
   preflight.check_config(config, algorithm)
   watcher.check(config)
-  preflight.check_sets(tasks, evals)
+  task_checks.check_sets(tasks, evals)
   with prepare.open_run(
     config,
     workdir,

@@ -23,7 +23,7 @@ from agent_r1_jax.train import (
   run_files,
   setup,
   sizes,
-  task_times,
+  task_checks,
   watch,
 )
 
@@ -109,7 +109,7 @@ def play(
         total = samples * sum(map(len, sets.values()))
         with watcher.count_episodes(label, total) as ended:
           with preflight.open_environment(make_env, config.limits) as env:
-            task_times.check(
+            task_checks.check_times(
               env, {n or 'tasks': s for n, s in sets.items()}, config.limits
             )
             if line := preflight.describe_tool_prompt(chat, env):

@@ -13,7 +13,7 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import messages as messages_lib
-from agent_r1_jax.host import records, thread_pool, workers
+from agent_r1_jax.host import thread_pool, workers
 from agent_r1_jax.models import lora
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.train import identity, player
@@ -139,67 +139,6 @@ def _check_staleness(schedule: config_lib.Schedule, algorithm: algorithms.Algori
       f'schedule.ahead is {schedule.ahead}: schedule.max_refills, and algorithms with a '
       'greedy baseline, play more episodes once a rollout has ended; make ahead 0.'
     )
-
-
-def check_sets(tasks: Any, evals: Any) -> None:
-  """Checks training tasks and evaluation sets: types, ids, messages and answers.
-
-  Raises:
-    ValueError: A set is empty or no set of tasks, or a field of a task is wrong.
-  """
-  _check_tasks(tasks, 'tasks', 'give at least one task to train on')
-  if evals is not None and not isinstance(evals, Mapping):
-    raise ValueError(
-      f'evals is {evals!r:.100}; it must be a dict of sets by their names, such as '
-      "{'held_out': [...]}."
-    )
-  for name, held_out in (evals or {}).items():
-    _check_tasks(held_out, f'evals[{name!r}]', 'give tasks to evaluate, or drop it')
-
-
-def _check_tasks(tasks: Any, name: str, remedy: str):
-  """Raises ValueError unless a value is a sequence of tasks with a task in it.
-
-  Of a large data set only some are read. `remedy` says what to do about an empty one.
-  """
-  seen: dict[str, types.Task] = {}
-  is_list = isinstance(tasks, list | tuple)
-  listed = hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')
-  if isinstance(tasks, str) or not listed:
-    raise ValueError(f'{name} is {tasks!r:.100}; it must be a list of types.Task.')
-  for number, task in identity.sample_tasks(tasks):
-    if not isinstance(task, types.Task):
-      raise ValueError(
-        f'{name}[{number}] is {task!r:.100}; it must be a types.Task, such as '
-        "types.Task('1', [{'role': 'user', 'content': 'the question'}], 'the answer')."
-      )
-    if not isinstance(task.messages, list | tuple):
-      raise ValueError(
-        f'{name}[{number}] ({task.id!r}): messages is {task.messages!r:.100}; it must be '
-        "a list: [{'role': 'user', 'content': 'the question'}]."
-      )
-    try:
-      _check_task(task, seen.setdefault(task.id, task) if is_list else task)
-    except ValueError as error:
-      raise ValueError(f'{name}[{number}] ({task.id!r}): {error}') from None
-  if len(tasks) == 0:
-    raise ValueError(f'{name} is empty: {remedy}.')
-
-
-def _check_task(task: types.Task, first: types.Task):
-  """Raises ValueError for a wrong field; `first` is the first task of this id."""
-  if not isinstance(task.id, str) or not task.id.strip():
-    raise ValueError('id must be a string that is not blank.')
-  if first is not task and first.messages != task.messages:
-    raise ValueError('id is that of another task; give each task its own.')
-  for message in task.messages:
-    messages_lib.check(message)
-  try:
-    records.pack(task.answer)
-  except ValueError as error:
-    raise ValueError(
-      f'answer is {task.answer!r:.80}, which {error}; give text, numbers, lists, dicts.'
-    ) from None
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from agent_r1_jax.train import (
   schedule,
   setup,
   sizes,
-  task_times,
+  task_checks,
   watch,
 )
 
@@ -79,8 +79,8 @@ def open_run(
   """
   with preflight.open_environment(make_env, config.limits) as env:
     sets = {**evals, 'tasks': tasks}
-    task_times.check(env, sets, config.limits)
-    task_times.check_answers(env, tasks)
+    task_checks.check_times(env, sets, config.limits)
+    task_checks.check_answers(env, tasks)
     made_of = identity.describe_run(algorithm, env, tasks, privileged, guides)
     identity.check_hosts(config, made_of, sets)
     config = sizes.resolve(config, algorithm, workdir)

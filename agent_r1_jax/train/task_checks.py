@@ -1,0 +1,131 @@
+"""Checks of tasks before a run: their fields, their answers, and the times they need.
+
+Limits must leave tasks the time that their environment says they need: nothing is learned
+from an episode that is late, so code that hangs the tests of a task would escape a bad
+reward, if the limits were below the task's own times.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+import contextlib
+import dataclasses
+from typing import Any
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import messages as messages_lib
+from agent_r1_jax.host import records, thread_pool
+from agent_r1_jax.train import identity
+
+_FORMS = '{}', '<answer>{}</answer>', '\\boxed{{{}}}'
+
+
+def check_sets(tasks: Any, evals: Any) -> None:
+  """Checks training tasks and evaluation sets: types, ids, messages and answers.
+
+  Raises:
+    ValueError: A set is empty or no set of tasks, or a field of a task is wrong.
+  """
+  _check_tasks(tasks, 'tasks', 'give at least one task to train on')
+  if evals is not None and not isinstance(evals, Mapping):
+    raise ValueError(
+      f'evals is {evals!r:.100}; it must be a dict of sets by their names, such as '
+      "{'held_out': [...]}."
+    )
+  for name, held_out in (evals or {}).items():
+    _check_tasks(held_out, f'evals[{name!r}]', 'give tasks to evaluate, or drop it')
+
+
+def _check_tasks(tasks: Any, name: str, remedy: str):
+  """Raises ValueError unless a value is a sequence of tasks with a task in it.
+
+  Of a large data set only some are read. `remedy` says what to do about an empty one.
+  """
+  seen: dict[str, types.Task] = {}
+  is_list = isinstance(tasks, list | tuple)
+  listed = hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')
+  if isinstance(tasks, str) or not listed:
+    raise ValueError(f'{name} is {tasks!r:.100}; it must be a list of types.Task.')
+  for number, task in identity.sample_tasks(tasks):
+    if not isinstance(task, types.Task):
+      raise ValueError(
+        f'{name}[{number}] is {task!r:.100}; it must be a types.Task, such as '
+        "types.Task('1', [{'role': 'user', 'content': 'the question'}], 'the answer')."
+      )
+    if not isinstance(task.messages, list | tuple):
+      raise ValueError(
+        f'{name}[{number}] ({task.id!r}): messages is {task.messages!r:.100}; it must be '
+        "a list: [{'role': 'user', 'content': 'the question'}]."
+      )
+    try:
+      _check_task(task, seen.setdefault(task.id, task) if is_list else task)
+    except ValueError as error:
+      raise ValueError(f'{name}[{number}] ({task.id!r}): {error}') from None
+  if len(tasks) == 0:
+    raise ValueError(f'{name} is empty: {remedy}.')
+
+
+def _check_task(task: types.Task, first: types.Task):
+  """Raises ValueError for a wrong field; `first` is the first task of this id."""
+  if not isinstance(task.id, str) or not task.id.strip():
+    raise ValueError('id must be a string that is not blank.')
+  if first is not task and first.messages != task.messages:
+    raise ValueError('id is that of another task; give each task its own.')
+  for message in task.messages:
+    messages_lib.check(message)
+  try:
+    records.pack(task.answer)
+  except ValueError as error:
+    raise ValueError(
+      f'answer is {task.answer!r:.80}, which {error}; give text, numbers, lists, dicts.'
+    ) from None
+
+
+def check_answers(env: Any, tasks: Sequence[types.Task]) -> None:
+  """Raises ValueError for numbers as answers where a ToolEnv's reward compares text.
+
+  The first of them, given as a reply, gets less then than if it were text.
+  """
+  while getattr(env, 'keeps_opening', False):
+    env = env.env
+  numbers = (t for _, t in identity.sample_tasks(tasks) if type(t.answer) in (int, float))
+  if not isinstance(env, env_lib.ToolEnv) or (task := next(numbers, None)) is None:
+    return
+  as_text = dataclasses.replace(task, answer=str(task.answer))
+
+  async def compare():
+    for form in _FORMS:
+      reply = form.format(task.answer)
+      with contextlib.suppress(Exception):  # Of either kind of answer.
+        if await env.score(task, reply) < await env.score(as_text, reply):
+          return reply
+
+  if reply := thread_pool.POOL.submit(lambda: asyncio.run(compare())).result():
+    raise ValueError(
+      f'tasks: the answer of {task.id!r} is {task.answer!r}, and the reply {reply!r} '
+      'gets a higher reward where it is text: make answers strings, or compare numbers.'
+    )
+
+
+def check_times(
+  env: Any, sets: Mapping[str, Sequence[types.Task]], limits: config_lib.Limits
+) -> None:
+  """Refuses limits below what `env.least_limits` says of a task, if it has that method.
+
+  `sets` has the tasks by the name of their set in messages.
+
+  Raises:
+    ValueError: The message names the field and the task.
+  """
+  if not hasattr(env, 'least_limits'):
+    return
+  for name, tasks in sets.items():
+    for number, task in identity.sample_tasks(tasks):
+      for field, least in env.least_limits(task).items():
+        if getattr(limits, field) < least:
+          raise ValueError(
+            f'limits.{field} is {getattr(limits, field):g}, and {name}[{number}] '
+            f'({task.id!r}) needs {least:g}: raise it. Nothing is learned from an '
+            'episode that is late, so the agent could escape a bad reward.'
+          )
