@@ -119,6 +119,9 @@ def make_call(name, arguments, id_):
   }
 
 
+THOUGHTS = {'reasoning_content': 'I think.'}
+
+
 def openai_messages():
   """As an OpenAI client has them: ids of its own, JSON in strings."""
   call = lambda i, q: make_call('search', json.dumps({'query': q}), f'call_{i}')
@@ -132,7 +135,7 @@ def openai_messages():
     {'role': 'user', 'content': 'Who?'},
     turn([call(0, 'asked1')], 'So:'),
     answer(0, 'nonce1'),
-    turn([call(1, 'asked2'), call(2, 'asked3')]),
+    turn([call(1, 'asked2'), call(2, 'asked3')]) | THOUGHTS,
     answer(2, 'nonce3'),
     answer(1, 'nonce2'),
     turn([make_call('search', '{"query', 'call_3')]),
@@ -197,6 +200,8 @@ DIALECTS = {
 @pytest.mark.parametrize('dialect', DIALECTS)
 def test_calls_and_answers_of_clients_are_in_the_prompt(name, dialect, chats):
   chat, request = chats(name), DIALECTS[dialect]()
+  thoughts = [m.get('reasoning_content') for m in request.messages]
+  assert thoughts.count('I think.') == (dialect == 'chat')
   messages = requests.to_chat(request.messages, chat.format)
   text = text_of(chat, chat.encode_prompt(messages, request.tools))
   found = [text.find(f'asked{i}') for i in (1, 2, 3)]
@@ -206,7 +211,7 @@ def test_calls_and_answers_of_clients_are_in_the_prompt(name, dialect, chats):
 
 def test_calls_and_thoughts_of_a_message_are_written(name, chats):
   chat, messages = chats(name), openai_messages()[:4]
-  messages[1]['reasoning_content'] = messages[3]['reasoning_content'] = 'I think.'
+  messages[1] |= THOUGHTS
   text = text_of(chat, chat.encode_prompt([*messages[:3], USER][:3]))
   assert 'asked1' in text and 'nonce1' in text and 'So:' in text
   for message in (messages[1], messages[3]):
@@ -236,6 +241,7 @@ def test_structured_calls_are_as_the_template_writes_them(name, chats):
   if name not in ('mistral-v0.3', 'nemo', 'llama3.2', 'qwen2.5'):
     return
   chat, messages = chats(name), openai_messages()
+  del messages[3]['reasoning_content']  # Those of three do not write it.
   if name == 'llama3.2':
     messages = [messages[0], messages[1] | {'content': ''}, messages[2]]
   else:
@@ -292,7 +298,7 @@ def test_tools_stand_where_the_template_moves_them(chats):
 def test_sft_trains_on_calls_and_thoughts_in_openais_form(name, chats):
   chat, messages = chats(name), openai_messages()
   del messages[6:8]  # The malformed call.
-  messages[1] |= {'reasoning_content': 'I think.'}
+  messages[1] |= THOUGHTS
   messages[1]['content'] = [{'type': 'text', 'text': 'So:'}]
   del messages[3]['content']
   s = sft.segment(chat, sft.Conversation(messages[:-1], TOOLS))
@@ -308,7 +314,7 @@ def test_sft_trains_on_calls_and_thoughts_in_openais_form(name, chats):
 @pytest.mark.parametrize('model', ['qwen2.5', 'qwen3'])
 def test_a_reply_in_openais_form_is_as_the_template_writes_it(model, chats):
   chat, message = chats(model), openai_messages()[3]
-  message |= {'reasoning_content': 'I think.'} if model == 'qwen3' else {}
+  message |= {'reasoning_content': 'I think.' if model == 'qwen3' else ''}
   given = json.loads(json.dumps(message)) | {'content': ''}
   for call in given['tool_calls']:
     call['function']['arguments'] = json.loads(call['function']['arguments'])

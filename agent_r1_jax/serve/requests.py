@@ -144,6 +144,7 @@ class _Message(TypedDict):
   name: NotRequired[str | None]
   tool_calls: NotRequired[Annotated[list[_Call] | None, _Items()]]
   tool_call_id: NotRequired[str | None]
+  reasoning_content: NotRequired[str | None]
 
 
 class _Request(pydantic.BaseModel):
@@ -297,6 +298,8 @@ class ChatRequest(_Request):
       role = 'system' if given['role'] == 'developer' else given['role']
       message: types.Message = {'role': role, 'content': given.get('content', '')}
       if role == 'assistant':
+        if thoughts := given.get('reasoning_content'):
+          message['reasoning_content'] = thoughts
         message['calls'] = []
         for i, call in enumerate(given.get('tool_calls') or ()):
           name, text = call['function']['name'], call['function'].get('arguments') or ''
