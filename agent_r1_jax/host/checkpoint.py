@@ -161,7 +161,8 @@ class Checkpointer:
         be read, or there have been checkpoints and none is there.
     """
     self.wait()
-    steps, newest = self.steps, self._read_record() or '0'
+    steps, recorded = self.steps, self._read_record()
+    newest = recorded[-1] if recorded else '0'
     aside = self.directory / f'{newest}.unreadable'
     if steps and steps[-1] < int(newest) and not aside.exists():
       text = f'the checkpoint of step {newest} is gone from {self.directory}: was it '
@@ -181,7 +182,8 @@ class Checkpointer:
         f'{", ".join(aside)}. Put a sound copy of one there under its number, or give '
         'another workdir to start anew'
       )
-    if (step := self._read_record()) is not None:
+    if recorded:
+      step = recorded[0]
       raise ValueError(
         f'the checkpoint of step {step} was completed, and there is no checkpoint in '
         f'{self.directory}: were they deleted? Put them back, or give another workdir to '
@@ -213,11 +215,15 @@ class Checkpointer:
     for folder in self.directory.glob(f'{self._writing}{_UNFINISHED}'):
       # Orbax writes the time of the commit into this file later.
       checksums.write(folder, exclude=['_CHECKPOINT_METADATA'])
-      disk.write_atomically(self._record, f'{self._writing}\n'.encode())
+      self._write_record([*self._read_record()[:1], self._writing])
 
-  def _read_record(self) -> str | None:
-    """Returns the newest checkpoint's step as text; None if there has been none."""
-    return self._record.read_text().strip() if self._record.exists() else None
+  def _read_record(self) -> list[str]:
+    """Returns the step of the first checkpoint, if any, and that of the newest."""
+    return self._record.read_text().split() if self._record.exists() else []
+
+  def _write_record(self, steps: list) -> None:
+    text = ''.join(f'{step}\n' for step in steps)
+    disk.write_atomically(self._record, text.encode())
 
   def _correct_record(self) -> None:
     """Takes back the record of a checkpoint that was not completed.
@@ -225,12 +231,10 @@ class Checkpointer:
     The record is written before the checkpoint gets its final name. After a kill between
     the two, the unfinished checkpoint is still there, and the run may start anew.
     """
-    step = self._read_record()
-    if step is not None and any(self.directory.glob(f'{step or "*"}{_UNFINISHED}')):
+    recorded = self._read_record()
+    if recorded and any(self.directory.glob(f'{recorded[-1]}{_UNFINISHED}')):
       done = [int(p.name) for p in self.directory.glob('*') if p.name.isdecimal()]
-      self._record.unlink()
-      if done:
-        disk.write_atomically(self._record, f'{max(done)}\n'.encode())
+      self._write_record([*recorded[:-1], *sorted(done)[-1:]])
 
   def _check_checksums(self, step: int) -> None:
     """Raises _UnreadableError in all processes if a file differs from its checksum."""
