@@ -48,6 +48,8 @@ _SCHEMAS = [
   {**_NAMED, 'anyOf': [{'required': ['a']}, {'required': ['b']}]},
   {'enum': [1, 'a', None, 2.5, {'b': '"'}], 'type': ['string', 'null', 'object']},
   {'enum': ['a', 'bb', 'ccc'], 'not': {'const': 'bb'}, 'minLength': 2},
+  {'enum': ['<', '>=', '<b> #&~-"\\\t\x7f'], 'type': 'string'},
+  {'type': 'object', 'properties': {'<': {'type': 'null'}, 'a > b': {'const': '<'}}},
   {'allOf': [{'enum': ['a', 'bb', 1]}, {'type': 'string'}, {'pattern': '^b'}]},
   {'$ref': '#/$defs/n', 'minimum': 3, '$defs': {'n': {'type': 'integer', 'maximum': 7}}},
   {'$ref': '#/$defs/t', '$defs': {'t': _TREE}},
@@ -76,6 +78,7 @@ _SCHEMAS = [
 ]
 _PATTERNS = [
   *('^.{2}$', '^".*"$', '^[a-z]+-[0-9]+$', 'ab', '^(a|bc)*$', r'\W', r'^\S+$', r'[^\w]$'),
+  *(r'(^|\W)b*(a|\W*$)', '^(a*|(b$)+|.)'),
   *('^a|b$', '(^|,)x', r'\d{2,3}$', r'^[^"\\/]*$', r'^\/\u00e9$', '^$', 'a?$'),
 ]
 _SCHEMAS += [{'type': 'string', 'pattern': pattern} for pattern in _PATTERNS]

@@ -145,8 +145,8 @@ def mark_hole(number: int) -> str:
 def fill(automaton: Acceptor, holes: Sequence[Acceptor]) -> Acceptor:
   """Puts automata into the places that `mark_hole` has marked in an expression.
 
-  Each has one state in which it matches, which nothing follows, as the quote that ends a
-  string. What begins alike is told apart by sets of states.
+  Nothing follows where one of them matches, such as the quote that ends a string. Those
+  that begin alike are told apart by sets of states.
   """
   if not holes:
     return automaton
@@ -159,9 +159,8 @@ def fill(automaton: Acceptor, holes: Sequence[Acceptor]) -> Acceptor:
       for byte in mark_hole(number).encode():
         after = int(goto[after, byte]) if after >= 0 else -1
       if after >= 0:
-        (end,) = np.flatnonzero(ends)
-        block = np.where(inner < 0, -1, inner + size)
-        blocks.append(np.where(inner == end, after, block))
+        block = np.where(ends[inner], after, inner + size)
+        blocks.append(np.where(inner < 0, -1, block))
         begins.setdefault(state, []).append(size)
         size += len(inner)
         _check_size(size, _MAX_STATES, 'states')

@@ -44,7 +44,7 @@ _FORMATS = {
 def write_value(value: Any) -> str:
   """Writes the JSON of a value."""
   text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-  return re.sub(r'[!-/:-@\[-`{-~]', r'\\\g<0>', text)
+  return re.escape(text)
 
 
 def repeat(least: float, most: float) -> str:
@@ -78,7 +78,6 @@ def write_string(schema: Mapping[str, Any], holes: list[Any]) -> str | None:
   return byte_automata.mark_hole(holes.index(key))
 
 
-@functools.cache
 def compile_string(expressions: tuple[str, ...]) -> byte_automata.Acceptor:
   """Compiles a hole: strings, in JSON, that all expressions of `write_string` match."""
   automata = map(byte_automata.compile_regex, expressions)
