@@ -149,6 +149,9 @@ _CASES = {
       ['Expecting value', run('1')],
     ),
     ('<think>[TOOL_CALLS] {"name": "now"}</think>Hm.', []),
+    # Objects in the text around a call are no calls.
+    ('In {1}, {2} it is [TOOL_CALLS] [{"name": "now"}]', [ToolCall('now', {})]),
+    ('[TOOL_CALLS] [{"name": "now"}]\nOf {1}, {2}, {3}.', [ToolCall('now', {})]),
   ],
   'qwen3_coder': [
     ('I would use a <function> here.', []),

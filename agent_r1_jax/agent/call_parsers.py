@@ -142,14 +142,12 @@ def parse_mistral(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
 
   An object alone is understood as a list of one. A call may have an "id".
   """
-  keys, first = ('arguments', 'parameters'), reply.find('[TOOL_CALLS]')
-
-  def read(tag):
-    if not 0 <= first <= tag.start():  # Of other JSON, which is the answer.
-      return None, tag.end()
-    return _read_json(tag, keys, schemas, _MISTRAL_CLOSE, _MISTRAL_STOP, ignored='id')
-
-  return calls.scan(reply, _MISTRAL, read)
+  keys, options = ('arguments', 'parameters'), {'ignored': 'id'}
+  return calls.scan(
+    reply,
+    _MISTRAL,
+    lambda tag: _read_json(tag, keys, schemas, _MISTRAL_CLOSE, _MISTRAL_STOP, **options),
+  )
 
 
 def render_mistral(call: ToolCall) -> str:

@@ -129,7 +129,7 @@ def scan(
 
   Args:
     reply: The reply.
-    pattern: THINK, and what begins a call.
+    pattern: THINK, and what begins a call; a comma does right after another call.
     read: Returns the call that begins with a match, and where it ends; None in place of
       the call is the agent's final answer, after which no call counts.
   """
@@ -137,7 +137,8 @@ def scan(
   thoughts, position, malformed = _Thoughts(calls), 0, 0
   while malformed < MAX_MALFORMED and (tag := pattern.search(reply, position)):
     position = tag.end()
-    if thoughts.note(tag[0]):
+    follows = calls and calls[-1] and calls[-1].end == tag.start()
+    if thoughts.note(tag[0]) or (tag[0].startswith(',') and not follows):
       continue
     call, position = read(tag)
     begin = tag.start() + len(tag[0]) - len(tag[0].lstrip())
