@@ -7,6 +7,7 @@ stand for the others, and a placeholder becomes the name again, in ordinary toke
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import itertools
 import re
 from typing import Any
 
@@ -109,9 +110,10 @@ class ControlTokens:
 
 def find_unused_mark(text: str, mark: str = _MARK) -> str:
   """Returns a mark that does not occur in a text."""
-  while mark in text:
-    mark += 'x'
-  return mark
+  if mark not in text:
+    return mark
+  found = set(re.findall(rf'{mark}(\d+)', text))
+  return next(f'{mark}{i}k' for i in itertools.count() if str(i) not in found)
 
 
 def _match_any(tokens: Iterable[str], words: Collection[str] = ()) -> re.Pattern[str]:
