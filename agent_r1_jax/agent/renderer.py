@@ -26,6 +26,7 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 # Stands for a reply in a rendering; no template's own text contains it.
 _REPLY = 'qzreplyqz'
 USER = {'role': 'user', 'content': 'x'}
+_MAX_HISTORY = 16  # Turns before a reply that a template sees.
 
 
 class Renderer:
@@ -106,10 +107,10 @@ class Renderer:
 
     Before the reply comes what the system and the user said, since templates derive from
     it how later turns are written. Earlier replies, and what tools answered to them, are
-    left out: to the template the turns alternate, whatever was called.
+    left out: to the template the turns alternate, whatever was called. Of many turns it
+    gets the first one and the last ones, so that its cost is bounded.
     """
-    word = control_tokens.find_unused_mark(repr((history, messages)), _REPLY)
-    reply, opening = {'role': 'assistant', 'content': word}, []
+    reply, opening = {'role': 'assistant', 'content': ''}, []
     for message in history:
       if message['role'] in ('system', 'user'):
         opening.append(message)
@@ -119,6 +120,11 @@ class Renderer:
       opening.append(USER)
     if opening[-1] is not reply:
       opening.append(reply)
+    turns = [i + 1 for i, message in enumerate(opening) if message is reply]
+    if len(turns) > _MAX_HISTORY:
+      opening[turns[0] : turns[-_MAX_HISTORY]] = []
+    word = control_tokens.find_unused_mark(repr((opening, messages)), _REPLY)
+    reply['content'] = word
     messages = [*opening, *messages]
     text, mark = self._render(messages, self._select_tools(tools), **template_kwargs)
     return text.rpartition(word)[2], mark
