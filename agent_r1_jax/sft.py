@@ -9,6 +9,7 @@ import optax
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.models.vision_config import VisionConfig
 from agent_r1_jax.rl import learner, losses, optimizers, packing, spans, table
@@ -73,7 +74,7 @@ def _likelihood(stats, batch):
 def segment(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
   """Encodes a conversation as a rollout would have: prompt, reply, delta, reply, ..."""
   messages = conversation.messages
-  if not messages or messages[-1]['role'] != 'assistant':
+  if not messages or messages_lib.check(messages[-1])['role'] != 'assistant':
     raise ValueError('A conversation must end with a message of the assistant.')
   return encode(chat, conversation)
 

@@ -69,6 +69,17 @@ def test_a_conversation_ends_with_a_reply(chat, messages):
     sft.segment(chat, sft.Conversation(messages))
 
 
+@pytest.mark.parametrize(
+  'message', [{'content': 'x'}, {'role': 'usr', 'content': 'x'}, 3]
+)
+def test_a_message_without_a_role_is_refused(chat, message):
+  for messages in ([message], [*_MESSAGES[:3], message], [message, _MESSAGES[2]]):
+    with pytest.raises(ValueError, match='has the role|is no message'):
+      sft.encode(chat, sft.Conversation(messages))
+  with pytest.raises(ValueError, match='has the role|is no message'):
+    sft.segment(chat, sft.Conversation([message]))
+
+
 def test_repeats_are_strings_whose_repetition_alone_is_learnt():
   made = list(induction.repeats(0, 64, 2000))
   sizes = [len(s.tokens) for s in made]

@@ -285,6 +285,19 @@ def test_the_date_is_that_of_the_run(model, said, chats):
     config_lib.Chat(date='today').check()
 
 
+def test_a_turn_is_rendered_with_few_others(chats, monkeypatch):
+  """Not with all of them, which would take quadratic time."""
+  chat, counts, render = chats('gemma3'), [], tokenizer_lib.render
+  spy = lambda x, messages, *more: (
+    counts.append(len(messages)),
+    render(x, messages, *more),
+  )
+  monkeypatch.setattr(tokenizer_lib, 'render', lambda *args: spy(*args)[1])
+  messages = [USER, {'role': 'assistant', 'content': 'x'}] * 60
+  assert len(chat.encode_turns(messages)) == len(messages)
+  assert max(counts) < 40
+
+
 def test_tools_stand_where_the_template_moves_them(chats):
   chat = chats('mistral-v0.3')
   said, reply = [{'role': 'user', 'content': 'Again?'}], {'role': 'assistant'}
@@ -334,6 +347,9 @@ def test_a_reply_in_openais_form_is_as_the_template_writes_it(model, chats):
     ({'tool_calls': [make_call('search', '{"query', 'a')]}, 'is no call of a tool'),
     ({'tool_calls': [make_call('search', '[1]', 'a')]}, 'is no call of a tool'),
     ({'tool_calls': ['search']}, 'is no call of a tool'),
+    ({'tool_calls': 3}, 'is no call of a tool'),
+    ({'tool_calls': [make_call(3, '{}', 'a')]}, 'its name is no text'),
+    ({'tool_calls': [make_call('search', '{"n": NaN}', 'a')]}, 'not finite'),
     ({'content': [{'type': 'audio'}]}, 'is no part of a message'),
   ],
 )

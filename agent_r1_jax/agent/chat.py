@@ -171,6 +171,7 @@ class Chat(renderer_lib.Renderer):
     Returns:
       The tokens of each part, int32 [T], and whether it is a reply.
     """
+    messages = [*map(messages_lib.check, messages)]
     parts, start = [], 0
     options = {'tools': tools, 'max_tokens': max_tokens, **template_kwargs}
     for i, message in enumerate(messages):

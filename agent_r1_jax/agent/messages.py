@@ -28,6 +28,7 @@ def check(message: types.Message) -> types.Message:
     )
   content, is_reply = message.get('content'), message['role'] == 'assistant'
   calls = message.get('tool_calls') or () if is_reply else ()
+  calls = calls if isinstance(calls, list | tuple) else [calls]
   has_more = calls or (is_reply and message.get('reasoning_content'))
   if not isinstance(content, str | list) and (content is not None or not has_more):
     problem = 'no content' if content is None else f'a content of {type(content)}'
@@ -45,7 +46,10 @@ def _read_call(call: Any) -> types.Message:
   try:
     function = call['function']
     name, arguments = function['name'], function.get('arguments') or {}
+    if not isinstance(name, str):
+      raise ValueError('its name is no text')
     arguments = calls_lib.to_arguments(arguments, name, (), '"arguments"')
+    calls_lib.check_json(name, arguments)
   except (LookupError, TypeError, AttributeError, ValueError) as error:
     raise ValueError(
       f'{call!r:.200} is no call of a tool ({error}): give {{"type": "function", '
