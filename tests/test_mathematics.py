@@ -9,6 +9,7 @@ import pytest
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env
+from agent_r1_jax.host import isolated
 from agent_r1_jax.tasks import mathematics
 
 GSM8K = {'question': 'What is 3 * 4?', 'answer': 'It is <<3*4=12>>12.\n#### 1,012'}
@@ -213,3 +214,9 @@ def test_golden_answers_of_the_real_rows(name, rows, data_dir):
       assert mathematics.is_equal(boxed, golden), (text, golden)
   for golden, other in zip(goldens, goldens[1:], strict=False):
     assert not mathematics.is_equal(other, golden), (other, golden)
+
+
+@pytest.mark.parametrize('part', ['.', r'\,', ' ', '$', '1', '1.'])
+async def test_a_long_answer_is_rewritten_in_linear_time(part):
+  rewrite = isolated.in_subprocess(mathematics._rewrite, seconds=60.0)
+  assert 'x' in await rewrite(part * 100_000 + 'x')

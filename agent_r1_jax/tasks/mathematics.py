@@ -36,9 +36,10 @@ _UNBRACED = re.compile(r'([^$\n{}]*)\$|([^\s$]+)')  # MATH also has \boxed 9$.
 _BRACE = re.compile(r'\\.|[{}]', re.DOTALL)
 _BASE = re.compile(r'(?<=[\dA-Z}])_\{?(\d+)')
 _REPEATING = re.compile(
-  r'(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\))'
+  r'(?<!\d)(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\))'
 )
-_END = r'(?:[.,;:]|(?<!\\)\$|\\[,;: ]|\s)+$'
+# It begins where a run of them does: else a long run would take quadratic time.
+_END = r'(?<![.,;:\s\\])(?<!(?<!\\)\$)(?:[.,;:]|(?<!\\)\$|\\[,;: ]|\s)+$'
 _THOUSANDS = r'(?<![\d.])(\d{1,3}(?:(?:\\[,;:! ]|~|\{,\}|\s)+\d{3})+)(?!\d)'
 _TEXT = r'\\(?:text|mbox|math)(?:rm|bf|it)?\s*\{'
 # What math-verify does not read, and what it reads in its place, in turn.
