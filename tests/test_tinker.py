@@ -43,6 +43,13 @@ def learn():
   return learning.Learning(TINY, params(), packing.MicrobatchShape(2, ROW), RANK)
 
 
+def finish(steps):
+  """Runs all steps of a pass; returns its result."""
+  while (end := work._advance(steps)) is None:
+    pass
+  return end[0]
+
+
 @functools.cache
 def engine():
   return tiny.engine(
@@ -659,7 +666,7 @@ def test_targets_that_are_not_the_next_token():
     data_lib.make_datum(TEXT, {'target_tokens': y[:, 1]}),
   ]
   data_lib.check(data, tiny.VOCAB, ROW)
-  found, plain = learn().forward(learn().no_adapter, data).logprobs
+  found, plain = finish(learn().score(learn().no_adapter, data)).logprobs
   np.testing.assert_array_equal(plain, found[:, 1])
   for i, k in [(0, 0), (2, 2), (2, 1), (5, 2), (7, 0), (7, 2)]:
     text = np.append(TEXT[: i + 1], y[i, k]).astype(np.int32)
@@ -692,7 +699,7 @@ def test_others_are_served_between_the_micro_batches_of_a_long_request():
   data = [data_lib.make_datum(TEXT[:7], {'target_tokens': np.ma.array(TEXT[1:])})]
   data *= 160  # Of one text, but cut where the entries of a row are full.
   run, loss = learn().start(SHAPE), losses_lib.Losses().find('cross_entropy', {})
-  want = learn().forward_backward(run, data, loss)
+  want = finish(learn().differentiate(run, data, loss))
   gradients = run.gradients
   assert gradients is not None
 
@@ -746,7 +753,7 @@ def test_a_gradient_is_the_learners():
   ]
   run.state = run.state._replace(params=_disturb(run.state.params))
   loss = losses_lib.Losses().find('cross_entropy', {})
-  learn().forward_backward(run, data, loss)
+  finish(learn().differentiate(run, data, loss))
   segments = [types.Segment(t, t >= 0, np.zeros(len(t))) for t in (TEXT, longer)]
   tokens = table.from_segments(segments)
   advantages = np.concatenate([[0], weights, [0], np.ones(len(longer) - 1)])
@@ -774,7 +781,7 @@ def test_a_gradient_is_the_learners():
   once = np.array(run.gradients.learned['layers']['attn']['q']['lora_b'])
   assert not once[:, 2:].any() and once.any()
   # Two passes add up, and a step uses them up.
-  learn().forward_backward(run, data, loss)
+  finish(learn().differentiate(run, data, loss))
   again = run.gradients.learned['layers']['attn']['q']['lora_b']
   np.testing.assert_allclose(again, 2 * once, rtol=1e-5)
   learn().optim_step(run, learning.AdamParams(0.1, 0.9, 0.95, 1e-12, 0.0, 0.0))
@@ -852,7 +859,7 @@ def test_gspo_takes_the_ratio_over_the_masks_tokens():
   def compute(**more):
     arrays = {k: np.ma.array(v) for k, v in (columns | more).items()}
     datum = data_lib.make_datum(TEXT[:7], arrays)
-    return learn().forward(learn().no_adapter, [datum], loss)
+    return finish(learn().score(learn().no_adapter, [datum], loss))
 
   found = compute(sequence_ratio_mask=mask)
   ratio = np.exp((found.logprobs[0] - old)[3:].mean())

@@ -148,21 +148,6 @@ class Learning:
       state = state._replace(opt_state=chain, step=count())
     return Run(shape, state)
 
-  def forward(
-    self,
-    adapter: decoder.Params,
-    data: Sequence[data_lib.Datum],
-    loss: losses_lib.Loss | None = None,
-  ) -> Result:
-    """Computes log-probs, and the loss if there is one, at once; see `score`."""
-    return _finish(self.score(adapter, data, loss))
-
-  def forward_backward(
-    self, run: Run, data: Sequence[data_lib.Datum], loss: losses_lib.Loss
-  ) -> Result:
-    """Adds the gradient of the loss to the run's, at once; see `differentiate`."""
-    return _finish(self.differentiate(run, data, loss))
-
   def score(
     self,
     adapter: decoder.Params,
@@ -298,14 +283,6 @@ def _check_finite(tree: Any) -> Any:
         'step was too large. Load an earlier state, and lower the learning rate'
       )
   return tree
-
-
-def _finish(steps: Steps) -> Result:
-  while True:
-    try:
-      next(steps)
-    except StopIteration as end:
-      return end.value
 
 
 def _score(loss: losses_lib.Loss, logprobs: np.ndarray, batch: types.Batch) -> np.ndarray:
