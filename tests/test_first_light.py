@@ -1,15 +1,25 @@
 """First light: its plan, its limits, parts that go wrong, and its table."""
 
+from concurrent import futures
 import json
 import os
 import pathlib
+import threading
 
 import numpy as np
 import pytest
 import script
 
 from experiments.bench import first_light
-from experiments.bench.light import lines, policy, profile, report, sampler, update
+from experiments.bench.light import (
+  lines,
+  policy,
+  profile,
+  quickstart,
+  report,
+  sampler,
+  update,
+)
 
 Part = first_light.Part
 
@@ -54,6 +64,7 @@ def test_a_part_that_fails_is_one_line_and_the_next_one_follows(
   monkeypatch.setattr(first_light, 'make_environment', lambda out: environment)
   first_light.run([fault(how), fault('works')], 120, tmp_path, 'tiny')
   found = lines.read(tmp_path)
+  assert word in (tmp_path / 'report.md').read_text()
   (failed,) = [
     line['failed'] for line in found if line['part'] == how and 'failed' in line
   ]
@@ -61,7 +72,6 @@ def test_a_part_that_fails_is_one_line_and_the_next_one_follows(
   # What it knew before it failed is kept.
   kept = [line['part'] for line in found if line['what'] == 'before']
   assert kept == [how, 'works']
-  assert not first_light.has_failed(tmp_path, 'works')
 
 
 def test_a_part_that_hangs_is_ended_with_its_children(tmp_path, environment):
@@ -96,6 +106,74 @@ def test_a_kernel_that_fails_its_check_is_left_out_of_the_later_parts(
   monkeypatch.setattr(first_light, 'run_part', run_part)
   first_light.run(first_light.PARTS[:4], 600, tmp_path, 'full')
   assert given == [('card', None), ('rows', None), ('slots', '0'), ('policy', '0')]
+
+
+def test_only_the_newest_lines_of_a_folder_count(tmp_path, monkeypatch, environment):
+  """After a first try, the same command is given again."""
+  monkeypatch.setattr(lines, 'out', lambda: tmp_path)
+  lines.write(tmp_path, 'rows', {'what': 'rows', 'failed': 'ended after its 35 s'})
+  for rate in 1e12, 3e12:
+    lines.write(tmp_path, 'card', lines.make('copy', rate, 'bytes/s'))
+  given = []
+  run_part = lambda part, limit, out, shape, environment: given.append({**environment})
+  monkeypatch.setattr(first_light, 'make_environment', lambda out: environment)
+  monkeypatch.setattr(first_light, 'run_part', run_part)
+  first_light.run(first_light.PARTS[1:3], 600, tmp_path, 'full')
+  assert given[1].get('AGENT_R1_ROW_ATTENTION') != '0'
+  assert lines.find('card', 'copy') == 3e12
+
+
+def test_steps_are_lines_before_their_run_ends_and_an_earlier_run_is_none(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(lines, 'out', lambda: tmp_path)
+  (tmp_path / 'run').mkdir()
+
+  def write(step):
+    with (tmp_path / 'run' / 'metrics.jsonl').open('a') as file:
+      print(json.dumps({'step': step, 'time/rollout': 1.0}), file=file)
+
+  write(7)
+  workdir = quickstart.make_workdir('run')
+  assert not workdir.exists()
+  workdir.mkdir()
+  write(1)
+  running = True
+  found = quickstart.follow('a run', workdir, lambda: running)
+  assert next(found)['what'] == 'a run, step 1'
+  write(2)
+  running = False
+  assert [line['what'] for line in found] == ['a run, step 2']
+
+
+class _Program:
+  """Is compiled when `ready` is set, and counts how often."""
+
+  def __init__(self, ready: threading.Event):
+    self.ready, self.count = ready, 0
+
+  def compile(self):
+    self.count += 1
+    self.ready.wait()
+
+
+def test_what_is_compiled_late_is_measured_last_and_compiled_once(monkeypatch):
+  monkeypatch.setattr(lines, 'count_seconds_left', lambda: 20.0)
+  monkeypatch.setattr(futures, 'wait', lambda every, timeout: early.ready.wait())
+  ready = threading.Event()
+  late, early = _Program(ready), _Program(threading.Event())
+  early.ready.set()
+  cases = update.Case('0.6b', 64), update.Case('0.6b', 32)
+  programs = dict(zip(cases, (late, early), strict=True))
+
+  def measure(case):
+    yield {'what': case.name}
+    ready.set()
+
+  lower = {case: lambda case=case: [programs[case]] for case in cases}
+  found = [*update.measure_compiled(lower, measure, '{}')]
+  assert found == [{'what': cases[1].name, 'compiling': 1}, {'what': cases[0].name}]
+  assert late.count == early.count == 1
 
 
 def test_what_has_no_time_left_is_a_line(tmp_path, monkeypatch, environment):

@@ -7,6 +7,8 @@ seconds; GRPO with groups of eight.
 
 import asyncio
 from collections.abc import Iterator
+from concurrent import futures
+import functools
 import pathlib
 import shutil
 from typing import Any
@@ -52,7 +54,7 @@ class Player(player.Player):
 def run() -> Iterator[lines.Line]:
   """A line for each step."""
   shape, tasks, tokens = ('tiny', 2, 8) if lines.is_tiny() else ('0.6b', 16, 64)
-  model, workdir = lines.out() / 'model', lines.out() / 'agent'
+  model, workdir = map(quickstart.make_workdir, ('model', 'agent'))
   _write_model(shape, model)
   settings = config.Config(
     model=config.Model(path=str(model), dtype='bfloat16', remat='full'),
@@ -66,17 +68,23 @@ def run() -> Iterator[lines.Line]:
     sinks='',
   )
   question = [{'role': 'user', 'content': 'Which of the two was founded first?'}]
-  train.run(
+  play = functools.partial(
+    train.run,
     settings,
     str(workdir),
     tasks=[types.Task(str(n), question, '') for n in range(tasks)],
     make_env=Player,
     algorithm=algorithms.grpo(),
   )
-  steps = quickstart.list_metrics(workdir)
-  for line in quickstart.describe_steps(f'agent RL, {shape}', steps):
-    # At least the tool's time of all turns passes, whatever else is done meanwhile.
-    yield line | {'tool_seconds': _TOOL_SECONDS * (_TURNS - 1), 'episodes': 8 * tasks}
+  # At least the tool's time of all turns passes, whatever else is done meanwhile.
+  more = {'tool_seconds': _TOOL_SECONDS * (_TURNS - 1), 'episodes': 8 * tasks}
+  # In a thread: the end of the run, which writes gigabytes, may be too late.
+  with futures.ThreadPoolExecutor(1) as pool:
+    future = pool.submit(play)
+    is_running = lambda: not future.done()
+    for line in quickstart.follow(f'agent RL, {shape}', workdir, is_running):
+      yield line | more
+    future.result()
   shutil.rmtree(model)
 
 

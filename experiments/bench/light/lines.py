@@ -35,8 +35,7 @@ LEAST_RATIO = 0.6
 _OUT = flags.DEFINE_string('out', '', 'The folder of lines.jsonl.')
 _PART = flags.DEFINE_string('part', '', 'The name of this part.')
 _SHAPE = flags.DEFINE_enum('shape', 'full', SHAPES, 'Sizes, or those of a rehearsal.')
-_SECONDS = flags.DEFINE_float('seconds', 600.0, 'When this part is ended.')
-_BEGUN = time.monotonic()
+_END = flags.DEFINE_float('end', float('inf'), 'When this part is ended, Unix time.')
 
 
 def run(
@@ -129,16 +128,14 @@ def out() -> pathlib.Path:
 
 
 def count_seconds_left() -> float:
-  """Returns the seconds until this part is ended."""
-  return _SECONDS.value - (time.monotonic() - _BEGUN)
+  """Returns the seconds until this part is ended; without --end, 600."""
+  return min(600.0, _END.value - time.time())
 
 
 def find(part: str, what: str) -> float | None:
-  """Returns what an earlier part measured, or None if it did not."""
-  for line in read(_OUT.value):
-    if (line['part'], line.get('what')) == (part, what):
-      return line.get('measured')
-  return None
+  """Returns what an earlier part measured last, or None if it did not."""
+  found = (x for x in read(out()) if (x['part'], x['what']) == (part, what))
+  return next((x.get('measured') for x in reversed([*found])), None)
 
 
 def measure_seconds(

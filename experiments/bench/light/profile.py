@@ -49,11 +49,11 @@ def profile() -> Iterator[lines.Line]:
   for case in decodes:
     for used in case.used:
       calls[case.name_line(used)] = functools.partial(_make_decode, case, used)
-  for line in lines.read(lines.out()):
-    what = line.get('what')
-    # The same names in other parts are of other programs.
-    known = what in calls and line['part'] in ('update', 'sampler')
-    if not known or line.get('ratio', 1) >= lines.LEAST_RATIO:
+  # The same names in other parts are of other programs. The newest line counts.
+  parts, found = ('update', 'sampler'), lines.read(lines.out())
+  newest = {line['what']: line for line in found if line['part'] in parts}
+  for what, line in newest.items():
+    if what not in calls or line.get('ratio', 1) >= lines.LEAST_RATIO:
       continue
     try:
       yield {'what': what, 'of': line['part'], **describe(trace(calls[what]()))}

@@ -3,9 +3,10 @@
 It runs as a user runs it; its lines are read from the metrics that it writes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ _KEPT = ('rollout/reward', 'train/behaviour_kl')
 def run() -> Iterator[lines.Line]:
   """A line for each step, and one for the tables at the end."""
   steps, questions, every = (1, 1, 1) if lines.is_tiny() else (_STEPS, _QUESTIONS, _EVERY)
-  workdir, begun = lines.out() / 'quickstart', time.monotonic()
+  workdir, begun = make_workdir('quickstart'), time.monotonic()
   command = [sys.executable, '-m', 'experiments.miniwiki.search', f'--workdir={workdir}']
   command += [f'--config.schedule.steps={steps}', f'--questions={questions}']
   command += [f'--config.schedule.eval_every={every}', f'--watched={questions}']
@@ -28,17 +29,32 @@ def run() -> Iterator[lines.Line]:
   command += ['--config.engine.narrow=False', '--config.engine.bucket=448']
   command += ['--config.engine.replicas=1']
   with subprocess.Popen(command) as process:
-    seen = 0
-    while process.poll() is None:
-      new = list_metrics(workdir)[seen:]
-      seen += len(new)
-      yield from describe_steps('the quickstart', new)
-      time.sleep(0.2)
-  yield from describe_steps('the quickstart', list_metrics(workdir)[seen:])
+    yield from follow('the quickstart', workdir, lambda: process.poll() is None)
   seconds = time.monotonic() - begun
   if process.returncode:
     raise RuntimeError(f'the quickstart ended with status {process.returncode}')
   yield lines.make(f'the quickstart, {steps} steps and its tables', seconds, 's')
+
+
+def make_workdir(name: str) -> pathlib.Path:
+  """Returns the path of a new run; one of before would go on, or be over at once."""
+  workdir = lines.out() / name
+  shutil.rmtree(workdir, ignore_errors=True)
+  return workdir
+
+
+def follow(
+  name: str, workdir: pathlib.Path, is_running: Callable[[], bool]
+) -> Iterator[lines.Line]:
+  """Yields a line for each step of a run as soon as it is over."""
+  seen, running = 0, True
+  while running:
+    running = is_running()  # Before its metrics are read for the last time.
+    new = list_metrics(workdir)[seen:]
+    seen += len(new)
+    yield from describe_steps(name, new)
+    if running:
+      time.sleep(0.2)
 
 
 def list_metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:

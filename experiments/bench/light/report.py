@@ -15,6 +15,7 @@ _FURTHER = {
   'attention': 'attention',
   'ours': 'ours, tokens/s',
   'first_seconds': 's with compilation',
+  'compiling': 'programs that were compiled meanwhile',
   'peak_bytes': 'bytes at the peak',
   'peak_bytes_so_far': 'bytes at the peak so far',
   'times': 's of',

@@ -73,17 +73,8 @@ REHEARSAL = (
 def decode() -> Iterator[lines.Line]:
   """A line for each case and number of used slots."""
   cases = REHEARSAL if lines.is_tiny() else CASES
-  lower = {case: functools.partial(_lower, case) for case in cases if _fits(case)}
-  errors = update_lib.compile_all(lower)
-  for case in update_lib.sort_cases(cases, errors):
-    try:
-      if case not in lower:
-        raise MemoryError('weights and cache are more than the memory')
-      if error := errors.get(case):
-        raise error
-      yield from measure(case)
-    except Exception as error:
-      yield {'what': f'decode, {case.name}', 'failed': lines.describe_error(error)}
+  lower = {case: functools.partial(_lower, case) for case in cases}
+  yield from update_lib.measure_compiled(lower, measure, 'decode, {}')
 
 
 def prefill() -> Iterator[lines.Line]:
@@ -248,6 +239,8 @@ def _fits(case: Case) -> bool:
 
 
 def _lower(case: Case) -> list[Any]:
+  if not _fits(case):
+    raise MemoryError('weights and cache are more than the memory')
   config = _make_config(case.shape)
   params: Any = jax.eval_shape(lambda: _make_params(config))
   cache: Any = jax.eval_shape(

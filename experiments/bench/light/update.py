@@ -6,10 +6,12 @@ master weights. All programs are compiled first, in threads, and cached on disk.
 AGENT_R1_ROW_ATTENTION=0 in the environment, rows attend by cuDNN on every GPU.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 import dataclasses
+import functools
 import os
+import time
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -32,8 +34,8 @@ from experiments.bench.light import card, lines
 
 _CASES = flags.DEFINE_integer('cases', 99, 'How many cases, from the first on.')
 _REPEATS = 3
-# What a case takes whose programs may still be compiled.
-_LEAST_SECONDS = 20.0
+# What a case takes whose programs are compiled.
+_LEAST_SECONDS = 8.0
 
 
 class Case(NamedTuple):
@@ -70,53 +72,48 @@ def update() -> Iterator[lines.Line]:
     yield {'what': 'cuDNN', 'failed': 'a TPU has none'}
     return
   cases = (REHEARSAL if lines.is_tiny() else CASES)[: _CASES.value]
-  errors = compile_all({case: lambda case=case: _lower(case) for case in cases})
-  for case in sort_cases(cases, errors):
-    try:
-      if error := errors.get(case):
-        raise error
-      yield measure(case)
-    except Exception as error:  # A case that does not fit or compile is one line.
-      yield {'what': case.name, 'failed': lines.describe_error(error)}
+  lower = {case: functools.partial(_lower, case) for case in cases}
+  yield from measure_compiled(lower, lambda case: [measure(case)], '{}')
 
 
-def sort_cases(cases: Sequence[Any], errors: dict[Any, Exception]) -> Iterator[Any]:
-  """Yields cases, at the end those that were compiled late, if there is time."""
-  late = [case for case in cases if isinstance(errors.get(case), TimeoutError)]
-  yield from (case for case in cases if case not in late)
-  for case in late:
-    if lines.count_seconds_left() > _LEAST_SECONDS:
-      del errors[case]
-    yield case
+def measure_compiled(
+  lower: dict[Any, Callable[[], Any]],
+  measure_case: Callable[[Any], Iterable[lines.Line]],
+  what: str,
+) -> Iterator[lines.Line]:
+  """Measures cases after their programs were compiled in threads.
 
+  Each program is found again in JAX's cache on disk when it is called. A case whose
+  programs take more than half of the part's time is measured after the others, when they
+  are compiled. XLA tries kernels on the device while it compiles, so that a line says how
+  many programs were still compiled meanwhile.
 
-def compile_all(lower: dict[Any, Callable[[], Any]]) -> dict[Any, Exception]:
-  """Compiles programs in threads, for at most half of the part's time.
-
-  Each is found again in JAX's cache on disk when it is called.
-
-  Returns:
-    The errors of those that do not compile, or not in time.
+  Args:
+    lower: For each case a function that lowers its programs.
+    measure_case: Yields the lines of a case.
+    what: The name of a case's line that says why there is no number, of the case's name.
   """
-  errors: dict[Any, Exception] = {}
   pool = futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
-  compiled = {}
-  for key, make in lower.items():
+  compiled: dict[Any, list[futures.Future]] = {}
+  for case, make in lower.items():
     try:  # Traced one after the other, since that is Python's work.
-      compiled[key] = [pool.submit(program.compile) for program in make()]
+      compiled[case] = [pool.submit(program.compile) for program in make()]
     except Exception as error:
-      errors[key] = error
-  limit = lines.count_seconds_left() / 2
-  waited = [future for several in compiled.values() for future in several]
-  futures.wait(waited, timeout=limit)
-  for key, several in compiled.items():
-    for future in several:
-      if not future.done():
-        errors[key] = TimeoutError(f'not compiled within {limit:.0f} s')
-      elif error := future.exception():
-        errors[key] = error  # pyright: ignore
+      yield {'what': what.format(case.name), 'failed': lines.describe_error(error)}
   pool.shutdown(wait=False)
-  return errors
+  every = [future for several in compiled.values() for future in several]
+  futures.wait(every, timeout=lines.count_seconds_left() / 2)
+  is_late = lambda case: not all(future.done() for future in compiled[case])
+  for case in sorted(compiled, key=is_late):
+    end = time.monotonic() + max(0.0, lines.count_seconds_left() - _LEAST_SECONDS)
+    try:  # A case that does not fit or compile is one line.
+      for future in compiled[case]:
+        future.result(max(0.0, end - time.monotonic()))
+      busy = sum(not future.done() for future in every)
+      note = {'compiling': busy} if busy else {}
+      yield from (line | note for line in measure_case(case))
+    except Exception as error:
+      yield {'what': what.format(case.name), 'failed': lines.describe_error(error)}
 
 
 def measure(case: Case) -> lines.Line:
