@@ -425,7 +425,10 @@ def test_fields_of_messages(url):
       assert called.stop_reason == 'tool_use'
     none = ask(tools=tools, tool_choice={'type': 'none'})
     assert none.content == whole.content
-    schema = {'type': 'object', 'properties': {'year': {'type': 'integer'}}}
+    schema = {
+      'type': 'object',
+      'properties': {'year': {'type': 'integer', 'minimum': 1, 'maximum': 9999}},
+    }
     schema |= {'required': ['year'], 'additionalProperties': False}
     form = {'format': {'type': 'json_schema', 'schema': schema}}
     made = ask(output_config=form, max_tokens=100)
@@ -451,7 +454,10 @@ def test_fields_of_responses(url):
     for choice in ('required', {'type': 'function', 'name': 'search'}):
       called = ask(tools=tools, tool_choice=choice, max_output_tokens=200)
       assert called.output[-1].type == 'function_call'
-    schema = {'type': 'object', 'properties': {'year': {'type': 'integer'}}}
+    schema = {
+      'type': 'object',
+      'properties': {'year': {'type': 'integer', 'minimum': 1, 'maximum': 9999}},
+    }
     schema |= {'required': ['year'], 'additionalProperties': False}
     form = {'format': {'type': 'json_schema', 'name': 'x', 'schema': schema}}
     made = ask(text=form, max_output_tokens=100)

@@ -250,11 +250,9 @@ def test_a_cpu_computes_the_numbers_that_are_carried_to_accelerators(monkeypatch
 
 @pytest.fixture
 def tiny_flags():
-  from absl import flags
-
-  flags.FLAGS(['test', '--shape=tiny'], known_only=True)
+  lines.FLAGS(['test', '--shape=tiny'])
   yield
-  flags.FLAGS.unparse_flags()
+  lines.FLAGS.unparse_flags()
 
 
 def test_an_update_and_a_decode_are_measured_with_what_they_need(tiny_flags):

@@ -403,7 +403,7 @@ class TestRun:
       other.batch.microbatch % groups == 0 == other.batch.row_tokens % config.mesh.context
     )
     given = tiny.run_config(config, microbatch=2 * groups, row_tokens=384)
-    sizes.resolve(given, test_train._GRPO, tmp_path, machine=elsewhere)
+    given = sizes.resolve(given, test_train._GRPO, tmp_path, machine=elsewhere)
     for resumed in (other, given):
       run_files.check_config(resumed, tmp_path, write=True)
 

@@ -25,9 +25,15 @@ from absl import app, flags
 
 from experiments.bench.light import lines, report
 
-_MINUTES = flags.DEFINE_float('minutes', 9, 'What all parts together may take.')
-_PARTS = flags.DEFINE_list('parts', [], 'The parts to run; all by default.')
-_REPORT = flags.DEFINE_string('report', '', 'Print the table of a folder or a file.')
+_MINUTES = flags.DEFINE_float(
+  'minutes', 9, 'What all parts together may take.', flag_values=lines.FLAGS
+)
+_PARTS = flags.DEFINE_list(
+  'parts', [], 'The parts to run; all by default.', flag_values=lines.FLAGS
+)
+_REPORT = flags.DEFINE_string(
+  'report', '', 'Print the table of a folder or a file.', lines.FLAGS
+)
 # A process that was asked to end is killed after this many seconds.
 _GRACE = 3.0
 
@@ -209,4 +215,4 @@ def main(_):
 
 
 if __name__ == '__main__':
-  app.run(main)
+  lines.run_app(main)

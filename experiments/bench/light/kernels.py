@@ -31,7 +31,11 @@ from agent_r1_jax.models import (
 from experiments.bench.light import card, lines
 
 _WHAT = flags.DEFINE_enum(
-  'what', 'rows', ['rows', 'slots', 'time'], 'Which kernels to check, or to time them.'
+  'what',
+  'rows',
+  ['rows', 'slots', 'time'],
+  'Which kernels to check, or to time them.',
+  flag_values=lines.FLAGS,
 )
 # A few bits of bfloat16; attention_kernels refuses a kernel from .05 on.
 LARGEST_GAP = 0.02

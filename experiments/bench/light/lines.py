@@ -32,10 +32,28 @@ FILE = 'lines.jsonl'
 # Below this ratio a measurement is explained by a profile.
 LEAST_RATIO = 0.6
 
-_OUT = flags.DEFINE_string('out', '', 'The folder of lines.jsonl.')
-_PART = flags.DEFINE_string('part', '', 'The name of this part.')
-_SHAPE = flags.DEFINE_enum('shape', 'full', SHAPES, 'Sizes, or those of a rehearsal.')
-_END = flags.DEFINE_float('end', float('inf'), 'When this part is ended, Unix time.')
+# Apart from absl's own until a script begins, for other scripts have flags of these names
+# and may be imported by the same program.
+FLAGS = flags.FlagValues()
+_OUT = flags.DEFINE_string('out', '', 'The folder of lines.jsonl.', FLAGS)
+_PART = flags.DEFINE_string('part', '', 'The name of this part.', FLAGS)
+_SHAPE = flags.DEFINE_enum(
+  'shape', 'full', SHAPES, 'Sizes, or those of a rehearsal.', FLAGS
+)
+_END = flags.DEFINE_float(
+  'end', float('inf'), 'When this part is ended, Unix time.', flag_values=FLAGS
+)
+
+
+def run_app(main: Callable[[Any], None]) -> None:
+  """Runs `main` as absl does, with the flags of first light."""
+
+  def begin(argv):
+    FLAGS.mark_as_parsed()
+    main(argv)
+
+  flags.FLAGS.append_flag_values(FLAGS)
+  app.run(begin)
 
 
 def run(
@@ -60,7 +78,7 @@ def run(
     # Threads that still compile, and drivers that hang, are not waited for.
     os._exit(0)
 
-  app.run(main)
+  run_app(main)
 
 
 def write(out: str | os.PathLike, part: str, line: Line) -> None:
@@ -105,6 +123,11 @@ def describe_error(error: BaseException) -> str:
   """Returns an error as one line of at most 400 characters."""
   text = ' '.join(str(error).split())
   return f'{type(error).__name__}: {text}'[:400]
+
+
+def get_part() -> str:
+  """Returns the value of --part."""
+  return _PART.value
 
 
 def is_tiny() -> bool:

@@ -32,7 +32,9 @@ from agent_r1_jax.rl import algorithms, learner, optimizers
 from experiments.bench import common
 from experiments.bench.light import card, lines
 
-_CASES = flags.DEFINE_integer('cases', 99, 'How many cases, from the first on.')
+_CASES = flags.DEFINE_integer(
+  'cases', 99, 'How many cases, from the first on.', flag_values=lines.FLAGS
+)
 _REPEATS = 3
 # What a case takes whose programs are compiled.
 _LEAST_SECONDS = 8.0
@@ -68,7 +70,7 @@ REHEARSAL = (Case('tiny', 256, rank=4), Case('tiny', 256, 'adamw8'))
 
 def update() -> Iterator[lines.Line]:
   """A line for each case that compiles in time."""
-  if flags.FLAGS.part == 'cudnn' and jax.default_backend() == 'tpu':
+  if lines.get_part() == 'cudnn' and jax.default_backend() == 'tpu':
     yield {'what': 'cuDNN', 'failed': 'a TPU has none'}
     return
   cases = (REHEARSAL if lines.is_tiny() else CASES)[: _CASES.value]
