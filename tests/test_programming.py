@@ -335,6 +335,15 @@ CHEATS = {
 }
 
 
+@pytest.mark.parametrize('sign', '+-')
+def test_an_object_does_not_say_how_far_it_is_from_the_right_answer(sign):
+  program = 'class D:\n  def __sub__(self, other): return 0.0\n  __add__ = __sub__\n'
+  program += 'def double(x):\n  return D()'
+  test = f'assert abs(double(2) {sign} 4) < 1e-6'
+  answer = {'entry_point': 'double', 'prompt': '', 'tests': [test]}
+  assert 'TypeError' in programming.run_tests(program, answer)
+
+
 # Names that a program of MBPP defines, and what its tests mean by them.
 SHADOWS = {
   'a builtin': ('set = lambda x: 0', 'set(double([1])) == set([1, 1, 2])'),

@@ -15,6 +15,7 @@ import builtins
 from collections.abc import Callable, Sequence
 import functools
 import importlib
+import inspect
 import json
 import os
 import re
@@ -68,11 +69,8 @@ def load_humaneval(path: str | os.PathLike) -> list[Task]:
     names = ('task_id', 'prompt', 'entry_point', 'test')
     task_id, prompt, entry, test = (documents.read_text(where, row, n) for n in names)
     question = f'Complete this function:\n\n```python\n{prompt.rstrip()}\n```'
-    answer = {
-      'prompt': prompt,
-      'tests': [f'{test}\ncheck({entry})'],
-      'entry_point': entry,
-    }
+    tests = [f'{test}\ncheck({entry})']
+    answer = {'prompt': prompt, 'tests': tests, 'entry_point': entry}
     tasks.append(_make_task(task_id, question, answer))
   return tasks
 
@@ -216,8 +214,7 @@ def run_tests(program: str, answer: dict[str, Any]) -> str | None:
         known = {*_MODULES, *dir(builtins)}
         new = [n for n in remote.names if n not in known and not n.startswith('__')]
         scope |= {name: remote.function(name) for name in new}
-        used = [name for name in remote.names if name in _MODULES]
-        scope |= {name: importlib.import_module(name) for name in used}
+        scope |= {n: importlib.import_module(n) for n in remote.names if n in _MODULES}
       scope[entry] = remote.function(entry)
       for test in answer['tests']:
         exec(test, scope)
@@ -284,7 +281,7 @@ class _Program:
     # The prefix makes names that no program uses for something else.
     self._run(
       '_judge_values = {}\n'
-      f'exec({_read_source()!r}, _judge_values)\n'
+      f'exec({inspect.getsource(plain_values)!r}, _judge_values)\n'
       'import json, sys\n'
       '_judge_values |= {"json": json, "print": print, "objects": []}\n'
       '_judge_values |= {"globals": globals, "setattr": setattr}\n'
@@ -378,16 +375,19 @@ class _Object(plain_values.Handle):
   __hash__, __bool__ = object.__hash__, lambda self: True
 
 
+def _make_method(name: str) -> Callable[..., Any]:
+  def method(self, *args):
+    # Of the right answer, the program could say that it differs by 0.
+    if name in ('__add__', '__sub__') and not isinstance(args[0], _Object):
+      return NotImplemented
+    return self.__getattr__(name)(*args)
+
+  return method
+
+
 # What gives values that are then compared here; not what says itself that it is right.
 for _name in ('len', 'iter', 'getitem', 'setitem', 'str', 'add', 'sub', 'mul'):
-  _name = f'__{_name}__'
-  setattr(_Object, _name, lambda self, *args, _n=_name: self.__getattr__(_n)(*args))
-
-
-@functools.cache
-def _read_source() -> str:
-  with open(plain_values.__file__) as file:
-    return file.read()
+  setattr(_Object, f'__{_name}__', _make_method(f'__{_name}__'))
 
 
 def _make_task(task_id: str, question: str, answer: dict[str, Any]) -> Task:
