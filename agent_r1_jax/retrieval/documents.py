@@ -75,8 +75,8 @@ def render(hits: Sequence[Hit], template: str = PASSAGE) -> str:
 def words(text: str) -> list[str]:
   """Splits a text into lower-case words without accents, for lexical retrieval.
 
-  Chinese, Japanese, Korean, Thai, Lao, Khmer and Burmese, which do not write words apart,
-  become characters and pairs of neighbours.
+  Chinese, Japanese, Thai, Lao, Khmer and Burmese, which write no spaces between words,
+  and Korean, which joins particles to them, become characters and pairs of neighbours.
   """
   if text.isascii():
     return re.findall(r'\w+', text.lower())
