@@ -117,6 +117,16 @@ def test_restored_it_draws_what_an_uninterrupted_one_draws(config):
   assert len(draws.pending) == 2  # Not changed by the sampler that went on.
 
 
+class _Reads(list):
+  """Counts how often a task is read."""
+
+  count = 0
+
+  def __getitem__(self, i):
+    self.count += 1
+    return super().__getitem__(i)
+
+
 @pytest.mark.parametrize('config', [config_lib.Curriculum(), _VARIANCE])
 @pytest.mark.parametrize('kept', [range(9), range(11, -1, -1), range(4, 12)])
 def test_a_pending_rollout_has_its_own_tasks_whatever_else_changed(config, kept):
@@ -128,10 +138,13 @@ def test_a_pending_rollout_has_its_own_tasks_whatever_else_changed(config, kept)
   left = {task.id for task in tasks}
   with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter('always')
-    restored = curriculum.TaskStream(config, tasks, draws=draws)
+    reads = _Reads(tasks)
+    restored = curriculum.TaskStream(config, reads, draws=draws)
     found = [task.id for task in restored.start_rollout(6)]
   for before, now in zip(begun, found, strict=True):
     assert now == before if before in left else now in left
+  # Each task once to find its new place, however many are sought; and those of a rollout.
+  assert reads.count <= 12 + 4 * 6
   gone = [task for task in begun if task not in left]
   assert [str(w.message).split("'")[1] for w in said] == gone
   again = curriculum.TaskStream(config, tasks, draws=restored.draws)

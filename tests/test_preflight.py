@@ -94,6 +94,7 @@ _USER = {'role': 'user', 'content': 'x'}
     ({'messages': ['x']}, 'is no message'),
     ({'id': 7}, 'id must be a string'),
     ({'id': ' '}, 'id must be a string'),
+    ({'id': ['a']}, 'id must be a string'),
     (
       {'id': 't0', 'messages': [{'role': 'user', 'content': 'z'}]},
       'id is that of another task',
@@ -160,9 +161,19 @@ def test_a_number_is_refused_where_the_reward_compares_text(
     with pytest.raises(
       ValueError, match=f"answer of 'b' is {answer}, .*make answers str"
     ):
-      task_checks.check_answers(env, tasks)
+      task_checks.check_answers(env, tasks, config_lib.Limits())
   else:
-    task_checks.check_answers(env, tasks)
+    task_checks.check_answers(env, tasks, config_lib.Limits())
+
+
+def test_a_reward_that_hangs_is_not_waited_for_before_a_run():
+  over = threading.Event()
+  env = env_lib.ToolEnv([], lambda task, messages: float(over.wait()))
+  limits = config_lib.Limits(step_seconds=0.2)
+  try:
+    task_checks.check_answers(env, [types.Task('a', [_USER], 42)], limits)
+  finally:
+    over.set()
 
 
 @pytest.mark.parametrize('messages', [[{'role': 'user'}], [{'content': 'x'}], []])

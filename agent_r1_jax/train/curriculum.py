@@ -9,6 +9,7 @@ import collections
 from collections.abc import Sequence
 import copy
 import dataclasses
+import functools
 from typing import Any
 import warnings
 
@@ -106,12 +107,18 @@ class TaskStream:
       before = self.draws.variances.get(kind, mean)
       self.draws.variances[kind] = before + _NEWEST * (mean - before)
 
+  @functools.cached_property
+  def _indices(self) -> dict[str, int]:
+    """The indices of tasks by their ids; all tasks are read for it."""
+    return {self._tasks[i].id: i for i in reversed(range(len(self._tasks)))}
+
   def _find(self, index: int, name: str) -> int:
     """Returns the index of a task that was drawn by a run before this one."""
     # Most often it is still there; and other tasks may have the same id.
-    for i in (index, *range(len(self._tasks))):
-      if i < len(self._tasks) and self._tasks[i].id == name:
-        return i
+    if index < len(self._tasks) and self._tasks[index].id == name:
+      return index
+    if name in self._indices:
+      return self._indices[name]
     warnings.warn(
       f'task {name!r} of a rollout under way is gone; another is drawn', stacklevel=2
     )

@@ -80,7 +80,7 @@ def open_run(
   with preflight.open_environment(make_env, config.limits) as env:
     sets = {**evals, 'tasks': tasks}
     task_checks.check_times(env, sets, config.limits)
-    task_checks.check_answers(env, tasks)
+    task_checks.check_answers(env, tasks, config.limits)
     made_of = identity.describe_run(algorithm, env, tasks, privileged, guides)
     identity.check_hosts(config, made_of, sets)
     config = sizes.resolve(config, algorithm, workdir)

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
+import threading
 from typing import Any
 
 from agent_r1_jax import config as config_lib
@@ -43,7 +44,6 @@ def _check_tasks(tasks: Any, name: str, remedy: str):
   Of a large data set only some are read. `remedy` says what to do about an empty one.
   """
   seen: dict[str, types.Task] = {}
-  is_list = isinstance(tasks, list | tuple)
   listed = hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')
   if isinstance(tasks, str) or not listed:
     raise ValueError(f'{name} is {tasks!r:.100}; it must be a list of types.Task.')
@@ -59,17 +59,18 @@ def _check_tasks(tasks: Any, name: str, remedy: str):
         "a list: [{'role': 'user', 'content': 'the question'}]."
       )
     try:
-      _check_task(task, seen.setdefault(task.id, task) if is_list else task)
+      _check_task(task, seen if isinstance(tasks, list | tuple) else {})
     except ValueError as error:
       raise ValueError(f'{name}[{number}] ({task.id!r}): {error}') from None
   if len(tasks) == 0:
     raise ValueError(f'{name} is empty: {remedy}.')
 
 
-def _check_task(task: types.Task, first: types.Task):
-  """Raises ValueError for a wrong field; `first` is the first task of this id."""
+def _check_task(task: types.Task, seen: dict[str, types.Task]):
+  """Raises ValueError for a wrong field; `seen` has the earlier tasks by their ids."""
   if not isinstance(task.id, str) or not task.id.strip():
     raise ValueError('id must be a string that is not blank.')
+  first = seen.setdefault(task.id, task)
   if first is not task and first.messages != task.messages:
     raise ValueError('id is that of another task; give each task its own.')
   for message in task.messages:
@@ -82,10 +83,13 @@ def _check_task(task: types.Task, first: types.Task):
     ) from None
 
 
-def check_answers(env: Any, tasks: Sequence[types.Task]) -> None:
+def check_answers(
+  env: Any, tasks: Sequence[types.Task], limits: config_lib.Limits
+) -> None:
   """Raises ValueError for numbers as answers where a ToolEnv's reward compares text.
 
-  The first of them, given as a reply, gets less then than if it were text.
+  The first of them, given as a reply, gets less then than if it were text. A reward
+  that is late tells nothing.
   """
   while getattr(env, 'keeps_opening', False):
     env = env.env
@@ -101,7 +105,12 @@ def check_answers(env: Any, tasks: Sequence[types.Task]) -> None:
         if await env.score(task, reply) < await env.score(as_text, reply):
           return reply
 
-  if reply := thread_pool.POOL.submit(lambda: asyncio.run(compare())).result():
+  call, reply = thread_pool.POOL.submit(lambda: asyncio.run(compare())), None
+  try:
+    reply = call.result(min(limits.step_seconds, threading.TIMEOUT_MAX))
+  except TimeoutError:
+    call.cancel()
+  if reply:
     raise ValueError(
       f'tasks: the answer of {task.id!r} is {task.answer!r}, and the reply {reply!r} '
       'gets a higher reward where it is text: make answers strings, or compare numbers.'
