@@ -1,6 +1,10 @@
 """Clients of a server wait for their own work, and for one turn of others'."""
 
 import asyncio
+from concurrent import futures
+import threading
+from typing import Any
+from unittest import mock
 
 import httpx2
 import numpy as np
@@ -10,7 +14,7 @@ import tiny
 
 from agent_r1_jax.agent import automata
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.serve import request_grammars, requests
+from agent_r1_jax.serve import request_grammars, requests, sources
 from agent_r1_jax.web import fairness, http
 
 _SMALL = {'type': 'integer'}
@@ -105,3 +109,17 @@ async def test_a_client_is_its_key_or_else_its_connection():
         found.append((await asked.get('/', headers={'key': key})).json())
   assert found[:3] == ['one', 'one', 'two'] and 'give one' in found[3]
   assert found[5] == found[6] == found[7] != found[4]
+
+
+def test_event_loops_do_not_wait_for_each_other(monkeypatch):
+  """A loop is not woken by another loop's thread."""
+  monkeypatch.setattr(http, 'run_in_thread', asyncio.to_thread)
+  barrier = threading.Barrier(3)
+  source: Any = mock.Mock(slots=8)
+
+  def encode_apart(_):
+    work = sources.encode(source, lambda _, max_tokens: barrier.wait(20), 'x' * 20_000)
+    return asyncio.run(asyncio.wait_for(work, 20))
+
+  with futures.ThreadPoolExecutor(3) as threads:
+    assert sorted(threads.map(encode_apart, range(3))) == [0, 1, 2]

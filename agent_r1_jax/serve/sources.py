@@ -5,9 +5,11 @@ hold is refused before it is encoded. Of the rest, short texts are encoded at on
 long ones in threads; these are few, because encoding takes many times a text's memory.
 """
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, MutableMapping, Sequence
 import functools
 from typing import Any, Protocol
+import weakref
 
 import numpy as np
 
@@ -21,7 +23,8 @@ from agent_r1_jax.web import fairness, http
 
 TOO_LONG = 'context_length_exceeded'  # The code of such a refusal.
 _MAX_CHARACTERS = 1 << 14  # Of texts that are encoded at once, which takes milliseconds.
-_TURNS = fairness.Turns(2)  # For texts that are encoded in threads.
+# For texts that are encoded in threads: those of each event loop.
+_TURNS: MutableMapping[Any, fairness.Turns] = weakref.WeakKeyDictionary()
 
 
 class Source(Protocol):
@@ -206,7 +209,8 @@ async def encode(source: Source, fn: Callable[..., Any], *args: Any) -> Any:
     text = repr(args)
     if len(text) <= _MAX_CHARACTERS and "'image_url'" not in text:
       return fn()
-    async with _TURNS.take():
+    turns = _TURNS.setdefault(asyncio.get_running_loop(), fairness.Turns(2))
+    async with turns.take():
       return await http.run_in_thread(fn)
   except chat_lib.TooLongError as error:
     raise refuse_length(str(error)) from None
