@@ -11,7 +11,8 @@ import pytest
 
 from agent_r1_jax.agent import picture_files, pictures
 
-_READER = pictures.Reader(8, 64, 4096)
+_BOUNDS = 8, 64, 4096
+_READER = pictures.Reader(*_BOUNDS)
 
 
 def _read(data):
@@ -153,13 +154,13 @@ def test_damaged_files_never_raise_anything_else():
   ],
 )
 def test_pixels_stay_in_their_bounds(size, grid):
-  found = _READER.fit(*size)
+  found = picture_files.fit(*size, *_BOUNDS)
   assert found == grid and 64 <= found[0] * found[1] * 64 <= 4096
 
 
 def test_a_line_is_no_picture():
   with pytest.raises(ValueError, match='is 1 x 300 pixels, one side 300 times the other'):
-    _READER.fit(300, 1)
+    picture_files.fit(300, 1, *_BOUNDS)
 
 
 def _url(data, kind):

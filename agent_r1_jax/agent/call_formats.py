@@ -146,9 +146,7 @@ def detect(
   """
   call = {'role': 'assistant', 'content': '', 'tool_calls': [template_forms.make_call()]}
   try:
-    text = render(
-      [{'role': 'user', 'content': 'x'}, call, template_forms.make_answer('y')]
-    )
+    text = render([template_forms.USER, call, template_forms.make_answer('y')])
   except Exception:  # A template is a program of others.
     return None
   for call_format in FORMATS.values():

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata, control_tokens
+from agent_r1_jax.agent import automata, control_tokens, template_forms
 from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.agent import pictures as pictures_lib
 from agent_r1_jax.agent import renderer as renderer_lib
@@ -85,13 +85,13 @@ class Chat(renderer_lib.Renderer):
       raise ValueError(f'{text}, which stand for a picture: add them as special tokens.')
     self._stop_strings = (*stop_strings, *self.format.stop_strings)
     self._end = self._find_end_of_turn()
-    prompt = self._apply([renderer_lib.USER])
+    prompt = self._apply([template_forms.USER])
     last = [match.start() for match in self._control.pattern.finditer(prompt)]
     self._start = prompt[max(last, default=0) :]
     eos = tokenizer_lib.eos_ids(tokenizer)
     self.stop_ids = tuple(dict.fromkeys([ids[self._end], *eos]))
     frame = self._control.pattern.findall(
-      self._apply([renderer_lib.USER], add_generation_prompt=False)
+      self._apply([template_forms.USER], add_generation_prompt=False)
     )
     names = self._control.names
     self._control.never_sample(
@@ -316,7 +316,7 @@ class Chat(renderer_lib.Renderer):
 
   def _find_end_of_turn(self) -> str:
     """Returns the control token that the template writes after a reply."""
-    tail, _ = self._render_after_reply([renderer_lib.USER])
+    tail, _ = self._render_after_reply([template_forms.USER])
     end = self._control.pattern.match(tail)
     if not end:
       raise ValueError(

@@ -330,7 +330,7 @@ def find_tool_error(messages: Sequence[types.Message], metric: str) -> str:
   answers = [m['content'] for m in messages if m.get('name') == tool]
   errors = [x for x in answers if isinstance(x, str) and x.startswith('Error: ')]
   # What was late does not say its type.
-  return next((x for x in errors if f'{kind}' in x), errors[0] if errors else '')
+  return next((x for x in errors if kind in x), errors[0] if errors else '')
 
 
 def _make_message(call: Call, result: tool_lib.ToolResult) -> types.Message:

@@ -164,11 +164,6 @@ class Reader:
     pixels.flags.writeable = False
     return pixels
 
-  def fit(self, height: int, width: int) -> tuple[int, int]:
-    """Finds the rows and columns of tokens of a picture; see picture_files.fit."""
-    bounds = self.side, self.min_pixels, self.max_pixels
-    return picture_files.fit(height, width, *bounds)
-
 
 def load(directory: Any, side: int) -> Reader | None:
   """Loads the reader of a model that sees; None if its directory has none.

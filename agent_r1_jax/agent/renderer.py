@@ -25,7 +25,6 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 
 # Stands for a reply in a rendering; no template's own text contains it.
 _REPLY = 'qzreplyqz'
-USER = {'role': 'user', 'content': 'x'}
 _MAX_HISTORY = 16  # Turns before a reply that a template sees.
 
 
@@ -59,10 +58,10 @@ class Renderer:
       max_tool_tokens, self._encode_plain, tokenizer.decode
     )
     try:
-      described = self._apply([USER], template_process.TEST_TOOLS)
+      described = self._apply([template_forms.USER], template_process.TEST_TOOLS)
     except ValueError:  # It refuses tools.
       described = ''
-    writes_tools = described not in ('', self._apply([USER]))
+    writes_tools = described not in ('', self._apply([template_forms.USER]))
     self.detected = call_formats.detect(
       lambda messages: self._apply(messages, add_generation_prompt=False), described
     )
@@ -116,8 +115,8 @@ class Renderer:
         opening.append(message)
       elif opening and message['role'] == 'assistant' != opening[-1]['role']:
         opening.append(reply)
-    if USER['role'] not in [message['role'] for message in opening]:
-      opening.append(USER)
+    if 'user' not in [message['role'] for message in opening]:
+      opening.append(template_forms.USER)
     if opening[-1] is not reply:
       opening.append(reply)
     turns = [i + 1 for i, message in enumerate(opening) if message is reply]
@@ -160,8 +159,8 @@ class Renderer:
 
   def _render_reply(self, reply: types.Message, ends: list[str]) -> tuple[str, str]:
     """Renders a reply with calls or thoughts, up to one of the texts that end it."""
-    start = self._apply([USER])
-    text, mark = self._render([USER, reply], add_generation_prompt=False)
+    start = self._apply([template_forms.USER])
+    text, mark = self._render([template_forms.USER, reply], add_generation_prompt=False)
     end = max(text.rfind(end) for end in ends)
     if text.startswith(start) and end >= len(start):
       return text[len(start) : end], mark

@@ -17,7 +17,7 @@ ANSWER = types.ControlText('<tool_response>\n{}\n</tool_response>')
 # OLMo 3's template calls what answers the environment.
 _ROLES = 'tool', 'environment'
 _FIRST, _SECOND = 'qzfirstqz', 'qzsecondqz'
-_USER = {'role': 'user', 'content': 'x'}
+USER = {'role': 'user', 'content': 'x'}
 _REPLY = {'role': 'assistant', 'content': 'x'}
 SEEN = ToolCall('look', {'at': 'it'})
 _SHORT_ID = re.compile('[a-zA-Z0-9]{9}')
@@ -55,7 +55,7 @@ class TemplateForms:
 
     def try_(*messages) -> str:
       try:
-        return apply([_USER, *messages])
+        return apply([USER, *messages])
       except ValueError:
         return ''
 
@@ -67,7 +67,7 @@ class TemplateForms:
     self._format = call_format
     self.answer_role = roles[0] if roles and not call_format.answer else None
     self._needs_ids = not try_(_REPLY, {'role': 'tool', 'content': 'x'})
-    self._joins_users = not try_(_USER)
+    self._joins_users = not try_(USER)
     call = lambda count, text: {
       'role': 'assistant',
       'content': text,
