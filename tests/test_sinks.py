@@ -196,3 +196,7 @@ def test_a_trace_that_fails_ends_no_step(tmp_path):
     with profile.trace_step([1], tmp_path, 1):
       done = True
   assert done
+  (tmp_path / 'profile').unlink()
+  with profile.trace_step([2], tmp_path, 2):  # The failure left no trace open.
+    pass
+  assert list((tmp_path / 'profile').rglob('*.xplane.pb'))

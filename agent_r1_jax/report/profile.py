@@ -23,18 +23,23 @@ def trace_step(
     yield
     return
   folder = pathlib.Path(workdir) / 'profile' / f'step-{step:05d}'
-  with _warn_of_failure(folder):
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # Python's calls would be most of the trace.
-    jax.profiler.start_trace(
-      str(folder), create_perfetto_trace=True, profiler_options=options
-    )
-  try:
+  with contextlib.ExitStack() as trace:
+    with _warn_of_failure(folder):
+      # JAX keeps a trace open if it cannot write it, and then starts no other.
+      folder.mkdir(parents=True, exist_ok=True)
+      options = jax.profiler.ProfileOptions()
+      options.python_tracer_level = 0  # Python's calls would be most of the trace.
+      jax.profiler.start_trace(
+        str(folder), create_perfetto_trace=True, profiler_options=options
+      )
+      trace.callback(_stop, folder)
     with jax.profiler.StepTraceAnnotation('train', step_num=step):
       yield
-  finally:
-    with _warn_of_failure(folder):
-      jax.profiler.stop_trace()
+
+
+def _stop(folder: pathlib.Path) -> None:
+  with _warn_of_failure(folder):
+    jax.profiler.stop_trace()
 
 
 @contextlib.contextmanager
