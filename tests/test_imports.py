@@ -29,6 +29,9 @@ UPPER = (
   'tools',
   'web',
 )
+# What is contributed stands on both floors. Nobody imports it: a caller passes in what
+# its folders offer. No folder imports another.
+CONTRIB = 'contrib'
 # A retriever's own encoder is a model: where TEXT may import DEVICE.
 ENCODER = f'{PACKAGE}/retrieval/encoder.py'
 # Each of these libraries has one place or two, so that it can be exchanged.
@@ -163,6 +166,10 @@ def violations(path: str, source: str) -> list[str]:
     ground = parts[0] == PACKAGE and here in GROUND
     if ground and target in UPPER:
       found.append(f'{name}: {target} is on the upper floor')
+    elif target == CONTRIB and room != CONTRIB and parts[0] == PACKAGE:
+      found.append(f'{name}: nobody imports what is contributed')
+    elif target == room == CONTRIB and rest[1:2] != [parts[2]]:
+      found.append(f'{name}: a folder of contrib/ imports another')
     elif target in others.get(room, ()) and path != ENCODER:
       found.append(f'{name}: {room} and {target} meet in train only')
     if path == f'{PACKAGE}/types.py' and first == PACKAGE and target not in UPPER:
@@ -209,7 +216,7 @@ def _room(path: str) -> str:
 
 def test_every_room_is_on_a_floor():
   rooms = {_room(path).removesuffix('.py') for path in FILES if PACKAGE in path}
-  assert rooms == {*GROUND, *UPPER, '__init__'}
+  assert rooms == {*GROUND, *UPPER, CONTRIB, '__init__'}
 
 
 def test_neither_rooms_nor_files_import_each_other_in_a_circle():
@@ -292,6 +299,9 @@ def test_text_rooms_are_light():
       'def f():\n  from agent_r1_jax.serve import server',
       'serve is on the upper floor',
     ),
+    ('serve/server.py', 'from agent_r1_jax.contrib.mcp import x', 'nobody imports what'),
+    ('contrib/a/x.py', 'from agent_r1_jax.contrib.b import y', 'imports another'),
+    ('contrib/a/x.py', 'from agent_r1_jax.contrib import b', 'imports another'),
     ('rl/utils.py', '', 'says nothing'),
     ('rl/base_loss.py', '', 'says nothing'),
   ],
@@ -315,6 +325,8 @@ def test_the_checker_sees(path, source, message):
     ('retrieval/dense.py', 'def f():\n  import faiss'),
     ('agent/tokenizer.py', 'if TYPE_CHECKING:\n  import transformers'),
     ('retrieval/database.py', 'import rlax, modelsx'),
+    ('contrib/a/x.py', 'from agent_r1_jax.contrib.a import y'),
+    ('contrib/a/x.py', 'from agent_r1_jax.engine import request'),
   ],
 )
 def test_the_checker_allows(path, source):

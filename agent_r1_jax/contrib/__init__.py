@@ -1,0 +1,1 @@
+"""What is contributed: interfaces of others' systems, on top of the core. See README.md."""
