@@ -1,1 +1,1 @@
-"""What is contributed: interfaces of others' systems, on top of the core. See README.md."""
+"""Interfaces of others' systems, on top of the core; README.md says how they are kept."""
