@@ -37,7 +37,8 @@ test: $(VENV)/installed-test
 
 test-with-%: $(VENV)/installed-test $(VENV)-%/installed
 	PACKAGE_PYTHON=$(abspath $(VENV)-$*)/bin/python \
-		$(VENV)/bin/python -m pytest tests/test_with_$(subst -,_,$*).py $(ARGS)
+		$(VENV)/bin/python -m pytest $(wildcard $(foreach folder,tests tests/contrib/*,\
+			$(folder)/test_with_$(subst -,_,$*).py)) $(ARGS)
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff format --check .

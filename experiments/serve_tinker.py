@@ -1,4 +1,4 @@
-r"""Serves a model to clients of the Tinker API; see agent_r1_jax/tinker/server.py.
+r"""Serves a model to clients of the Tinker API; see contrib/tinker/server.py.
 
   python -m experiments.serve_tinker --config.model.path=runs/quickstart/model \
     --workdir=runs/tinker
@@ -16,10 +16,10 @@ from absl import app, flags
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
+from agent_r1_jax.contrib.tinker import learning, server, states
 from agent_r1_jax.host import runtime, workdir
 from agent_r1_jax.rl import packing
 from agent_r1_jax.serve import server as openai_server
-from agent_r1_jax.tinker import learning, server, states
 from agent_r1_jax.train import setup, sizes
 from agent_r1_jax.web import http
 

@@ -25,7 +25,6 @@ UPPER = (
   'sft',
   'tasks',
   'testing',
-  'tinker',
   'tools',
   'web',
 )
@@ -51,11 +50,11 @@ OWNERS = {
   'httpx2': f'{PACKAGE}/tools/remote_sandbox.py {PACKAGE}/retrieval/client.py '
   f'{PACKAGE}/web/bounded_http.py {PACKAGE}/guided/judge.py {PACKAGE}/tasks/nemo_gym.py '
   'experiments/bench/retriever.py',
-  'pydantic': f'{PACKAGE}/web/http.py {PACKAGE}/serve/ {PACKAGE}/tinker/wire.py '
+  'pydantic': f'{PACKAGE}/web/http.py {PACKAGE}/serve/ {PACKAGE}/contrib/tinker/wire.py '
   f'{PACKAGE}/retrieval/server.py experiments/',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
   'tenacity': f'{PACKAGE}/retrieval/client.py',
-  'google': f'{PACKAGE}/tinker/messages.py',
+  'google': f'{PACKAGE}/contrib/tinker/messages.py',
   'mcp': f'{PACKAGE}/tools/mcp_server.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
   'gymnasium': f'{PACKAGE}/tasks/games.py experiments/worlds/blackjack.py '

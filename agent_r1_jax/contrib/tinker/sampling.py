@@ -18,11 +18,11 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import automata
 from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.contrib.tinker import data as data_lib
+from agent_r1_jax.contrib.tinker import messages, training, wire, work
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import decoder
-from agent_r1_jax.tinker import data as data_lib
-from agent_r1_jax.tinker import messages, training, wire, work
 from agent_r1_jax.web import fairness, http
 
 # Snapshots without a name that are kept for one client's process, and sessions in all.

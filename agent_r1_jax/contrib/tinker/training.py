@@ -13,10 +13,10 @@ import secrets
 import time
 from typing import Any
 
+from agent_r1_jax.contrib.tinker import data as data_lib
+from agent_r1_jax.contrib.tinker import learning, messages, states, wire, work
+from agent_r1_jax.contrib.tinker import losses as losses_lib
 from agent_r1_jax.models import lora
-from agent_r1_jax.tinker import data as data_lib
-from agent_r1_jax.tinker import learning, messages, states, wire, work
-from agent_r1_jax.tinker import losses as losses_lib
 from agent_r1_jax.web import http
 
 UNEMBED = 'this server has no adapter of the unembedding: train_unembed does nothing'

@@ -12,7 +12,8 @@ import pytest
 import tiny
 
 CLIENT = os.environ.get('PACKAGE_PYTHON')
-ROOT = pathlib.Path(__file__).parents[1]
+FOLDER = pathlib.Path(__file__).parent
+ROOT = FOLDER.parents[2]
 
 
 @contextlib.contextmanager
@@ -55,7 +56,7 @@ def ask(*command):
 
 @pytest.mark.skipif(not CLIENT, reason='`make test-with-tinker` installs tinker')
 def test_the_client_trains_samples_and_goes_on_after_a_kill(tmp_path):
-  model, script = tiny.save(tmp_path / 'model'), ROOT / 'tests' / 'tinker_client.py'
+  model, script = tiny.save(tmp_path / 'model'), FOLDER / 'tinker_client.py'
   with serve(tmp_path, model) as url, ask(script, url, '') as client:
     assert client.stdout
     line = client.stdout.readline()

@@ -17,10 +17,10 @@ import numpy as np
 import optax
 
 from agent_r1_jax import types
+from agent_r1_jax.contrib.tinker import data as data_lib
+from agent_r1_jax.contrib.tinker import losses as losses_lib
 from agent_r1_jax.models import decoder, lora, stacked_adapters
 from agent_r1_jax.rl import learner, losses, packing
-from agent_r1_jax.tinker import data as data_lib
-from agent_r1_jax.tinker import losses as losses_lib
 
 # The scale of an adapter of rank r is ALPHA / r, as in the LoRA of Tinker's cookbook.
 ALPHA = 32.0

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent_r1_jax.tinker import training
+from agent_r1_jax.contrib.tinker import training
 
 
 def list_runs(

@@ -20,11 +20,11 @@ import serving
 import tiny
 
 from agent_r1_jax import types
+from agent_r1_jax.contrib.tinker import data as data_lib
+from agent_r1_jax.contrib.tinker import learning, messages, server, states, work
+from agent_r1_jax.contrib.tinker import losses as losses_lib
 from agent_r1_jax.models import lora
 from agent_r1_jax.rl import learner, losses, packing, table
-from agent_r1_jax.tinker import data as data_lib
-from agent_r1_jax.tinker import learning, messages, server, states, work
-from agent_r1_jax.tinker import losses as losses_lib
 from agent_r1_jax.web import http
 
 RANK, ROW = 4, 64

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from agent_r1_jax.tinker import data
+from agent_r1_jax.contrib.tinker import data
 from agent_r1_jax.web import http
 
 MEDIA_TYPE = 'application/x-protobuf'

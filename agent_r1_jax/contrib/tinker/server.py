@@ -18,8 +18,7 @@ import functools
 from typing import Any
 
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.tinker import (
+from agent_r1_jax.contrib.tinker import (
   catalog,
   learning,
   messages,
@@ -29,6 +28,7 @@ from agent_r1_jax.tinker import (
   wire,
   work,
 )
+from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.web import http
 
 # Bytes of a request with data, and of one in JSON.
