@@ -55,7 +55,7 @@ OWNERS = {
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
   'tenacity': f'{PACKAGE}/retrieval/client.py',
   'google': f'{PACKAGE}/contrib/tinker/messages.py',
-  'mcp': f'{PACKAGE}/tools/mcp_server.py',
+  'mcp': f'{PACKAGE}/contrib/mcp/mcp_server.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
   'gymnasium': f'{PACKAGE}/tasks/games.py experiments/worlds/blackjack.py '
   'experiments/worlds/lake.py',

@@ -13,10 +13,11 @@ import sys
 import time
 
 import pytest
+import script
 
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.contrib.mcp import mcp_server
 from agent_r1_jax.host import workers
-from agent_r1_jax.tools import mcp_server
 
 SCRIPT = str(pathlib.Path(__file__).with_name('mcp_tools.py'))
 
@@ -166,15 +167,13 @@ def test_a_server_that_does_not_start(arguments, said):
 
 
 def test_the_example_of_the_docs(tmp_path):
-  pages = sorted((pathlib.Path(__file__).parents[1] / 'docs').glob('tools*.md'))
-  text = '\n'.join(page.read_text() for page in pages)
-  section = text.split('## Tools of an MCP server')[1].split('\n## ')[0]
-  server, client, printed = re.findall(r'```(?:python)?\n(.*?)```', section, re.DOTALL)
+  text = (script.ROOT / 'docs' / 'mcp.md').read_text()
+  server, client, printed = re.findall(r'```(?:python)?\n(.*?)```', text, re.DOTALL)
   (tmp_path / 'warehouse.py').write_text(server)
   done = subprocess.run(
     [sys.executable, '-c', client],
     cwd=tmp_path,
-    env=os.environ | {'PYTHONPATH': str(pathlib.Path(__file__).parents[1])},
+    env=os.environ | {'PYTHONPATH': str(script.ROOT)},
     capture_output=True,
     text=True,
   )
