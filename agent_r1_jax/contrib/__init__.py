@@ -1,1 +1,1 @@
-"""Interfaces of others' systems, on top of the core; README.md says how they are kept."""
+"""What is contributed: interfaces of others' systems, on top of the core (README.md)."""
