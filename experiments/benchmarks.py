@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax.tasks import bfcl, tau
+from agent_r1_jax.contrib.benchmarks import bfcl, tau
 from agent_r1_jax.train import rollout
 from experiments import comparison
 from experiments.miniwiki import shapes
@@ -54,15 +54,17 @@ def _make_config(slots: int, max_turns: int) -> config_lib.Config:
   )
 
 
-BFCL = Outside(
-  _load_bfcl,
-  bfcl.MultiTurnEnv,
-  ('turns_passed', 'tool_calls', 'tool_errors'),
-  _make_config(8192, 64),
-)
-TAU = Outside(
-  _load_tau,
-  tau.SoloEnv,
-  ('ended', 'tool_calls', 'tool_errors'),
-  _make_config(16384, 100),
-)
+BENCHMARKS = {
+  'bfcl-multi-turn': Outside(
+    _load_bfcl,
+    bfcl.MultiTurnEnv,
+    ('turns_passed', 'tool_calls', 'tool_errors'),
+    _make_config(8192, 64),
+  ),
+  'tau2-telecom': Outside(
+    _load_tau,
+    tau.SoloEnv,
+    ('ended', 'tool_calls', 'tool_errors'),
+    _make_config(16384, 100),
+  ),
+}

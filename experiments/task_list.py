@@ -27,7 +27,7 @@ from agent_r1_jax.tasks import (
 from agent_r1_jax.tasks import games as games_lib
 from agent_r1_jax.tools import calculator, python, sandbox
 from agent_r1_jax.train import evaluate, identity, rollout
-from experiments import benchmarks, comparison, react, retrievers, scores
+from experiments import comparison, react, retrievers, scores
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
 from experiments.wikipedia import settings
@@ -311,8 +311,11 @@ def load_world(world: world_lib.World, source: Source) -> Benchmark:
   )
 
 
-def load_outside(outside: benchmarks.Outside, source: Source) -> Benchmark:
+def load_outside(name: str, source: Source) -> Benchmark:
   """Loads a benchmark of another project; --limit is the most tasks of each set."""
+  from experiments import benchmarks  # What is contributed may be missing.
+
+  outside = benchmarks.BENCHMARKS[name]
   sets = {
     name: shuffle(tasks)[: source.limit or None]
     for name, tasks in outside.load(source.data).items()
@@ -342,8 +345,10 @@ TASKS: dict[str, Callable[[Source], Benchmark]] = {
     for name, world in all_worlds.WORLDS.items()
   },
   **{name: functools.partial(load_problems, family) for name, family in FAMILIES.items()},
-  'bfcl-multi-turn': functools.partial(load_outside, benchmarks.BFCL),
-  'tau2-telecom': functools.partial(load_outside, benchmarks.TAU),
+  **{
+    name: functools.partial(load_outside, name)
+    for name in ('bfcl-multi-turn', 'tau2-telecom')
+  },
 }
 
 

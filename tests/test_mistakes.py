@@ -117,10 +117,6 @@ _COMMANDS = {
   'experiments.miniwiki.failures --only=x': r"--only: there is no \['x'\]; there are",
   'experiments.evaluate --task=gsm8k --data=bad.jsonl': 'line 1 .* fix or drop it',
   'experiments.evaluate --task=miniwiki --methods=x': 'no x; give workflow, direct',
-  'experiments.evaluate --task=tau2-telecom --data=tiny': 'is no checkout of github.com',
-  'experiments.evaluate --task=bfcl-multi-turn --data=tiny': (
-    'pip install --no-deps bfcl-eval==|give a folder of the data of BFCL'
-  ),
   'experiments.problems --task=gsm8k --data=one.jsonl': 'has 1 rows, and --held_out and',
   'experiments.serve --host=192.0.2.1': 'nothing can listen at 192.0.2.1:8000',
   'experiments.serve --port=99999': 'port=99999: .* integer in the range',

@@ -6,9 +6,10 @@ import time
 
 import benchmark_mutants
 import pytest
+import script
 
 from agent_r1_jax import testing
-from agent_r1_jax.tasks import tau
+from agent_r1_jax.contrib.benchmarks import tau
 
 write, play = benchmark_mutants.write, benchmark_mutants.play
 DONE = write([[tau.DONE, {}]])
@@ -29,6 +30,13 @@ def test_wrong_names_are_refused(tmp_path):
     tau.load(tmp_path, 'dev')
   with pytest.raises(ValueError, match="policy is 'x'; give one of manual, workflow"):
     tau.load(tmp_path, policy='x')
+
+
+def test_a_command_says_that_a_folder_is_no_checkout(tmp_path):
+  command = ['experiments.evaluate', '--task=tau2-telecom', f'--data={tmp_path}']
+  done = script.run('-m', *command, timeout=120)
+  assert done.returncode in (1, 2) and 'Traceback' not in done.stderr
+  assert 'is no checkout of github.com' in done.stderr
 
 
 def test_a_second_checkout_is_refused(tmp_path, tasks):

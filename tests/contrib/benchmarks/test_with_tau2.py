@@ -11,7 +11,7 @@ import benchmark_mutants
 import pytest
 import with_package
 
-from agent_r1_jax.tasks import tau
+from agent_r1_jax.contrib.benchmarks import tau
 
 FOLDER = os.environ.get('TAU2_BENCH', '')
 pytestmark = pytest.mark.skipif(
@@ -29,7 +29,7 @@ def packages():
 
 
 def test_the_tests_that_need_it():
-  line = with_package.run_tests('tests/test_tau.py')
+  line = with_package.run_tests('tests/contrib/benchmarks/test_tau.py')
   assert ' passed' in line and 'skipped' not in line
 
 

@@ -2,15 +2,17 @@
 
 import asyncio
 import json
+import re
 import sys
 import threading
 import time
 
 import benchmark_mutants
 import pytest
+import script
 
 from agent_r1_jax import testing
-from agent_r1_jax.tasks import bfcl
+from agent_r1_jax.contrib.benchmarks import bfcl
 
 play, write = benchmark_mutants.play, benchmark_mutants.write
 
@@ -32,6 +34,14 @@ def test_wrong_names_are_refused(tmp_path):
     bfcl.load('simple')
   with pytest.raises(FileNotFoundError, match='BFCL_v4_multi_turn_base'):
     bfcl.load(folder=tmp_path)
+
+
+def test_a_command_names_what_is_missing(tmp_path):
+  command = ['experiments.evaluate', '--task=bfcl-multi-turn', f'--data={tmp_path}']
+  done = script.run('-m', *command, timeout=120)
+  assert done.returncode in (1, 2) and 'Traceback' not in done.stderr
+  said = 'pip install --no-deps bfcl-eval==|give a folder of the data of BFCL'
+  assert re.search(said, done.stderr)
 
 
 def test_all_tasks_but_five_are_offered(tasks):

@@ -12,7 +12,7 @@ import benchmark_mutants
 import pytest
 import with_package
 
-from agent_r1_jax.tasks import bfcl
+from agent_r1_jax.contrib.benchmarks import bfcl
 
 pytestmark = pytest.mark.skipif(
   not with_package.PYTHON, reason='`make test-with-bfcl` installs bfcl-eval'
@@ -28,7 +28,7 @@ SURVIVORS = {
 
 
 def test_the_tests_that_need_it():
-  line = with_package.run_tests('tests/test_bfcl.py')
+  line = with_package.run_tests('tests/contrib/benchmarks/test_bfcl.py')
   assert ' passed' in line and 'skipped' not in line
 
 
