@@ -1,7 +1,7 @@
 """The paper's Tables 3 and 4 in small: every method on equal terms, several seeds each.
 
   python -m experiments.paper_tables --out=runs/tables
-  python -m experiments.paper_tables --out=runs/tables --render=docs/paper_tables
+  python -m experiments.paper_tables --out=runs/tables --render=docs/results/paper_tables
 
 miniwiki by default. With `--data=DIR` (hotpotqa/, 2wikimultihopqa/ and musique/ of
 corpus.jsonl.gz and train.jsonl.gz each; third_party/fetch.py with these names makes

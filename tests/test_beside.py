@@ -29,17 +29,20 @@ def test_this_projects_side_trains_and_counts(tmp_path):
 
 def test_report_draws_what_was_collected(tmp_path):
   out = tmp_path / 'beside'
-  out.with_suffix('.jsonl').write_text((ROOT / 'docs/beside_tables.jsonl').read_text())
+  out.with_suffix('.jsonl').write_text(
+    (ROOT / 'docs/results/beside_tables.jsonl').read_text()
+  )
   done = script.run('-m', 'experiments.beside.report', f'--out={out}')
   assert done.returncode == 0, done.stderr[-3000:]
   assert (
-    out.with_suffix('.md').read_text() == (ROOT / 'docs/beside_tables.md').read_text()
+    out.with_suffix('.md').read_text()
+    == (ROOT / 'docs/results/beside_tables.md').read_text()
   )
   assert out.with_suffix('.png').stat().st_size > 10_000
 
 
 def test_trl_trains_on_the_replies_as_they_were_sampled():
-  pytest.importorskip('trl', reason='TRL has an environment of its own (docs/beside.md)')
+  pytest.importorskip('trl', reason='TRL has an environment of its own')
   from experiments.beside import by_trl
 
   text = 'a<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\nc<|im_end|>'

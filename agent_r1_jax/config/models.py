@@ -18,7 +18,7 @@ class Model:
     batch_invariant: Whether the sampler's log-probs and the learner's are equal to the
       last bit, whatever is computed beside a token (batch, chunks of a prefill, shared
       prefixes, packing): the importance ratio of the first update is exactly 1. On one
-      CPU only; docs/performance.md has its price.
+      CPU only; docs/models.md has its price.
     remat: Activations recomputed in the backward pass: 'none', 'dots' or 'full'. If it is
       empty it is 'none', or 'full' where that does not fit the memory.
     lora_rank: Rank of the LoRA adapters that are trained in place of all parameters; 0

@@ -166,7 +166,7 @@ def retain_freed_memory() -> bool:
 
   XLA allocates all temporaries of a CPU program anew at each call, and glibc returns
   blocks of that size to the kernel at once. Faulting in and zeroing the pages again takes
-  a fifth of a training step on one core (docs/performance.md).
+  a fifth of a training step on one core (docs/results/performance.md).
 
   A thread that allocates before the call has an arena of its own, in which no block is
   larger than 64 MB, and glibc assigns it to some later threads too, such as XLA's.

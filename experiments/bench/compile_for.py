@@ -40,7 +40,7 @@ Prints one JSON line a program, of one chip:
   that only the data stop; those of a gradient count for all tokens of a row, others once.
 
 `--top=N` lists the N parts that take longest. Expected: docs/scaling.md for training,
-docs/performance.md for sampling.
+docs/results/performance.md for sampling.
 """
 
 import collections

@@ -26,7 +26,7 @@ from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
 
 _RUNS = flags.DEFINE_string('runs', '', 'Directory of the runs; empty only draws.')
-_OUT = flags.DEFINE_string('out', 'docs/beside_tables', 'Prefix of the files written.')
+_OUT = flags.DEFINE_string('out', 'docs/results/beside_tables', 'Prefix of the files.')
 _QUESTIONS = flags.DEFINE_integer('questions', 300, 'Questions of each set.')
 
 NAMES = {'jax': 'this project', 'trl': 'TRL', 'tunix': 'tunix'}

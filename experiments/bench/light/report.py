@@ -1,4 +1,4 @@
-"""Makes the table of docs/performance.md of the lines of a first light."""
+"""Makes the table of docs/results/performance.md of the lines of a first light."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
