@@ -65,15 +65,14 @@ def run(app: Any) -> Iterator[tuple[int, Any]]:
 
 
 @contextlib.contextmanager
-def run_script(python: str, name: str) -> Iterator[str]:
-  """Gives the address of a server in a process: a script of tests/, given a socket.
+def run_script(python: str, script: pathlib.Path) -> Iterator[str]:
+  """Gives the address of a server in a process: a script that is given a socket.
 
   The socket listens before the server is there: who connects waits.
   """
-  path = pathlib.Path(__file__).parent / name
   with socket.create_server(('127.0.0.1', 0)) as listener:
     number = listener.fileno()
-    server = subprocess.Popen([python, str(path), str(number)], pass_fds=[number])
+    server = subprocess.Popen([python, str(script), str(number)], pass_fds=[number])
     yield f'http://127.0.0.1:{listener.getsockname()[1]}'
   server.send_signal(signal.SIGTERM)
   assert server.wait(60) in (0, -signal.SIGTERM)

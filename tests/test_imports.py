@@ -48,8 +48,8 @@ OWNERS = {
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py {PACKAGE}/retrieval/encoder.py',
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
   'httpx2': f'{PACKAGE}/tools/remote_sandbox.py {PACKAGE}/retrieval/client.py '
-  f'{PACKAGE}/web/bounded_http.py {PACKAGE}/guided/judge.py {PACKAGE}/tasks/nemo_gym.py '
-  'experiments/bench/retriever.py',
+  f'{PACKAGE}/web/bounded_http.py {PACKAGE}/guided/judge.py '
+  f'{PACKAGE}/contrib/environments/nemo_gym.py experiments/bench/retriever.py',
   'pydantic': f'{PACKAGE}/web/http.py {PACKAGE}/serve/ {PACKAGE}/contrib/tinker/wire.py '
   f'{PACKAGE}/retrieval/server.py experiments/',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
@@ -62,8 +62,8 @@ OWNERS = {
   'textworld': f'{PACKAGE}/tasks/games.py {PACKAGE}/tasks/game_process.py',
   'alfworld': f'{PACKAGE}/tasks/game_process.py',
   'reasoning_gym': f'{PACKAGE}/tasks/reasoning.py',
-  'openenv': f'{PACKAGE}/tasks/openenv.py',
-  'verifiers': f'{PACKAGE}/tasks/verifiers.py',
+  'openenv': f'{PACKAGE}/contrib/environments/openenv.py',
+  'verifiers': f'{PACKAGE}/contrib/environments/verifiers.py',
   'uvicorn': f'{PACKAGE}/web/http.py',
   'openai': 'experiments/',
   'pydantic_ai': 'experiments/miniwiki/agents.py',

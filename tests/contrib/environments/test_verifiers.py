@@ -12,7 +12,7 @@ import serving
 from starlette import applications, responses, routing
 import tiny
 
-from agent_r1_jax.tasks import verifiers
+from agent_r1_jax.contrib.environments import verifiers
 
 pytest.importorskip('verifiers', reason='the extra `verifiers` is not installed')
 

@@ -1,4 +1,4 @@
-"""An OpenEnv server for tests/test_openenv.py, in a process of its own."""
+"""An OpenEnv server for test_openenv.py, in a process of its own."""
 
 import sys
 

@@ -11,7 +11,7 @@ from starlette import applications, responses, routing
 
 from agent_r1_jax import testing, types
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.tasks import nemo_gym
+from agent_r1_jax.contrib.environments import nemo_gym
 
 TOOL = {
   'type': 'function',

@@ -1,5 +1,7 @@
 """A resources server of nemo_gym's own code is played: `make test-with-nemo-gym`."""
 
+import pathlib
+
 import answers
 import numpy as np
 import pytest
@@ -9,17 +11,19 @@ import tiny
 import with_package
 
 from agent_r1_jax import testing
-from agent_r1_jax.tasks import nemo_gym
+from agent_r1_jax.contrib.environments import nemo_gym
 
 pytestmark = pytest.mark.skipif(
   not with_package.has('nemo_gym'),
   reason='`make test-with-nemo-gym` installs nemo-gym, for Python 3.12',
 )
 
+SERVER = pathlib.Path(__file__).with_name('nemo_gym_server.py')
+
 
 @pytest.fixture(scope='module')
 def url():
-  with answers.run_script(str(with_package.PYTHON), 'nemo_gym_server.py') as url:
+  with answers.run_script(str(with_package.PYTHON), SERVER) as url:
     yield url
 
 

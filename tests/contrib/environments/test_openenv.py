@@ -1,19 +1,22 @@
 """A real OpenEnv server, in a process, and the environment that plays on it."""
 
+import pathlib
 import sys
 
 import answers
 import pytest
 
 from agent_r1_jax import testing, types
-from agent_r1_jax.tasks import openenv
+from agent_r1_jax.contrib.environments import openenv
 
 pytest.importorskip('openenv', reason='the extra `environments` is not installed')
+
+SERVER = pathlib.Path(__file__).with_name('openenv_server.py')
 
 
 @pytest.fixture(scope='module')
 def url():
-  with answers.run_script(sys.executable, 'openenv_server.py') as url:
+  with answers.run_script(sys.executable, SERVER) as url:
     yield url
 
 
