@@ -2,7 +2,6 @@
 
 import json
 import mmap
-import os
 
 import pytest
 import script
@@ -27,7 +26,7 @@ app.run(bench.main)
 @pytest.fixture(scope='module')
 def lines():
   sizes = ['--rows=16', '--prompt=24', '--reply=8', '--microbatch=4', '--repeats=1']
-  what = ['--what=no_work_twice,programs,tools,adapters', '--latencies=0.02']
+  what = ['--what=no_work_twice,programs,tools', '--latencies=0.02']
   what += ['--segments=6']
   done = script.run('-c', _FEW_PROGRAMS, '--shape=tiny', *what, *sizes)
   assert done.returncode == 0, done.stderr
@@ -50,28 +49,10 @@ def test_ragged_episodes_compile_nothing(lines):
   assert found['compiled_by_ragged_episodes'] == 0
 
 
-def test_the_cost_of_adapters_is_beside_an_engine_without(lines):
-  found = lines['adapters']
-  assert found['without/ratio'] == 1.0
-  assert all(found[f'{used}_used/ratio'] > 0 for used in (0, 1, 4))
-
-
 def test_slow_tools_have_a_speed_with_and_without_lock_step(lines):
   found = lines['tools']
   assert len(found['tokens_per_second']) == 2 and found['0s'] == 1.0
   assert found['0.02s'] > 0 and found['0.02s/lock_step'] > 0
-
-
-def test_a_retrieval_server_answers_the_load_that_is_offered(tmp_path):
-  cores = ','.join(map(str, os.sched_getaffinity(0)))
-  command = ['-m', 'experiments.bench.retriever', f'--workdir={tmp_path}']
-  command += ['--passages=200', '--dim=16', '--factory=Flat', '--parameters=']
-  command += ['--rates=20', '--seconds=1', '--clients=1', f'--cores={cores}']
-  done = script.run(*command)
-  assert done.returncode == 0, done.stderr
-  line = json.loads(done.stdout.splitlines()[-1])
-  assert (line['offered'], line['refused_503']) == (20, 0)
-  assert line['found'] > 0.3 and line['p99_ms'] > line['p50_ms'] > 0
 
 
 def test_a_model_of_a_given_shape_is_made_and_the_memory_of_phases_is_measured(tmp_path):

@@ -49,7 +49,7 @@ OWNERS = {
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
   'httpx2': f'{PACKAGE}/tools/remote_sandbox.py {PACKAGE}/retrieval/client.py '
   f'{PACKAGE}/web/bounded_http.py {PACKAGE}/guided/judge.py '
-  f'{PACKAGE}/contrib/environments/nemo_gym.py experiments/bench/retriever.py',
+  f'{PACKAGE}/contrib/environments/nemo_gym.py',
   'pydantic': f'{PACKAGE}/web/http.py {PACKAGE}/serve/ {PACKAGE}/contrib/tinker/wire.py '
   f'{PACKAGE}/retrieval/server.py experiments/',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',

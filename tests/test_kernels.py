@@ -7,7 +7,7 @@ import pathlib
 import pytest
 import script
 
-from experiments.bench import calibrate, chips, hlo, kernels, roofline
+from experiments.bench import chips, hlo, kernels, roofline
 
 _RECORDED = pathlib.Path(__file__).parent / 'golden' / 'hlo'
 
@@ -368,7 +368,8 @@ def test_an_estimated_product_takes_what_one_took_on_a_chip_less_the_time_to_sta
   assert best == pytest.approx(0.7206e-3, rel=1e-3)
   assert in_turn == pytest.approx(best + 2 * 4096**2 / 819e9, rel=1e-3)
   # The product of 1,024 x 1,024 was measured in the same way, and is nearly all start.
-  start, measured = (x.seconds for x in calibrate.PUBLISHED[:2])
+  # Both are of JAX's docs/pallas/tpu/matmul.ipynb.
+  start, measured = 0.00011943, 0.00082729
   assert best == pytest.approx(measured - start, rel=0.02)
 
 
@@ -385,9 +386,3 @@ ENTRY %main (a: {numbers}[64,128]) -> {numbers}[64,128] {{
 """
   (copy,) = kernels.list_kernels(hlo.Program(text))
   assert copy.kind == 'move' and copy.cycles == cycles
-
-
-def test_a_published_step_takes_what_its_operations_say():
-  # The log of this step names both: 3.443 s, 413.433e12 operations a second.
-  (step,) = (x for x in calibrate.PUBLISHED if x.seconds == 3.443)
-  assert step.program.seconds(413.433e12) == pytest.approx(3.443, rel=1e-3)

@@ -3,7 +3,7 @@
   python -m experiments.bench                        # all of MEASUREMENTS, shape s5
   python -m experiments.bench --shape=s25 --what=sampling,update,group_step
 
-On 2 CPU cores all of it takes 15 minutes with s5. Compile time is apart; seconds are the
+On 2 CPU cores all of it takes 12 minutes with s5. Compile time is apart; seconds are the
 best and the median repetition's, cpu_seconds the least. docs/performance.md says more.
 """
 
@@ -21,18 +21,18 @@ from typing import Any
 
 from absl import app, flags
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import automata
-from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
-from experiments.bench import adapters as adapters_lib
-from experiments.bench import common, details, floor
-from experiments.bench import drafts as drafts_lib
+from agent_r1_jax.rl import packing, table
+from experiments.bench import common
 
 _SHAPE = flags.DEFINE_enum('shape', 's5', [*common.SHAPES], 'The policy.')
 _WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
@@ -149,40 +149,97 @@ def sampling(bench: Bench) -> dict[str, Any]:
   engine = bench.engine()
   run = lambda: engine.run([talk(bench, engine, n) for n in range(_ROWS.value)])
   times = common.timed(_REPEATS.value, run)
-  times |= floor.measure(run, times['cpu_seconds'])
   tokens = _ROWS.value * _REPLY.value
   return times | {'tokens_per_second': round(tokens / times['seconds'])}
+
+
+def row_update(bench: Bench, wanted: str) -> Callable[[], None]:
+  """Makes the step on rows of prompt and reply, with an observation in the reply."""
+  prompt, reply, B = _PROMPT.value, _REPLY.value, _ROWS.value
+  rng, T = np.random.default_rng(0), prompt + reply
+  mask = np.ones((B, T), bool)
+  mask[:, 0] = False
+  if wanted == 'reply':
+    mask[:, :prompt] = False
+    mask[:, prompt + 40 : prompt + 72] = False
+  tokens, advantages = bench.tokens(B * T, 2).reshape(B, T), rng.normal(size=(B, 1))
+  batch = common.make_batch(tokens, mask, advantages, bench.config.vocab_size)
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6))
+  return common.make_update(
+    bench.config,
+    jax.tree.map(jnp.copy, bench.params),
+    common.split_batch(batch, _MICROBATCH.value),
+    optimizer,
+  )
+
+
+def group_update(bench: Bench, trees: bool) -> tuple[Callable[[], None], int]:
+  """Makes a GRPO update on groups of 8 replies to a prompt; returns its tokens too.
+
+  Tokens 40 to 72 of a reply are an observation. Rows hold one text, or a group's tree.
+  """
+  prompt, reply, rows = _PROMPT.value, _REPLY.value, _ROWS.value
+  at = np.arange(prompt + reply) - prompt
+  mask = (at >= 0) & ((at < 40) | (at >= 72))
+  segments = []
+  for n in range(rows):
+    text = np.append(bench.tokens(prompt, 0, n // 8), bench.tokens(reply, 1, n))
+    segments.append(types.Segment(text, mask, mask * np.log(1 / bench.config.vocab_size)))
+  tokens = table.from_segments(segments)
+  advantages = np.random.default_rng(0).normal(size=rows)[tokens.trajectory]
+  columns = {'advantages': advantages * tokens.action_mask}
+  columns['weights'] = tokens.action_mask / tokens.action_mask.sum()
+  shape = packing.MicrobatchShape(_MICROBATCH.value, prompt + reply, trees=False)
+  if trees:
+    shape = packing.MicrobatchShape(max(1, shape.rows // 4), prompt + 8 * reply)
+  batches, layout = packing.pack_microbatches(
+    dataclasses.replace(tokens, **columns), shape
+  )
+  params = jax.tree.map(jnp.copy, bench.params)
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6))
+  update = common.make_update(bench.config, params, batches, optimizer)
+  return update, layout.computed
 
 
 def update(bench: Bench) -> dict[str, Any]:
   """A policy-gradient step: clipped loss, gradient norm clipped, AdamW."""
   found = {}
   for wanted in ('reply', 'all'):
-    step = details.row_update(bench, wanted)
+    step = row_update(bench, wanted)
     times = common.timed(_REPEATS.value, step)
-    times |= floor.measure(step, times['cpu_seconds'])
     tokens = _ROWS.value * (_PROMPT.value + _REPLY.value)
     times['tokens_per_second'] = round(tokens / times['seconds'])
     found |= {f'{wanted}/{name}': value for name, value in times.items()}
   return found
 
 
+def trees(bench: Bench) -> dict[str, Any]:
+  """The update on groups of 8 replies to a prompt that each reads, or that all share."""
+  found: dict[str, Any] = {}
+  for name in ('whole', 'trees'):
+    update, tokens = group_update(bench, name == 'trees')
+    times = common.timed(_REPEATS.value, update) | {'tokens': tokens}
+    found |= {f'{name}/{key}': value for key, value in times.items()}
+  for key in ('tokens', 'cpu_seconds'):
+    found[f'ratio/{key}'] = round(found[f'trees/{key}'] / found[f'whole/{key}'], 3)
+  return found
+
+
 def group_step(bench: Bench) -> dict[str, Any]:
   """A whole GRPO step: 8 samples of each prompt, then the update on them."""
-  engine, (learn, _) = bench.engine(), details.group_update(bench, trees=True)
+  engine, (learn, _) = bench.engine(), group_update(bench, trees=True)
 
   def step():
     engine.run([talk(bench, engine, n, group=8) for n in range(_ROWS.value)])
     learn()
 
-  times = common.timed(_REPEATS.value, step)
-  return times | floor.measure(step, times['cpu_seconds'])
+  return common.timed(_REPEATS.value, step)
 
 
 def multi_turn(bench: Bench) -> dict[str, Any]:
   """4 turns of 8 samples a task; and the same engine if it prefills every turn anew."""
   found = {}
-  learn = details.row_update(bench, 'reply')
+  learn = row_update(bench, 'reply')
   slots = _PROMPT.value + 4 * 32 + 3 * 64
   for name, again in (('kept', False), ('prefilled', True)):
     engine = bench.engine(slots=slots)
@@ -268,34 +325,6 @@ def tools(bench: Bench) -> dict[str, Any]:
   return found
 
 
-def reads(bench: Bench) -> dict[str, Any]:
-  """A decode step with 256 tokens used, in rows of 512 and of 8,192 slots."""
-  rows, steps = 8, 32
-  found: dict[str, Any] = {}
-  for slots in (512, 8192):
-    engine = bench.engine(
-      rows=rows, slots=slots, decode_steps=steps, bucket=256, replicas=1
-    )
-    replica = engine.replicas[0]
-    assert replica.policy is not None
-    batch = active_request.make_decode_batch({}, rows, replica.device.guides, rows)
-    batch = batch._replace(
-      rows=np.arange(rows, dtype=np.int32),
-      length=np.full(rows, 256 - steps, np.int32),
-      budget=np.full(rows, steps, np.int32),
-    )
-    call: Any = (replica.policy.copies[0], batch, 256)
-
-    def step(replica=replica, call=call):
-      jax.block_until_ready(replica.device.decode(*call))
-
-    found[f'{slots}/step_milliseconds'] = round(
-      1e3 * common.timed(_REPEATS.value, step)['seconds'] / steps, 3
-    )
-  small, large = found.values()
-  return found | {'ratio': round(large / small, 3)}
-
-
 def programs(bench: Bench) -> dict[str, Any]:
   """Compilations of the warm-up, and of ragged episodes after it."""
   compiled: list[float] = []
@@ -327,38 +356,15 @@ def programs(bench: Bench) -> dict[str, Any]:
   return found | {'compiled_by_ragged_episodes': len(compiled)}
 
 
-def host_time(bench: Bench) -> dict[str, Any]:
-  """The device's idle share between segments, with rows that want it."""
-  engine = bench.engine(
-    slots=_PROMPT.value + 4 * 64, decode_steps=16, rows=2 * _ROWS.value
-  )
-  start, before = time.perf_counter(), dataclasses.replace(engine.stats)
-  numbers = range(4 * _ROWS.value)
-  engine.run([talk(bench, engine, n, turns=4, reply=32, group=8) for n in numbers])
-  wall, stats = time.perf_counter() - start, engine.stats
-  steps = (stats.steps - before.steps) / engine.sizes.decode_rows[-1]
-  return {
-    'seconds': round(wall, 3),
-    'step_milliseconds': round(1e3 * stats.decode_seconds / steps, 2),
-    'idle_share': round((stats.host_seconds - before.host_seconds) / wall, 4),
-  }
-
-
 MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
   sampling,
   update,
-  details.trees,
-  drafts_lib.drafts,
-  adapters_lib.adapters,
+  trees,
   group_step,
   multi_turn,
   no_work_twice,
   tools,
-  reads,
   programs,
-  host_time,
-  details.grammar,
-  details.python_calls,
 )
 
 

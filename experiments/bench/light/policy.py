@@ -10,6 +10,7 @@ with exact products, where differences are the order of sums, and in bfloat16, w
 attention is by the kernels of the card.
 """
 
+import asyncio
 from collections.abc import Iterator
 import contextlib
 import dataclasses
@@ -26,7 +27,7 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, learner
-from experiments.bench import common, gaps
+from experiments.bench import common
 from experiments.bench.light import lines
 
 _FILE = pathlib.Path(__file__).parent / 'golden.npz'
@@ -74,10 +75,7 @@ def _compute(dtype: str) -> dict[str, np.ndarray]:
   params, batch = jax.device_put(_make_params()), _make_batch()
   found = {'logprobs': learner.logprobs(params, batch, config=config)}
   engine = _make_engine(config, params)
-  play = lambda n: gaps.play(
-    engine, config.vocab_size, n, turns=3, prompt=32, reply=16, answer=16, group=2
-  )
-  segments = [p.segment for p in engine.run([play(n) for n in range(_TEXTS)])]
+  segments = engine.run([_play(engine, n) for n in range(_TEXTS)])
   found['sampled'] = np.stack([s.tokens for s in segments])
   found['sampled_logprobs'] = np.stack([s.behaviour_logprobs for s in segments])
   found['actions'] = np.stack([s.action_mask for s in segments])
@@ -90,6 +88,31 @@ def _compute(dtype: str) -> dict[str, np.ndarray]:
   found['grad_norm'] = np.asarray(metrics['grad_norm'])
   found['updated_logprobs'] = learner.logprobs(state.params, batch, config=config)
   return found
+
+
+async def _play(engine: engine_lib.Engine, number: int) -> types.Segment:
+  """Plays three turns with random answers; two texts begin with the same prompt."""
+  draw = lambda n, *seed: (
+    np.random.default_rng(seed).integers(0, _CONFIG.vocab_size, n).astype(np.int32)
+  )
+  pieces, new = [], draw(32, number // 2)
+  text: request_lib.Text | None = None
+  key = request_lib.make_key('bench', number)
+  async with engine.reserve(number // 2) as replica:
+    for turn in range(3):
+      request = request_lib.Request(new, text, max_tokens=16, key=key)
+      said, text = await (generation := replica.submit(request)), generation.text
+      pieces += [(new, np.zeros(len(new), np.float32), False)]
+      pieces += [(said.tokens, said.logprobs, True)]
+      new = draw(16, 1, number, turn)
+      await asyncio.sleep(0)
+    if text:
+      text.close()
+  return types.Segment(
+    np.concatenate([tokens for tokens, _, _ in pieces]),
+    np.concatenate([np.full(len(tokens), own) for tokens, _, own in pieces]),
+    np.concatenate([logprobs for _, logprobs, _ in pieces]),
+  )
 
 
 def _make_engine(
