@@ -61,21 +61,12 @@ class Result(NamedTuple):
 Steps = Generator[None, None, Result]
 
 
-class AdamParams(NamedTuple):
-  """The numbers of one step of Adam; `clip` is the highest norm of the gradient."""
-
-  learning_rate: float
-  b1: float
-  b2: float
-  eps: float
-  weight_decay: float
-  clip: float
-
-
-def _make_adam(learning_rate, b1, b2, eps, weight_decay, clip):
+def _make_adam(
+  learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm
+) -> optax.GradientTransformation:
   return optax.chain(
-    optax.clip_by_global_norm(clip),
-    optax.scale_by_adam(b1, b2, eps),
+    optax.clip_by_global_norm(grad_clip_norm),
+    optax.scale_by_adam(beta1, beta2, eps),
     optax.add_decayed_weights(weight_decay),
     optax.scale_by_learning_rate(learning_rate),
   )
@@ -103,7 +94,7 @@ class Learning:
     self.config, self.shape, self.rank = config, shape, rank
     self.targets = tuple(stacked_adapters.list_targets(config))
     # The numbers are arrays of its state, so that a step may change them.
-    self._adam = optax.inject_hyperparams(_make_adam)(*AdamParams(*[1.0] * 6))
+    self._adam = optax.inject_hyperparams(_make_adam)(*[1.0] * 6)
     # A value head would be learned.
     self._base = {k: v for k, v in params.items() if k != 'value_head'}
     self.no_adapter = self.pad({'layers': {}})
@@ -207,8 +198,12 @@ class Learning:
     total = float(sum(x.sum(dtype=np.float64) for x in per_token))
     return Result(unpacked, per_token, total)
 
-  def optim_step(self, run: Run, adam: AdamParams) -> dict[str, float]:
+  def optim_step(self, run: Run, adam: Mapping[str, float]) -> dict[str, float]:
     """Makes a step with the gradient since the last one; returns its norm.
+
+    Args:
+      run: The run.
+      adam: The arguments of _make_adam; no `grad_clip_norm` if that is 0.
 
     Raises:
       ValueError: There is no gradient.
@@ -217,7 +212,7 @@ class Learning:
     if run.gradients is None:
       raise ValueError('optim_step: there is no gradient; call forward_backward first')
     gradients, run.gradients = run.gradients, None
-    numbers = adam._asdict() | {'clip': adam.clip or np.inf}
+    numbers = {**adam, 'grad_clip_norm': adam['grad_clip_norm'] or np.inf}
     state: Any = run.state.opt_state
     state = state._replace(
       hyperparams={name: jnp.asarray(x, jnp.float32) for name, x in numbers.items()}

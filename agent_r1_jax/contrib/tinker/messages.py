@@ -10,7 +10,6 @@ Letters: n tokens of a datum, K targets of each position.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-import contextlib
 import functools
 import itertools
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from agent_r1_jax.contrib.tinker import data
+from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.web import http
 
 MEDIA_TYPE = 'application/x-protobuf'
@@ -99,16 +99,6 @@ class ForwardBackward(NamedTuple):
   body: bytes  # All of this, as it was sent.
 
 
-class Sample(NamedTuple):
-  """One reply: tokens, int32 [n], log-probs, float32 [n], and the likeliest tokens."""
-
-  tokens: np.ndarray
-  logprobs: np.ndarray
-  stopped: bool
-  top_tokens: np.ndarray  # int32 [n, k]; k may be 0.
-  top_logprobs: np.ndarray  # float32 [n, k].
-
-
 @functools.cache
 def _classes() -> dict[str, Any]:
   """Makes the classes of the messages."""
@@ -143,21 +133,11 @@ def make(name: str, **fields: Any) -> Any:
   return _classes()[name](**fields)
 
 
-def read_names(body: bytes) -> dict[str, Any]:
-  """Reads the run and the number of a request, if it is one."""
-  from google.protobuf import message as message_lib
-
-  message = make('ForwardBackwardRequest')
-  with contextlib.suppress(message_lib.DecodeError):
-    message.ParseFromString(body)
-  return {'model_id': message.model_id, 'seq_id': message.seq_id}
-
-
-def read_forward_backward(body: bytes) -> ForwardBackward:
-  """Reads a request.
+def parse(body: bytes) -> dict[str, Any]:
+  """Parses a request, of whose fields only the names of its run and its own are read.
 
   Raises:
-    RefusedError: It is no such message, or a datum has what is not supported.
+    RefusedError: It is no such message.
   """
   from google.protobuf import message as message_lib
 
@@ -168,6 +148,17 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     raise http.RefusedError(
       400, f'the body is no ForwardBackwardRequest: {error}'
     ) from None
+  names = {'model_id': message.model_id, 'seq_id': message.seq_id}
+  return names | {'message': message, 'body': body}
+
+
+def read_forward_backward(fields: Mapping[str, Any]) -> ForwardBackward:
+  """Reads what `parse` has parsed.
+
+  Raises:
+    RefusedError: A datum has what is not supported.
+  """
+  message = fields['message']
   options = {entry.key: entry.value for entry in message.loss_fn_config}
   for entry in message.loss_fn_config_v2:
     if entry.value.text:
@@ -190,7 +181,7 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
       text = f'the data have more than {data.MAX_TOKENS:,} targets; send fewer'
       raise http.RefusedError(400, text)
   names = message.model_id, message.seq_id, message.forward_only, message.loss_fn
-  return ForwardBackward(*names, options, read, body)
+  return ForwardBackward(*names, options, read, fields['body'])
 
 
 def _read_datum(message: Any) -> data.Datum:
@@ -274,7 +265,7 @@ def _make_record(columns: Mapping[str, Sequence[np.ndarray]]) -> Any:
 
 
 def write_samples(
-  samples: Iterable[Sample],
+  samples: Iterable[request_lib.Chunk],
   prompt_logprobs: np.ndarray | None,
   target_logprobs: np.ndarray | None = None,
 ) -> bytes:

@@ -7,7 +7,7 @@ place of those that were not asked for longest.
 
 import asyncio
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import secrets
 from typing import Any
@@ -27,7 +27,6 @@ from agent_r1_jax.web import fairness, http
 
 # Snapshots without a name that are kept for one client's process, and sessions in all.
 _MOST_SNAPSHOTS, _MOST_SESSIONS = 16, 4096
-_MOST_SCORED = 16  # Prompts that wait for the thread that computes.
 
 
 @dataclasses.dataclass
@@ -79,13 +78,11 @@ class Samplers:
     self._most_replies, self._seconds = most_replies, seconds
     self._replies = fairness.Shares()
     self._setting = asyncio.Lock()  # Held while the engine gets weights.
-    # The others wait here, as long as a request may take.
-    self._scoring = fairness.Turns(_MOST_SCORED)
 
   def create(self, request: wire.CreateSamplingSession) -> dict[str, Any]:
     """Begins a session with saved weights, or with the base's."""
     trainings = self._trainings
-    trainings.find_session(request.session_id)
+    trainings.hear(request.session_id)
     trainings.check_base(request.base_model)
     sampler_id = f'{request.session_id}:sample:{request.sampling_session_seq_id}'
     if request.model_path is not None:
@@ -159,19 +156,31 @@ class Samplers:
     prompt, max_tokens = self._read_prompt(request)
     stops = self._make_stops(request.sampling_params.stop)
     targets = self._make_targets(request, prompt)
-    http.client.set(sampler.session)  # Of the engine's rows, and of prompts scored.
-    make_request = self._make_requests(request, prompt, max_tokens, stops)
+    params = request.sampling_params
+    one = request_lib.Request(
+      prompt,
+      max_tokens=max_tokens,
+      sampling=config_lib.Sampling(
+        params.temperature, max(params.top_k, 0), params.top_p
+      ),
+      automata=stops,
+      top_logprobs=request.topk_sample_logprobs,
+      client=sampler.session,
+    )
+    sizes, size = self._engine.sizes, self._engine.config.vocab_size
+    request_lib.check(one, vocab_size=size, slots=sizes.slots, guides=())
     self._replies.take(sampler.session, request.num_samples, self._most_replies)
-    sampling = self._work(request, sampler, make_request, targets)
+    sampling = self._work(request, sampler, one, targets)
     task = self._trainings.results.begin(request_id, digest, sampling)
     sampler.replies += request.num_samples
     task.add_done_callback(lambda _: self._end(sampler, request.num_samples))
     return answer
 
-  def cancel(self, request_id: str):
+  def cancel(self, request: wire.RetrieveFuture) -> dict[str, Any]:
     """Ends a request whose client does not wait for it; others are ignored."""
-    if request_id.rpartition(':')[0] in self.by_id:
-      self._trainings.results.cancel(request_id)
+    if request.request_id.rpartition(':')[0] in self.by_id:
+      self._trainings.results.cancel(request.request_id)
+    return {}
 
   def _end(self, sampler: Sampler, count: int):
     self._replies.give(sampler.session, count)
@@ -212,33 +221,6 @@ class Samplers:
     found, _, strings, pieces = self._chat.find_stops(size, strings)
     return [automata.stop([*found, *ids], size, strings, pieces)]
 
-  def _make_requests(
-    self, request: wire.Sample, prompt: np.ndarray, max_tokens: int, stops: Any
-  ) -> Callable[[str | None], list[request_lib.Request]]:
-    params = request.sampling_params
-    sampling = config_lib.Sampling(params.temperature, max(params.top_k, 0), params.top_p)
-    seed = secrets.token_hex(8) if params.seed is None else params.seed
-
-    def make(adapter: str | None) -> list[request_lib.Request]:
-      return [
-        request_lib.Request(
-          prompt,
-          max_tokens=max_tokens,
-          sampling=sampling,
-          key=request_lib.make_key('tinker', seed, i),
-          automata=stops,
-          top_logprobs=request.topk_sample_logprobs,
-          adapter=adapter,
-          client=http.client.get(),
-        )
-        for i in range(request.num_samples)
-      ]
-
-    for one in make(None)[:1]:
-      sizes, size = self._engine.sizes, self._engine.config.vocab_size
-      request_lib.check(one, vocab_size=size, slots=sizes.slots, guides=())
-    return make
-
   def _make_targets(
     self, request: wire.Sample, prompt: np.ndarray
   ) -> data_lib.Datum | None:
@@ -265,15 +247,29 @@ class Samplers:
     return datum
 
   async def _work(
-    self, request: wire.Sample, sampler: Sampler, make, targets: data_lib.Datum | None
+    self,
+    request: wire.Sample,
+    sampler: Sampler,
+    one: request_lib.Request,
+    targets: data_lib.Datum | None,
   ) -> bytes:
-    """Samples and scores; returns the message."""
+    """Samples and scores; returns the message.
+
+    Args:
+      request: What is asked for.
+      sampler: Its session.
+      one: A request to the engine, without weights and without randomness.
+      targets: Tokens to score.
+    """
+    seed = request.sampling_params.seed
+    seed = secrets.token_hex(8) if seed is None else seed
+    keys = [request_lib.make_key('tinker', seed, i) for i in range(request.num_samples)]
     try:
       async with asyncio.timeout(self._seconds):
-        name = await self._give_weights(sampler)
-        requests = make(name)
+        one = dataclasses.replace(one, adapter=await self._give_weights(sampler))
+        requests = [dataclasses.replace(one, key=key) for key in keys]
         if request.prompt_logprobs:
-          requests.append(_make_scoring(requests[0]))
+          requests.append(_make_scoring(one))
         generations = await self._sample(requests)
         named = await self._score(sampler, targets) if targets else None
     except TimeoutError:
@@ -282,11 +278,7 @@ class Samplers:
     if request.prompt_logprobs:
       own = generations.pop().prompt.logprobs.copy()
       own[: len(own) - (request.prompt_logprobs_last_n or len(own))] = np.nan
-    chunks = [request_lib.join(generation.chunks) for generation in generations]
-    replies = [
-      messages.Sample(x.tokens, x.logprobs, x.stopped, x.top_tokens, x.top_logprobs)
-      for x in chunks
-    ]
+    replies = [request_lib.join(generation.chunks) for generation in generations]
     return messages.write_samples(replies, own, named)
 
   async def _sample(self, requests: Sequence[request_lib.Request]) -> list[Any]:
@@ -303,10 +295,9 @@ class Samplers:
 
   async def _score(self, sampler: Sampler, targets: data_lib.Datum) -> np.ndarray:
     """Computes the log-probs of targets in the turn of the client's process."""
-    score = self._trainings.learning.score
-    compute = lambda: score(self._get_weights(sampler), [targets])
-    async with self._scoring.take():
-      result = await self._trainings.worker.submit(sampler.session, compute)
+    learner = self._trainings.learning
+    compute = lambda: learner.score(self._get_weights(sampler), [targets])
+    result = await self._trainings.worker.run(sampler.session, compute)
     return result.logprobs[0]
 
   async def _give_weights(self, sampler: Sampler) -> str | None:

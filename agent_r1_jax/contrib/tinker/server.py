@@ -48,28 +48,70 @@ _DYNAMIC_CONFIG = {'sample_cancel_enabled': True}
 
 
 class _Handlers:
-  """Answers requests; each method returns what becomes JSON."""
+  """Answers requests; each handler returns what becomes JSON, or a response."""
 
   def __init__(
-    self,
-    trainings: training.Trainings,
-    samplers: sampling.Samplers,
-    *,
-    slots: int,
-    keys: Collection[str],
+    self, trainings: training.Trainings, samplers: sampling.Samplers, slots: int
   ):
-    self._trainings, self._samplers = trainings, samplers
-    self._slots, self._keys = slots, keys
+    self._trainings, self._samplers, self._slots = trainings, samplers, slots
 
-  def check_key(self, request: Any):
-    """Raises RefusedError if the client has none of the keys."""
-    http.check_key(request.headers.get('X-API-Key', ''), self._keys, 'give api_key=KEY')
+  def list_posts(self) -> dict[str, Callable]:
+    """Lists the handlers of POST by their paths."""
+    trainings, samplers = self._trainings, self._samplers
+    data = trainings.read_forward_backward, trainings.forward_backward
+    return {
+      '/client/config': _say(_CLIENT_CONFIG),
+      '/client/dynamic_config': _say(_DYNAMIC_CONFIG),
+      '/telemetry': _say({'status': 'accepted'}),  # What was sent is dropped.
+      '/create_session': _answer(wire.CreateSession, trainings.begin_session),
+      '/session_heartbeat': _answer(wire.SessionId, self.heartbeat),
+      '/sessions/{session_id}/finish': self.finish_session,
+      '/create_model': _answer(wire.CreateModel, trainings.create),
+      '/get_info': _answer(wire.ModelId, trainings.describe),
+      '/forward_backward': self._begin(_read_message, *data),
+      '/optim_step': self._begin_json(wire.OptimStep, trainings.optim_step),
+      '/save_weights': self._begin_json(wire.SaveWeights, trainings.save),
+      '/load_weights': self._begin_json(wire.LoadWeights, trainings.load),
+      '/save_weights_for_sampler': self._begin_json(wire.SaveForSampler, samplers.save),
+      '/create_sampling_session': _answer(wire.CreateSamplingSession, samplers.create),
+      '/asample': _answer(wire.Sample, samplers.sample),
+      '/retrieve_future': self.retrieve,
+      '/cancel_future': _answer(wire.RetrieveFuture, samplers.cancel),
+      '/weights_info': _answer(wire.TinkerPath, self.weights_info),
+    }
 
-  async def config(self, request) -> dict:
-    return _CLIENT_CONFIG
+  def list_gets(self) -> dict[str, Callable]:
+    """Lists the handlers of GET by their paths."""
+    return {
+      '/get_server_capabilities': self.capabilities,
+      '/samplers/{sampler_id}': self.sampler,
+      '/checkpoints': self.checkpoints,
+      '/training_runs': self.runs,
+      '/training_runs/{run_id}': self.run,
+      '/training_runs/{run_id}/checkpoints': self.checkpoints,
+    }
 
-  async def dynamic_config(self, request) -> dict:
-    return _DYNAMIC_CONFIG
+  def _begin_json(self, model: Any, begin: Callable) -> Callable:
+    return self._begin(_read_json, _check(model), begin)
+
+  def _begin(self, read: Callable, make: Callable, begin: Callable) -> Callable:
+    """Handles a run's operation; if it can never be done, the next do not wait for it."""
+
+    async def handle(request):
+      names: dict[str, Any] = {}
+
+      def make_all(fields: dict[str, Any]) -> Any:
+        names.update(fields)
+        return make(fields)
+
+      try:
+        return begin(await read(request, make_all))
+      except (http.RefusedError, ValueError) as error:
+        if getattr(error, 'status', 400) not in (409, 429, 503):
+          self._trainings.skip(names.get('model_id'), names.get('seq_id'))
+        raise
+
+    return handle
 
   async def capabilities(self, request) -> dict:
     row = self._trainings.learning.shape.row_tokens
@@ -81,19 +123,8 @@ class _Handlers:
     }
     return {'supported_models': [model]}
 
-  async def telemetry(self, request) -> dict:
-    await http.read_body(request, _MAX_JSON)  # It is dropped.
-    return {'status': 'accepted'}
-
-  async def create_session(self, request) -> dict:
-    await _read(request, wire.CreateSession)
-    session_id = self._trainings.begin_session()
-    kind = {'type': 'create_session', 'info_message': training.UNEMBED}
-    return kind | {'session_id': session_id}
-
-  async def heartbeat(self, request) -> dict:
-    fields = await _read(request, wire.SessionId)
-    self._trainings.find_session(fields.session_id)
+  def heartbeat(self, fields: wire.SessionId) -> dict:
+    self._trainings.hear(fields.session_id)
     return {'type': 'session_heartbeat'}
 
   async def finish_session(self, request) -> dict:
@@ -101,74 +132,21 @@ class _Handlers:
     self._trainings.finish_session(request.path_params['session_id'])
     return {}
 
-  async def create_model(self, request) -> dict:
-    return self._trainings.create(await _read(request, wire.CreateModel))
-
-  async def get_info(self, request) -> dict:
-    fields = await _read(request, wire.ModelId)
-    return self._trainings.describe(fields.model_id)
-
-  async def forward_backward(self, request) -> dict:
-    read, begin = self._trainings.read_forward_backward, self._trainings.forward_backward
-    reading = http.read, _MAX_BODY, messages.read_names
-    return await self._begin(request, read, begin, reading)
-
-  async def optim_step(self, request) -> dict:
-    return await self._begin(request, wire.OptimStep, self._trainings.optim_step)
-
-  async def save_weights(self, request) -> dict:
-    return await self._begin(request, wire.SaveWeights, self._trainings.save)
-
-  async def load_weights(self, request) -> dict:
-    return await self._begin(request, wire.LoadWeights, self._trainings.load)
-
-  async def save_for_sampler(self, request) -> dict:
-    return await self._begin(request, wire.SaveForSampler, self._samplers.save)
-
-  async def _begin(self, request, model: Any, begin: Callable, reading: Any = None):
-    """Begins a run's operation; if it can never be done, the next do not wait for it."""
-    read, most, find_names = reading or (http.read_json, _MAX_JSON, dict)
-    make, names = model if reading else functools.partial(http.check_fields, model), {}
-
-    def read_all(given: Any) -> Any:
-      names.update(find_names(given))
-      return make(given)
-
-    try:
-      return begin(await read(request, most, read_all))
-    except (http.RefusedError, ValueError) as error:
-      if getattr(error, 'status', 400) not in (409, 429, 503):
-        self._trainings.skip(names.get('model_id'), names.get('seq_id'))
-      raise
-
-  async def create_sampling_session(self, request) -> dict:
-    return self._samplers.create(await _read(request, wire.CreateSamplingSession))
-
   async def sampler(self, request) -> dict:
     return self._samplers.describe(request.path_params['sampler_id'])
 
-  async def sample(self, request) -> dict:
-    return self._samplers.sample(await _read(request, wire.Sample))
-
-  async def cancel(self, request) -> dict:
-    fields = await _read(request, wire.RetrieveFuture)
-    self._samplers.cancel(fields.request_id)
-    return {}
-
   async def retrieve(self, request) -> Any:
-    fields = await _read(request, wire.RetrieveFuture)
+    from starlette import responses
+
+    fields = await _read_json(request, _check(wire.RetrieveFuture))
     result = await self._trainings.results.wait(fields.request_id)
-    if result is None:  # The client asks again at once.
-      again = {'type': 'try_again', 'queue_state': 'active'}
-      return http.answer_json(again | {'request_id': fields.request_id}, 408)
     if isinstance(result, bytes):
-      from starlette import responses
-
       return responses.Response(result, media_type=messages.MEDIA_TYPE)
-    return result
+    # Without a result the client asks again at once.
+    again = {'type': 'try_again', 'queue_state': 'active'}
+    return result or http.answer_json(again | {'request_id': fields.request_id}, 408)
 
-  async def weights_info(self, request) -> dict:
-    fields = await _read(request, wire.TinkerPath)
+  def weights_info(self, fields: wire.TinkerPath) -> dict:
     return catalog.describe_adapter(self._trainings.states.describe(fields.tinker_path))
 
   async def checkpoints(self, request) -> dict:
@@ -177,10 +155,7 @@ class _Handlers:
     return _page(request, 'checkpoints', found)
 
   async def delete_checkpoint(self, request) -> dict:
-    run_id, kind, name = (
-      request.path_params[part] for part in ('run_id', 'kind', 'name')
-    )
-    path = f'tinker://{run_id}/{kind}/{name}'
+    path = 'tinker://{run_id}/{kind}/{name}'.format(**request.path_params)
     await asyncio.to_thread(self._trainings.states.delete, path)
     return {}
 
@@ -199,24 +174,42 @@ class _Handlers:
     return catalog.list_runs(self._trainings, saved)
 
 
-async def _read(request: Any, model: Any) -> Any:
-  make = functools.partial(http.check_fields, model)
+def _check(model: Any) -> Callable[[dict[str, Any]], Any]:
+  return functools.partial(http.check_fields, model)
+
+
+async def _read_json(request: Any, make: Callable[[dict[str, Any]], Any]) -> Any:
   return await http.read_json(request, _MAX_JSON, make)
+
+
+async def _read_message(request: Any, make: Callable[[dict[str, Any]], Any]) -> Any:
+  return await http.read(request, _MAX_BODY, lambda body: make(messages.parse(body)))
+
+
+def _answer(model: Any, answer: Callable[[Any], dict]) -> Callable:
+  """Handles a request in JSON, of which `answer` gets the model."""
+
+  async def handle(request):
+    return answer(await _read_json(request, _check(model)))
+
+  return handle
+
+
+def _say(content: dict) -> Callable:
+  """Answers all requests alike."""
+
+  async def handle(request):
+    await http.read_body(request, _MAX_JSON)
+    return content
+
+  return handle
 
 
 def _page(request: Any, name: str, found: list[dict]) -> dict:
   """Makes the page of a list that a client asks for."""
-  numbers = {'limit': 100, 'offset': 0}
-  for key in numbers:
-    text = request.query_params.get(key, f'{numbers[key]}')
-    if not text.isdecimal() or len(text) > 9:
-      raise http.RefusedError(
-        400, f'{key} is {text!r:.40}; it must be a number from 0 on'
-      )
-    numbers[key] = int(text)
-  limit, offset = numbers['limit'], numbers['offset']
-  cursor = numbers | {'total_count': len(found)}
-  return {name: found[offset : offset + limit], 'cursor': cursor}
+  page = http.check_fields(wire.Page, dict(request.query_params))
+  cursor = page.model_dump() | {'total_count': len(found)}
+  return {name: found[page.offset : page.offset + page.limit], 'cursor': cursor}
 
 
 def make_app(
@@ -246,12 +239,10 @@ def make_app(
     seconds: The most seconds of a reply, and three times of a computation.
     idle_seconds: How long a session must be silent before its run may give its place.
   """
-  worker = work.Worker(most_waiting=64, most_bytes=1 << 28, seconds=3 * seconds)
   trainings = training.Trainings(
     learner,
     saved,
-    worker,
-    work.Results(),
+    work.Worker(3 * seconds),
     base_model=base_model,
     most=clients,
     idle_seconds=idle_seconds,
@@ -263,60 +254,32 @@ def make_app(
     most_replies=engine.sizes.rows * len(engine.replicas) + max_waiting,
     seconds=seconds,
   )
-  handlers = _Handlers(trainings, samplers, slots=engine.sizes.slots, keys=keys)
-  return _route(handlers, worker)
+  return _route(
+    _Handlers(trainings, samplers, engine.sizes.slots), trainings.worker, keys
+  )
 
 
-def _route(handlers: _Handlers, worker: work.Worker) -> Any:
+def _route(handlers: _Handlers, worker: work.Worker, keys: Collection[str]) -> Any:
   from starlette import applications, routing
 
-  def wrap(answer: Callable) -> Callable:
+  def route(path: str, answer: Callable, method: str) -> routing.Route:
     async def handle(request):
-      handlers.check_key(request)
+      key = request.headers.get('X-API-Key', '')
+      http.check_key(key, keys, 'give api_key=KEY')
       content = await answer(request)
       return http.answer_json(content) if isinstance(content, dict) else content
 
-    return http.guard(handle, _refuse)
+    return routing.Route(_API + path, http.guard(handle, _refuse), methods=[method])
 
   async def health(request):
     status = 503 if worker.stuck else 200
     return http.answer_json({'status': worker.stuck or 'ok'}, status)
 
-  posts = {
-    '/client/config': handlers.config,
-    '/client/dynamic_config': handlers.dynamic_config,
-    '/telemetry': handlers.telemetry,
-    '/create_session': handlers.create_session,
-    '/session_heartbeat': handlers.heartbeat,
-    '/sessions/{session_id}/finish': handlers.finish_session,
-    '/create_model': handlers.create_model,
-    '/get_info': handlers.get_info,
-    '/forward_backward': handlers.forward_backward,
-    '/optim_step': handlers.optim_step,
-    '/save_weights': handlers.save_weights,
-    '/load_weights': handlers.load_weights,
-    '/save_weights_for_sampler': handlers.save_for_sampler,
-    '/create_sampling_session': handlers.create_sampling_session,
-    '/asample': handlers.sample,
-    '/retrieve_future': handlers.retrieve,
-    '/cancel_future': handlers.cancel,
-    '/weights_info': handlers.weights_info,
-  }
-  gets = {
-    '/get_server_capabilities': handlers.capabilities,
-    '/samplers/{sampler_id}': handlers.sampler,
-    '/checkpoints': handlers.checkpoints,
-    '/training_runs': handlers.runs,
-    '/training_runs/{run_id}': handlers.run,
-    '/training_runs/{run_id}/checkpoints': handlers.checkpoints,
-  }
   state = '/training_runs/{run_id}/checkpoints/{kind}/{name}'
   routes = [
-    *(
-      routing.Route(_API + path, wrap(fn), methods=['POST']) for path, fn in posts.items()
-    ),
-    *(routing.Route(_API + path, wrap(fn)) for path, fn in gets.items()),
-    routing.Route(_API + state, wrap(handlers.delete_checkpoint), methods=['DELETE']),
+    *(route(path, answer, 'POST') for path, answer in handlers.list_posts().items()),
+    *(route(path, answer, 'GET') for path, answer in handlers.list_gets().items()),
+    route(state, handlers.delete_checkpoint, 'DELETE'),
     routing.Route(_API + '/healthz', health),
   ]
   missing = {404: _explain_missing, 405: _explain_missing}

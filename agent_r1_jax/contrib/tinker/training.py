@@ -5,10 +5,10 @@ run have numbers; they are done in the order of these, and one that arrives agai
 lost connection, is not done twice.
 """
 
-from collections.abc import Callable
-import contextlib
+from collections.abc import Callable, Mapping
 import dataclasses
 import datetime
+import functools
 import secrets
 import time
 from typing import Any
@@ -17,22 +17,16 @@ from agent_r1_jax.contrib.tinker import data as data_lib
 from agent_r1_jax.contrib.tinker import learning, messages, states, wire, work
 from agent_r1_jax.contrib.tinker import losses as losses_lib
 from agent_r1_jax.models import lora
-from agent_r1_jax.web import http
+from agent_r1_jax.web import fairness, http
 
 UNEMBED = 'this server has no adapter of the unembedding: train_unembed does nothing'
 
 ATTENTION = {'q', 'k', 'v', 'o'}  # Of the names of adapters.
+_MOST_BYTES = 1 << 28  # Of all requests that wait.
 
 
-@dataclasses.dataclass
-class Session:
-  """What a client's process began.
-
-  Attributes:
-    seen: When it was last heard of, in seconds of time.monotonic().
-  """
-
-  seen: float = dataclasses.field(default_factory=time.monotonic)
+def _now() -> str:
+  return datetime.datetime.now(datetime.UTC).isoformat()
 
 
 @dataclasses.dataclass
@@ -43,15 +37,15 @@ class Training:
     session: The session that began it.
     metadata: What a client said of it; its saved states record that.
     run: Its state; None until it has been made.
-    refused: Numbers of operations that were refused, and may come again.
+    order: The order of its operations.
     last_time: When the last one came, in ISO format.
   """
 
   session: str
   metadata: dict[str, Any]
   run: learning.Run | None = None
-  refused: set[int] = dataclasses.field(default_factory=set)
-  last_time: str = ''
+  order: work.Order = dataclasses.field(default_factory=work.Order)
+  last_time: str = dataclasses.field(default_factory=_now)
 
 
 class Trainings:
@@ -62,7 +56,7 @@ class Trainings:
     states: Saves.
     worker: The thread in which both do.
     results: The results of all requests.
-    sessions: The sessions of clients, by id.
+    sessions: When each session, by id, was last heard of: seconds of time.monotonic().
     by_id: The runs.
   """
 
@@ -71,7 +65,6 @@ class Trainings:
     learner: learning.Learning,
     saved: states.States,
     worker: work.Worker,
-    results: work.Results,
     *,
     base_model: str,
     most: int,
@@ -83,43 +76,41 @@ class Trainings:
       learner: Computes.
       saved: Saves.
       worker: The thread in which both do.
-      results: Gets the results of all requests.
       base_model: What clients call the base model.
       most: The most runs.
       idle_seconds: If there is no room, the run of the session that was silent longest
         gives its place, if that was so long.
     """
     self.learning, self.states, self.worker = learner, saved, worker
-    self.results, self.base_model = results, base_model
-    self.sessions: dict[str, Session] = {}
+    self.results, self.base_model = work.Results(), base_model
+    self.sessions: dict[str, float] = {}
     self.by_id: dict[str, Training] = {}
-    self._losses = losses_lib.Losses()
+    self._losses, self._bytes = losses_lib.Losses(), fairness.Shares()
     self._most, self._idle_seconds = most, idle_seconds
 
-  def begin_session(self) -> str:
+  def begin_session(self, request: wire.CreateSession) -> dict[str, Any]:
     """Begins a session; those that were silent for long and have no run are forgotten."""
     used = {training.session for training in self.by_id.values()}
-    for session_id, session in [*self.sessions.items()]:
-      if session_id not in used and self._is_idle(session):
+    for session_id in self.sessions.keys() - used:
+      if self._is_idle(session_id):
         del self.sessions[session_id]
     if len(self.sessions) >= 4096:
       raise http.RefusedError(429, 'there are 4096 sessions; close some')
     session_id = secrets.token_hex(8)
-    self.sessions[session_id] = Session()
-    return session_id
+    self.sessions[session_id] = time.monotonic()
+    kind = {'type': 'create_session', 'info_message': UNEMBED}
+    return kind | {'session_id': session_id}
 
-  def find_session(self, session_id: str) -> Session:
-    """Finds a session, which has been heard of with that."""
+  def hear(self, session_id: str):
+    """Notes that a session has been heard of; refuses one that is not there."""
     if session_id not in self.sessions:
       text = f'there is no session {session_id!r:.80}: it ended, or the server did'
       raise http.RefusedError(410, text)
-    session = self.sessions[session_id]
-    session.seen = time.monotonic()
-    return session
+    self.sessions[session_id] = time.monotonic()
 
   def finish_session(self, session_id: str):
     """Ends a session and its runs; what has begun is done."""
-    self.find_session(session_id)
+    self.hear(session_id)
     del self.sessions[session_id]
     for run_id in [k for k, v in self.by_id.items() if v.session == session_id]:
       del self.by_id[run_id]
@@ -129,39 +120,33 @@ class Trainings:
     self.check_base(request.base_model)
     shape = self._make_shape(request.lora_config)
     self.learning.check_rank(shape.rank)
-    run_id = f'{request.session_id}:train:{request.model_seq_id}'
-    answer = {'model_id': run_id, 'type': 'create_model'}
-    return self._begin_run(request, lambda: self.learning.start(shape), answer)
+    return self._begin_run(request, lambda: self.learning.start(shape))
 
-  def _begin_run(self, request: Any, make, answer) -> dict[str, Any]:
+  def _begin_run(self, request: Any, make, **result: Any) -> dict[str, Any]:
+    """Begins a run that `make` makes; `result` is what the client reads then."""
     run_id = f'{request.session_id}:train:{request.model_seq_id}'
     request_id, digest = f'{run_id}:create', work.make_digest(request)
-    self.find_session(request.session_id)
+    self.hear(request.session_id)
+    answer = {'request_id': request_id, 'model_id': run_id}
     if self.results.has(request_id, digest):
-      return {'request_id': request_id, 'model_id': run_id}
-    oldest = self._find_place()
-    metadata = request.user_metadata or {}
-    training = Training(request.session_id, metadata, last_time=_now())
-
-    def begin() -> dict:
-      # In the worker's thread, so that the next operation finds it.
-      training.run = make()
       return answer
-
-    future = self.worker.submit(run_id, begin)
-    if oldest:
+    self.worker.check()
+    if oldest := self._find_place():
       del self.by_id[oldest]
-    self.by_id[run_id] = training
+    training = self.by_id[run_id] = Training(
+      request.session_id, request.user_metadata or {}
+    )
 
-    async def wait() -> dict:
+    async def begin() -> dict:
       try:
-        return await future
+        training.run = await self.worker.run(run_id, make)
       except BaseException:
         self.by_id.pop(run_id, None)
         raise
+      return result or {'model_id': run_id, 'type': 'create_model'}
 
-    self.results.begin(request_id, digest, wait())
-    return {'request_id': request_id, 'model_id': run_id}
+    self.results.begin(request_id, digest, begin())
+    return answer
 
   def find(self, run_id: str) -> Training:
     """Finds a run; its session has been heard of with that."""
@@ -171,11 +156,12 @@ class Trainings:
         'create_training_client_from_state goes on from a saved state'
       )
       raise http.RefusedError(404, text)
-    self.find_session(training.session)
+    self.hear(training.session)
     return training
 
-  def describe(self, run_id: str) -> dict[str, Any]:
+  def describe(self, request: wire.ModelId) -> dict[str, Any]:
     """Describes a run as the client's get_info reads it."""
+    run_id = request.model_id
     training = self.find(run_id)
     if training.run is None:
       raise http.RefusedError(409, f'the training run {run_id} is still being made')
@@ -194,24 +180,20 @@ class Trainings:
       text = f'the base model {name!r:.120} is not here; there is {self.base_model}'
       raise http.RefusedError(400, text)
 
-  def read_forward_backward(self, body: bytes) -> messages.ForwardBackward:
-    """Reads a request and checks its data, in whatever thread."""
-    request = messages.read_forward_backward(body)
+  def read_forward_backward(self, fields: Mapping[str, Any]) -> messages.ForwardBackward:
+    """Reads what messages.parse has parsed and checks its data, in whatever thread."""
+    request = messages.read_forward_backward(fields)
     shape, size = self.learning.shape, self.learning.config.vocab_size
     data_lib.check(request.data, size, shape.row_tokens)
     return request
 
   def forward_backward(self, request: messages.ForwardBackward) -> dict[str, Any]:
     """Computes log-probs and a loss, and adds its gradient unless it is forward only."""
-    training = self.find(request.model_id)
+    loss = self._losses.find(request.loss, request.options)
+    for number, datum in enumerate(request.data):
+      losses_lib.check_columns(loss, number, datum.columns)
 
-    def check() -> losses_lib.Loss:
-      loss = self._losses.find(request.loss, request.options)
-      for number, datum in enumerate(request.data):
-        losses_lib.check_columns(loss, number, datum.columns)
-      return loss
-
-    def compute(run: learning.Run, loss: losses_lib.Loss):
+    def compute(training: Training, run: learning.Run):
       if request.forward_only:
         steps = self.learning.score(lora.take(run.state.params), request.data, loss)
       else:
@@ -222,31 +204,28 @@ class Trainings:
       metrics = {'loss:sum': result.loss, 'num_tokens:sum': count}
       return messages.write_forward_backward(columns, metrics)
 
-    return self._begin(training, request, check, compute)
+    return self._begin(request, compute, request.body)
 
   def optim_step(self, request: wire.OptimStep) -> dict[str, Any]:
     """Makes a step of Adam."""
-    adam = learning.AdamParams(
-      *(request.adam_params.model_dump(exclude={'type'}).values())
-    )
+    adam = request.adam_params.model_dump(exclude={'type'})
 
-    def compute(run: learning.Run, _) -> dict:
+    def compute(training: Training, run: learning.Run) -> dict:
       metrics = self.learning.optim_step(run, adam)
       return {'metrics': {f'{name}:mean': x for name, x in metrics.items()}}
 
-    return self._begin(self.find(request.model_id), request, None, compute)
+    return self._begin(request, compute)
 
   def save(self, request: wire.SaveWeights) -> dict[str, Any]:
     """Saves a run's state, with Adam's."""
-    training = self.find(request.model_id)
+    states.check_name(request.path, 'path')
 
-    def compute(run: learning.Run, _) -> dict:
+    def compute(training: Training, run: learning.Run) -> dict:
       moments = self.learning.get_moments(run)
       path = self._save(request, training, run, 'weights', moments, request.overwrite)
       return {'path': path, 'type': 'save_weights'}
 
-    check = lambda: states.check_name(request.path, 'path')
-    return self._begin(training, request, check, compute)
+    return self._begin(request, compute)
 
   def save_for_sampler(
     self,
@@ -254,42 +233,32 @@ class Trainings:
     keep: Callable[[str, Any], str],
   ) -> dict[str, Any]:
     """Saves a run's weights with a name, or gives them to `keep` for a session."""
-    training = self.find(request.model_id)
+    if request.path is not None:
+      states.check_name(request.path, 'path')
 
-    def compute(run: learning.Run, _) -> dict:
+    def compute(training: Training, run: learning.Run) -> dict:
       kind = {'type': 'save_weights_for_sampler'}
       if request.path is None:
         adapter = self.learning.get_adapter(run)
         return kind | {'sampling_session_id': keep(training.session, adapter)}
-      return kind | {
-        'path': self._save(request, training, run, 'sampler_weights', None, False)
-      }
+      path = self._save(request, training, run, 'sampler_weights', None, False)
+      return kind | {'path': path}
 
-    def check():
-      if request.path is not None:
-        states.check_name(request.path, 'path')
-
-    return self._begin(training, request, check, compute)
+    return self._begin(request, compute)
 
   def load(self, request: wire.LoadWeights) -> dict[str, Any]:
     """Loads a state into a run, or begins a run with it."""
     self.check_base(request.base_model)
     saved = self.states.describe(request.path)
     self.check_base(saved['base_model'])
-
-    def make() -> learning.Run:
-      return self.learning.resume(
-        *self.states.load(request.path, optimizer=request.optimizer)
-      )
-
     self.learning.check_rank(saved['rank'])
     answer = {'path': request.path, 'type': 'load_weights'}
-    if request.session_id is not None:
-      return self._begin_run(request, make, answer)
-    assert request.model_id is not None
-    training = self.find(request.model_id)
 
-    def compute(run: learning.Run, _) -> dict:
+    def make() -> learning.Run:
+      loaded = self.states.load(request.path, optimizer=request.optimizer)
+      return self.learning.resume(*loaded)
+
+    def compute(training: Training, run: learning.Run) -> dict:
       new = make()
       if new.shape.rank != run.shape.rank or new.shape.targets != run.shape.targets:
         raise ValueError(
@@ -299,7 +268,9 @@ class Trainings:
       training.run = new
       return answer
 
-    return self._begin(training, request, None, compute)
+    if request.session_id is not None:
+      return self._begin_run(request, make, **answer)
+    return self._begin(request, compute)
 
   def _save(self, request, training: Training, run, kind, moments, overwrite) -> str:
     """Saves a state, in the worker's thread."""
@@ -322,43 +293,38 @@ class Trainings:
 
   def _begin(
     self,
-    training: Training,
     request: Any,
-    check: Callable[[], Any] | None,
-    compute: Callable[[learning.Run, Any], Any],
+    compute: Callable[[Training, learning.Run], Any],
+    body: bytes = b'',
   ) -> dict[str, Any]:
-    """Begins an operation: checks it now, and computes in the run's turn."""
+    """Begins an operation, which is computed in the run's turn."""
     run_id, seq_id = request.model_id, request.seq_id
+    training = self.find(run_id)
     request_id = f'{run_id}:{seq_id}'
     answer = {'request_id': request_id, 'model_id': run_id}
-    body = getattr(request, 'body', b'')
     digest = work.make_digest(body or request)
     if self.results.has(request_id, digest):
       return answer
-    last = self.worker.get_next(run_id) - 1
-    if seq_id <= last and seq_id not in training.refused:
-      text = f'seq_id is {seq_id}, and {last} has been answered already'
-      raise http.RefusedError(400, text)
+    self.worker.check()
+    training.order.check(seq_id)
+    self._bytes.take(run_id, len(body), _MOST_BYTES, 'bytes wait already')
     training.last_time = _now()
-    checked = check() if check else None
 
     def call() -> Any:
       if training.run is None:
         raise ValueError(f'the training run {run_id} could not be made')
-      return compute(training.run, checked)
+      return compute(training, training.run)
 
-    computed = self.worker.submit(run_id, call, len(body), seq_id)
-    self.results.begin(request_id, digest, computed)
-    training.refused.discard(seq_id)
+    in_turn = functools.partial(self.worker.run, run_id, call)
+    task = self.results.begin(request_id, digest, training.order.run(seq_id, in_turn))
+    task.add_done_callback(lambda _: self._bytes.give(run_id, len(body)))
     return answer
 
   def skip(self, run_id: Any, seq_id: Any):
     """Lets a run's next operations not wait for one that was refused."""
     training = self.by_id.get(run_id) if isinstance(run_id, str) else None
-    if training and type(seq_id) is int and seq_id >= self.worker.get_next(run_id):
-      with contextlib.suppress(http.RefusedError):  # Too many wait, which fail in time.
-        self.worker.submit(run_id, lambda: None, order=seq_id)
-        training.refused.add(seq_id)
+    if training and type(seq_id) is int:
+      training.order.skip(seq_id)
 
   def _make_shape(self, lora: wire.LoraConfig) -> learning.Shape:
     targets = tuple(
@@ -376,16 +342,11 @@ class Trainings:
     """Finds the run that gives its place, if there are too many; else refuses."""
     if len(self.by_id) < self._most:
       return None
-    seen = lambda run_id: self.sessions[self.by_id[run_id].session].seen
-    oldest = min(self.by_id, key=seen)
-    if time.monotonic() - seen(oldest) < self._idle_seconds:
+    oldest = min(self.by_id, key=lambda k: self.sessions[self.by_id[k].session])
+    if not self._is_idle(self.by_id[oldest].session):
       text = f'there are {len(self.by_id)} training runs, and --clients allows no more'
       raise http.RefusedError(429, text)
     return oldest
 
-  def _is_idle(self, session: Session) -> bool:
-    return time.monotonic() - session.seen > self._idle_seconds
-
-
-def _now() -> str:
-  return datetime.datetime.now(datetime.UTC).isoformat()
+  def _is_idle(self, session_id: str) -> bool:
+    return time.monotonic() - self.sessions[session_id] > self._idle_seconds

@@ -224,3 +224,10 @@ class TinkerPath(_Request):
   """Names a saved state."""
 
   tinker_path: _Path
+
+
+class Page(BaseModel):
+  """The part of a list that is asked for, in the query of the address."""
+
+  limit: int = Field(default=100, ge=0, lt=10**9)
+  offset: int = Field(default=0, ge=0, lt=10**9)

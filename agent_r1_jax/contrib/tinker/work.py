@@ -7,13 +7,12 @@ served.
 """
 
 import asyncio
-import bisect
 from collections.abc import Awaitable, Callable, Generator
-import dataclasses
 import functools
 import hashlib
 import logging
 from typing import Any, NamedTuple
+import weakref
 
 from agent_r1_jax.host import thread_pool
 from agent_r1_jax.web import fairness, http
@@ -22,15 +21,8 @@ _LOGGER = logging.getLogger(__name__)
 _POLL_SECONDS = 20.0  # Of one question for a result; the client's own limit is 45.
 _MOST_RESULTS = 4096
 _MOST_BYTES = 1 << 28  # Of all results.
-_GAP_SECONDS = 60.0  # That a function with a number waits for those before it.
-
-
-class _Job(NamedTuple):
-  """A function that waits."""
-
-  order: int  # 0 if it has no number.
-  steps: Generator[None, None, Any]
-  future: asyncio.Future
+_MOST_WAITING = 64  # Operations of one run.
+_GAP_SECONDS = 60.0  # That an operation waits for those before it.
 
 
 class Worker:
@@ -40,116 +32,56 @@ class Worker:
     stuck: Why it runs nothing any longer, or ''.
   """
 
-  def __init__(self, *, most_waiting: int, most_bytes: int, seconds: float):
+  def __init__(self, seconds: float):
     """Starts nothing.
 
     Args:
-      most_waiting: How many functions of one owner may wait.
-      most_bytes: How large all requests that wait may be.
       seconds: The longest that a function, or a step of one, may run. If it does not
         return, the thread is lost with the device that it waits for: everything that
         waits fails.
     """
-    self.stuck = ''
-    self._most_waiting, self._most_bytes = most_waiting, most_bytes
-    self._seconds, self._bytes = seconds, fairness.Shares()
-    self._pool = thread_pool.Pool(threads=1)
-    self._waiting: dict[str, list[_Job]] = {}  # By their order.
-    self._next: dict[str, int] = {}  # The lowest number of each owner not yet begun.
-    self._draining: asyncio.Task | None = None
+    self.stuck, self._seconds = '', seconds
+    self._pool, self._turns = thread_pool.Pool(threads=1), fairness.Turns(1)
+    # Of each owner that has functions here, and of no other.
+    self._owners = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
-  def get_next(self, owner: str) -> int:
-    """Returns the lowest number of an owner's functions that has not begun."""
-    return self._next.get(owner, 1)
-
-  def submit(
-    self, owner: str, fn: Callable[[], Any], size: int = 0, order: int = 0
-  ) -> asyncio.Future:
-    """Lets a function wait for its owner's turn; the future has its result.
-
-    Args:
-      owner: Whose functions run in their order.
-      fn: The function, or a generator function that returns the result.
-      size: Bytes of the request.
-      order: The function's number among its owner's, from 1 on. It waits for those
-        before it, also if they come later, for _GAP_SECONDS at most.
-
-    Raises:
-      RefusedError: Too much waits already, or the thread is stuck.
-    """
+  def check(self):
+    """Raises RefusedError if the thread is lost."""
     if self.stuck:
       raise http.RefusedError(503, self.stuck)
-    count, awaited = len(self._waiting.get(owner, ())), self.get_next(owner)
-    if count >= self._most_waiting and order != awaited:
-      text = f'{count} requests of this model wait already; ask again later'
-      raise http.RefusedError(429, text)
-    self._bytes.take(owner, size, self._most_bytes, 'bytes wait already')
-    job = _Job(order, _run(fn), asyncio.get_running_loop().create_future())
-    bisect.insort(self._waiting.setdefault(owner, []), job, key=lambda job: job.order)
-    job.future.add_done_callback(lambda _: self._bytes.give(owner, size))
-    if order > awaited:
-      asyncio.get_running_loop().call_later(_GAP_SECONDS, self._check, owner, job)
-    self._wake()
-    return job.future
 
-  def _check(self, owner: str, job: _Job):
-    """Lets a job fail if those before it have not come."""
-    missing = self.get_next(owner)
-    if job.order <= missing or job.future.done():
-      return
-    if self._waiting[owner][0] is not job:
-      asyncio.get_running_loop().call_later(_GAP_SECONDS, self._check, owner, job)
-      return
-    text = f'seq_id {missing} did not come within {_GAP_SECONDS:g} seconds after '
-    job.future.set_exception(http.RefusedError(400, f'{text}{job.order}, which fails'))
-    self._next[owner] = job.order
-    self._wake()
+  async def run(self, owner: str, fn: Callable[[], Any]) -> Any:
+    """Runs a function in its owner's turn; returns its result.
 
-  def _wake(self):
-    if self._draining is None or self._draining.done():
-      self._draining = asyncio.create_task(self._drain())
+    Args:
+      owner: Whose functions run in the order of the calls.
+      fn: The function, or a generator function that returns the result. Between its
+        steps the other owners have their turns.
 
-  async def _drain(self):
-    ready = lambda item: item[1][0].order <= self.get_next(item[0])
-    while found := next(filter(ready, self._waiting.items()), None):
-      owner, queue = found
-      job = queue.pop(0)
-      del self._waiting[owner]
-      if queue:
-        self._waiting[owner] = queue  # Behind the others.
-      self._next[owner] = max(self.get_next(owner), job.order + 1)
-      if not job.future.done() and await self._advance(job):
-        self._waiting.setdefault(owner, []).insert(0, job)
+    Raises:
+      RefusedError: The thread is lost.
+    """
+    http.client.set(owner)
+    async with self._owners.setdefault(owner, asyncio.Lock()):
+      steps, done = _run(fn), None
+      while done is None:
+        async with self._turns.take():
+          done = await self._advance(steps)
+      return done[0]
 
-  async def _advance(self, job: _Job) -> bool:
-    """Runs a job's next step; returns whether another one follows."""
-    future = job.future
-    try:
-      async with asyncio.timeout(self._seconds) as limit:
-        call = self._pool.submit(functools.partial(_advance, job.steps))
-        returned = await asyncio.wrap_future(call)
-    except Exception as error:
-      # A function may raise TimeoutError itself: a disk that did not answer, for one.
-      if not (isinstance(error, TimeoutError) and limit.expired()):
-        if not future.done():
-          future.set_exception(error)
-        return False
+  async def _advance(self, steps: Generator[None, None, Any]) -> tuple[Any] | None:
+    """Runs the next step; returns (the result,) after the last one."""
+    self.check()
+    step = asyncio.wrap_future(self._pool.submit(functools.partial(_advance, steps)))
+    await asyncio.wait([step], timeout=self._seconds)
+    if not step.done():
       self.stuck = (
         f'a computation did not end within {self._seconds:g} seconds, and the device is '
         'taken as lost: start the server again; saved states are there'
       )
       _LOGGER.error(self.stuck)
-      failed = [future, *(x.future for queue in self._waiting.values() for x in queue)]
-      self._waiting.clear()
-      for one in failed:
-        if not one.done():
-          one.set_exception(http.RefusedError(503, self.stuck))
-    else:
-      if returned is None:
-        return True
-      if not future.done():
-        future.set_result(returned[0])
-    return False
+      self.check()
+    return step.result()
 
 
 def _run(fn: Callable[[], Any]) -> Generator[None, None, Any]:
@@ -166,11 +98,76 @@ def _advance(steps: Generator[None, None, Any]) -> tuple[Any] | None:
   return None
 
 
-@dataclasses.dataclass
-class _Entry:
+class Order:
+  """The order of a run's operations: that of their numbers, which begin at 1."""
+
+  def __init__(self):
+    self._next = 1  # The lowest number that has neither begun nor been refused.
+    self._refused: set[int] = set()  # Numbers that may come again.
+    self._waiting: dict[int, asyncio.Future] = {}  # Operations that came too early.
+    self._count = 0  # Operations that are not done.
+
+  def check(self, number: int):
+    """Raises RefusedError for a number that is over, or if too many operations wait."""
+    if number < self._next and number not in self._refused:
+      text = f'seq_id is {number}, and {self._next - 1} has been answered already'
+      raise http.RefusedError(400, text)
+    # Beyond those that came too early, there is room for those that they wait for.
+    awaited = number == self._next and self._waiting
+    if self._count >= _MOST_WAITING * (2 if awaited else 1):
+      text = f'{self._count} requests of this model wait already; ask again later'
+      raise http.RefusedError(429, text)
+
+  def skip(self, number: int):
+    """Lets the next operations not wait for one that was refused."""
+    if number >= self._next:
+      self._refused.add(number)
+      self._go_on()
+
+  async def run(self, number: int, compute: Callable[[], Awaitable]) -> Any:
+    """Computes when all operations before this one have begun.
+
+    Raises:
+      RefusedError: One did not come within _GAP_SECONDS.
+    """
+    self._count += 1
+    try:
+      await self._wait(number)
+      return await compute()
+    finally:
+      self._count -= 1
+
+  async def _wait(self, number: int):
+    self._refused.discard(number)
+    if number < self._next:
+      return
+    turn = self._waiting[number] = asyncio.get_running_loop().create_future()
+    self._go_on()
+    while not turn.done():
+      await asyncio.wait([turn], timeout=_GAP_SECONDS)
+      if not turn.done() and number == min(self._waiting):
+        text = f'seq_id {self._next} did not come within {_GAP_SECONDS:g} seconds after '
+        self._next = number
+        self._go_on()
+        raise http.RefusedError(400, f'{text}{number}, which fails')
+
+  def _go_on(self):
+    """Passes all numbers that have come, or have been refused."""
+    while self._next in self._waiting or self._next in self._refused:
+      if turn := self._waiting.pop(self._next, None):
+        turn.set_result(None)
+      self._next += 1
+
+
+class _Entry(NamedTuple):
   task: asyncio.Task
   digest: bytes
-  size: int = 0
+
+  @property
+  def size(self) -> int:
+    """Bytes of its result, when it is done."""
+    result = b'' if self.task.cancelled() else self.task.result()
+    return len(result) if isinstance(result, bytes) else 1000
 
 
 def make_digest(request: Any) -> bytes:
@@ -202,14 +199,8 @@ class Results:
   ) -> asyncio.Task:
     """Begins a request, whose id must be new; returns what waits for it."""
     task = asyncio.ensure_future(_catch(work))
-    self._entries[request_id] = entry = _Entry(task, digest)
-
-    def finish(task: asyncio.Task):
-      result = b'' if task.cancelled() else task.result()
-      entry.size = len(result) if isinstance(result, bytes) else 1000
-      self._drop()
-
-    task.add_done_callback(finish)
+    self._entries[request_id] = _Entry(task, digest)
+    task.add_done_callback(lambda _: self._drop())
     return task
 
   def cancel(self, request_id: str):

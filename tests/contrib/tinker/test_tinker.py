@@ -10,6 +10,7 @@ import itertools
 import json
 import resource
 import threading
+import time
 
 import httpx2
 import jax
@@ -21,7 +22,15 @@ import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.contrib.tinker import data as data_lib
-from agent_r1_jax.contrib.tinker import learning, messages, server, states, work
+from agent_r1_jax.contrib.tinker import (
+  learning,
+  messages,
+  server,
+  states,
+  training,
+  wire,
+  work,
+)
 from agent_r1_jax.contrib.tinker import losses as losses_lib
 from agent_r1_jax.models import lora
 from agent_r1_jax.rl import learner, losses, packing, table
@@ -704,11 +713,13 @@ def test_others_are_served_between_the_micro_batches_of_a_long_request():
   assert gradients is not None
 
   async def play():
-    worker = work.Worker(most_waiting=3, most_bytes=100, seconds=600.0)
-    long = worker.submit('a', lambda: learn().differentiate(run, data, loss))
+    worker = work.Worker(600.0)
+    compute = lambda: learn().differentiate(run, data, loss)
+    long = asyncio.create_task(worker.run('a', compute))
+    await asyncio.sleep(0)  # It has begun.
     seen = []
     for _ in range(3):
-      await worker.submit('b', lambda: seen.append(long.done()))
+      await worker.run('b', lambda: seen.append(long.done()))
     assert seen == [False] * 3 and run.gradients is gradients
     result = await long
     np.testing.assert_array_equal(result.logprobs, want.logprobs)
@@ -719,7 +730,7 @@ def test_others_are_served_between_the_micro_batches_of_a_long_request():
       raise ValueError('in the second step')
 
     with pytest.raises(ValueError, match='second step'):
-      await worker.submit('a', fails)
+      await worker.run('a', fails)
 
   asyncio.run(play())
 
@@ -737,10 +748,10 @@ def test_sparse_data_that_would_fill_the_memory_are_refused():
     ).tobytes()
     sparse.sparse_csr.crow_indices = np.arange(2).astype('<i8').tobytes()
   with pytest.raises(http.RefusedError, match='4,194,304 targets'):
-    messages.read_forward_backward(request.SerializeToString())
+    messages.read_forward_backward(messages.parse(request.SerializeToString()))
   sparse.shape[1] += 1
   with pytest.raises(http.RefusedError, match='no sparse matrix'):
-    messages.read_forward_backward(request.SerializeToString())
+    messages.read_forward_backward(messages.parse(request.SerializeToString()))
 
 
 def test_a_gradient_is_the_learners():
@@ -784,7 +795,7 @@ def test_a_gradient_is_the_learners():
   finish(learn().differentiate(run, data, loss))
   again = run.gradients.learned['layers']['attn']['q']['lora_b']
   np.testing.assert_allclose(again, 2 * once, rtol=1e-5)
-  learn().optim_step(run, learning.AdamParams(0.1, 0.9, 0.95, 1e-12, 0.0, 0.0))
+  learn().optim_step(run, wire.AdamParams().model_dump(exclude={'type'}))
   assert run.gradients is None
 
 
@@ -879,38 +890,75 @@ def test_who_tries_many_options_takes_none_from_others():
 
 def test_owners_take_turns_and_a_function_that_hangs_ends_the_rest():
   async def play():
-    worker = work.Worker(most_waiting=3, most_bytes=100, seconds=0.2)
+    worker = work.Worker(0.2)
     order, hang = [], threading.Event()
-    first = worker.submit('a', lambda: order.append('a0'))
-    futures = [
-      worker.submit(*item)
-      for item in [
-        ('a', lambda: order.append('a1')),
-        ('a', lambda: order.append('a2')),
-        ('b', lambda: order.append('b0'), 60),
-      ]
+    tasks = [
+      asyncio.create_task(worker.run(name[0], functools.partial(order.append, name)))
+      for name in ('a0', 'a1', 'a2', 'b0')
     ]
-    with pytest.raises(http.RefusedError, match='wait already'):
-      worker.submit('a', print)
-    with pytest.raises(http.RefusedError, match='wait already'):
-      worker.submit('c', print, 60)
-    await asyncio.gather(first, *futures)
+    await asyncio.gather(*tasks)
     assert order == ['a0', 'b0', 'a1', 'a2']
     results = work.Results()
-    results.begin('fails', b'', worker.submit('a', lambda: 1 / 0))
+    results.begin('fails', b'', worker.run('a', lambda: 1 / 0))
     assert (await results.wait('fails'))['category'] == 'server'
 
     def unreachable():
       raise TimeoutError('the disk does not answer')
 
-    results.begin('late', b'', worker.submit('a', unreachable))
+    results.begin('late', b'', worker.run('a', unreachable))
     assert 'disk' in (await results.wait('late'))['error'] and not worker.stuck
-    results.begin('hangs', b'', worker.submit('a', hang.wait))
-    results.begin('waits', b'', worker.submit('b', print))
+    assert not worker._owners  # Nothing is left of them.
+    results.begin('hangs', b'', worker.run('a', hang.wait))
+    results.begin('waits', b'', worker.run('b', print))
     for name in ('hangs', 'waits'):
       assert 'taken as lost' in (await results.wait(name))['error']
     with pytest.raises(http.RefusedError, match='taken as lost'):
-      worker.submit('a', print)
+      worker.check()
     hang.set()
 
   asyncio.run(play())
+
+
+def test_too_many_operations_are_refused_but_the_one_that_they_wait_for(monkeypatch):
+  monkeypatch.setattr(work, '_MOST_WAITING', 3)
+
+  async def play():
+    order, done = work.Order(), []
+
+    async def compute(number):
+      done.append(number)
+
+    def begin(number):
+      order.check(number)
+      return asyncio.create_task(order.run(number, functools.partial(compute, number)))
+
+    tasks = [begin(number) for number in (4, 3, 2)]
+    await asyncio.sleep(0)
+    with pytest.raises(http.RefusedError, match='3 requests of this model wait already'):
+      order.check(5)
+    await asyncio.gather(begin(1), *tasks)
+    assert done == [1, 2, 3, 4]
+
+  asyncio.run(play())
+
+
+def test_bytes_that_wait_are_bounded(asked, monkeypatch):
+  run = Run(asked)
+  first, second = (write(run.id, seq, [shifted()]) for seq in (2, 1))
+  monkeypatch.setattr(training, '_MOST_BYTES', len(first))
+  future = asked.post('forward_backward', content=first).json()
+  answer = asked.post('forward_backward', content=second)
+  assert answer.status_code == 429 and 'bytes wait already' in answer.json()['error']
+  monkeypatch.undo()
+  run.passed([shifted()])
+  assert isinstance(wait(asked, future), bytes)
+
+
+def test_a_refused_number_far_ahead_closes_none_before_it(asked, monkeypatch):
+  monkeypatch.setattr(work, '_GAP_SECONDS', 0.05)
+  run = Run(asked)
+  refused = {'model_id': run.id, 'seq_id': 90, 'adam_params': {'eps': 0}}
+  post(asked, 'optim_step', 400, **refused)
+  time.sleep(0.2)
+  run.passed([shifted()])
+  assert 'metrics' in run.step()
