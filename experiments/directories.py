@@ -17,9 +17,9 @@ import time
 from absl import app, flags
 
 from agent_r1_jax import fields
+from agent_r1_jax.contrib.harbor import directories
 from agent_r1_jax.host import runtime
 from agent_r1_jax.serve import program
-from agent_r1_jax.tasks import directories
 from agent_r1_jax.train import preflight, task_checks
 from experiments import task_list, watched
 from experiments.repairs import mini

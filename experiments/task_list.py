@@ -16,15 +16,8 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.report import tables
-from agent_r1_jax.tasks import (
-  directories,
-  mathematics,
-  programming,
-  qa,
-  qa_data,
-  reasoning,
-)
 from agent_r1_jax.tasks import games as games_lib
+from agent_r1_jax.tasks import mathematics, programming, qa, qa_data, reasoning
 from agent_r1_jax.tools import calculator, python, sandbox
 from agent_r1_jax.train import evaluate, identity, rollout
 from experiments import comparison, react, retrievers, scores
@@ -264,6 +257,8 @@ DIRECTORIES = config_lib.Config(
 
 def load_directories(source: Source) -> Benchmark:
   """Loads tasks that are directories, which the agent plays with the shell."""
+  from agent_r1_jax.contrib.harbor import directories  # It may be missing.
+
   if not source.data:
     raise ValueError('--data: name a folder of tasks (docs/directories.md).')
   tasks = shuffle(directories.load(source.data))[: source.limit or None]
@@ -313,7 +308,7 @@ def load_world(world: world_lib.World, source: Source) -> Benchmark:
 
 def load_outside(name: str, source: Source) -> Benchmark:
   """Loads a benchmark of another project; --limit is the most tasks of each set."""
-  from experiments import benchmarks  # What is contributed may be missing.
+  from experiments import benchmarks  # It may be missing.
 
   outside = benchmarks.BENCHMARKS[name]
   sets = {

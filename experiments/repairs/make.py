@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from absl import app, flags
 
-from agent_r1_jax.tasks import directories, task_folders
+from agent_r1_jax.contrib.harbor import directories, task_folders
 from experiments.repairs import mutations
 
 _FOLDER = flags.DEFINE_string('folder', 'runs/repairs', 'Where the tasks are written.')

@@ -5,15 +5,14 @@
 
 mini-swe-agent is a package of its own environment (tests/packages/mini-swe-agent.txt). It
 asks the endpoint through litellm, and runs its commands by a command in place of docker
-(agent_r1_jax/serve/containers.py), so in the confined workspace of the task.
+(agent_r1_jax/contrib/harbor/containers.py), so in the confined workspace of the task.
 """
 
 from collections.abc import Sequence
 import pathlib
 
 from agent_r1_jax import types
-from agent_r1_jax.serve import containers
-from agent_r1_jax.tasks import directories
+from agent_r1_jax.contrib.harbor import containers, directories
 
 # Its own prompts are 1,500 tokens; these are for small policies.
 SHORT = pathlib.Path(__file__).with_name('mini.yaml')

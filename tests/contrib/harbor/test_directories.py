@@ -10,7 +10,7 @@ import confined
 import pytest
 
 from agent_r1_jax import testing
-from agent_r1_jax.tasks import directories, task_folders
+from agent_r1_jax.contrib.harbor import directories, task_folders
 from agent_r1_jax.tools import shell
 
 pytestmark = pytest.mark.usefixtures('needs_shell')

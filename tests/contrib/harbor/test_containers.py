@@ -11,8 +11,8 @@ import pytest
 from test_directories import FILES, SOLVE, write
 
 from agent_r1_jax import types
-from agent_r1_jax.serve import containers, program
-from agent_r1_jax.tasks import directories
+from agent_r1_jax.contrib.harbor import containers, directories
+from agent_r1_jax.serve import program
 
 pytestmark = pytest.mark.usefixtures('needs_shell')
 needs_shell = confined.needs_shell

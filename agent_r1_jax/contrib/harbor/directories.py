@@ -28,7 +28,7 @@ import time
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env
-from agent_r1_jax.tasks import task_folders
+from agent_r1_jax.contrib.harbor import task_folders
 from agent_r1_jax.tools import shell
 
 # Seconds for what the workspace itself runs: to clear a directory, to read a reward.

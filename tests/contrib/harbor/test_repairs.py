@@ -8,7 +8,7 @@ import confined
 import pytest
 import script
 
-from agent_r1_jax.tasks import directories
+from agent_r1_jax.contrib.harbor import directories
 from experiments import task_list
 from experiments.repairs import mutations
 

@@ -14,9 +14,9 @@ from test_train import _likely
 import tiny
 
 from agent_r1_jax import report, train
+from agent_r1_jax.contrib.harbor import directories
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.serve import program
-from agent_r1_jax.tasks import directories
 from experiments.repairs import mini
 
 PYTHON = os.environ.get('PACKAGE_PYTHON', '')

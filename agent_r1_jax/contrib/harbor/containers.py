@@ -56,7 +56,7 @@ _REFUSALS = (conversation.MAX_TURNS, sources.TOO_LONG)
 
 
 class Workspace(Protocol):
-  """Where an agent's commands run, such as tasks/directories.Workspace."""
+  """Where an agent's commands run, such as directories.Workspace."""
 
   @property
   def seconds_left(self) -> float:

@@ -1,0 +1,1 @@
+"""Tasks that are directories, in Harbor's layout, played without a container."""
