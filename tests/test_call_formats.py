@@ -434,9 +434,11 @@ _PIECES = {
 @pytest.mark.parametrize('name', _FORMATS)
 def test_parse_reads_each_character_a_bounded_number_of_times(name, monkeypatch):
   """Each character is read a bounded number of times, whatever a reply repeats."""
-  for key, value in vars(call_parsers).copy().items():
-    if isinstance(value, re.Pattern | json.JSONDecoder):
-      monkeypatch.setattr(call_parsers, key, _Counting(value))
+  parsers = [x for x in vars(call_parsers).values() if type(x) is call_parsers.JsonParser]
+  for holder in (call_parsers, *parsers):
+    for key, value in vars(holder).copy().items():
+      if isinstance(value, re.Pattern | json.JSONDecoder):
+        monkeypatch.setattr(holder, key, _Counting(value))
   pieces = ['\n', ' ', '<think>', '</think>', *_PIECES[name]]
   # Only a decoder of JSON does not say how far it came.
   bound = 30 if name in ('hermes', 'llama3', 'mistral') else 8

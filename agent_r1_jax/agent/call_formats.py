@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 import contextvars
+import json
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import call_parsers, template_forms
+from agent_r1_jax.agent.call_parsers import write_json
 from agent_r1_jax.agent.calls import CallFormat
 
 _TOOLS = (
@@ -13,8 +15,8 @@ _TOOLS = (
 )
 HERMES = CallFormat(
   'hermes',
-  call_parsers.parse_hermes,
-  call_parsers.render_hermes,
+  call_parsers.HERMES.parse,
+  lambda call: f'<tool_call>\n{write_json(call, "arguments")}\n</tool_call>',
   ('<tool_call>',),
   '</tool_call>',
   types.ControlText(
@@ -29,8 +31,8 @@ HERMES = CallFormat(
 )
 LLAMA3 = CallFormat(
   'llama3',
-  call_parsers.parse_llama3,
-  call_parsers.render_llama3,
+  call_parsers.LLAMA3.parse,
+  lambda call: write_json(call, 'parameters'),
   ('<|python_tag|>', '{'),
   None,
   types.ControlText(
@@ -43,8 +45,8 @@ LLAMA3 = CallFormat(
 )
 MISTRAL = CallFormat(
   'mistral',
-  call_parsers.parse_mistral,
-  call_parsers.render_mistral,
+  call_parsers.MISTRAL.parse,
+  lambda call: f'[TOOL_CALLS] [{write_json(call, "arguments")}]',
   ('[TOOL_CALLS]',),
   None,
   types.ControlText(
@@ -110,7 +112,9 @@ RETOOL = CallFormat(
 REACT = CallFormat(
   'react',
   call_parsers.parse_react,
-  call_parsers.render_react,
+  lambda call: (
+    f'Action: {call.name}\nAction Input: {json.dumps(call.arguments, ensure_ascii=False)}'
+  ),
   ('Action',),
   '\nObservation:',
   types.ControlText(

@@ -15,50 +15,70 @@ from agent_r1_jax.agent.calls import Schemas, ToolCall
 _DECODER = json.JSONDecoder()
 
 
-def _read_json(
-  tag: re.Match[str],
-  keys: Sequence[str],
-  schemas: Schemas,
-  close: re.Pattern[str],
-  stop: re.Pattern[str],
-  end_tag: str = '',
-  ignored: str = '',
-) -> tuple[calls.Call, int]:
-  """Reads the call that begins with a match; also returns where the call ends.
+class JsonParser:
+  """Parses calls that are JSON objects, with a tool's name and its arguments."""
 
-  Args:
-    tag: The match, after which or with whose brace the JSON begins.
-    keys: Names that the arguments may have, one of them; the first is the right one.
-    schemas: As in `Parse`.
-    close: What must follow the JSON.
-    stop: Where a malformed call ends at the latest.
-    end_tag: What errors call the text that `close` matches.
-    ignored: A key that may stand beside these, and is not read.
-  """
-  reply, start = tag.string, tag.end() - (tag[0] == '{')
-  try:
-    value, end = _DECODER.raw_decode(reply, start)
-    closed = close.match(reply, end)
-    if not closed:
-      raise ValueError(f'expected {end_tag} after the JSON object')
+  def __init__(
+    self,
+    begin: str,
+    close: str,
+    keys: Sequence[str],
+    *,
+    end_tag: str = '',
+    ignored: str = '',
+  ):
+    """Compiles the patterns.
+
+    Args:
+      begin: What begins a call: the JSON comes after it, or begins with its brace.
+      close: What must follow the JSON.
+      keys: Names that the arguments may have, one of them; the first is the right one.
+      end_tag: What errors call the text that `close` matches.
+      ignored: A key that may stand beside these, and is not read.
+    """
+    self._begin = re.compile(calls.THINK + begin)
+    self._close = re.compile(close)
+    # A malformed call ends with the thought that it is in, or where another one begins.
+    self._stop = re.compile('|'.join(filter(None, ['</think>', begin, end_tag])))
+    self._keys, self._end_tag, self._ignored = keys, end_tag, ignored
+
+  def parse(self, reply: str, schemas: Schemas = ()) -> list[calls.Call]:
+    """See calls.Parse."""
+    return calls.scan(reply, self._begin, lambda tag: self._read(tag, schemas))
+
+  def _read(self, tag: re.Match[str], schemas: Schemas) -> tuple[calls.Call, int]:
+    reply, start = tag.string, tag.end() - (tag[0] == '{')
+    try:
+      value, end = _DECODER.raw_decode(reply, start)
+      closed = self._close.match(reply, end)
+      if not closed:
+        raise ValueError(f'expected {self._end_tag} after the JSON object')
+      return self._make_call(value, schemas), closed.end()
+    except (ValueError, RecursionError) as error:
+      text, end = _end_malformed(self._stop, reply, start, tag.end())
+      return calls.make_error(error, text), end
+
+  def _make_call(self, value: Any, schemas: Schemas) -> ToolCall:
     if not isinstance(value, dict):
-      raise ValueError(f'expected a JSON object with "name" and "{keys[0]}"')
+      raise ValueError(f'expected a JSON object with "name" and "{self._keys[0]}"')
     name = value.get('name')
     if not isinstance(name, str) or not name:
       raise ValueError('"name" must be the name of a tool')
-    key = next((key for key in keys if key in value), keys[0])
-    unknown = [x for x in value if x not in ('name', key, ignored)]
+    key = next((key for key in self._keys if key in value), self._keys[0])
+    unknown = [x for x in value if x not in ('name', key, self._ignored)]
     if unknown and value.get('type') == 'function':
       unknown.remove('type')  # As OpenAI's API has it.
     if unknown:
       raise ValueError(
-        f'unknown key {json.dumps(unknown[0])}; a call has "name" and "{keys[0]}"'
+        f'unknown key {json.dumps(unknown[0])}; a call has "name" and "{self._keys[0]}"'
       )
     arguments = calls.to_arguments(value.get(key, {}), name, schemas, f'"{key}"')
-    return ToolCall(name, arguments), closed.end()
-  except (ValueError, RecursionError) as error:
-    text, end = _end_malformed(stop, reply, start, tag.end())
-    return calls.make_error(error, text), end
+    return ToolCall(name, arguments)
+
+
+def write_json(call: ToolCall, key: str) -> str:
+  """Writes the JSON of a call, whose arguments have a name of their own."""
+  return json.dumps({'name': call.name, key: call.arguments}, ensure_ascii=False)
 
 
 def _end_malformed(
@@ -75,86 +95,31 @@ def _end_malformed(
   return reply[start : stopped.start()], stopped.end() if is_end_tag else stopped.start()
 
 
-_HERMES = re.compile(calls.THINK + r'<tool_call>\s*')
-_HERMES_CLOSE = re.compile(r'\s*(?:</tool_call>|\Z)')
-_HERMES_STOP = re.compile(r'</?tool_call>|</think>')
-
-
-def parse_hermes(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
-  """Parses each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-
-  The JSON is scanned, so that '</tool_call>' inside a string does no harm. The closing
-  tag may be missing at the end of the reply; "parameters" is understood for "arguments".
-  """
-  keys, end_tag = ('arguments', 'parameters'), '</tool_call>'
-  return calls.scan(
-    reply,
-    _HERMES,
-    lambda tag: _read_json(tag, keys, schemas, _HERMES_CLOSE, _HERMES_STOP, end_tag),
-  )
-
-
-def render_hermes(call: ToolCall) -> str:
-  """Writes a call as `parse_hermes` reads it."""
-  value = {'name': call.name, 'arguments': call.arguments}
-  return f'<tool_call>\n{json.dumps(value, ensure_ascii=False)}\n</tool_call>'
-
-
-# Other JSON is an answer.
-_LLAMA_CALL = (
-  r'\{(?=\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,'
-  r'\s*"(?:parameters|arguments)"\s*:)'
+# The JSON is scanned, so that '</tool_call>' inside a string does no harm. The closing
+# tag may be missing at the end of the reply.
+HERMES = JsonParser(
+  r'<tool_call>\s*',
+  r'\s*(?:</tool_call>|\Z)',
+  ('arguments', 'parameters'),
+  end_tag='</tool_call>',
 )
-_LLAMA = re.compile(rf'{calls.THINK}<\|python_tag\|>\s*|{_LLAMA_CALL}')
-_LLAMA_CLOSE = re.compile(r'\s*;?')
-_LLAMA_STOP = re.compile(rf'</think>|<\|python_tag\|>|{_LLAMA_CALL}')
-
-
-def parse_llama3(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
-  """Parses each `{"name": ..., "parameters": {...}}`.
-
-  Text may come before and between calls. '<|python_tag|>' may begin one, and a semicolon
-  may end it; "arguments" is understood for "parameters".
-  """
-  keys = 'parameters', 'arguments'
-  return calls.scan(
-    reply,
-    _LLAMA,
-    lambda tag: _read_json(tag, keys, schemas, _LLAMA_CLOSE, _LLAMA_STOP),
-  )
-
-
-def render_llama3(call: ToolCall) -> str:
-  """Writes a call as `parse_llama3` reads it."""
-  value = {'name': call.name, 'parameters': call.arguments}
-  return json.dumps(value, ensure_ascii=False)
-
-
-# A list of calls, or the next one in it.
-_MISTRAL_CALL = r'\[TOOL_CALLS\]\s*(?:\[\s*)?|(?<=\}),\s*(?=\{)'
-_MISTRAL = re.compile(calls.THINK + _MISTRAL_CALL)
-_MISTRAL_CLOSE = re.compile(r'\s*\]?')
-_MISTRAL_STOP = re.compile(rf'</think>|{_MISTRAL_CALL}')
-
-
-def parse_mistral(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
-  """Parses each `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`.
-
-  An object alone is understood as a list of one. A call may have an "id".
-  """
-  keys, options = ('arguments', 'parameters'), {'ignored': 'id'}
-  return calls.scan(
-    reply,
-    _MISTRAL,
-    lambda tag: _read_json(tag, keys, schemas, _MISTRAL_CLOSE, _MISTRAL_STOP, **options),
-  )
-
-
-def render_mistral(call: ToolCall) -> str:
-  """Writes a call as `parse_mistral` reads it."""
-  value = {'name': call.name, 'arguments': call.arguments}
-  return f'[TOOL_CALLS] [{json.dumps(value, ensure_ascii=False)}]'
-
+# Text may come before and between calls, and other JSON is an answer. '<|python_tag|>'
+# may begin a call, and a semicolon may end it.
+LLAMA3 = JsonParser(
+  r'<\|python_tag\|>\s*'
+  r'|\{(?=\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,'
+  r'\s*"(?:parameters|arguments)"\s*:)',
+  r'\s*;?',
+  ('parameters', 'arguments'),
+)
+# A list of calls, or the next one in it. An object alone is a list of one, and a call may
+# have an "id".
+MISTRAL = JsonParser(
+  r'\[TOOL_CALLS\]\s*(?:\[\s*)?|(?<=\}),\s*(?=\{)',
+  r'\s*\]?',
+  ('arguments', 'parameters'),
+  ignored='id',
+)
 
 # What some models write for JSON's words.
 _PYTHON_WORDS = {'True': 'true', 'False': 'false', 'None': 'null'}
@@ -344,12 +309,6 @@ def _read_input(text: str, name: str, schemas: Schemas) -> dict[str, Any]:
   # A number, say, is the text that was written.
   value = value if isinstance(value, dict | str) else text
   return calls.to_arguments(value, name, schemas, 'Action Input')
-
-
-def render_react(call: ToolCall) -> str:
-  """Writes a call as `parse_react` reads it."""
-  arguments = json.dumps(call.arguments, ensure_ascii=False)
-  return f'Action: {call.name}\nAction Input: {arguments}'
 
 
 def get_only_argument(call: ToolCall) -> Any:
