@@ -223,7 +223,7 @@ class TestLimits:
     lift = lambda pattern: byte_automata.lift_to_tokens(
       grammars.regex(pattern), [_EOS], _PIECES, tiny.VOCAB
     )
-    assert lift('a*').table.dtype == np.int16
+    assert lift('a*')['table'].dtype == np.int16
     with pytest.raises(ValueError, match='tokens that may follow, and 3'):
       lift('abcd')
 

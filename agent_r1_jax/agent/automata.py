@@ -47,14 +47,14 @@ async def compile_grammar(
     seconds = seconds or grammars.PROCESSOR_SECONDS
     text = await _compile(make, args, vocabulary, seconds)
   # Some 100 MB at most.
-  return types.Automaton(*await asyncio.to_thread(grammars.decode, text))
+  return types.Automaton(**await asyncio.to_thread(grammars.decode, text))
 
 
 def compile_and_wait(make: Callable, args: Sequence, *vocabulary: Any) -> types.Automaton:
   """Like `compile_grammar`, for callers without an event loop."""
   with _name_limits():
     text = _compile.call_and_wait(make, args, vocabulary, grammars.PROCESSOR_SECONDS)
-  return types.Automaton(*grammars.decode(text))
+  return types.Automaton(**grammars.decode(text))
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def stop(
     raise ValueError('Stop strings need token_bytes: the bytes of every token.')
   search = grammars.stop(strings)
   return types.Automaton(
-    *byte_automata.lift_to_tokens(search, ids, token_bytes, vocab_size)
+    **byte_automata.lift_to_tokens(search, ids, token_bytes, vocab_size)
   )
 
 

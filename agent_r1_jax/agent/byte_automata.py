@@ -37,48 +37,28 @@ class ByteAutomaton(NamedTuple):
 Acceptor = tuple[np.ndarray, np.ndarray]
 
 
-class TokenAutomaton(NamedTuple):
-  """The fields of types.Automaton, for a process that imports no JAX."""
-
-  classes: np.ndarray
-  table: np.ndarray
-  ends: np.ndarray
-
-
 def build_string_search(strings: Sequence[bytes]) -> np.ndarray:
   """Makes the Aho-Corasick automaton of the strings over bytes, int32 [Q, 256].
 
   A state is the longest suffix of the input that begins one of the strings. The last
   state means that a string is complete, and is never left.
   """
-  # A trie of the strings, in which `ended` are the nodes where one is complete.
-  children: list[dict[int, int]] = [{}]
-  ended = set()
-  for string in strings:
-    node = 0
-    for byte in string:
-      if byte not in children[node]:
-        children[node][byte] = len(children)
-        children.append({})
-      node = children[node][byte]
-    ended.add(node)
-  # Breadth first, so that a node's longest suffix in the trie, which is shorter, knows
-  # already where each byte leads.
-  goto = np.zeros((len(children), 256), np.int32)
-  suffix, order = [0] * len(children), [0]
-  for node in order:
-    goto[node] = goto[suffix[node]]
-    for byte, child in children[node].items():
-      suffix[child] = int(goto[node, byte]) if node else 0
-      goto[node, byte] = child
-      if suffix[child] in ended:
-        ended.add(child)
-      if child not in ended:
-        order.append(child)
-  number = np.full(len(children), len(order), np.int32)
-  number[order] = np.arange(len(order))
-  complete = np.full((1, 256), len(order), np.int32)
-  return np.concatenate([number[goto[order]], complete])
+  # Of each state its text, which begins a string, and the state of its longest suffix.
+  texts, suffixes, rows = [b''], [0], []
+  for text, suffix in zip(texts, suffixes, strict=True):
+    # A byte leads where it leads after the suffix, unless it goes on with a string.
+    row = rows[suffix].copy() if text else np.zeros(256, np.int32)
+    for byte in dict.fromkeys(s[len(text)] for s in strings if s.startswith(text)):
+      longer = text + bytes([byte])
+      if row[byte] < 0 or longer in strings:
+        row[byte] = -1
+        continue
+      suffixes.append(int(row[byte]))
+      row[byte] = len(texts)
+      texts.append(longer)
+    rows.append(row)
+  goto = np.stack([*rows, np.full(256, -1, np.int32)])
+  return np.where(goto < 0, len(texts), goto).astype(np.int32)
 
 
 # The tokens of the library's automaton: all bytes, 256 for the end of the text, and from
@@ -128,9 +108,9 @@ def compile_regex(pattern: str) -> tuple[np.ndarray, np.ndarray]:
   goto[:, _END] = -1
   if not matches.any():
     raise ValueError('the regular expression matches no text; check it.')
-  order = find_reachable(goto, start)
-  _check_size(len(order), _MAX_STATES, 'states')
-  return renumber(goto, order)[order], matches[order]
+  goto, matches = keep_reachable(goto, start, matches)
+  _check_size(len(goto), _MAX_STATES, 'states')
+  return goto, matches
 
 
 # Bytes of no text: what is between them in an expression is the number of a hole.
@@ -208,28 +188,21 @@ def intersect(one: Acceptor, other: Acceptor) -> Acceptor:
 def trim(goto: np.ndarray, matches: np.ndarray) -> Acceptor:
   """Drops the states from which no text matches; ValueError if that is the first one."""
   sources, bytes_ = np.nonzero(goto >= 0)
-  targets = goto[sources, bytes_]
-  order = np.argsort(targets, kind='stable')
-  sources, begins = (
-    sources[order],
-    np.searchsorted(targets[order], np.arange(len(goto) + 1)),
-  )
-  alive = matches.copy()
-  waiting = np.flatnonzero(matches).tolist()
+  pairs = np.unique(goto[sources, bytes_].astype(np.int64) * len(goto) + sources)
+  targets, sources = np.divmod(pairs, len(goto))
+  before = np.split(sources, np.searchsorted(targets, np.arange(1, len(goto))))
+  alive, waiting = matches.copy(), np.flatnonzero(matches).tolist()
   for state in waiting:
-    before = np.unique(sources[begins[state] : begins[state + 1]])
-    before = before[~alive[before]]
-    alive[before] = True
-    waiting += before.tolist()
+    new = before[state][~alive[before[state]]]
+    alive[new] = True
+    waiting += new.tolist()
   if not alive[0]:
     raise ValueError('the regular expression matches no text; check it.')
-  goto = np.where(alive[goto] & (goto >= 0), goto, -1)
-  order = find_reachable(goto, 0)
-  return renumber(goto, order)[order], matches[order]
+  return keep_reachable(np.where(alive[goto] & (goto >= 0), goto, -1), 0, matches)
 
 
-def find_reachable(goto: np.ndarray, start: int) -> np.ndarray:
-  """Finds the states that can be reached from `start`, which comes first."""
+def keep_reachable(goto: np.ndarray, start: int, matches: np.ndarray) -> Acceptor:
+  """Drops the states that cannot be reached from `start`, which becomes the first one."""
   seen = np.zeros(len(goto) + 1, bool)
   seen[[start, -1]] = True
   found = [np.array([start])]
@@ -237,14 +210,10 @@ def find_reachable(goto: np.ndarray, start: int) -> np.ndarray:
     after = np.unique(goto[found[-1]])
     found.append(after[~seen[after]])
     seen[after] = True
-  return np.concatenate(found)
-
-
-def renumber(states: np.ndarray, order: np.ndarray) -> np.ndarray:
-  """Replaces the numbers of states by their places in `order`; -1 stays."""
-  number = np.full(max(states.max(initial=0), order.max()) + 2, -1, np.int32)
+  order = np.concatenate(found)
+  number = np.full(len(goto) + 1, -1, np.int32)  # The last one is that of -1.
   number[order] = np.arange(len(order))
-  return number[states]
+  return number[goto[order]], matches[order]
 
 
 def group_tokens(
@@ -302,8 +271,10 @@ def lift_to_tokens(
   stop_ids: Sequence[int],
   token_bytes: Sequence[bytes],
   vocab_size: int,
-) -> TokenAutomaton:
-  """Converts an automaton over bytes to one over tokens.
+) -> dict[str, np.ndarray]:
+  """Converts an automaton over bytes to one over tokens, as fields of types.Automaton.
+
+  A process calls it that imports no JAX.
 
   Args:
     automaton: The automaton over bytes.
@@ -339,7 +310,7 @@ def lift_to_tokens(
   table = table[:, used].astype(np.int16 if len(table) < 1 << 15 else np.int32)
   sets = {row.tobytes() for row in np.packbits(table >= 0, axis=1)}
   _check_size(len(sets), _MAX_SETS, 'sets of tokens that may follow')
-  return TokenAutomaton(classes.astype(np.int32), table, automaton.ends)
+  return {'classes': classes.astype(np.int32), 'table': table, 'ends': automaton.ends}
 
 
 def _check_bytes(used: np.ndarray, token_bytes: Sequence[bytes]):

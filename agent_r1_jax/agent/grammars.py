@@ -15,7 +15,7 @@ import zlib
 import numpy as np
 
 from agent_r1_jax.agent import byte_automata, json_grammar, json_texts, tool_schema
-from agent_r1_jax.agent.byte_automata import ByteAutomaton, TokenAutomaton
+from agent_r1_jax.agent.byte_automata import ByteAutomaton
 
 # Seconds of a processor until the states of a grammar are known, and can be limited; a
 # string of 3,000 characters takes one.
@@ -47,13 +47,13 @@ def make_encoded(
   finally:
     signal.setitimer(signal.ITIMER_PROF, 0)
   file = io.BytesIO()
-  np.savez(file, **byte_automata.lift_to_tokens(automaton, *vocabulary)._asdict())
+  np.savez(file, **byte_automata.lift_to_tokens(automaton, *vocabulary))
   return base64.b64encode(zlib.compress(file.getvalue(), 1)).decode()
 
 
-def decode(text: str) -> TokenAutomaton:
-  """Returns what `make_encoded` has made."""
-  return TokenAutomaton(**np.load(io.BytesIO(zlib.decompress(base64.b64decode(text)))))
+def decode(text: str) -> dict[str, np.ndarray]:
+  """Returns the fields of the types.Automaton that `make_encoded` has made."""
+  return dict(np.load(io.BytesIO(zlib.decompress(base64.b64decode(text)))))
 
 
 def stop(strings: Sequence[str]) -> ByteAutomaton:
@@ -147,6 +147,9 @@ def _add_free_text(
   text = np.where(text == len(text), moved[opened], text)
   goto = np.concatenate([text, moved[call]])
   control = np.where(np.arange(len(goto)) < len(text), 0, -1)
-  order = byte_automata.find_reachable(goto, int(moved[0]) if required else 0)
-  goto, control = (byte_automata.renumber(x, order)[order] for x in (goto, control))
-  return ByteAutomaton(goto, control, control, np.zeros(len(goto), bool))
+  table, ends = byte_automata.keep_reachable(
+    np.column_stack([goto, control]),
+    int(moved[0]) if required else 0,
+    np.zeros(len(goto), bool),
+  )
+  return ByteAutomaton(table[:, :256], table[:, 256], table[:, 256], ends)
