@@ -1,4 +1,4 @@
-r"""Serves a policy behind OpenAI's API; see agent_r1_jax/serve/server.py.
+r"""Serves a policy behind OpenAI's and Anthropic's APIs; see docs/dialects.md.
 
   python -m experiments.serve --config.model.path=runs/quickstart/model
   curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \
@@ -23,7 +23,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import lora, peft_files
-from agent_r1_jax.serve import server
+from agent_r1_jax.serve import messages_form, responses_form, server
 from agent_r1_jax.train import setup, sizes
 from agent_r1_jax.web import http
 
@@ -84,6 +84,7 @@ def main(_):
     keys=keys,
     max_waiting=_WAITING.value,
     seconds=_SECONDS.value,
+    dialects=[messages_form.MESSAGES, responses_form.RESPONSES],
   )
   server.serve(engine, served, _HOST.value, _PORT.value)
 

@@ -61,9 +61,10 @@ def collect(make_env: rollout.MakeEnv, played: Any = None, **options: Any):
   return tiny.within(rollout.collect, *given, **options)
 
 
-def run_programs(run: Any, played: Any = None, **options: Any):
+def run_programs(run: Any, played: Any = None, dialects: Any = (), **options: Any):
   """The same, by a program that asks an endpoint."""
-  return collect(lambda: program.Program(run), played, **options)
+  make_env = lambda: program.Program(run, dialects=dialects)
+  return collect(make_env, played, **options)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,9 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.serve import (
   call_arguments,
   kept_responses,
+  messages_form,
   requests,
+  responses_form,
   thinking,
 )
 from agent_r1_jax.serve import server as server_lib
@@ -32,6 +34,7 @@ SEARCH = serving.search_tool()
 TOOLS = [SEARCH.schema]
 USER = {'role': 'user', 'content': 'Who is it?'}
 _MANY = serving.replace(serving.LIMITS, max_turns=20)
+DIALECTS = messages_form.MESSAGES, responses_form.RESPONSES
 ALL = {
   'chat': dialects.Chat,
   'messages': dialects.Messages,
@@ -42,14 +45,14 @@ BROKEN = '<tool_call>\n{"name": "search", "arguments": {"query": }}\n</tool_call
 
 
 class Scripted:
-  """A source whose replies are given: the server, its forms and the clients are real."""
+  """A source of given replies: the server, its dialects and the clients are real."""
 
   slots, adapters = 1 << 12, ()
 
   def __init__(self):
     self.text, self.is_cut = '', False
     self.asked, self.replies = [], []
-    self.kept_responses = kept_responses.KeptResponses()
+    self.memory = {}
 
   async def submit(self, api_request, automata):
     self.asked.append(api_request)
@@ -79,6 +82,10 @@ class Scripted:
     pass
 
 
+_run_programs = functools.partial(serving.run_programs, dialects=DIALECTS)
+_serve = functools.partial(serving.serve, dialects=DIALECTS)
+
+
 @pytest.fixture(scope='module')
 def scripted():
   """The source, and the address of its server."""
@@ -92,6 +99,7 @@ def _serve_scripted(chat):
 
   source, (shape, _, _) = Scripted(), serving.policy()
   options = {'name': 'policy', 'max_replies': 9, 'seconds': 60, 'restrict': False}
+  options |= {'dialects': DIALECTS}
   server = server_lib.Server(lambda *who: source, chat, shape.vocab_size, **options)
   app = applications.Starlette(routes=server.make_routes())
   with answers.run(app) as (port, _):
@@ -100,7 +108,7 @@ def _serve_scripted(chat):
 
 @pytest.fixture(scope='module')
 def url():
-  with serving.serve() as url:
+  with _serve() as url:
     yield url
 
 
@@ -328,7 +336,7 @@ def _play(name, stream=False, remembers=False):
     async with agent.client:
       await _play_script(agent, task)
 
-  return serving.run_programs(run, serving.tasks()[2:3], limits=_MANY)
+  return _run_programs(run, serving.tasks()[2:3], limits=_MANY)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +375,7 @@ def test_sub_agents_at_the_same_time():
 
     await asyncio.gather(*map(play, ALL))
 
-  (one,) = serving.run_programs(run, serving.tasks()[:1], limits=_MANY)
+  (one,) = _run_programs(run, serving.tasks()[:1], limits=_MANY)
   assert one.error is None and len(one.segments) == 3
   assert [turn.segment for turn in one.turns].count(0) == 2
 
@@ -387,7 +395,7 @@ def test_an_episode_keeps_its_own_responses(monkeypatch):
         await create(previous_response_id=other)
       assert await create(previous_response_id=own)
 
-  played = serving.run_programs(run, serving.tasks()[:1], samples=2)
+  played = _run_programs(run, serving.tasks()[:1], samples=2)
   assert [(t.error, len(t.turns)) for t in played] == [(None, 2)] * 2
 
 
@@ -531,12 +539,38 @@ def test_an_episode_has_replies_of_one_call_and_none_that_is_begun():
         await create(messages=begun, extra_body={'continue_final_message': True})
 
   chat = serving.policy()[2]
-  (one,) = serving.run_programs(run, serving.tasks()[2:3])
+  (one,) = _run_programs(run, serving.tasks()[2:3])
   (segment,), (first, second) = one.segments, one.turns
   assert one.error is None and segment.tokens[first.stop] == chat.stop_ids[0]
   assert not segment.action_mask[first.stop : second.start].any()
   text = chat.decode_exactly(segment.tokens[first.start : first.stop])
   assert text.endswith('</tool_call>') and text.count('</tool_call>') == 1
+
+
+def test_a_count_that_is_refused_does_not_end_the_episode():
+  """An agent asks for it to see that its conversation has to become shorter."""
+
+  async def run(task, url):
+    async with (
+      openai.AsyncOpenAI(base_url=url, api_key='none') as client,
+      httpx2.AsyncClient(timeout=60) as http_client,
+    ):
+      for content, count in (('x' * 4_000_000, 1), ('x', 1000)):
+        messages = [{**USER, 'content': content}] * count
+        answer = await http_client.post(
+          f'{url}/responses/input_tokens', json={'input': messages}
+        )
+        assert answer.json()['error']['code'] == 'context_length_exceeded'
+        answer = await http_client.post(
+          f'{url}/messages/count_tokens', json={'messages': messages}
+        )
+        assert answer.status_code == 400
+      tools = [serving.search_tool().schema]
+      create = client.chat.completions.create
+      await create(model='policy', messages=task.messages, tools=tools)
+
+  (played,) = _run_programs(run, serving.tasks()[:1])
+  assert (played.status, played.error, len(played.turns)) == ('done', None, 1)
 
 
 def test_few_responses_are_kept(scripted, monkeypatch):
@@ -672,7 +706,7 @@ def test_hostile_bodies_keys_and_the_form_of_errors(url):
   assert post('messages', '{').json()['error']['type'] == 'invalid_request_error'
   large = post('messages', b' ' * (1 << 23)).json()
   assert large['type'] == 'error' and large['error']['type'] == 'request_too_large'
-  with serving.serve(keys=['right'], max_waiting=-serving.engine().sizes.rows) as guarded:
+  with _serve(keys=['right'], max_waiting=-serving.engine().sizes.rows) as guarded:
     with _clients(guarded, 'wrong') as (messages, responses):
       with pytest.raises(anthropic.AuthenticationError, match='authentication_error'):
         messages.messages.create(model='policy', messages=[USER], max_tokens=5)
@@ -682,7 +716,7 @@ def test_hostile_bodies_keys_and_the_form_of_errors(url):
       with pytest.raises(anthropic.RateLimitError, match='rate_limit_error') as refused:
         messages.messages.create(model='policy', messages=[USER], max_tokens=5)
       assert refused.value.response.headers['Retry-After'] == '1'
-  with serving.serve(seconds=1e-6) as late, _clients(late) as (messages, responses):
+  with _serve(seconds=1e-6) as late, _clients(late) as (messages, responses):
     with pytest.raises(anthropic.APIStatusError, match='timeout_error'):
       messages.messages.create(model='policy', messages=[USER], max_tokens=5)
     with pytest.raises(anthropic.APIStatusError, match='no reply within'):

@@ -311,29 +311,6 @@ def test_what_fits_no_row_truncates_before_it_is_encoded(monkeypatch, count):
   assert sum(lengths) < 100
 
 
-def test_a_count_that_is_refused_does_not_end_the_episode():
-  """An agent asks for it to see that its conversation has to become shorter."""
-
-  async def run(task, url):
-    async with _client(url) as client, httpx2.AsyncClient(timeout=60) as http_client:
-      for content, count in (('x' * 4_000_000, 1), ('x', 1000)):
-        messages = [{**USER, 'content': content}] * count
-        answer = await http_client.post(
-          f'{url}/responses/input_tokens', json={'input': messages}
-        )
-        assert answer.json()['error']['code'] == 'context_length_exceeded'
-        answer = await http_client.post(
-          f'{url}/messages/count_tokens', json={'messages': messages}
-        )
-        assert answer.status_code == 400
-      tools = [serving.search_tool().schema]
-      create = client.chat.completions.create
-      await create(model='policy', messages=task.messages, tools=tools)
-
-  played = _play(run)
-  assert (played.status, played.error, len(played.turns)) == ('done', None, 1)
-
-
 def test_rewards_add_up():
   async def run(task, url):
     async with _client(url) as client, httpx2.AsyncClient() as http:

@@ -11,7 +11,7 @@ from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import request
-from agent_r1_jax.serve import completions_form, replies, requests
+from agent_r1_jax.serve import completions, replies, requests
 from agent_r1_jax.web import http
 
 _FUNCTION = {'name': 'search', 'parameters': {'type': 'object', 'properties': {}}}
@@ -132,6 +132,6 @@ def test_tokens_of_a_text_completion_are_told_apart():
   chat = _chat()
   first, second = _spell('é')
   chunk = _chunk([first], top=2)._replace(top_tokens=np.int32([[first, second]]))
-  choice = completions_form.TEXT.choice('', [], replies.write_logprobs(chunk, chat))
+  choice = completions.TEXT.choice('', [], replies.write_logprobs(chunk, chat))
   assert choice['logprobs']['tokens'] == ['bytes:\\xc3']
   assert [*choice['logprobs']['top_logprobs'][0]] == ['bytes:\\xc3', 'bytes:\\xa9']

@@ -16,17 +16,14 @@ import tiny
 
 from agent_r1_jax.agent import automata, grammars
 from agent_r1_jax.host import isolated
-from agent_r1_jax.serve import (
-  completions_form,
-  kept_responses,
-  messages_form,
-  request_grammars,
-  requests,
-  responses_form,
-)
+from agent_r1_jax.serve import request_grammars, requests
 from agent_r1_jax.web import http
 
 _ASKED = {'messages': [{'role': 'user', 'content': 'Hello'}], 'max_tokens': 4}
+UNSUPPORTED = {
+  'type': 'object',
+  'properties': {'n': {'type': 'integer', 'multipleOf': 3}},
+}
 _ENDLESS = {'type': 'string', 'pattern': '^(a{1,300}){1,300}$'}
 
 
@@ -80,33 +77,18 @@ class TestGrammars:
       assert e.value.status == 400
     assert not making._made
 
-  @pytest.mark.parametrize('form', ['chat', 'messages', 'responses'])
   @pytest.mark.parametrize('in_tool', [True, False])
-  async def test_what_no_grammar_says_is_refused_by_its_keyword(self, form, in_tool):
-    """In all dialects, for schemas of replies and of tools that must be called."""
-    value = {'type': 'object', 'properties': {'n': {'type': 'integer', 'multipleOf': 3}}}
-    function, said = {'name': 'f', 'parameters': value}, {'role': 'user', 'content': 'x'}
-    schema = {'type': 'json_schema', 'name': 'x', 'schema': value}
-    bodies: dict[str, list[dict]] = {
-      'chat': [
-        {'response_format': {'type': 'json_schema', 'json_schema': schema}},
-        {'tools': [{'function': function}], 'tool_choice': 'required'},
-      ],
-      'messages': [
-        {'output_config': {'format': schema}},
-        {'tools': [{'name': 'f', 'input_schema': value}], 'tool_choice': {'type': 'any'}},
-      ],
-      'responses': [
-        {'text': {'format': schema}},
-        {'tools': [function | {'type': 'function'}], 'tool_choice': 'required'},
-      ],
-    }
-    forms = {'chat': completions_form.CHAT, 'messages': messages_form.MESSAGES}
-    forms |= {'responses': responses_form.RESPONSES}
-    body = {'messages': [said], 'input': [said], 'max_tokens': 9} | bodies[form][in_tool]
-    asked = forms[form].read(body, kept_responses.KeptResponses())
+  async def test_what_no_grammar_says_is_refused_by_its_keyword(self, in_tool):
+    """In schemas of replies and of tools that must be called."""
+    function = {'name': 'f', 'parameters': UNSUPPORTED}
+    schema = {'type': 'json_schema', 'json_schema': {'schema': UNSUPPORTED}}
+    asked = (
+      {'tools': [{'function': function}], 'tool_choice': 'required'}
+      if in_tool
+      else {'response_format': schema}
+    )
     with pytest.raises(http.RefusedError, match='no grammar.*multipleOf') as refused:
-      await self._grammars().make(asked.request, restrict=True)
+      await self._make(self._grammars(), _ASKED | asked)
     assert refused.value.status == 400
 
   async def test_old_and_large_ones_are_forgotten(self, monkeypatch):

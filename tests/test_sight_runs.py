@@ -1,5 +1,6 @@
 """A policy that sees, in a training run, in a log, behind the server and an endpoint."""
 
+import contextlib
 import copy
 import json
 
@@ -190,12 +191,18 @@ def _leaves(tree):
   )
 
 
-@pytest.fixture(scope='module')
-def served(model):
+@contextlib.contextmanager
+def serve(model, **options):
   shape, params, chat = setup.load(config_lib.Model(path=str(model)), config_lib.Chat())
   sizes = {'rows': 4, 'slots': 128, 'bucket': 128, 'decode_steps': 4}
   engine = engine_lib.Engine(shape, params, **sizes)
-  with serving.serve(engine, chat) as url:
+  with serving.serve(engine, chat, **options) as url:
+    yield url
+
+
+@pytest.fixture(scope='module')
+def served(model):
+  with serve(model) as url:
     yield url
 
 
@@ -220,35 +227,6 @@ def test_openais_client_sends_pictures(served):
   assert texts[0].usage.prompt_tokens == alone.usage.prompt_tokens + 8
 
 
-def test_pictures_and_blocks_are_the_same_in_every_dialect(served):
-  """Through the engine: with it each dialect has one reply, and without it another."""
-  url = test_pictures.url(test_pictures.image())
-  kind, data = url.removeprefix('data:').split(';base64,')
-  source = {'type': 'base64', 'media_type': kind, 'data': data}
-  parts = {
-    'chat/completions': {'type': 'image_url', 'image_url': {'url': url}},
-    'messages': {'type': 'image', 'source': source},
-    'responses': {'type': 'input_image', 'image_url': url},
-  }
-
-  def ask(path, *shown):
-    text = {'type': 'input_text' if path == 'responses' else 'text', 'text': 'What?'}
-    said, brief = [{'role': 'user', 'content': [text, *shown]}], 'Be brief.'
-    given = {
-      'chat/completions': {'messages': [{'role': 'system', 'content': brief}, *said]},
-      'messages': {'messages': said, 'system': [{'type': 'text', 'text': brief}]},
-      'responses': {'input': said, 'instructions': brief, 'max_output_tokens': 8},
-    }[path] | {'max_tokens': 8}
-    asked = {'json': {'seed': 0, **given}, 'timeout': 120}  # The first one compiles.
-    answer = httpx2.post(f'{served}/v1/{path}', **asked).json()
-    usage = answer['usage']
-    return usage.get('prompt_tokens') or usage['input_tokens'], _find_text(answer)
-
-  seen = [ask(path, part) for path, part in parts.items()]
-  assert len({*seen}) == 1 and seen[0][1]
-  assert seen[0][0] == ask('messages')[0] + 8 and seen[0][1] != ask('messages')[1]
-
-
 def test_a_picture_of_the_assistant_is_refused(served):
   said = {**test_pictures.user(_PART(test_pictures.image(0))), 'role': 'assistant'}
   call = {'id': '1', 'function': {'name': 'f', 'arguments': '{}'}}
@@ -256,15 +234,6 @@ def test_a_picture_of_the_assistant_is_refused(served):
     messages = [message, test_pictures.user('Go on.')]
     answer = httpx2.post(f'{served}/v1/chat/completions', json={'messages': messages})
     assert answer.status_code == 400 and 'a policy writes none' in answer.text
-
-
-def _find_text(answer):
-  """The text of a reply, in whatever dialect."""
-  match answer:
-    case {'choices': [{'message': {'content': text}}]}:
-      return text
-    case {'content': [{'text': text}]} | {'output': [{'content': [{'text': text}]}]}:
-      return text
 
 
 @pytest.mark.parametrize(

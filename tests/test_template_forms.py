@@ -13,7 +13,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.serve import kept_responses, messages_form, requests, responses_form
+from agent_r1_jax.serve import requests
 from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import rollout
 from agent_r1_jax.web import http
@@ -145,63 +145,16 @@ def openai_messages():
   ]
 
 
-def anthropic_fields():
-  messages = []
-  for m in openai_messages():
-    if m['role'] == 'tool':
-      content = {'type': 'tool_result', 'tool_use_id': m['tool_call_id']}
-      blocks = [content | {'content': m['content']}]
-      if messages[-1]['role'] == 'user':
-        messages[-1]['content'] += blocks
-        continue
-      messages.append({'role': 'user', 'content': blocks})
-      continue
-    blocks = [{'type': 'text', 'text': m['content']}] if m['content'] else []
-    for call in m.get('tool_calls', ()):
-      try:
-        given = json.loads(call['function']['arguments'])
-      except ValueError:
-        given = {'malformed_arguments': call['function']['arguments']}
-      blocks.append(
-        {'type': 'tool_use', 'id': call['id'], 'name': 'search', 'input': given}
-      )
-    messages.append({'role': m['role'], 'content': blocks})
-  tool = {'name': 'search', 'description': 'Finds.', 'input_schema': SCHEMA['parameters']}
-  return {'max_tokens': 1, 'messages': messages, 'tools': [tool]}
-
-
-def responses_fields():
-  items = []
-  for m in openai_messages():
-    if m['role'] == 'tool':
-      output = {'call_id': m['tool_call_id'], 'output': m['content']}
-      items.append({'type': 'function_call_output'} | output)
-      continue
-    if m['content']:
-      items.append({'role': m['role'], 'content': m['content']})
-    for call in m.get('tool_calls', ()):
-      items.append({'type': 'function_call', 'call_id': call['id']} | call['function'])
-  return {'input': items, 'tools': [{'type': 'function'} | SCHEMA]}
-
-
-DIALECTS = {
-  'chat': lambda: http.check_fields(
-    requests.ChatRequest, {'messages': openai_messages(), 'tools': TOOLS}
-  ),
-  'messages': lambda: messages_form.MESSAGES.read(anthropic_fields()).request,
-  'responses': lambda: (
-    responses_form.RESPONSES.read(
-      responses_fields(), kept_responses.KeptResponses()
-    ).request
-  ),
-}
-
-
-@pytest.mark.parametrize('dialect', DIALECTS)
-def test_calls_and_answers_of_clients_are_in_the_prompt(name, dialect, chats):
-  chat, request = chats(name), DIALECTS[dialect]()
+def test_calls_and_answers_of_clients_are_in_the_prompt(name, chats):
+  asked = {'messages': openai_messages(), 'tools': TOOLS}
+  request = http.check_fields(requests.ChatRequest, asked)
   thoughts = [m.get('reasoning_content') for m in request.messages]
-  assert thoughts.count('I think.') == (dialect == 'chat')
+  assert thoughts.count('I think.') == 1
+  check_prompt(chats(name), request)
+
+
+def check_prompt(chat, request):
+  """All calls and answers of `openai_messages` are there, in their order."""
   messages = requests.to_chat(request.messages, chat.format)
   text = text_of(chat, chat.encode_prompt(messages, request.tools))
   found = [text.find(f'asked{i}') for i in (1, 2, 3)]

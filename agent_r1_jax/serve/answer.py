@@ -10,7 +10,8 @@ from typing import Any
 
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.serve import forms, replies, sources
+from agent_r1_jax.serve import dialect as dialect_lib
+from agent_r1_jax.serve import replies, sources
 from agent_r1_jax.web import http
 
 _SEND_SECONDS = 30.0  # For an answer that is complete.
@@ -48,10 +49,10 @@ class Metrics:
       'endpoint_token_seconds', 'Seconds of each further token of choice 0.', **seconds
     )
 
-  def refuse(self, form: forms.Form, error: http.RefusedError) -> Any:
+  def refuse(self, dialect: dialect_lib.Dialect, error: http.RefusedError) -> Any:
     """Makes the answer to a request that is refused, and counts it."""
     self.answers.labels(error.status).inc()
-    return http.answer_json(form.describe(error), error.status, error.headers)
+    return http.answer_json(dialect.describe(error), error.status, error.headers)
 
 
 class Answer:
@@ -59,8 +60,8 @@ class Answer:
 
   def __init__(
     self,
-    form: forms.Form,
-    head: forms.Head,
+    dialect: dialect_lib.Dialect,
+    head: dialect_lib.Head,
     source: sources.Source,
     generations: Sequence[request_lib.Generation],
     *,
@@ -73,7 +74,7 @@ class Answer:
     """Makes the answer.
 
     Args:
-      form: The dialect.
+      dialect: How it is written.
       head: What is known of the answer.
       source: Where the replies come from.
       generations: The replies, which have begun.
@@ -83,7 +84,7 @@ class Answer:
       began: When the request came, of time.perf_counter.
       on_end: Is called when no reply is under way any longer.
     """
-    self._form, self._head, self._source = form, head, source
+    self._dialect, self._head, self._source = dialect, head, source
     self._generations, self._began = generations, began
     self._chat, self._metrics, self._seconds = chat, metrics, seconds
     self._on_end, self._sampled = on_end, 0
@@ -117,7 +118,7 @@ class Answer:
         self._source.close(generation)
       self._on_end()
 
-  async def _follow(self) -> AsyncGenerator[forms.Part, None]:
+  async def _follow(self) -> AsyncGenerator[dialect_lib.Part, None]:
     """Yields parts of the replies.
 
     All replies are sampled at the same time; they are yielded one after the other. So
@@ -139,7 +140,7 @@ class Answer:
               write = functools.partial(replies.write_prompt, generation, self._chat)
               prompt = await self._write(write)
             logprobs = [*prompt, *(logprobs or ())]
-          yield forms.Part(index, text, logprobs, None)
+          yield dialect_lib.Part(index, text, logprobs, None)
         more = len(choice.tokens) - 1
         if first and more > 0:
           metrics.each.observe((time.perf_counter() - first) / more)
@@ -147,7 +148,7 @@ class Answer:
         self._sampled += len(choice.tokens)
         # Before the client hears of it, and asks for more.
         self._source.accept(generation, reply)
-        yield forms.Part(index, rest, None, reply)
+        yield dialect_lib.Part(index, rest, None, reply)
     metrics.tokens.labels('prompt').inc(self._head.prompt_tokens)
     metrics.tokens.labels('reply').inc(self._sampled)
 
@@ -166,11 +167,11 @@ class Answer:
             whole = part._replace(text=part.reply.text)
             parts.append(whole._replace(logprobs=scored if wanted else None))
             scored = []
-      write = lambda: self._form.write(self._head, parts, self._sampled)
+      write = lambda: self._dialect.write(self._head, parts, self._sampled)
       answer = await self._write(lambda: http.answer_json(write()))
       self._metrics.answers.labels(200).inc()
     except (TimeoutError, http.RefusedError) as error:
-      answer = self._metrics.refuse(self._form, self._make_error(error))
+      answer = self._metrics.refuse(self._dialect, self._make_error(error))
     await answer(scope, receive, send)
 
   async def _send_stream(self, scope, receive, send):
@@ -181,7 +182,7 @@ class Answer:
       if body:
         await send({'type': 'http.response.body', 'body': body, 'more_body': more})
 
-    status, stream = 200, self._form.stream(self._head)
+    status, stream = 200, self._dialect.stream(self._head)
     try:
       await write(_encode(stream.begin))
       async with contextlib.aclosing(self._follow()) as follow:
@@ -207,12 +208,12 @@ async def _wait_until_disconnected(receive):
     pass
 
 
-def _encode(write: Callable[..., Sequence[forms.Event]], *args: Any) -> bytes:
+def _encode(write: Callable[..., Sequence[dialect_lib.Event]], *args: Any) -> bytes:
   """Encodes the events that a stream writes."""
   return b''.join(map(_encode_event, write(*args)))
 
 
-def _encode_event(event: forms.Event) -> bytes:
+def _encode_event(event: dialect_lib.Event) -> bytes:
   text = event.data if isinstance(event.data, str) else json.dumps(event.data)
   name = f'event: {event.name}\n' if event.name else ''
   return f'{name}data: {text}\n\n'.encode()

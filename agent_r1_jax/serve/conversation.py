@@ -35,7 +35,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.agent import transcript as transcript_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.serve import branches, kept_responses, replies, requests, sources
+from agent_r1_jax.serve import branches, replies, requests, sources
 from agent_r1_jax.web import http
 
 MAX_TURNS = 'max_turns'  # The code of a refusal for want of replies.
@@ -51,7 +51,7 @@ class Conversation:
     error: Why there was no room for the first prompt.
     reports: The rewards that the program reported, with the turn that each belongs to.
     adapters: Empty: the policy that is trained replies, whatever a request calls it.
-    kept_responses: The episode's own; they go with it.
+    memory: What dialects keep of the episode; it goes with it.
   """
 
   adapters = ()
@@ -91,7 +91,7 @@ class Conversation:
     )
     self.refused: str | None = None
     self.error: str | None = None
-    self.kept_responses = kept_responses.KeptResponses()
+    self.memory: dict[str, Any] = {}
     self.reports: list[tuple[types.Turn, types.Step]] = []
 
   @property

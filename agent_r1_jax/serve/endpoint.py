@@ -1,6 +1,6 @@
 """The endpoint of the episodes that are being played: each has an address of its own.
 
-  {url}/chat/completions, {url}/messages, {url}/responses  as serve/server.py has them
+  {url}/chat/completions  as serve/server.py has it, and so the given dialects
   {url}/reward  POST {"reward": 1.0, "metrics": {"steps": 3}}; the reward may be
                           a dict of the named parts of a sum, and metrics may be left out.
                           With the header X-Session-ID of requests it belongs to the
@@ -12,7 +12,7 @@ long as that runs.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 import contextlib
 import functools
 import math
@@ -23,8 +23,9 @@ import pydantic
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.serve import completions_form, requests
+from agent_r1_jax.serve import requests
 from agent_r1_jax.serve import conversation as conversation_lib
+from agent_r1_jax.serve import dialect as dialect_lib
 from agent_r1_jax.serve import server as server_lib
 from agent_r1_jax.web import http
 
@@ -37,7 +38,13 @@ class _Endpoint:
     episodes: The episodes that are being played, by key.
   """
 
-  def __init__(self, chat: chat_lib.Chat, vocab_size: int, on_end: Callable[[], Any]):
+  def __init__(
+    self,
+    chat: chat_lib.Chat,
+    vocab_size: int,
+    dialects: Sequence[dialect_lib.Dialect],
+    on_end: Callable[[], Any],
+  ):
     self.episodes: dict[str, conversation_lib.Conversation] = {}
     self._server = server_lib.Server(
       self._find,
@@ -47,12 +54,13 @@ class _Endpoint:
       max_replies=math.inf,
       seconds=math.inf,
       restrict=False,
+      dialects=dialects,
     )
     routes = []
     for prefix in ('', '/episodes/{episode}'):
       routes += self._server.make_routes(prefix)
-      reward = f'{prefix}/v1/reward', self._reward, completions_form.CHAT, 'POST'
-      routes.append(self._server.make_route(*reward))
+      reward = f'{prefix}/v1/reward'
+      routes.append(self._server.make_route(reward, self._reward, 'POST'))
     self._app = self._server.make_app(routes)
     listener = http.listen('127.0.0.1', 0)
     self.url = f'http://127.0.0.1:{listener.getsockname()[1]}'
@@ -97,18 +105,22 @@ class _Report(pydantic.BaseModel):
     return types.Step([], reward, metrics=named | (self.metrics or {}))
 
 
-# By event loop and chat.
+# By event loop, chat and dialects.
 _endpoints: dict[tuple, _Endpoint] = {}
 
 
 @contextlib.asynccontextmanager
 async def open(
-  conversation: conversation_lib.Conversation, chat: chat_lib.Chat, vocab_size: int
+  conversation: conversation_lib.Conversation,
+  chat: chat_lib.Chat,
+  vocab_size: int,
+  dialects: Sequence[dialect_lib.Dialect],
 ) -> AsyncIterator[str]:
   """Gives the address of an episode; what is asked there afterwards gets 410."""
-  place = asyncio.get_running_loop(), chat
+  place = asyncio.get_running_loop(), chat, *dialects
   if place not in _endpoints:
-    _endpoints[place] = _Endpoint(chat, vocab_size, lambda: _endpoints.pop(place))
+    end = lambda: _endpoints.pop(place)
+    _endpoints[place] = _Endpoint(chat, vocab_size, dialects, end)
   endpoint, key = _endpoints[place], secrets.token_urlsafe(16)
   endpoint.episodes[key] = conversation
   try:

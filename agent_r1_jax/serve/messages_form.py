@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 import json
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import pydantic
 from pydantic import AfterValidator, Field
 
-from agent_r1_jax.serve import call_arguments, forms, replies, requests, thinking
+from agent_r1_jax.serve import call_arguments, replies, requests, thinking
+from agent_r1_jax.serve import dialect as dialect_lib
 from agent_r1_jax.web import http
 
 _KINDS = {
@@ -190,19 +191,14 @@ class _Body(pydantic.BaseModel):
 _SAME = 'model', 'max_tokens', 'temperature', 'top_k', 'top_p', 'min_p', 'seed', 'stream'
 
 
-class Form(NamedTuple):
-  """Messages; see forms.Form.
+class _Messages(dialect_lib.Dialect):
+  path = '/v1/messages'
+  count_path = '/v1/messages/count_tokens'
 
-  Attributes:
-    counts: Whether requests ask for the number of tokens alone.
-  """
-
-  counts: bool = False
-
-  def read(self, fields: dict[str, Any], kept: Any = None) -> forms.Asked:
+  def read(self, fields, memory, counts=False):
     """Reads a request, and makes one of chat completions of it."""
     fields = {name: value for name, value in fields.items() if value is not None}
-    body = http.check_fields(_Body, fields | ({'max_tokens': 1} if self.counts else {}))
+    body = http.check_fields(_Body, fields | ({'max_tokens': 1} if counts else {}))
     messages: list[Any] = [message for some in body.messages for message in some]
     if body.system:
       messages.insert(0, {'role': 'system', 'content': body.system})
@@ -213,9 +209,11 @@ class Form(NamedTuple):
     chat['continue_final_message'] = bool(last) and last[-1]['role'] == 'assistant'
     if body.output_config is not None:
       chat['response_format'] = body.output_config
-    return forms.Asked(http.check_fields(requests.ChatRequest, chat), body)
+    return dialect_lib.Asked(http.check_fields(requests.ChatRequest, chat), body)
 
-  def write(self, head: forms.Head, parts: Sequence[forms.Part], sampled: int):
+  def write(
+    self, head: dialect_lib.Head, parts: Sequence[dialect_lib.Part], sampled: int
+  ):
     """Writes the one reply."""
     (part,) = parts
     assert part.reply
@@ -226,7 +224,7 @@ class Form(NamedTuple):
       blocks.append(_start_call(name) | {'input': call_arguments.make_object(arguments)})
     return _write_message(head, blocks, sampled) | _write_end(part.reply)
 
-  def stream(self, head: forms.Head) -> forms.Stream:
+  def stream(self, head: dialect_lib.Head) -> dialect_lib.Stream:
     """Begins a stream of blocks."""
     return _Stream(head)
 
@@ -264,7 +262,7 @@ def _start_call(name: str) -> dict[str, Any]:
   return {'type': 'tool_use', 'id': id_, 'name': name, 'input': {}}
 
 
-def _write_message(head: forms.Head, blocks: list, sampled: int) -> dict[str, Any]:
+def _write_message(head: dialect_lib.Head, blocks: list, sampled: int) -> dict[str, Any]:
   usage = {'input_tokens': head.prompt_tokens, 'output_tokens': sampled}
   fields = {'id': f'msg_{head.number}', 'type': 'message', 'role': 'assistant'}
   fields |= {'model': head.model, 'content': blocks, 'usage': usage}
@@ -279,10 +277,10 @@ def _write_end(reply: replies.Reply) -> dict[str, Any]:
   return {'stop_reason': reason, 'stop_sequence': stop}
 
 
-class _Stream:
+class _Stream(dialect_lib.Stream):
   """The events of one message."""
 
-  def __init__(self, head: forms.Head):
+  def __init__(self, head: dialect_lib.Head):
     self._head, self._index, self._open = head, 0, None
     self._split = thinking.Split(bool(head.asked.body.thinking))
     self._end: dict[str, Any] = {}
@@ -290,7 +288,7 @@ class _Stream:
   def begin(self):
     return [_event('message_start', message=_write_message(self._head, [], 0))]
 
-  def add(self, part: forms.Part):
+  def add(self, part: dialect_lib.Part):
     events = []
     for kind, text in self._split.add(part.text, part.reply is not None):
       if kind != self._open:
@@ -318,9 +316,9 @@ class _Stream:
     ]
 
   def fail(self, error: http.RefusedError):
-    return [forms.Event('error', Form().describe(error))]
+    return [dialect_lib.Event('error', MESSAGES.describe(error))]
 
-  def _close(self) -> list[forms.Event]:
+  def _close(self) -> list[dialect_lib.Event]:
     """Ends the block that is open, if one is."""
     if self._open is None:
       return []
@@ -330,15 +328,15 @@ class _Stream:
     self._open, self._index = None, self._index + 1
     return events
 
-  def _delta(self, delta: dict[str, Any]) -> forms.Event:
+  def _delta(self, delta: dict[str, Any]) -> dialect_lib.Event:
     return self._block('delta', delta=delta)
 
-  def _block(self, kind: str, **fields: Any) -> forms.Event:
+  def _block(self, kind: str, **fields: Any) -> dialect_lib.Event:
     return _event(f'content_block_{kind}', index=self._index, **fields)
 
 
-def _event(kind: str, **fields: Any) -> forms.Event:
-  return forms.Event(kind, {'type': kind} | fields)
+def _event(kind: str, **fields: Any) -> dialect_lib.Event:
+  return dialect_lib.Event(kind, {'type': kind} | fields)
 
 
-MESSAGES, COUNT = Form(), Form(counts=True)
+MESSAGES = _Messages()

@@ -29,6 +29,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import scoring
 from agent_r1_jax.host import thread_pool, workers
 from agent_r1_jax.serve import conversation as conversation_lib
+from agent_r1_jax.serve import dialect as dialect_lib
 from agent_r1_jax.serve import endpoint
 from agent_r1_jax.train import episode as episode_lib
 from agent_r1_jax.train import faults, player
@@ -54,11 +55,13 @@ class Program(player.Player):
     run: (task, url) -> None, a number, or a dict of the named parts of a sum.
     reward: (task, messages) -> score, as that of a ToolEnv.
     metrics: (task, messages) -> further numbers of the episode.
+    dialects: What the endpoint speaks besides chat completions.
   """
 
   run: Callable[[types.Task, str], Output | Awaitable[Output]]
   reward: env_lib.Reward = lambda task, messages: 0.0
   metrics: env_lib.Metrics | None = None
+  dialects: Sequence[dialect_lib.Dialect] = ()
 
   def least_limits(self, task: types.Task) -> Mapping[str, float]:
     """Says which limits a task needs, if `run` does; see agent/env.py."""
@@ -99,9 +102,11 @@ class Program(player.Player):
     """Runs the program, and ends the conversation."""
     t, seconds = episode.trajectory, episode.limits.episode_seconds
     thread_pool.current_turn.set(f'task {task.id}, sample {t.sample}')
-    vocab_size = episode.context.vocab_size
+    address = endpoint.open(
+      conversation, episode.chat, episode.context.vocab_size, self.dialects
+    )
     try:
-      async with endpoint.open(conversation, episode.chat, vocab_size) as url:
+      async with address as url:
         with faults.of_environment():
           # The episode cancels it before these seconds are over; the pool of threads
           # needs a bound, and the log names it.

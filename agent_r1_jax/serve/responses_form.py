@@ -7,13 +7,13 @@ the source of its replies, so those of an episode go with it (kept_responses.py)
 from collections.abc import Sequence
 import secrets
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from agent_r1_jax.serve import completions_form as completions
-from agent_r1_jax.serve import forms, kept_responses, replies, requests, thinking
+from agent_r1_jax.serve import dialect as dialect_lib
+from agent_r1_jax.serve import kept_responses, replies, requests, thinking
 from agent_r1_jax.serve import responses_items as items_lib
 from agent_r1_jax.web import http
 
@@ -120,13 +120,21 @@ class _Body(pydantic.BaseModel):
 _SAME = 'model', 'temperature', 'top_k', 'top_p', 'min_p', 'seed', 'stream'
 
 
-class Form:
-  """Responses; see forms.Form."""
+class _Asked(NamedTuple):
+  """A request, and where its answer is kept, if later ones may go on from it."""
 
-  def read(
-    self, fields: dict[str, Any], kept: kept_responses.KeptResponses
-  ) -> forms.Asked:
+  fields: _Body
+  kept: kept_responses.KeptResponses | None
+
+
+class _Responses(dialect_lib.Dialect):
+  path = '/v1/responses'
+  count_path = '/v1/responses/input_tokens'
+  conversation = 'input'
+
+  def read(self, fields, memory, counts=False):
     """Reads a request, and makes one of chat completions of it."""
+    kept = memory.setdefault(self.path, kept_responses.KeptResponses())
     fields = {name: value for name, value in fields.items() if value is not None}
     body = http.check_fields(_Body, fields)
     if body.previous_response_id is not None:
@@ -151,33 +159,31 @@ class Form:
     if body.top_logprobs or _LOGPROBS in body.include:
       chat |= {'logprobs': True, 'top_logprobs': body.top_logprobs}
     request = http.check_fields(requests.ChatRequest, chat)
-    return forms.Asked(request, body, kept if body.store else None)
+    return dialect_lib.Asked(request, _Asked(body, kept if body.store else None))
 
-  def write(self, head: forms.Head, parts: Sequence[forms.Part], sampled: int):
+  def write(
+    self, head: dialect_lib.Head, parts: Sequence[dialect_lib.Part], sampled: int
+  ):
     """Writes the one reply."""
-    stream = Stream(head)
+    stream = _Stream(head)
     for part in parts:
       stream.add(part)
     return stream.finish(sampled)[-1].data['response']
 
-  def stream(self, head: forms.Head) -> forms.Stream:
+  def stream(self, head: dialect_lib.Head) -> dialect_lib.Stream:
     """Begins a stream of items."""
-    return Stream(head)
-
-  def describe(self, error: http.RefusedError) -> dict[str, Any]:
-    """Writes an error in the form of OpenAI's API."""
-    return completions.describe(error)
+    return _Stream(head)
 
   def write_count(self, tokens: int) -> dict[str, Any]:
     """Writes the number of tokens of a request."""
     return {'object': 'response.input_tokens', 'input_tokens': tokens}
 
 
-class Stream:
+class _Stream(dialect_lib.Stream):
   """The events of one response."""
 
-  def __init__(self, head: forms.Head):
-    self._head, self._body = head, head.asked.body
+  def __init__(self, head: dialect_lib.Head):
+    self._head, (self._body, self._kept) = head, head.asked.body
     # Whoever knows the name may go on from the response.
     self._name, self._created = f'resp_{secrets.token_hex(16)}', time.time()
     self._number = 0
@@ -198,7 +204,7 @@ class Stream:
       self._event('in_progress', response=response),
     ]
 
-  def add(self, part: forms.Part):
+  def add(self, part: dialect_lib.Part):
     """Writes further text; with the last one, the calls."""
     events = []
     self._waiting += part.logprobs or []
@@ -219,9 +225,9 @@ class Stream:
     assert self._reply
     status = 'incomplete' if self._reply.reason == 'length' else 'completed'
     response = self._write(status, sampled)
-    if kept := self._head.asked.kept:
+    if self._kept:
       items = [*self._body.input, *self._output]
-      kept.keep(self._name, items, self._body.previous_response_id)
+      self._kept.keep(self._name, items, self._body.previous_response_id)
     return [self._event(status, response=response)]
 
   def fail(self, error: http.RefusedError):
@@ -229,7 +235,7 @@ class Stream:
     said = {'code': 'server_error', 'message': str(error)}
     return [self._event('failed', response=self._write('failed') | {'error': said})]
 
-  def _extend(self, kind: str, text: str) -> list[forms.Event]:
+  def _extend(self, kind: str, text: str) -> list[dialect_lib.Event]:
     events, logprobs = [], []
     if kind == 'text':  # The log-probs of all tokens of the reply are with its text.
       logprobs, self._waiting = self._waiting, []
@@ -253,7 +259,7 @@ class Stream:
       return items_lib.write_thoughts('', False, 'in_progress')
     return items_lib.write_text('', None, 'in_progress')
 
-  def _close(self, is_cut: bool) -> list[forms.Event]:
+  def _close(self, is_cut: bool) -> list[dialect_lib.Event]:
     """Ends the item that is open, if one is."""
     if self._open is None:
       return []
@@ -273,7 +279,7 @@ class Stream:
     self._open = None
     return events
 
-  def _add_call(self, item: dict[str, Any]) -> list[forms.Event]:
+  def _add_call(self, item: dict[str, Any]) -> list[dialect_lib.Event]:
     self._output.append(item)
     begun = item | {'arguments': '', 'status': 'in_progress'}
     whole = {'item_id': item['id'], 'arguments': item['arguments'], 'name': item['name']}
@@ -285,22 +291,22 @@ class Stream:
       self._event('output_item.done', item=item),
     ]
 
-  def _content_event(self, kind: str, **fields: Any) -> forms.Event:
+  def _content_event(self, kind: str, **fields: Any) -> dialect_lib.Event:
     name = 'reasoning_text' if self._open == 'thinking' else 'output_text'
     place = {'item_id': self._output[-1]['id'], 'content_index': 0}
     return self._event(f'{name}.{kind}', **place, **fields)
 
-  def _part_event(self, kind: str, part: dict[str, Any]) -> forms.Event:
+  def _part_event(self, kind: str, part: dict[str, Any]) -> dialect_lib.Event:
     place = {'item_id': self._output[-1]['id'], 'content_index': 0}
     return self._event(f'content_part.{kind}', **place, part=part)
 
-  def _event(self, kind: str, **fields: Any) -> forms.Event:
+  def _event(self, kind: str, **fields: Any) -> dialect_lib.Event:
     name = f'response.{kind}'
     numbers = {'sequence_number': self._number}
     if 'response' not in fields:
       numbers['output_index'] = len(self._output) - 1
     self._number += 1
-    return forms.Event(name, {'type': name} | numbers | fields)
+    return dialect_lib.Event(name, {'type': name} | numbers | fields)
 
   def _write(self, status: str, sampled: int | None = None) -> dict[str, Any]:
     body, request = self._body, self._head.asked.request
@@ -337,7 +343,7 @@ def _write_tool_choice(choice: Any) -> Any:
   return {'type': 'function', 'name': choice['function']['name']}
 
 
-def _count_usage(head: forms.Head, sampled: int) -> dict[str, Any]:
+def _count_usage(head: dialect_lib.Head, sampled: int) -> dict[str, Any]:
   given = head.prompt_tokens
   return {
     'input_tokens': given,
@@ -349,4 +355,4 @@ def _count_usage(head: forms.Head, sampled: int) -> dict[str, Any]:
   }
 
 
-RESPONSES = Form()
+RESPONSES = _Responses()

@@ -1,12 +1,12 @@
-"""A server of OpenAI's and Anthropic's APIs over the one engine; see docs/dialects.md.
+"""A server of OpenAI's API over the one engine; see docs/dialects.md.
 
   POST /v1/chat/completions  tools, streams, log-probs, stop, seed, n, JSON schemas
   POST /v1/completions       texts or tokens to go on from, and their log-probs
-  POST /v1/messages          Anthropic's Messages; /v1/messages/count_tokens
-  POST /v1/responses         OpenAI's Responses; /v1/responses/input_tokens
   GET  /v1/models            the names of the policy and of its adapters; /v1/models/NAME
   GET  /health               200 while the engine's event loop runs
   GET  /metrics              counts and times in Prometheus's text format
+
+Further dialects are given by the caller (serve/dialect.py).
 
 An error is {"error": {"message", "type", "code"}}, or what its dialect has: 400 for what
 cannot be done, 401 for a wrong key, 404 for an unknown adapter or path, 405 for a wrong
@@ -20,7 +20,7 @@ The handlers run in the engine's own event loop. A reply whose client has gone i
 cancelled, and its row is free at the next decode.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 import functools
 import signal
 import time
@@ -32,15 +32,13 @@ from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.serve import answer as answer_lib
 from agent_r1_jax.serve import (
-  completions_form,
-  forms,
-  messages_form,
+  completions,
   replies,
   request_grammars,
   requests,
-  responses_form,
   sources,
 )
+from agent_r1_jax.serve import dialect as dialect_lib
 from agent_r1_jax.web import fairness, http
 
 _MAX_BODY = 1 << 22  # Bytes of a request.
@@ -70,6 +68,7 @@ class Server:
     max_replies: float,
     seconds: float,
     restrict: bool = True,
+    dialects: Sequence[dialect_lib.Dialect] = (),
   ):
     """Makes the handlers.
 
@@ -81,22 +80,24 @@ class Server:
       max_replies: How many replies may wait or be sampled; further ones get 429.
       seconds: The most seconds of a reply.
       restrict: Whether schemas and required calls restrict replies.
+      dialects: What is spoken besides chat completions and completions.
     """
     self.find, self.metrics = find, answer_lib.Metrics()
     self.chat, self.name, self.seconds = chat, name, seconds
     self._max_replies, self._restrict = max_replies, restrict
+    self._dialects = completions.CHAT, completions.TEXT, *dialects
     self.replies = fairness.Shares()
     self._grammars = request_grammars.Grammars(chat, vocab_size)
 
-  async def answer(self, form: forms.Form, request: Any) -> Any:
+  async def answer(self, dialect: dialect_lib.Dialect, request: Any) -> Any:
     """Begins the replies to one request; returns what sends them."""
     began, source = time.perf_counter(), self.find_source(request)
-    asked, generations = await self._begin(form, source, request)
+    asked, generations = await self._begin(dialect, source, request)
     name = generations[0].request.adapter or self.name
     prompts = [len(g.text) for g in generations[:: asked.request.n]]
     return answer_lib.Answer(
-      form,
-      forms.Head(asked, name, next(replies.numbers), sum(prompts)),
+      dialect,
+      dialect_lib.Head(asked, name, next(replies.numbers), sum(prompts)),
       source,
       generations,
       chat=self.chat,
@@ -106,26 +107,26 @@ class Server:
       on_end=functools.partial(self._end_replies, http.client.get(), len(generations)),
     )
 
-  async def count_tokens(self, form: Any, request: Any) -> Any:
-    """Answers how many tokens a request has, in a dialect that has `write_count`."""
+  async def count_tokens(self, dialect: dialect_lib.Dialect, request: Any) -> Any:
+    """Answers how many tokens a request has."""
     source = self.find_source(request)
-    asked = await self._read(form, source, request)
-    return http.answer_json(form.write_count(await source.count(asked.request)))
+    asked = await self._read(dialect, source, request, counts=True)
+    return http.answer_json(dialect.write_count(await source.count(asked.request)))
 
-  async def _begin(self, form, source, request):
+  async def _begin(self, dialect, source, request):
     """Begins the replies to a request; the source is told if they are refused."""
     try:
-      asked = await self._read(form, source, request)
+      asked = await self._read(dialect, source, request)
       automata = await self._grammars.make(asked.request, self._restrict)
       return asked, await self._submit(source, asked.request, automata)
     except http.RefusedError as error:
       source.note_refusal(error)
       raise
 
-  async def _read(self, form, source, request) -> forms.Asked:
-    def read(fields: dict[str, Any]) -> forms.Asked:
-      sources.check_count(source, fields)
-      asked = form.read(fields, source.kept_responses)
+  async def _read(self, dialect, source, request, counts=False) -> dialect_lib.Asked:
+    def read(fields: dict[str, Any]) -> dialect_lib.Asked:
+      sources.check_count(source, fields, dialect.conversation)
+      asked = dialect.read(fields, source.memory, counts)
       _ = asked.request.messages  # They are made where they are read first.
       return asked
 
@@ -156,11 +157,17 @@ class Server:
     key = key.strip()
     return self.find(request.path_params.get('episode'), key)
 
-  def make_route(self, path: str, handle: Any, form: forms.Form, method: str) -> Any:
+  def make_route(
+    self,
+    path: str,
+    handle: Any,
+    method: str,
+    dialect: dialect_lib.Dialect = completions.CHAT,
+  ) -> Any:
     """Makes a route, whose refusals are answered in a dialect."""
     from starlette import routing
 
-    refuse = functools.partial(self.metrics.refuse, form)
+    refuse = functools.partial(self.metrics.refuse, dialect)
     return routing.Route(path, http.guard(handle, refuse), methods=[method])
 
   def make_routes(self, prefix: str = '') -> list[Any]:
@@ -176,22 +183,17 @@ class Server:
       models = [{'id': name, **model} for name in names if asked in (None, name)]
       return http.answer_json(models[0] if asked else {'object': 'list', 'data': models})
 
-    def post(path, form, answer=self.answer):
-      handle = functools.partial(answer, form)
-      return self.make_route(prefix + path, handle, form, 'POST')
-
-    return [
-      post('/v1/chat/completions', completions_form.CHAT),
-      post('/v1/completions', completions_form.TEXT),
-      post('/v1/messages', messages_form.MESSAGES),
-      post('/v1/messages/count_tokens', messages_form.COUNT, self.count_tokens),
-      post('/v1/responses', responses_form.RESPONSES),
-      post('/v1/responses/input_tokens', responses_form.RESPONSES, self.count_tokens),
-      *(
-        self.make_route(prefix + path, models, completions_form.CHAT, 'GET')
-        for path in ('/v1/models', '/v1/models/{name:path}')
-      ),
+    routes = [
+      self.make_route(prefix + path, models, 'GET')
+      for path in ('/v1/models', '/v1/models/{name:path}')
     ]
+    for dialect in self._dialects:
+      paths = {dialect.path: self.answer, dialect.count_path: self.count_tokens}
+      for path, answer in paths.items():
+        if path:
+          handle = functools.partial(answer, dialect)
+          routes.append(self.make_route(prefix + path, handle, 'POST', dialect))
+    return routes
 
   def make_app(self, routes: list[Any], **options: Any) -> Any:
     """Makes an ASGI application, which answers other paths and methods as OpenAI does."""
@@ -202,7 +204,7 @@ class Server:
         f'{request.method} {request.url.path:.200} is not served here: {error.detail}'
       )
       refused = http.RefusedError(error.status_code, text, 'unknown_url')
-      answer = self.metrics.refuse(completions_form.CHAT, refused)
+      answer = self.metrics.refuse(completions.CHAT, refused)
       answer.headers.update(error.headers or {})  # Such as the methods that there are.
       return answer
 
@@ -233,6 +235,7 @@ def make_app(
   keys: Collection[str] = (),
   max_waiting: int = 256,
   seconds: float = 600.0,
+  dialects: Sequence[dialect_lib.Dialect] = (),
 ) -> Any:
   """Makes an ASGI application that serves a policy; it runs in the engine's event loop.
 
@@ -243,6 +246,7 @@ def make_app(
     keys: The keys of which a client must have one; none asks for none.
     max_waiting: How many replies may wait for a row; further ones get 429.
     seconds: The most seconds of a reply.
+    dialects: What is spoken besides chat completions and completions.
   """
   from starlette import middleware, routing
   from starlette.middleware import cors
@@ -260,6 +264,7 @@ def make_app(
     name=name,
     max_replies=engine.sizes.rows * len(engine.replicas) + max_waiting,
     seconds=seconds,
+    dialects=dialects,
   )
 
   async def health(request):

@@ -17,7 +17,6 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.serve import kept_responses as kept_responses_lib
 from agent_r1_jax.serve import replies, requests
 from agent_r1_jax.web import fairness, http
 
@@ -33,10 +32,10 @@ class Source(Protocol):
   Attributes:
     slots: The most tokens of a conversation and its reply.
     adapters: The names of the policy's adapters, which requests may ask.
-    kept_responses: What requests may go on from by `previous_response_id`.
+    memory: What dialects keep for later requests, by names of their own.
   """
 
-  kept_responses: kept_responses_lib.KeptResponses
+  memory: dict[str, Any]
 
   @property
   def slots(self) -> int:
@@ -78,7 +77,7 @@ class StatelessSource:
     """Makes a source; clients call the policy without an adapter by its name."""
     self._engine, self._chat, self._name = engine, chat, name
     self.slots = engine.sizes.slots
-    self.kept_responses = kept_responses_lib.KeptResponses()
+    self.memory: dict[str, Any] = {}
 
   @property
   def adapters(self) -> Sequence[str]:
@@ -175,14 +174,15 @@ def refuse_length(text: str) -> http.RefusedError:
   return http.RefusedError(400, text, TOO_LONG)
 
 
-def check_count(source: Source, fields: dict[str, Any]):
+def check_count(source: Source, fields: dict[str, Any], conversation: str):
   """Refuses more messages, parts, calls and tools than a row has slots.
 
-  Each has a token at least, as far as it says something.
+  Each has a token at least, as far as it says something. The messages are those of the
+  field `conversation`.
   """
   size = lambda some: len(some) if isinstance(some, list) else 0
   count = 0
-  for name in ('messages', 'input', 'tools'):
+  for name in (conversation, 'tools'):
     messages = fields.get(name)
     count += size(messages)
     for m in messages if isinstance(messages, list) else ():

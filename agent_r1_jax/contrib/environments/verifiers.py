@@ -16,7 +16,7 @@ needs a client of its own, because the policy's replies are trained.
 """
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import contextlib
 import functools
 import json
@@ -32,6 +32,7 @@ _LOOP = 'agent_r1_jax_loop'
 
 def load(
   config: dict[str, Any],
+  dialects: Sequence[Any] = (),
 ) -> tuple[list[types.Task], Callable[[], Any]]:
   """Loads an installed environment.
 
@@ -39,6 +40,7 @@ def load(
     config: The fields of verifiers' EnvConfig, such as {'taskset': {'id': ...}}. Agents
       without a client of their own are played by the policy; there must be one such.
       All agents of an episode play at once, unless it has max_concurrent_agents.
+    dialects: What agents speak besides chat completions; see program.Program.
 
   Returns:
     Its tasks, and what makes the program of an episode.
@@ -83,7 +85,7 @@ def load(
   # Whoever imports this module waits for no engine yet.
   from agent_r1_jax.serve import program
 
-  return tasks, lambda: program.Program(play)
+  return tasks, lambda: program.Program(play, dialects=dialects)
 
 
 def _read_prompt(data: Any) -> list[types.Message]:

@@ -1,94 +1,89 @@
 """OpenAI's chat completions and completions: how their answers are written."""
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
-from agent_r1_jax.serve import call_arguments, forms, replies, requests
+from agent_r1_jax.serve import call_arguments, replies, requests
+from agent_r1_jax.serve import dialect as dialect_lib
 from agent_r1_jax.web import http
 
 
-class Form(NamedTuple):
-  """One of the two; see forms.Form.
+@dataclasses.dataclass(frozen=True)
+class _Completions(dialect_lib.Dialect):
+  """One of the two.
 
   Attributes:
+    path: See dialect.Dialect.
     model: What the body of a request is read as.
     name: What the kind is called in answers.
     choice: (text, calls, log-probs) -> the fields of a complete choice.
     delta: The same of a part of one that is streamed.
   """
 
+  path: str
   model: type[requests.ApiRequest]
   name: str
   choice: Callable[..., dict[str, Any]]
   delta: Callable[..., dict[str, Any]]
 
-  def read(self, fields: dict[str, Any], kept: Any = None) -> forms.Asked:
+  def read(self, fields, memory, counts=False):
     """The body is the request."""
     request = http.check_fields(self.model, fields)
-    return forms.Asked(request, request)
+    return dialect_lib.Asked(request, request)
 
-  def write(self, head: forms.Head, parts, sampled: int) -> dict[str, Any]:
+  def write(self, head: dialect_lib.Head, parts: Sequence[Any], sampled: int):
     """Writes all choices."""
     choices = [self._number(part, self.choice, part.reply.text) for part in parts]
     return self.frame(head, choices, self.name, usage=_count_usage(head, sampled))
 
-  def stream(self, head: forms.Head) -> forms.Stream:
+  def stream(self, head: dialect_lib.Head) -> dialect_lib.Stream:
     """Begins a stream of choices' parts."""
     return _Stream(self, head)
 
-  def describe(self, error: http.RefusedError) -> dict[str, Any]:
-    """Writes an error in the form of OpenAI's API."""
-    return describe(error)
-
-  def frame(self, head: forms.Head, choices: list, kind: str, **more: Any):
+  def frame(self, head: dialect_lib.Head, choices: list, kind: str, **more: Any):
     """Surrounds choices with the fields of an answer, or of a part of one."""
     fields = {'id': f'reply-{head.number}', 'object': kind, 'created': int(time.time())}
     return fields | {'model': head.model, 'choices': choices} | more
 
-  def _number(self, part: forms.Part, write: Callable, text: str) -> dict[str, Any]:
+  def _number(self, part: dialect_lib.Part, write: Callable, text: str) -> dict[str, Any]:
     reply = part.reply
     written = write(text, reply.calls if reply else (), part.logprobs)
     reason = {'finish_reason': reply.reason if reply else None}
     return {'index': part.index} | written | reason
 
 
-class _Stream:
-  def __init__(self, form: Form, head: forms.Head):
-    self.form, self.head = form, head
+class _Stream(dialect_lib.Stream):
+  def __init__(self, dialect: _Completions, head: dialect_lib.Head):
+    self.dialect, self.head = dialect, head
     self._begun: set[int] = set()
 
-  def begin(self):
-    return ()
-
-  def add(self, part: forms.Part):
-    choice = self.form._number(part, self.form.delta, part.text)
+  def add(self, part: dialect_lib.Part):
+    choice = self.dialect._number(part, self.dialect.delta, part.text)
     if part.index in self._begun:  # Clients join the parts, and would join the roles.
       choice.get('delta', {}).pop('role', None)
     self._begun.add(part.index)
     return [self._frame([choice])]
 
   def finish(self, sampled: int):
-    events = [forms.Event(None, '[DONE]')]
+    events = [dialect_lib.Event(None, '[DONE]')]
     if self.head.asked.request.usage:
       events.insert(0, self._frame([], usage=_count_usage(self.head, sampled)))
     return events
 
   def fail(self, error: http.RefusedError):
-    return [forms.Event(None, describe(error)), forms.Event(None, '[DONE]')]
+    return [
+      dialect_lib.Event(None, self.dialect.describe(error)),
+      dialect_lib.Event(None, '[DONE]'),
+    ]
 
-  def _frame(self, choices: list, **more: Any) -> forms.Event:
-    kind = f'{self.form.name}.chunk'
-    return forms.Event(None, self.form.frame(self.head, choices, kind, **more))
-
-
-def describe(error: http.RefusedError) -> dict[str, Any]:
-  """Writes an error as OpenAI's API has it."""
-  kind = 'server_error' if error.status >= 500 else 'invalid_request_error'
-  return {'error': {'message': str(error), 'type': kind, 'code': error.code}}
+  def _frame(self, choices: list, **more: Any) -> dialect_lib.Event:
+    kind = f'{self.dialect.name}.chunk'
+    return dialect_lib.Event(None, self.dialect.frame(self.head, choices, kind, **more))
 
 
-def _count_usage(head: forms.Head, sampled: int) -> dict[str, int]:
+def _count_usage(head: dialect_lib.Head, sampled: int) -> dict[str, int]:
   prompt = head.prompt_tokens
   counts = {'prompt_tokens': prompt, 'completion_tokens': sampled}
   return counts | {'total_tokens': prompt + sampled}
@@ -155,9 +150,17 @@ def _write_text_choice(
   return {'text': text, 'logprobs': columns}
 
 
-CHAT = Form(
-  requests.ChatRequest, 'chat.completion', _write_chat_choice, _write_chat_delta
+CHAT = _Completions(
+  '/v1/chat/completions',
+  requests.ChatRequest,
+  'chat.completion',
+  _write_chat_choice,
+  _write_chat_delta,
 )
-TEXT = Form(
-  requests.TextRequest, 'text_completion', _write_text_choice, _write_text_choice
+TEXT = _Completions(
+  '/v1/completions',
+  requests.TextRequest,
+  'text_completion',
+  _write_text_choice,
+  _write_text_choice,
 )

@@ -1,14 +1,13 @@
 """What a dialect is: how requests are read and their answers are written.
 
-serve/server.py and serve/answer.py know no dialect, but forms alone: CHAT and TEXT of
-completions_form.py, MESSAGES and COUNT of messages_form.py and RESPONSES of
-responses_form.py.
+serve/server.py and serve/answer.py know no dialect by name: CHAT and TEXT of
+serve/completions.py are always served, and further ones are given by the caller.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from agent_r1_jax.serve import kept_responses, replies, requests
+from agent_r1_jax.serve import replies, requests
 from agent_r1_jax.web import http
 
 
@@ -18,12 +17,10 @@ class Asked(NamedTuple):
   Attributes:
     request: What it asks for, whatever the dialect.
     body: The same as the dialect has it.
-    kept: Where the answer is kept, if later requests may go on from it.
   """
 
   request: requests.ApiRequest
   body: Any
-  kept: kept_responses.KeptResponses | None = None
 
 
 class Head(NamedTuple):
@@ -65,41 +62,67 @@ class Event(NamedTuple):
   data: Any
 
 
-class Stream(Protocol):
+class Stream:
   """Writes the events of one answer."""
 
   def begin(self) -> Sequence[Event]:
-    """Writes what comes before the first part."""
-    ...
+    """Writes what comes before the first part; by default nothing."""
+    return ()
 
   def add(self, part: Part) -> Sequence[Event]:
     """Writes a part."""
-    ...
+    raise NotImplementedError
 
   def finish(self, sampled: int) -> Sequence[Event]:
     """Writes the end, when `sampled` tokens were sampled in all."""
-    ...
+    raise NotImplementedError
 
   def fail(self, error: http.RefusedError) -> Sequence[Event]:
     """Writes the end of an answer that cannot go on."""
-    ...
+    raise NotImplementedError
 
 
-class Form(Protocol):
-  """A dialect."""
+class Dialect:
+  """A dialect.
 
-  def read(self, fields: dict[str, Any], kept: kept_responses.KeptResponses) -> Asked:
-    """Reads the body of a request, which may go on from `kept`; raises RefusedError."""
-    ...
+  Attributes:
+    path: Where it is served.
+    count_path: Where it counts the tokens of a request; None if nowhere.
+    conversation: The field of a body that has the conversation.
+  """
+
+  path: str
+  count_path: str | None = None
+  conversation = 'messages'
+
+  def read(
+    self, fields: dict[str, Any], memory: dict[str, Any], counts: bool = False
+  ) -> Asked:
+    """Reads the body of a request.
+
+    Args:
+      fields: The body.
+      memory: What dialects keep for later requests of the client, by names of their own.
+      counts: Whether the request is for the number of its tokens alone.
+
+    Raises:
+      RefusedError: A field is wrong.
+    """
+    raise NotImplementedError
 
   def write(self, head: Head, parts: Sequence[Part], sampled: int) -> dict[str, Any]:
     """Writes an answer: a part for each reply, with its whole text and log-probs."""
-    ...
+    raise NotImplementedError
 
   def stream(self, head: Head) -> Stream:
     """Begins an answer that is sent as it is sampled."""
-    ...
+    raise NotImplementedError
+
+  def write_count(self, tokens: int) -> dict[str, Any]:
+    """Writes the number of tokens of a request, if there is a `count_path`."""
+    raise NotImplementedError
 
   def describe(self, error: http.RefusedError) -> dict[str, Any]:
-    """Writes the body of an error."""
-    ...
+    """Writes the body of an error; by default as OpenAI's API has it."""
+    kind = 'server_error' if error.status >= 500 else 'invalid_request_error'
+    return {'error': {'message': str(error), 'type': kind, 'code': error.code}}
