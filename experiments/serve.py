@@ -21,9 +21,10 @@ from absl import app, flags
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
+from agent_r1_jax.contrib import dialects
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import lora, peft_files
-from agent_r1_jax.serve import messages_form, responses_form, server
+from agent_r1_jax.serve import server
 from agent_r1_jax.train import setup, sizes
 from agent_r1_jax.web import http
 
@@ -84,7 +85,7 @@ def main(_):
     keys=keys,
     max_waiting=_WAITING.value,
     seconds=_SECONDS.value,
-    dialects=[messages_form.MESSAGES, responses_form.RESPONSES],
+    dialects=dialects.ALL,
   )
   server.serve(engine, served, _HOST.value, _PORT.value)
 

@@ -51,7 +51,7 @@ OWNERS = {
   f'{PACKAGE}/web/bounded_http.py {PACKAGE}/guided/judge.py '
   f'{PACKAGE}/contrib/environments/nemo_gym.py',
   'pydantic': f'{PACKAGE}/web/http.py {PACKAGE}/serve/ {PACKAGE}/contrib/tinker/wire.py '
-  f'{PACKAGE}/retrieval/server.py experiments/',
+  f'{PACKAGE}/contrib/dialects/ {PACKAGE}/retrieval/server.py experiments/',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
   'tenacity': f'{PACKAGE}/retrieval/client.py',
   'google': f'{PACKAGE}/contrib/tinker/messages.py',

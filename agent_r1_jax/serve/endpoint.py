@@ -23,9 +23,9 @@ import pydantic
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.serve import requests
 from agent_r1_jax.serve import conversation as conversation_lib
 from agent_r1_jax.serve import dialect as dialect_lib
+from agent_r1_jax.serve import requests
 from agent_r1_jax.serve import server as server_lib
 from agent_r1_jax.web import http
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import AfterValidator, Field
 
-from agent_r1_jax.serve import call_arguments, replies, requests, thinking
+from agent_r1_jax.contrib.dialects import thinking
+from agent_r1_jax.serve import call_arguments, replies, requests
 from agent_r1_jax.serve import dialect as dialect_lib
 from agent_r1_jax.web import http
 

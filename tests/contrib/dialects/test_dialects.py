@@ -9,7 +9,7 @@ import re
 
 import answers
 import anthropic
-import dialects
+import dialect_clients
 import httpx2
 import numpy as np
 import openai
@@ -18,15 +18,10 @@ import serving
 
 from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.contrib import dialects
+from agent_r1_jax.contrib.dialects import kept_responses, thinking
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.serve import (
-  call_arguments,
-  kept_responses,
-  messages_form,
-  requests,
-  responses_form,
-  thinking,
-)
+from agent_r1_jax.serve import call_arguments, requests
 from agent_r1_jax.serve import server as server_lib
 from agent_r1_jax.web import http
 
@@ -34,11 +29,10 @@ SEARCH = serving.search_tool()
 TOOLS = [SEARCH.schema]
 USER = {'role': 'user', 'content': 'Who is it?'}
 _MANY = serving.replace(serving.LIMITS, max_turns=20)
-DIALECTS = messages_form.MESSAGES, responses_form.RESPONSES
 ALL = {
-  'chat': dialects.Chat,
-  'messages': dialects.Messages,
-  'responses': dialects.Responses,
+  'chat': dialect_clients.Chat,
+  'messages': dialect_clients.Messages,
+  'responses': dialect_clients.Responses,
 }
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "%s"}}\n</tool_call>'
 BROKEN = '<tool_call>\n{"name": "search", "arguments": {"query": }}\n</tool_call>'
@@ -82,8 +76,8 @@ class Scripted:
     pass
 
 
-_run_programs = functools.partial(serving.run_programs, dialects=DIALECTS)
-_serve = functools.partial(serving.serve, dialects=DIALECTS)
+_run_programs = functools.partial(serving.run_programs, dialects=dialects.ALL)
+_serve = functools.partial(serving.serve, dialects=dialects.ALL)
 
 
 @pytest.fixture(scope='module')
@@ -99,7 +93,7 @@ def _serve_scripted(chat):
 
   source, (shape, _, _) = Scripted(), serving.policy()
   options = {'name': 'policy', 'max_replies': 9, 'seconds': 60, 'restrict': False}
-  options |= {'dialects': DIALECTS}
+  options |= {'dialects': dialects.ALL}
   server = server_lib.Server(lambda *who: source, chat, shape.vocab_size, **options)
   app = applications.Starlette(routes=server.make_routes())
   with answers.run(app) as (port, _):
@@ -426,7 +420,7 @@ def test_fields_of_messages(url):
     assert whole.usage.input_tokens == count == len(chat.encode_prompt([USER], []))
     # The log-probs of what was sampled count its tokens.
     assert ask(max_tokens=3).usage.output_tokens == 3
-    tools = [dialects.Messages.tool(tool) for tool in TOOLS]
+    tools = [dialect_clients.Messages.tool(tool) for tool in TOOLS]
     named = {'type': 'tool', 'name': 'search'}
     for choice in ({'type': 'any'}, named):
       called = ask(tools=tools, tool_choice=choice, max_tokens=200)
@@ -458,7 +452,7 @@ def test_fields_of_responses(url):
     assert len(part.logprobs) == again.usage.output_tokens
     counted = client.responses.input_tokens.count(model='policy', input=[USER])
     assert counted.input_tokens == whole.usage.input_tokens
-    tools = [dialects.Responses.tool(tool) for tool in TOOLS]
+    tools = [dialect_clients.Responses.tool(tool) for tool in TOOLS]
     for choice in ('required', {'type': 'function', 'name': 'search'}):
       called = ask(tools=tools, tool_choice=choice, max_output_tokens=200)
       assert called.output[-1].type == 'function_call'
@@ -475,8 +469,8 @@ def test_fields_of_responses(url):
 def test_a_reply_that_may_have_one_call_ends_with_it(url):
   """In each dialect; where it may have several it goes on, here to its stop token."""
   required = {'tools': TOOLS, 'tool_choice': 'required', 'messages': [USER]}
-  as_messages = required | {'tools': [dialects.Messages.tool(SEARCH.schema)]}
-  as_responses = required | {'tools': [dialects.Responses.tool(SEARCH.schema)]}
+  as_messages = required | {'tools': [dialect_clients.Messages.tool(SEARCH.schema)]}
+  as_responses = required | {'tools': [dialect_clients.Responses.tool(SEARCH.schema)]}
 
   def count(path, **fields):
     body = {'temperature': 0, 'max_tokens': 200, 'input': [USER], **fields}

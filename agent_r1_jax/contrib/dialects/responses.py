@@ -12,9 +12,9 @@ from typing import Annotated, Any, NamedTuple
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from agent_r1_jax.contrib.dialects import kept_responses, response_items, thinking
 from agent_r1_jax.serve import dialect as dialect_lib
-from agent_r1_jax.serve import kept_responses, replies, requests, thinking
-from agent_r1_jax.serve import responses_items as items_lib
+from agent_r1_jax.serve import replies, requests
 from agent_r1_jax.web import http
 
 _LOGPROBS = 'message.output_text.logprobs'
@@ -142,11 +142,11 @@ class _Responses(dialect_lib.Dialect):
     messages = []
     for i, item in enumerate(body.input):
       try:
-        messages.append(items_lib.read_item(item))
+        messages.append(response_items.read_item(item))
       except ValueError as error:
         text = f'input[{i}] is {item!r:.80}; {error}'
         raise http.RefusedError(400, text) from None
-    messages = items_lib.join_replies(messages)
+    messages = response_items.join_replies(messages)
     if body.instructions:
       messages.insert(0, {'role': 'system', 'content': body.instructions})
     chat = {name: fields[name] for name in _SAME if name in fields}
@@ -217,7 +217,7 @@ class _Stream(dialect_lib.Stream):
         events += self._extend('text', '')
       events += self._close(part.reply.reason == 'length')
       for call in part.reply.calls:
-        events += self._add_call(items_lib.write_call(*call))
+        events += self._add_call(response_items.write_call(*call))
     return events
 
   def finish(self, sampled: int):
@@ -256,8 +256,8 @@ class _Stream(dialect_lib.Stream):
 
   def _start(self, kind: str) -> dict[str, Any]:
     if kind == 'thinking':
-      return items_lib.write_thoughts('', False, 'in_progress')
-    return items_lib.write_text('', None, 'in_progress')
+      return response_items.write_thoughts('', False, 'in_progress')
+    return response_items.write_text('', None, 'in_progress')
 
   def _close(self, is_cut: bool) -> list[dialect_lib.Event]:
     """Ends the item that is open, if one is."""
@@ -265,10 +265,10 @@ class _Stream(dialect_lib.Stream):
       return []
     item, status = self._output[-1], 'incomplete' if is_cut else 'completed'
     if self._open == 'thinking':
-      done = items_lib.write_thoughts(self._text, self._split.is_closed)
+      done = response_items.write_thoughts(self._text, self._split.is_closed)
       more = {}
     else:
-      done = items_lib.write_text(self._text, self._logprobs, status)
+      done = response_items.write_text(self._text, self._logprobs, status)
       more = {'logprobs': self._logprobs}
     self._output[-1] = item = done | {'id': item['id']}
     events = [

@@ -7,7 +7,8 @@ of tools. They are read as one reply again.
 from collections.abc import Iterable
 from typing import Any
 
-from agent_r1_jax.serve import call_arguments, replies, thinking
+from agent_r1_jax.contrib.dialects import thinking
+from agent_r1_jax.serve import call_arguments, replies
 
 
 def _read_part(part: Any) -> dict[str, Any]:

@@ -10,7 +10,9 @@ import test_sight_runs
 import test_template_forms
 import tiny
 
-from agent_r1_jax.serve import messages_form, request_grammars, responses_form
+from agent_r1_jax.contrib import dialects as dialects_lib
+from agent_r1_jax.contrib.dialects import messages, responses
+from agent_r1_jax.serve import request_grammars
 from agent_r1_jax.web import http
 
 chats, name, model = (
@@ -37,7 +39,7 @@ async def test_what_no_grammar_says_is_refused_by_its_keyword(dialect, in_tool):
       {'tools': [function | {'type': 'function'}], 'tool_choice': 'required'},
     ],
   }
-  dialects = {'messages': messages_form.MESSAGES, 'responses': responses_form.RESPONSES}
+  dialects = {'messages': messages.MESSAGES, 'responses': responses.RESPONSES}
   body = {'messages': [said], 'input': [said], 'max_tokens': 9} | bodies[dialect][in_tool]
   asked = dialects[dialect].read(body, {})
   grammars = request_grammars.Grammars(tiny.chat(), tiny.VOCAB)
@@ -90,8 +92,8 @@ def responses_fields():
 
 
 REQUESTS = {
-  'messages': lambda: messages_form.MESSAGES.read(anthropic_fields(), {}).request,
-  'responses': lambda: responses_form.RESPONSES.read(responses_fields(), {}).request,
+  'messages': lambda: messages.MESSAGES.read(anthropic_fields(), {}).request,
+  'responses': lambda: responses.RESPONSES.read(responses_fields(), {}).request,
 }
 
 
@@ -104,8 +106,7 @@ def test_calls_and_answers_of_clients_are_in_the_prompt(name, dialect, chats):
 
 @pytest.fixture(scope='module')
 def served(model):
-  dialects = messages_form.MESSAGES, responses_form.RESPONSES
-  with test_sight_runs.serve(model, dialects=dialects) as url:
+  with test_sight_runs.serve(model, dialects=dialects_lib.ALL) as url:
     yield url
 
 
