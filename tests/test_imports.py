@@ -57,8 +57,7 @@ OWNERS = {
   'google': f'{PACKAGE}/contrib/tinker/messages.py',
   'mcp': f'{PACKAGE}/contrib/mcp/mcp_server.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
-  'gymnasium': f'{PACKAGE}/tasks/games.py experiments/worlds/blackjack.py '
-  'experiments/worlds/lake.py',
+  'gymnasium': f'{PACKAGE}/tasks/games.py experiments/worlds/lake.py',
   'textworld': f'{PACKAGE}/tasks/games.py {PACKAGE}/tasks/game_process.py',
   'alfworld': f'{PACKAGE}/tasks/game_process.py',
   'reasoning_gym': f'{PACKAGE}/tasks/reasoning.py',

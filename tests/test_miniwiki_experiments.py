@@ -9,8 +9,6 @@ import script as script_lib
 from agent_r1_jax.agent import tokenizer
 from agent_r1_jax.models import weights
 
-CONTEXTS = ['window', 'summary', 'rebuilt']
-
 
 def run(script, *flags):
   return script_lib.run('-m', f'experiments.{script}', *flags)
@@ -83,35 +81,6 @@ def test_the_quickstart_writes_its_files_and_goes_on_with_more_steps(base, tmp_p
   # The first line is an evaluation without update; of a CPU no peak is known.
   assert ['machine/update_tflops' in line for line in lines] == [False, True, True]
   assert not any('machine/mfu' in line for line in lines)
-
-
-def test_every_variant_has_an_environment_that_conforms():
-  code = """
-import asyncio, json
-from agent_r1_jax import testing
-from agent_r1_jax.tools import search
-from experiments.miniwiki import tasks as miniwiki
-from experiments.miniwiki import variants
-
-(task,) = miniwiki.train_tasks(0, 1)
-call = {'name': 'search', 'arguments': {'query': task.info['chain'][0]}}
-replies = [f'<tool_call>{json.dumps(call)}</tool_call>'] * 4
-tool = search.search_tool(miniwiki.index(0), k=1)
-for name, variant in variants.VARIANTS.items():
-  make_env = lambda: variant.make_env(tool)
-  steps = asyncio.run(testing.check_env(make_env, task, [*replies, '<answer>x</answer>']))
-  shown = name, sum(step.fresh for step in steps), round(steps[0].reward, 2)
-  print(*shown, sorted(steps[-1].metrics), sep='|')
-"""
-  done = script_lib.run('-c', code)
-  assert done.returncode == 0, done.stderr[-3000:]
-  rows = {line.split('|')[0]: line for line in done.stdout.splitlines()}
-  assert [name for name in rows if rows[name].split('|')[1] != '0'] == CONTEXTS
-  assert rows['shaping'].split('|')[2] == '0.5' and rows['sapo'].split('|')[2] == '0.0'
-  assert (
-    rows['process'].split('|')[2] == '0.15' and rows['hybrid'].split('|')[2] == '0.13'
-  )
-  assert 'reward/format' in rows['parts'] and 'reward/format' not in rows['cispo']
 
 
 def test_a_reward_model_is_trained_measured_and_saved(base, tmp_path):

@@ -114,7 +114,6 @@ _COMMANDS = {
   'experiments.evaluate --task=chess': 'value should be one of <miniwiki|hotpotqa',
   'experiments.evaluate --task=gsm8k': '--data: the file of the rows is missing',
   'experiments.evaluate --task=gsm8k --data=none.jsonl': 'there is no such file; give',
-  'experiments.miniwiki.failures --only=x': r"--only: there is no \['x'\]; there are",
   'experiments.evaluate --task=gsm8k --data=bad.jsonl': 'line 1 .* fix or drop it',
   'experiments.evaluate --task=miniwiki --methods=x': 'no x; give workflow, direct',
   'experiments.problems --task=gsm8k --data=one.jsonl': 'has 1 rows, and --held_out and',
@@ -126,7 +125,6 @@ _COMMANDS = {
   'experiments.plot typo=none-*': 'give LABEL=PATTERN',
   'experiments.serve_retriever --index=none': 'there is no such file; give another',
   'experiments.games --kind=files --name=none': 'none is no game: .*No such file',
-  'experiments.miniwiki.variants --only=x': r"there is no \['x'\]; there are ppo_clip",
   'experiments.seeds none': 'none has no table.json: it is no workdir',
   'third_party.fetch x': "no entry 'x'; there are hotpotqa",
 }

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures('needs_sandbox')
 needs_sandbox = confined.needs_sandbox
 
 
-def play(task, messages, make_env=programs.make_env):
+def play(task, messages, make_env=programs.TriedEnv):
   """Plays the replies of a conversation; returns the steps."""
 
   async def run():

@@ -5,7 +5,7 @@ world.py), and the out-of-domain set composes relations as no training question
 does (see questions.py). Equal arguments give equal bytes in every process.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
 import random
@@ -30,7 +30,6 @@ KINDS = {
   '2 and 3 hops': lambda task: task.info['kind'] == 'bridge',
   'comparison': lambda task: task.info['kind'] == 'comparison',
 }
-RIGHT = {'right': 1.0}  # The mixture of demonstrations that are all right.
 PASSAGES = 900  # of each set's world
 TRAIN_PASSAGES = 2400
 
@@ -41,16 +40,15 @@ def _world(seed, split, part) -> world_lib.World:
   return world_lib.world(seed, split, size, part)
 
 
-def train_tasks(seed: int, n: int, split: str = 'train') -> list[types.Task]:
+def train_tasks(seed: int, n: int) -> list[types.Task]:
   """Questions for RL, both in-domain styles by halves, mixed.
 
   Args:
     seed: The seed of the world and of the questions.
     n: How many.
-    split: The split whose words make the names; 'train', or 'base' for pretraining.
   """
-  world = _world(seed, split, None)
-  make = functools.partial(questions_lib.questions, world, prefix=f'{split}-')
+  world = _world(seed, 'train', None)
+  make = functools.partial(questions_lib.questions, world, prefix='train-')
   tasks = make(n - n // 2, 'hotpot', seed) + make(n // 2, '2wiki', seed)
   random.Random(f'miniwiki train {seed}').shuffle(tasks)
   return tasks
@@ -98,28 +96,20 @@ def index(seed: int) -> dense.Dense:
 
 
 def demonstrations(
-  tasks: Sequence[types.Task],
-  world: int,
-  seed: int,
-  find: Callable[[str], str],
-  split: str = 'train',
-  mixture: Mapping[str, float] = RIGHT,
+  tasks: Sequence[types.Task], world: int, seed: int, find: Callable[[str], str]
 ) -> Iterator[list[types.Message]]:
-  """Conversations on questions of `train_tasks`, for ever; right ones by default.
+  """Right conversations on questions of `train_tasks`, for ever.
 
   Args:
     tasks: Tasks from train_tasks(world, ...).
     world: The seed of their world.
     seed: The seed of the order and of the choices.
     find: What the search tool answers to a query.
-    split: The split of the tasks.
-    mixture: Shares of the conversations' fates; keys of demos.MIXTURE.
   """
-  rng, facts = random.Random(f'miniwiki right {seed}'), _world(world, split, None)
+  rng, facts = random.Random(f'miniwiki right {seed}'), _world(world, 'train', None)
   while True:
     for task in rng.sample(tasks, len(tasks)):
-      example = demos.demonstration(task, facts, rng, find, mixture)
-      yield example.messages
+      yield demos.demonstration(task, facts, rng, find, {'right': 1.0}).messages
 
 
 def rag_task(task: types.Task, hits: Sequence[documents.Hit]) -> types.Task:

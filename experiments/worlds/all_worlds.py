@@ -2,21 +2,11 @@
 
 from collections.abc import Mapping
 
-from experiments.worlds import (
-  arithmetic,
-  blackjack,
-  both,
-  grid,
-  lake,
-  programs,
-  terminal,
-)
+from experiments.worlds import arithmetic, grid, lake, programs, terminal
 from experiments.worlds import world as world_lib
 
 WORLDS: Mapping[str, world_lib.World] = {
   'arithmetic': arithmetic.WORLD,
-  'blackjack': blackjack.WORLD,
-  'both': both.WORLD,
   'grid': grid.WORLD,
   'lake': lake.WORLD,
   'programs': programs.WORLD,

@@ -21,7 +21,6 @@ import zlib
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import sft, types
 from agent_r1_jax.agent import call_formats, calls, env
-from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.tasks import programming
 from agent_r1_jax.tools import python, sandbox
 from experiments import comparison
@@ -213,16 +212,15 @@ def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
 class TriedEnv(env.ToolEnv):
   """The Python tool, which runs the visible test after the code and prints its value."""
 
-  def __init__(self, reward: env.Reward, others: Sequence[tool_lib.Tool] = ()):
-    """Makes the tool, which runs code in the sandbox; `others` are offered before it."""
+  def __init__(self):
+    """Makes the tool, which runs code in the sandbox."""
     tool = python.python_tool(box())
 
     def run(code: str) -> str:
-      check = self.task.info.get('check')
-      return tool.fn(f'{code}\nprint({check})' if check else code)
+      return tool.fn(f'{code}\nprint({self.task.info["check"]})')
 
-    tools = [*others, dataclasses.replace(tool, fn=run)]
-    super().__init__(tools, reward, reward_seconds=JUDGE_SECONDS)
+    tools = [dataclasses.replace(tool, fn=run)]
+    super().__init__(tools, score, reward_seconds=JUDGE_SECONDS)
 
 
 @functools.cache
@@ -238,11 +236,6 @@ async def score(task, messages) -> dict[str, float]:
 @functools.cache
 def box() -> sandbox.Sandbox:
   return sandbox.Sandbox()
-
-
-def make_env() -> TriedEnv:
-  """Makes an environment with the Python tool."""
-  return TriedEnv(score)
 
 
 def make_env_alone() -> env.ToolEnv:
@@ -293,7 +286,7 @@ def _block(program: str) -> str:
 
 def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:
   """How the tasks are asked: with the Python tool, or alone."""
-  return {'direct': (sets, make_env_alone), 'tools': (sets, make_env)}
+  return {'direct': (sets, make_env_alone), 'tools': (sets, TriedEnv)}
 
 
 WORLD = world_lib.World(
