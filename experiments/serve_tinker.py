@@ -16,7 +16,7 @@ from absl import app, flags
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
-from agent_r1_jax.contrib.tinker import learning, server, states
+from agent_r1_jax.contrib.tinker import learning, sampling, server, states, training
 from agent_r1_jax.host import runtime, workdir
 from agent_r1_jax.rl import packing
 from agent_r1_jax.serve import server as openai_server
@@ -57,19 +57,16 @@ def main(_):
   learner = learning.Learning(model, params, shape, _RANK.value)
   del params  # The engine has its own, and the learner too.
   engine.warm_up(automata=[chat.stop_automaton(model.vocab_size)])
-  name = _NAME.value or config.model.path
   with workdir.lock(_WORKDIR.value):
-    served = server.make_app(
-      engine,
-      chat,
-      learner,
-      states.States(_WORKDIR.value, name, model),
-      base_model=name,
-      keys=keys,
-      clients=_CLIENTS.value,
-      max_waiting=_WAITING.value,
-      seconds=_SECONDS.value,
+    saved = states.States(_WORKDIR.value, _NAME.value or config.model.path, model)
+    seconds = _SECONDS.value
+    trainings = training.Trainings(
+      learner, saved, most=_CLIENTS.value, seconds=3 * seconds
     )
+    samplers = sampling.Samplers(
+      engine, chat, trainings, max_waiting=_WAITING.value, seconds=seconds
+    )
+    served = server.make_app(trainings, samplers, keys)
     openai_server.serve(engine, served, _HOST.value, _PORT.value)
 
 

@@ -29,7 +29,7 @@ def list_runs(
     found.append(
       {
         'training_run_id': run_id,
-        'base_model': trainings.base_model,
+        'base_model': trainings.states.base,
         'model_owner': 'local',
         'is_lora': True,
         'lora_rank': next(iter(ranks), None),

@@ -53,6 +53,7 @@ class Samplers:
 
   Attributes:
     by_id: The sessions; those that were asked last are last.
+    slots: The most tokens of a prompt with its reply.
   """
 
   def __init__(
@@ -61,22 +62,24 @@ class Samplers:
     chat: chat_lib.Chat,
     trainings: training.Trainings,
     *,
-    most_replies: int,
-    seconds: float,
+    max_waiting: int = 256,
+    seconds: float = 600.0,
   ):
     """Makes no session.
 
     Args:
-      engine: Samples; has room for adapters.
+      engine: Samples; has the base's weights, and room for adapters of the learner's
+        rank. What uses this runs in its event loop.
       chat: Knows the stop tokens and the bytes of the tokens.
       trainings: Has the sessions, the saved states, the thread that scores, the results.
-      most_replies: How many may wait or be sampled; further ones get 429.
+      max_waiting: How many replies may wait for a row; further ones get 429.
       seconds: The most seconds of a request.
     """
     self.by_id: collections.OrderedDict[str, Sampler] = collections.OrderedDict()
+    self.slots = engine.sizes.slots
     self._engine, self._chat, self._trainings = engine, chat, trainings
-    self._most_replies, self._seconds = most_replies, seconds
-    self._replies = fairness.Shares()
+    self._most_replies = engine.sizes.rows * len(engine.replicas) + max_waiting
+    self._seconds, self._replies = seconds, fairness.Shares()
     self._setting = asyncio.Lock()  # Held while the engine gets weights.
 
   def create(self, request: wire.CreateSamplingSession) -> dict[str, Any]:
@@ -86,9 +89,7 @@ class Samplers:
     trainings.check_base(request.base_model)
     sampler_id = f'{request.session_id}:sample:{request.sampling_session_seq_id}'
     if request.model_path is not None:
-      saved = trainings.states.describe(request.model_path)
-      trainings.check_base(saved['base_model'])
-      trainings.learning.check_rank(saved['rank'])
+      trainings.check_state(request.model_path)
     elif request.base_model is None:
       raise http.RefusedError(400, 'give base_model or model_path')
     old = self.by_id.get(sampler_id)
@@ -119,7 +120,7 @@ class Samplers:
 
   def describe(self, sampler_id: str) -> dict[str, Any]:
     """Describes a session as the client reads it."""
-    path, base = self.find(sampler_id).path, self._trainings.base_model
+    path, base = self.find(sampler_id).path, self._trainings.states.base
     return {'sampler_id': sampler_id, 'base_model': base, 'model_path': path}
 
   def _add(self, sampler_id: str, session: str, **weights: Any):
@@ -167,8 +168,8 @@ class Samplers:
       top_logprobs=request.topk_sample_logprobs,
       client=sampler.session,
     )
-    sizes, size = self._engine.sizes, self._engine.config.vocab_size
-    request_lib.check(one, vocab_size=size, slots=sizes.slots, guides=())
+    size = self._engine.config.vocab_size
+    request_lib.check(one, vocab_size=size, slots=self.slots, guides=())
     self._replies.take(sampler.session, request.num_samples, self._most_replies)
     sampling = self._work(request, sampler, one, targets)
     task = self._trainings.results.begin(request_id, digest, sampling)
@@ -188,34 +189,33 @@ class Samplers:
 
   def _read_prompt(self, request: wire.Sample) -> tuple[np.ndarray, int]:
     """Returns the prompt and the most tokens of a reply."""
-    size, slots = self._engine.config.vocab_size, self._engine.sizes.slots
     tokens = [token for chunk in request.prompt.chunks for token in chunk.tokens]
-    room = slots - len(tokens)
+    room = self.slots - len(tokens)
     most = request.sampling_params.max_tokens
     most = room if most is None else most
     if not tokens or room < 1 or most > room:
       text = f'the prompt has {len(tokens)} tokens, and a reply may have {max(most, 1)}'
-      raise http.RefusedError(400, f'{text}; there is room for 1 to {slots} in all')
-    if outside := [token for token in tokens if not 0 <= token < size]:
-      text = f'token {outside[0]} is outside the vocabulary of {size}'
-      raise http.RefusedError(400, text)
+      raise http.RefusedError(400, f'{text}; there is room for 1 to {self.slots} in all')
+    self._check_tokens(tokens)
     return np.array(tokens, np.int32), most
+
+  def _check_tokens(self, tokens: Sequence[int], where: str = ''):
+    size = self._engine.config.vocab_size
+    if outside := [token for token in tokens if not 0 <= token < size]:
+      text = f'{where}token {outside[0]} is outside the vocabulary of {size}'
+      raise http.RefusedError(400, text)
 
   def _make_stops(self, stop: str | Sequence[Any] | None) -> list[types.Automaton]:
     """Makes what ends a reply: the model's own ends too, unless `stop` is []."""
     size = self._engine.config.vocab_size
-    stop = [stop] if isinstance(stop, str) else stop
-    if stop is None:
-      return [automata.stop(self._chat.stop_ids, size)]
-    if not stop:
+    if stop == []:
       return []
+    stop = [stop] if isinstance(stop, str) else stop or []
     strings = [x for x in stop if isinstance(x, str)]
     ids = [x for x in stop if not isinstance(x, str)]
     if len(ids) > 1024:
       raise http.RefusedError(400, f'stop has {len(ids)} tokens, and 1024 are allowed')
-    if bad := [i for i in ids if not 0 <= i < size]:
-      text = f'stop: token {bad[0]} is outside the vocabulary of {size}'
-      raise http.RefusedError(400, text)
+    self._check_tokens(ids, 'stop: ')
     if not strings:
       return [automata.stop([*self._chat.stop_ids, *ids], size)]
     found, _, strings, pieces = self._chat.find_stops(size, strings)
@@ -336,12 +336,11 @@ class Samplers:
     slot is free when they have ended; new ones wait behind who waits here.
     """
     table = self._engine.adapters
-    known = [sampler.name for sampler in self.by_id.values()]
-    names = [name for name in table.names if name not in known]
-    names += [name for name in known if name in table.names]
-    if not table.free and names:
-      unused = [name for name in names if name in table.unused]
-      self._engine.remove_adapter((unused or names)[0])
+    if not table.free and table.names:
+      ages = {sampler.name: age for age, sampler in enumerate(self.by_id.values(), 1)}
+      unused = table.unused
+      first = min(table.names, key=lambda x: (x not in unused, ages.get(x, 0)))
+      self._engine.remove_adapter(first)
     while not table.free:
       await asyncio.sleep(0.05)  # Until the request's own time is over.
 

@@ -17,18 +17,7 @@ from collections.abc import Callable, Collection
 import functools
 from typing import Any
 
-from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.contrib.tinker import (
-  catalog,
-  learning,
-  messages,
-  sampling,
-  states,
-  training,
-  wire,
-  work,
-)
-from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.contrib.tinker import catalog, messages, sampling, training, wire
 from agent_r1_jax.web import http
 
 # Bytes of a request with data, and of one in JSON.
@@ -50,10 +39,8 @@ _DYNAMIC_CONFIG = {'sample_cancel_enabled': True}
 class _Handlers:
   """Answers requests; each handler returns what becomes JSON, or a response."""
 
-  def __init__(
-    self, trainings: training.Trainings, samplers: sampling.Samplers, slots: int
-  ):
-    self._trainings, self._samplers, self._slots = trainings, samplers, slots
+  def __init__(self, trainings: training.Trainings, samplers: sampling.Samplers):
+    self._trainings, self._samplers = trainings, samplers
 
   def list_posts(self) -> dict[str, Callable]:
     """Lists the handlers of POST by their paths."""
@@ -116,8 +103,8 @@ class _Handlers:
   async def capabilities(self, request) -> dict:
     row = self._trainings.learning.shape.row_tokens
     model = {
-      'model_name': self._trainings.base_model,
-      'max_context_length': min(self._slots, row),
+      'model_name': self._trainings.states.base,
+      'max_context_length': min(self._samplers.slots, row),
       'trainable': True,
       'sampleable': True,
     }
@@ -213,53 +200,12 @@ def _page(request: Any, name: str, found: list[dict]) -> dict:
 
 
 def make_app(
-  engine: engine_lib.Engine,
-  chat: chat_lib.Chat,
-  learner: learning.Learning,
-  saved: states.States,
-  *,
-  base_model: str,
-  keys: Collection[str] = (),
-  clients: int = 8,
-  max_waiting: int = 256,
-  seconds: float = 600.0,
-  idle_seconds: float = 1800.0,
+  trainings: training.Trainings, samplers: sampling.Samplers, keys: Collection[str] = ()
 ) -> Any:
   """Makes an ASGI application; it runs in the engine's event loop.
 
-  Args:
-    engine: Samples; has the base's weights, and room for adapters of the learner's rank.
-    chat: Knows the stop tokens and the bytes of the tokens.
-    learner: Trains.
-    saved: Where states are saved.
-    base_model: What clients call the base model.
-    keys: The keys of which a client must have one; none asks for none.
-    clients: The most training runs at a time.
-    max_waiting: How many replies may wait for a row; further ones get 429.
-    seconds: The most seconds of a reply, and three times of a computation.
-    idle_seconds: How long a session must be silent before its run may give its place.
+  Clients must have one of the `keys`, if there are any.
   """
-  trainings = training.Trainings(
-    learner,
-    saved,
-    work.Worker(3 * seconds),
-    base_model=base_model,
-    most=clients,
-    idle_seconds=idle_seconds,
-  )
-  samplers = sampling.Samplers(
-    engine,
-    chat,
-    trainings,
-    most_replies=engine.sizes.rows * len(engine.replicas) + max_waiting,
-    seconds=seconds,
-  )
-  return _route(
-    _Handlers(trainings, samplers, engine.sizes.slots), trainings.worker, keys
-  )
-
-
-def _route(handlers: _Handlers, worker: work.Worker, keys: Collection[str]) -> Any:
   from starlette import applications, routing
 
   def route(path: str, answer: Callable, method: str) -> routing.Route:
@@ -272,9 +218,10 @@ def _route(handlers: _Handlers, worker: work.Worker, keys: Collection[str]) -> A
     return routing.Route(_API + path, http.guard(handle, _refuse), methods=[method])
 
   async def health(request):
-    status = 503 if worker.stuck else 200
-    return http.answer_json({'status': worker.stuck or 'ok'}, status)
+    stuck = trainings.worker.stuck
+    return http.answer_json({'status': stuck or 'ok'}, 503 if stuck else 200)
 
+  handlers = _Handlers(trainings, samplers)
   state = '/training_runs/{run_id}/checkpoints/{kind}/{name}'
   routes = [
     *(route(path, answer, 'POST') for path, answer in handlers.list_posts().items()),

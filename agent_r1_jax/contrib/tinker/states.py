@@ -7,7 +7,7 @@ is on the disk. So a state is there completely or not at all, also if the proces
 killed.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import datetime
 import json
 import os
@@ -26,16 +26,17 @@ from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import decoder, peft_files, tensor_files
 from agent_r1_jax.web import http
 
-_SCHEME, _DATA = 'tinker://', '.data'
+SCHEME, _DATA = 'tinker://', '.data'
 KINDS = {'weights': 'training', 'sampler_weights': 'sampler'}
-_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._:-]{0,127}')
+_NAME = '[A-Za-z0-9][A-Za-z0-9._:-]{0,127}'
+_PATH = re.compile(f'{SCHEME}({_NAME})/({"|".join(KINDS)})/({_NAME})')
 _MOST_STATES = 1000  # Of one run.
 _OPTIMIZER, _STATE = 'optimizer.safetensors', 'state.json'
 
 
 def check_name(name: str, what: str) -> str:
   """Returns a name that may be that of a folder; refuses others."""
-  if not _NAME.fullmatch(name):
+  if not re.fullmatch(_NAME, name):
     text = (
       f'{what} is {name!r:.80}; give 1 to 128 letters, digits and . _ : -, of which the '
       'first is a letter or digit'
@@ -45,7 +46,11 @@ def check_name(name: str, what: str) -> str:
 
 
 class States:
-  """The saved states in a workdir."""
+  """The saved states in a workdir.
+
+  Attributes:
+    base: What clients call the base model.
+  """
 
   def __init__(
     self, workdir: str | os.PathLike, base: str, config: decoder.DecoderConfig
@@ -58,7 +63,7 @@ class States:
       config: Its shape.
     """
     self.directory = workdir_lib.make_writable(pathlib.Path(workdir)) / 'states'
-    self._base, self._config = base, config
+    self.base, self._config = base, config
     used = {os.readlink(link) for link in self._list_links('*')}
     for path in self.directory.glob(f'*/{_DATA}/*'):
       if path.is_symlink():
@@ -68,48 +73,39 @@ class States:
 
   def save(
     self,
-    run_id: str,
-    kind: str,
-    name: str,
+    path: str,
     shape: learning.Shape,
     adapter: decoder.Params,
     moments: Mapping[str, Any] | None,
     info: Mapping[str, Any],
     *,
     overwrite: bool = False,
-  ) -> str:
-    """Saves a state; returns its path.
+  ):
+    """Saves a state.
 
     Args:
-      run_id: The training run.
-      kind: One of KINDS.
-      name: The state's.
+      path: The state's.
       shape: The adapter's.
       adapter: Of that shape's rank and targets, on the host.
       moments: What Learning.get_moments returned, or None.
       info: What state.json has besides; JSON.
-      overwrite: Whether a state of the name is replaced.
+      overwrite: Whether a state of the path is replaced.
 
     Raises:
-      ValueError: There is one of the name, or the run has too many.
+      ValueError: There is one of the path, or the run has too many.
       OSError: The disk is full, or cannot be written to.
     """
-    link = self.directory / run_id / kind / check_name(name, 'path')
+    link = self._get_link(path)
+    run = link.parents[1]
     if link.is_symlink() and not overwrite:
       raise ValueError(
         f'{link.name} exists already: give another name, or overwrite=True'
       )
-    if len(self._list_links(run_id)) >= _MOST_STATES:
+    if len(self._list_links(run.name)) >= _MOST_STATES:
       raise ValueError(f'the run has {_MOST_STATES} states; delete some')
-    folder = self.directory / run_id / _DATA / uuid.uuid4().hex
-    record = {
-      **info,
-      'base_model': self._base,
-      'rank': shape.rank,
-      'seed': shape.seed,
-      'targets': shape.targets,
-      'time': datetime.datetime.now(datetime.UTC).isoformat(),
-    }
+    folder = run / _DATA / uuid.uuid4().hex
+    time = datetime.datetime.now(datetime.UTC).isoformat()
+    record = {**info, **shape._asdict(), 'base_model': self.base, 'time': time}
     try:
       with disk.explain_write_errors(folder, 'The state'):
         self._write(folder, adapter, moments, record)
@@ -117,11 +113,10 @@ class States:
     except BaseException:
       shutil.rmtree(folder, ignore_errors=True)
       raise
-    return f'{_SCHEME}{run_id}/{kind}/{name}'
 
   def _write(self, folder: pathlib.Path, adapter, moments, record: dict[str, Any]):
     folder.mkdir(parents=True)
-    peft_files.save(folder, adapter, self._base, family=self._config.family)
+    peft_files.save(folder, adapter, self.base, family=self._config.family)
     if moments is not None:
       arrays = {
         f'{name}/{path}': x
@@ -149,10 +144,11 @@ class States:
       raise http.RefusedError(400, f'{path}: {damage}; take another state')
     adapter = peft_files.load(folder, self._config)
     shape = learning.Shape(record['rank'], record['seed'], tuple(record['targets']))
-    for _, leaves in _list_leaves(adapter):
-      # From alpha and rank, PEFT's file may round it.
-      scale = np.float32(learning.ALPHA / shape.rank)
-      leaves['lora_scale'] = np.full(self._config.num_layers, scale)
+    # From alpha and rank, PEFT's file may round it.
+    scale = np.full(self._config.num_layers, np.float32(learning.ALPHA / shape.rank))
+    for kernels in adapter['layers'].values():
+      for leaves in kernels.values():
+        leaves['lora_scale'] = scale
     if not optimizer:
       return shape, adapter, None
     if not (folder / _OPTIMIZER).is_file():
@@ -190,7 +186,7 @@ class States:
 
   def _list_one(self, link: pathlib.Path) -> dict[str, Any] | None:
     run_id, kind, name = link.parts[-3:]
-    path = f'{_SCHEME}{run_id}/{kind}/{name}'
+    path = f'{SCHEME}{run_id}/{kind}/{name}'
     try:
       folder, record = self._find(path)
       size = sum(file.stat().st_size for file in folder.iterdir())
@@ -208,12 +204,10 @@ class States:
     }
 
   def _get_link(self, path: str) -> pathlib.Path:
-    parts = path.removeprefix(_SCHEME).split('/')
-    good = path.startswith(_SCHEME) and len(parts) == 3 and parts[1] in KINDS
-    if not good or not all(_NAME.fullmatch(part) for part in parts):
+    if not (found := _PATH.fullmatch(path)):
       text = f'{path!r:.200} is no path of a state; tinker://RUN/weights/NAME is one'
       raise http.RefusedError(400, text)
-    return self.directory.joinpath(*parts)
+    return self.directory.joinpath(*found.groups())
 
   def _find(self, path: str) -> tuple[pathlib.Path, dict[str, Any]]:
     link = self._get_link(path)
@@ -252,8 +246,3 @@ def _sync(path: pathlib.Path):
     os.fsync(descriptor)
   finally:
     os.close(descriptor)
-
-
-def _list_leaves(adapter: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-  for kernels in adapter['layers'].values():
-    yield from kernels.items()

@@ -53,7 +53,7 @@ class Trainings:
 
   Attributes:
     learning: Computes.
-    states: Saves.
+    states: Saves, and knows what clients call the base model.
     worker: The thread in which both do.
     results: The results of all requests.
     sessions: When each session, by id, was last heard of: seconds of time.monotonic().
@@ -64,25 +64,23 @@ class Trainings:
     self,
     learner: learning.Learning,
     saved: states.States,
-    worker: work.Worker,
     *,
-    base_model: str,
-    most: int,
-    idle_seconds: float,
+    most: int = 8,
+    seconds: float = 600.0,
+    idle_seconds: float = 1800.0,
   ):
     """Makes no run.
 
     Args:
       learner: Computes.
       saved: Saves.
-      worker: The thread in which both do.
-      base_model: What clients call the base model.
       most: The most runs.
+      seconds: The most seconds of a micro-batch; else the device is taken as lost.
       idle_seconds: If there is no room, the run of the session that was silent longest
         gives its place, if that was so long.
     """
-    self.learning, self.states, self.worker = learner, saved, worker
-    self.results, self.base_model = work.Results(), base_model
+    self.learning, self.states = learner, saved
+    self.worker, self.results = work.Worker(seconds), work.Results()
     self.sessions: dict[str, float] = {}
     self.by_id: dict[str, Training] = {}
     self._losses, self._bytes = losses_lib.Losses(), fairness.Shares()
@@ -167,18 +165,24 @@ class Trainings:
       raise http.RefusedError(409, f'the training run {run_id} is still being made')
     return {
       'type': 'get_info',
-      'model_data': {'arch': self.learning.config.family, 'model_name': self.base_model},
+      'model_data': {'arch': self.learning.config.family, 'model_name': self.states.base},
       'model_id': run_id,
       'is_lora': True,
       'lora_rank': training.run.shape.rank,
-      'model_name': self.base_model,
+      'model_name': self.states.base,
     }
 
   def check_base(self, name: str | None):
     """Refuses another base model than this server's."""
-    if name not in (None, self.base_model):
-      text = f'the base model {name!r:.120} is not here; there is {self.base_model}'
+    if name not in (None, self.states.base):
+      text = f'the base model {name!r:.120} is not here; there is {self.states.base}'
       raise http.RefusedError(400, text)
+
+  def check_state(self, path: str):
+    """Refuses a saved state that is not there, or does not fit this server."""
+    saved = self.states.describe(path)
+    self.check_base(saved['base_model'])
+    self.learning.check_rank(saved['rank'])
 
   def read_forward_backward(self, fields: Mapping[str, Any]) -> messages.ForwardBackward:
     """Reads what messages.parse has parsed and checks its data, in whatever thread."""
@@ -249,9 +253,7 @@ class Trainings:
   def load(self, request: wire.LoadWeights) -> dict[str, Any]:
     """Loads a state into a run, or begins a run with it."""
     self.check_base(request.base_model)
-    saved = self.states.describe(request.path)
-    self.check_base(saved['base_model'])
-    self.learning.check_rank(saved['rank'])
+    self.check_state(request.path)
     answer = {'path': request.path, 'type': 'load_weights'}
 
     def make() -> learning.Run:
@@ -280,16 +282,9 @@ class Trainings:
       ends = datetime.timedelta(seconds=min(request.ttl_seconds, 10**9))
       info['expires_at'] = (datetime.datetime.now(datetime.UTC) + ends).isoformat()
     adapter = self.learning.trim(self.learning.get_adapter(run), run.shape)
-    return self.states.save(
-      request.model_id,
-      kind,
-      request.path,
-      run.shape,
-      adapter,
-      moments,
-      info,
-      overwrite=overwrite,
-    )
+    path = f'{states.SCHEME}{request.model_id}/{kind}/{request.path}'
+    self.states.save(path, run.shape, adapter, moments, info, overwrite=overwrite)
+    return path
 
   def _begin(
     self,

@@ -105,23 +105,26 @@ class OptimStep(_Operation):
   adam_params: AdamParams
 
 
-class SaveWeights(_Operation):
-  """Saves a run's state."""
+class _Saving(_Operation):
+  """Saves what a run has."""
 
-  path: _Path
   ttl_seconds: int | None = Field(default=None, ge=1)
-  overwrite: bool = False
   user_metadata: Annotated[dict[str, str] | None, Field(max_length=64)] = None
 
 
-class SaveForSampler(_Operation):
+class SaveWeights(_Saving):
+  """Saves a run's state."""
+
+  path: _Path
+  overwrite: bool = False
+
+
+class SaveForSampler(_Saving):
   """Saves a run's weights for sampling: with a name, or for a sampling session only."""
 
   path: _Path | None = None
   sampling_session_seq_id: _Seq | None = None
   kind: Literal['snapshot', 'inflight'] = 'snapshot'
-  ttl_seconds: int | None = Field(default=None, ge=1)
-  user_metadata: Annotated[dict[str, str] | None, Field(max_length=64)] = None
 
   @model_validator(mode='after')
   def _check(self):

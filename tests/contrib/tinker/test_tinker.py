@@ -25,6 +25,7 @@ from agent_r1_jax.contrib.tinker import data as data_lib
 from agent_r1_jax.contrib.tinker import (
   learning,
   messages,
+  sampling,
   server,
   states,
   training,
@@ -72,11 +73,13 @@ def workdir(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def serve(workdir, **options):
+def serve(workdir, keys=(), clients=8, max_waiting=256, seconds=600.0):
   saved = states.States(workdir, 'tiny', TINY)
-  app = server.make_app(
-    engine(), tiny.chat(), learn(), saved, base_model='tiny', **options
+  trainings = training.Trainings(learn(), saved, most=clients)
+  samplers = sampling.Samplers(
+    engine(), tiny.chat(), trainings, max_waiting=max_waiting, seconds=seconds
   )
+  app = server.make_app(trainings, samplers, keys)
   with serving.run(engine(), app) as url:
     with httpx2.Client(base_url=f'{url}/api/v1/', timeout=120) as asked:
       yield asked
@@ -460,11 +463,12 @@ def test_a_full_disk_is_said(workdir):
   saved = states.States(workdir, 'tiny', TINY)
   run = learn().start(SHAPE)
   adapter = learn().trim(learn().get_adapter(run), SHAPE)
+  path = 'tinker://full/weights/a'
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
   try:
     with pytest.raises(OSError, match='the disk is full.*Make room'):
-      saved.save('full', 'weights', 'a', SHAPE, adapter, learn().get_moments(run), {})
+      saved.save(path, SHAPE, adapter, learn().get_moments(run), {})
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
