@@ -70,7 +70,7 @@ OWNERS = {
   'wandb': f'{PACKAGE}/report/sinks.py',
 }
 # These show what others' libraries do in our place, in environments of their own.
-BESIDE = ('experiments/bench/light/peer.py', 'experiments/doors/tinker_recipe.py')
+BESIDE = ('experiments/bench/light/peer.py',)
 # Imported inside the functions that need them: slow, and not everybody's.
 LAZY = (
   'PIL',
