@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.contrib.benchmarks import bfcl, tau
-from agent_r1_jax.train import rollout
+from agent_r1_jax.rollout import rollout
 from experiments import comparison
 from experiments.miniwiki import shapes
 

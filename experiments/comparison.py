@@ -19,8 +19,9 @@ from agent_r1_jax.agent import env, tool
 from agent_r1_jax.report import tables
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.rl import algorithms, correction
+from agent_r1_jax.rollout import rollout
 from agent_r1_jax.tasks import qa
-from agent_r1_jax.train import identity, rollout
+from agent_r1_jax.train import identity
 from experiments import react as react_lib
 
 # Tasks by the name of their set.

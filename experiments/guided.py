@@ -31,8 +31,10 @@ from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import packing
 from agent_r1_jax.rl import table as table_lib
-from agent_r1_jax.train import decoding as decoding_lib
-from agent_r1_jax.train import episode_store, evaluate, identity, rollout, sizes
+from agent_r1_jax.rollout import decoding as decoding_lib
+from agent_r1_jax.rollout import evaluate, rollout
+from agent_r1_jax.rollout import store as store_lib
+from agent_r1_jax.train import identity, sizes
 from experiments import guided_data, selection
 from experiments import results as results_lib
 from experiments import scores as scores_lib
@@ -115,7 +117,7 @@ def fit_value(player: Player, data: guided_data.Data, workdir: pathlib.Path):
   config, schedule, played = player.config, player.config.schedule, []
   for part, (tasks, make_env) in enumerate(data.practice(schedule.tasks)):
     # What was played before a kill is not played again.
-    kept = episode_store.EpisodeStore(workdir / 'practice' / str(part))
+    kept = store_lib.EpisodeStore(workdir / 'practice' / str(part))
     label = f'practice, part {part}'
     played += player.play(label, tasks, make_env, samples=schedule.samples, store=kept)
   played = [t for t in played if t.turns]

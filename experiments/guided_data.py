@@ -6,9 +6,9 @@ from typing import NamedTuple
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.agent import env
+from agent_r1_jax.rollout import rollout
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search as search_tool
-from agent_r1_jax.train import rollout
 from experiments import comparison, selection
 from experiments.miniwiki import tasks as miniwiki
 from experiments.wikipedia import rows as rows_lib

@@ -39,9 +39,10 @@ from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import weights
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.rl import algorithms
+from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import evaluate, metrics, rollout
+from agent_r1_jax.train import metrics
 from experiments import comparison, paper_report
 from experiments import results as results_lib
 from experiments.miniwiki import tasks as miniwiki

@@ -24,7 +24,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import tables
-from agent_r1_jax.train import evaluate
+from agent_r1_jax.rollout import evaluate
 from experiments import comparison, task_list
 
 _TASK = flags.DEFINE_enum(

@@ -16,10 +16,11 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.report import tables
+from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.tasks import games as games_lib
 from agent_r1_jax.tasks import mathematics, programming, qa, qa_data, reasoning
 from agent_r1_jax.tools import calculator, python, sandbox
-from agent_r1_jax.train import evaluate, identity, rollout
+from agent_r1_jax.train import identity
 from experiments import comparison, react, retrievers, scores
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki

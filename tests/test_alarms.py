@@ -8,7 +8,7 @@ import pytest
 
 from agent_r1_jax import config, types
 from agent_r1_jax.report import alarms
-from agent_r1_jax.train import evaluate
+from agent_r1_jax.rollout import evaluate
 
 _GIVEN = {'entropy': 0.5, 'kl': 2.0, 'dead_groups': 0.75, 'truncated': 0.25}
 _SHARES = 'invalid_calls', 'tool_failures', 'action_share', 'hacking'

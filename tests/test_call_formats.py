@@ -20,8 +20,9 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent.calls import ToolCall
-from agent_r1_jax.train import decoding as decoding_lib
-from agent_r1_jax.train import evaluate, preflight, rollout, setup
+from agent_r1_jax.rollout import decoding as decoding_lib
+from agent_r1_jax.rollout import evaluate, rollout
+from agent_r1_jax.train import preflight, setup
 
 _FORMATS = call_formats.FORMATS
 

@@ -25,7 +25,7 @@ from agent_r1_jax.rl import (
   table,
   value_targets,
 )
-from agent_r1_jax.train import decoding as decoding_lib
+from agent_r1_jax.rollout import decoding as decoding_lib
 
 LONG = 'What is {}? one two three four five six seven eight nine ten one two three four'
 

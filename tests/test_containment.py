@@ -24,8 +24,8 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.host import preemption, thread_pool, workers
 from agent_r1_jax.rl import table
+from agent_r1_jax.rollout import rollout
 from agent_r1_jax.tasks import context, rewards
-from agent_r1_jax.train import rollout
 
 _LIMITS = config_lib.Limits(max_turns=3, max_turn_tokens=80)
 

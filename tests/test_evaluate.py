@@ -10,7 +10,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.train import evaluate
+from agent_r1_jax.rollout import evaluate
 
 _LIMITS = config_lib.Limits(max_turns=2, max_turn_tokens=12)
 

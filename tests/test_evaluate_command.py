@@ -12,14 +12,14 @@ import tiny
 
 from agent_r1_jax.report import episodes
 from agent_r1_jax.retrieval import bm25, documents
-from agent_r1_jax.train import episode_store
+from agent_r1_jax.rollout import store as store_lib
 
 # Ends the command as a kill does that cuts the fourth episode short on the disk.
 KILLED = """
 import os, signal
 from absl import app
 from agent_r1_jax.host import disk
-from agent_r1_jax.train import episode_store
+from agent_r1_jax.rollout import store
 from experiments import evaluate
 
 def append(file, data, written=[], append=disk.append):
@@ -57,7 +57,7 @@ def _tokens(workdir: pathlib.Path) -> dict:
   return {
     (path.parents[2].name, *key): [s['tokens'].tolist() for s in fields['segments']]
     for path in sorted(workdir.rglob('*.episodes'))
-    for key, fields in episode_store._read(path)
+    for key, fields in store_lib._read(path)
   }
 
 

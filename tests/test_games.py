@@ -12,8 +12,9 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import testing
+from agent_r1_jax.rollout import rollout
 from agent_r1_jax.tasks import game_process, games
-from agent_r1_jax.train import metrics, rollout
+from agent_r1_jax.train import metrics
 
 
 def act(*actions):

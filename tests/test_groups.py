@@ -3,7 +3,7 @@
 import pytest
 
 from agent_r1_jax import types
-from agent_r1_jax.train import groups
+from agent_r1_jax.rollout import groups
 
 
 def _played(rewards):

@@ -12,7 +12,8 @@ import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.report import plots, tables
-from agent_r1_jax.train import episode_store, metrics
+from agent_r1_jax.rollout import store as store_lib
+from agent_r1_jax.train import metrics
 
 
 class TestWrite:
@@ -106,7 +107,7 @@ class TestFullDisk:
     task = types.Task('t0', [])
     episode = types.Trajectory(task, 0, 0, [], [], [{'content': 'x' * 9000}], 'done')
     with mounts.mounted(tmp_path, 'size=128k') as workdir:
-      rollout = episode_store.EpisodeStore(workdir).open_rollout(0, [task])
+      rollout = store_lib.EpisodeStore(workdir).open_rollout(0, [task])
       rollout.add(('t0', 0), episode)
       filler = mounts.fill(workdir)
       said = r'not written to .* disk is full \(0\.0 MB'
@@ -116,7 +117,7 @@ class TestFullDisk:
       assert len(warned) == 1
       filler.unlink()
       rollout.add(('t0', 3), episode)
-      rollout = episode_store.EpisodeStore(workdir).open_rollout(0, [task])
+      rollout = store_lib.EpisodeStore(workdir).open_rollout(0, [task])
       found = [n for n in range(4) if rollout.get(('t0', n))]
     assert found == [0, 3]
 

@@ -10,7 +10,7 @@ import pytest
 
 from agent_r1_jax import types
 from agent_r1_jax.host import records
-from agent_r1_jax.train import episode_store
+from agent_r1_jax.rollout import store as store_lib
 
 _TASK = types.Task('t0', [{'role': 'user', 'content': 'name'}], answer={'x'})
 
@@ -158,7 +158,7 @@ class _Bomb:
 
 class TestEpisodeStore:
   def _kept(self, tmp_path, n=3):
-    rollout = episode_store.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
+    rollout = store_lib.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
     for number in range(n):
       rollout.add(('t0', number), _trajectory(sample=number))
     (path,) = (tmp_path / 'rollouts' / '0').iterdir()
@@ -166,7 +166,7 @@ class TestEpisodeStore:
 
   def test_stored_episodes_come_back(self, tmp_path):
     self._kept(tmp_path)
-    rollout = episode_store.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
+    rollout = store_lib.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
     for number in range(3):
       assert _same(rollout.get(('t0', number)), _trajectory(sample=number))
     assert rollout.get(('t0', 3)) is None
@@ -174,9 +174,9 @@ class TestEpisodeStore:
   def test_a_kill_may_cut_a_file_anywhere(self, tmp_path):
     path = self._kept(tmp_path)
     whole, found = path.read_bytes(), []
-    for size in range(len(episode_store._MAGIC), len(whole), 7):
+    for size in range(len(store_lib._MAGIC), len(whole), 7):
       path.write_bytes(whole[:size])
-      rollout = episode_store.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
+      rollout = store_lib.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
       found.append(sum(rollout.get(('t0', n)) is not None for n in range(3)))
     assert found == sorted(found) and {*found} == {0, 1, 2}
 
@@ -188,7 +188,7 @@ class TestEpisodeStore:
       pickle.loads(bad)
     good.with_name(name).write_bytes(bad)
     with pytest.warns(UserWarning, match=f'{name} is skipped'):
-      rollout = episode_store.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
+      rollout = store_lib.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
     assert rollout.get(('t0', 0)) is not None  # of the other file
 
   def test_an_episode_whose_bytes_changed_is_skipped_with_a_warning(self, tmp_path):
@@ -197,22 +197,22 @@ class TestEpisodeStore:
     data[-100] ^= 1
     path.write_bytes(data)
     with pytest.warns(UserWarning, match='its bytes changed'):
-      rollout = episode_store.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
+      rollout = store_lib.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
     assert rollout.get(('t0', 1)) and not rollout.get(('t0', 2))
 
   def test_an_episode_of_another_task_is_skipped_with_a_warning(self, tmp_path):
     self._kept(tmp_path)
     other = types.Task('another', [])
     with pytest.warns(UserWarning, match="an episode of task 't0' where 'another'"):
-      rollout = episode_store.EpisodeStore(tmp_path).open_rollout(0, [other])
+      rollout = store_lib.EpisodeStore(tmp_path).open_rollout(0, [other])
     assert not rollout.get(('t0', 0)) and not rollout.get(('another', 0))
 
   def test_what_cannot_be_written_is_told_once_and_played_again(self, tmp_path, recwarn):
-    rollout = episode_store.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
+    rollout = store_lib.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
     rollout.add(('t0', 0), _trajectory(metrics={'x': _Thing()}))
     rollout.add(('t0', 1), _trajectory(metrics={'x': _Thing()}))
     rollout.add(('t0', 2), _trajectory(sample=2))
     (warning,) = recwarn
     assert 'finished episodes are not written to' in str(warning.message)
-    rollout = episode_store.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
+    rollout = store_lib.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
     assert not rollout.get(('t0', 0)) and rollout.get(('t0', 2))

@@ -21,8 +21,9 @@ from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import replica
 from agent_r1_jax.host import records
 from agent_r1_jax.rl import table
+from agent_r1_jax.rollout import rollout
+from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.tasks import context, rewards
-from agent_r1_jax.train import episode_store, rollout
 
 _LIMITS = config_lib.Limits(max_turns=3, max_turn_tokens=16)
 _SLOTS = 256
@@ -261,7 +262,7 @@ class TestEnds:
           return dataclasses.replace(step, messages=[seen], done=False)
         return step
 
-    kept, tasks = episode_store.EpisodeStore(tmp_path), _tasks(4)
+    kept, tasks = store_lib.EpisodeStore(tmp_path), _tasks(4)
     played = _collect(Keeps, tasks, store=kept, limits=config_lib.Limits(3, 80))
     assert not recwarn.list  # The store warns of what it cannot write.
     assert [t.status == 'error' for t in played] == [False, True, False, False]
@@ -318,14 +319,14 @@ class TestErrors:
         told.append(True)
         raise ChildProcessError('ended by SIGTERM')
 
-    kept = episode_store.EpisodeStore(tmp_path)
+    kept = store_lib.EpisodeStore(tmp_path)
     with pytest.raises(replica.PreemptedError):
       _collect(Told, _tasks(1), engine=engine, store=kept)
     assert kept.open_rollout(0, _tasks(1)).get(('task 0', 0)) is None
 
   def test_tasks_of_equal_ids_keep_their_own_episodes(self, tmp_path):
     first, second = (dataclasses.replace(t, id='1') for t in _tasks(2))
-    kept = episode_store.EpisodeStore(tmp_path)
+    kept = store_lib.EpisodeStore(tmp_path)
     for samples in (1, 2):
       played = _collect(Env, [first, second], samples=samples, store=kept)
       assert [(t.task, t.group, t.sample) for t in played] == [

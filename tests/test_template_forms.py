@@ -13,9 +13,9 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.rollout import decoding as decoding_lib
+from agent_r1_jax.rollout import rollout
 from agent_r1_jax.serve import requests
-from agent_r1_jax.train import decoding as decoding_lib
-from agent_r1_jax.train import rollout
 from agent_r1_jax.web import http
 
 FAMILIES = [*templates.TEMPLATES, 'qwen2.5', 'qwen3']

@@ -36,8 +36,10 @@ from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import weights
 from agent_r1_jax.report import episodes as episodes_lib
 from agent_r1_jax.rl import algorithms, learner
+from agent_r1_jax.rollout import rollout
+from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.serve import program
-from agent_r1_jax.train import episode_store, initial_state, loop, metrics, rollout
+from agent_r1_jax.train import initial_state, loop, metrics
 
 _GRPO = algorithms.grpo(kl_coef=0.01)
 pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')
@@ -505,7 +507,7 @@ class TestResume:
     assert ended[0] == -signal.SIGKILL, ended[1]
     (path,) = (tmp_path / 'run' / 'rollouts' / '0').iterdir()
     path.write_bytes(path.read_bytes()[:-1])
-    kept = len(list(episode_store._read(path)))
+    kept = len(list(store_lib._read(path)))
     begun = []
 
     class Counts(env_lib.ToolEnv):

@@ -20,14 +20,8 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import guide
 from agent_r1_jax.models import decoder, weights
 from agent_r1_jax.rl import algorithms, correction, kl, learner, losses
-from agent_r1_jax.train import (
-  evaluate,
-  initial_state,
-  loop,
-  metrics,
-  rollout,
-  run_files,
-)
+from agent_r1_jax.rollout import evaluate, rollout
+from agent_r1_jax.train import initial_state, loop, metrics, run_files
 
 _PLAIN = algorithms.grpo(kl_coef=0.0)
 _STALE = _PLAIN._replace(correction=correction.token_truncated())

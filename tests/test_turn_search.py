@@ -19,7 +19,7 @@ from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import search as search_lib
-from agent_r1_jax.train import decoding as decoding_lib
+from agent_r1_jax.rollout import decoding as decoding_lib
 
 TURNS, TRIED = 3, 4
 NONE: Any = None  # No critic: values are scripted.

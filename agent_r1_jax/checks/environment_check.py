@@ -12,8 +12,9 @@ from agent_r1_jax import testing, types
 from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import thread_pool, workers
+from agent_r1_jax.rollout import rollout
 from agent_r1_jax.serve import program
-from agent_r1_jax.train import preflight, rollout, task_checks
+from agent_r1_jax.train import preflight, task_checks
 
 # A call that blocks the event loop for longer is reported: all other agents wait for it.
 _BLOCKED_SECONDS = 0.3

@@ -216,7 +216,7 @@ class Chooser:
     self.sampled = 0
 
   async def play(self, episode: Any) -> Any:
-    """Plays an episode (train/episode.py), each of whose replies is chosen."""
+    """Plays an episode (rollout/episode.py), each of whose replies is chosen."""
     while episode.status is None:
       await episode.take_turn(self.reply)
     return episode

@@ -20,7 +20,7 @@ import numpy as np
 
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.guided import choice
-from agent_r1_jax.train import faults
+from agent_r1_jax.rollout import faults
 
 # Episodes -> the values of their states.
 Read = Callable[[Sequence[Any]], Awaitable[np.ndarray]]

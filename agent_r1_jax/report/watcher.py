@@ -15,8 +15,8 @@ from agent_r1_jax.host import processes
 from agent_r1_jax.report import alarms, episodes, profile, sinks, summary
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import table as table_lib
+from agent_r1_jax.rollout import watch
 from agent_r1_jax.train import metrics as metrics_lib
-from agent_r1_jax.train import watch
 
 
 class Watcher(watch.Watcher):

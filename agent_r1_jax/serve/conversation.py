@@ -70,7 +70,7 @@ class Conversation:
     Args:
       chat: Encodes messages with the policy's tokenizer.
       task: The episode's task.
-      context: The episode's Context (train/episode_context.py), which makes requests.
+      context: The episode's Context (rollout/context.py), which makes requests.
       transcript: The episode's, to which the replies are added.
       max_turns: The most replies.
       max_turn_tokens: The most tokens of a reply.

@@ -28,11 +28,11 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import scoring
 from agent_r1_jax.host import thread_pool, workers
+from agent_r1_jax.rollout import episode as episode_lib
+from agent_r1_jax.rollout import faults, player
 from agent_r1_jax.serve import conversation as conversation_lib
 from agent_r1_jax.serve import dialect as dialect_lib
 from agent_r1_jax.serve import endpoint
-from agent_r1_jax.train import episode as episode_lib
-from agent_r1_jax.train import faults, player
 
 # The last bytes of a program's output that are kept.
 _MAX_OUTPUT = 1 << 16

@@ -25,7 +25,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import model_paths, processes
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.train import player
+from agent_r1_jax.rollout import player
 
 _PACKAGE = __name__.partition('.')[0]
 _LIBRARIES = tuple(

@@ -19,17 +19,8 @@ from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.host import preemption, processes, runtime
 from agent_r1_jax.models import decoder, lora, quantization, sharding
 from agent_r1_jax.rl import algorithms, learner, updates
-from agent_r1_jax.train import (
-  curriculum,
-  evaluate,
-  groups,
-  preflight,
-  prepare,
-  rollout,
-  schedule,
-  task_checks,
-  watch,
-)
+from agent_r1_jax.rollout import evaluate, groups, rollout, watch
+from agent_r1_jax.train import curriculum, preflight, prepare, schedule, task_checks
 
 
 @preemption.watch()

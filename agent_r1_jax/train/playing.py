@@ -13,19 +13,9 @@ from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.host import preemption, processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.train import (
-  decoding,
-  episode_store,
-  evaluate,
-  identity,
-  preflight,
-  rollout,
-  run_files,
-  setup,
-  sizes,
-  task_checks,
-  watch,
-)
+from agent_r1_jax.rollout import decoding, evaluate, rollout, watch
+from agent_r1_jax.rollout import store as store_lib
+from agent_r1_jax.train import identity, preflight, run_files, setup, sizes, task_checks
 
 
 @contextlib.contextmanager
@@ -116,7 +106,7 @@ def play(
               watcher.print_line(line)
             way = evaluate.make_decoding(config.evaluation, engine, chat, env)
           options |= {'decoding': way._replace(**added), 'on_done': ended}
-          options['store'] = folder and episode_store.EpisodeStore(folder / label)
+          options['store'] = folder and store_lib.EpisodeStore(folder / label)
           played[label] = evaluate.run(engine, chat, sets, make_env, **options)
           _report_too_long(played[label], watcher)
         runtime.release_freed_memory()

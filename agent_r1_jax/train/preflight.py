@@ -16,7 +16,8 @@ from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.host import thread_pool, workers
 from agent_r1_jax.models import lora
 from agent_r1_jax.rl import algorithms, correction
-from agent_r1_jax.train import identity, player
+from agent_r1_jax.rollout import player
+from agent_r1_jax.train import identity
 
 _LOGGER = logging.getLogger(__name__)
 # An upper bound of the tokens that a chat template adds to a message; if one adds more,

@@ -13,19 +13,17 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.host import preemption, runtime
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.rl import train_state as train_state_lib
-from agent_r1_jax.train import decoding as decoding_lib
+from agent_r1_jax.rollout import decoding as decoding_lib
+from agent_r1_jax.rollout import evaluate, rollout, watch
 from agent_r1_jax.train import (
-  evaluate,
   identity,
   initial_state,
   preflight,
-  rollout,
   run_files,
   schedule,
   setup,
   sizes,
   task_checks,
-  watch,
 )
 
 

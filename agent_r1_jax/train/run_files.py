@@ -17,7 +17,8 @@ from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import lora, peft_files, weights
 from agent_r1_jax.rl import value_targets
 from agent_r1_jax.rl.train_state import TrainState, UpdateConfig
-from agent_r1_jax.train import curriculum, episode_store
+from agent_r1_jax.rollout import store as store_lib
+from agent_r1_jax.train import curriculum
 from agent_r1_jax.train import metrics as metrics_lib
 
 
@@ -115,7 +116,7 @@ class RunFiles:
     self._config, self.workdir = config, pathlib.Path(workdir)
     self.loop_state = LoopState()
     every, keep, keeps_rollouts = dataclasses.astuple(config.checkpoint)
-    self.store = episode_store.EpisodeStore(workdir) if keeps_rollouts else None
+    self.store = store_lib.EpisodeStore(workdir) if keeps_rollouts else None
     with contextlib.ExitStack() as stack:
       stack.enter_context(lock(workdir))
       check_config(config, workdir)

@@ -24,9 +24,10 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.rl import updates
 from agent_r1_jax.rl.train_state import TrainState, UpdateConfig
+from agent_r1_jax.rollout import decoding as decoding_lib
+from agent_r1_jax.rollout import evaluate, groups, rollout, watch
 from agent_r1_jax.train import curriculum as curriculum_lib
-from agent_r1_jax.train import decoding as decoding_lib
-from agent_r1_jax.train import evaluate, groups, rollout, run_files, watch
+from agent_r1_jax.train import run_files
 
 
 class Schedule:

@@ -30,7 +30,8 @@ from agent_r1_jax.engine import engine
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder, hf_config, peft_files, weights
 from agent_r1_jax.rl import credit, learner
-from agent_r1_jax.train import evaluate, run_files, schedule
+from agent_r1_jax.rollout import evaluate
+from agent_r1_jax.train import run_files, schedule
 
 # Phase -> the function that it consists of. The innermost one that runs counts.
 _PHASES = {

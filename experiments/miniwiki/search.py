@@ -18,7 +18,7 @@ from absl import app, flags
 from agent_r1_jax import fields, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import summary
-from agent_r1_jax.train import evaluate
+from agent_r1_jax.rollout import evaluate
 from experiments import comparison
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki

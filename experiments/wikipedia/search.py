@@ -31,8 +31,9 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import tables
+from agent_r1_jax.rollout import evaluate
 from agent_r1_jax.tasks import qa_data
-from agent_r1_jax.train import evaluate, identity
+from agent_r1_jax.train import identity
 from experiments import comparison, retrievers
 from experiments.wikipedia import rows as rows_lib
 from experiments.wikipedia import settings

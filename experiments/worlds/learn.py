@@ -26,7 +26,7 @@ from agent_r1_jax.host import runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import summary
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.train import evaluate
+from agent_r1_jax.rollout import evaluate
 from experiments import comparison, small_policy
 from experiments.worlds import all_worlds
 from experiments.worlds import world as world_lib

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import sft, types
 from agent_r1_jax.agent import pictures
-from agent_r1_jax.train import rollout
+from agent_r1_jax.rollout import rollout
 from experiments import comparison
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from agent_r1_jax import algorithms, config, train, types
 from agent_r1_jax.models import decoder, weights
-from agent_r1_jax.train import player
+from agent_r1_jax.rollout import player
 from experiments.bench import common
 from experiments.bench.light import lines, quickstart
 

@@ -18,7 +18,7 @@ class Chooser(Protocol):
     ...
 
   async def play(self, episode: Any) -> Any:
-    """Plays an episode that has been reset to its end (train/episode.py).
+    """Plays an episode that has been reset to its end (rollout/episode.py).
 
     Returns:
       That episode, or the fork of it whose record counts.

@@ -11,8 +11,8 @@ from agent_r1_jax.agent import automata, call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.train import decoding as decoding_lib
-from agent_r1_jax.train import rollout
+from agent_r1_jax.rollout import decoding as decoding_lib
+from agent_r1_jax.rollout import rollout
 
 # Metrics of an episode that `summarize` returns even where they are 0.
 _FAULTS = ('timeouts', 'abandoned_calls')

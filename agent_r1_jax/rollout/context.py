@@ -9,7 +9,7 @@ import numpy as np
 from agent_r1_jax import types
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.train import decoding as decoding_lib
+from agent_r1_jax.rollout import decoding as decoding_lib
 
 # Samples the candidates of a request's reply, and returns the chosen one, complete.
 Choose = Callable[[request_lib.Request], Awaitable[request_lib.Generation]]

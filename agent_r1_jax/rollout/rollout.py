@@ -14,9 +14,11 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.host import processes, records, thread_pool, workers
-from agent_r1_jax.train import decoding as decoding_lib
-from agent_r1_jax.train import episode as episode_lib
-from agent_r1_jax.train import episode_context, episode_store, player
+from agent_r1_jax.rollout import context as context_lib
+from agent_r1_jax.rollout import decoding as decoding_lib
+from agent_r1_jax.rollout import episode as episode_lib
+from agent_r1_jax.rollout import player
+from agent_r1_jax.rollout import store as store_lib
 
 MakeEnv = Callable[[], env_lib.Env | player.Player]
 # A way to solve tasks: the tasks with its prompts, by the name of their set, and the
@@ -106,7 +108,7 @@ def start(
   samples: int = 1,
   seed: int = 0,
   rollout_number: int = 0,
-  store: episode_store.EpisodeStore | None = None,
+  store: store_lib.EpisodeStore | None = None,
   send_messages: int | None = None,
   on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
 ) -> Rollout:
@@ -142,7 +144,7 @@ def start(
       on_done(stored)
       return stored
     async with engine.reserve(group, decoding.policy, rows) as replica:
-      context = episode_context.Context(
+      context = context_lib.Context(
         replica, decoding, automata, (seed, rollout_number, task.id, number)
       )
       trajectory = await _play(

@@ -21,8 +21,9 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import transcript as transcript_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import thread_pool, workers
-from agent_r1_jax.train import decoding, episode_context, faults
-from agent_r1_jax.train import player as player_lib
+from agent_r1_jax.rollout import context as context_lib
+from agent_r1_jax.rollout import decoding, faults
+from agent_r1_jax.rollout import player as player_lib
 
 
 class Episode:
@@ -52,7 +53,7 @@ class Episode:
     chat: chat_lib.Chat,
     make_env: Callable[[], env_lib.Env | player_lib.Player],
     limits: config_lib.Limits,
-    context: episode_context.Context,
+    context: context_lib.Context,
     trajectory: types.Trajectory,
   ):
     """Makes no environment yet; `trajectory` is empty but for task, group and sample."""
@@ -143,7 +144,7 @@ class Episode:
     self.env, self.transcript, self.context = other.env, other.transcript, other.context
     self.unfinished, self.status = other.unfinished, other.status
 
-  async def take_turn(self, choose: episode_context.Choose | None = None):
+  async def take_turn(self, choose: context_lib.Choose | None = None):
     """Samples one reply and passes it to the environment; sets `status` at the end.
 
     With `choose` the reply is chosen among candidates.
