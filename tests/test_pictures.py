@@ -16,6 +16,7 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import request
 from agent_r1_jax.host import records
 from agent_r1_jax.report import episodes
+from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.serve import requests
 
 READER = pictures.Reader(8, 64, 64 * 16)
@@ -182,8 +183,8 @@ def test_segments_have_the_pictures_of_their_text():
   segments, turns = text.collect()
   assert [len(s.pictures) for s in segments] == [2, 1]
   made = types.Trajectory(types.Task('1', []), 0, 0, segments, turns, [], 'done')
-  packed = records.pack(records.fields(made))
-  again = records.trajectory(records.unpack(packed), made.task)
+  packed = records.pack(store_lib.list_fields(made))
+  again = store_lib.make_trajectory(records.unpack(packed), made.task)
   np.testing.assert_array_equal(again.segments[0].pictures[1], np.asarray(image(1)))
 
 

@@ -122,7 +122,7 @@ def test_what_cannot_be_written_is_refused(make, message):
 
 def test_no_bytes_make_it_run_or_break_it():
   """For every cut, flipped bits, and malformed extension types."""
-  whole: bytes = records.pack(records.fields(_trajectory()))
+  whole: bytes = records.pack(store_lib.list_fields(_trajectory()))
   rng = np.random.default_rng(0)
   flipped = []
   for _ in range(2000):
@@ -139,7 +139,7 @@ def test_no_bytes_make_it_run_or_break_it():
   refused = 0
   for data in strange:
     try:
-      records.trajectory(records.unpack(data), _TASK)
+      store_lib.make_trajectory(records.unpack(data), _TASK)
     except ValueError:
       refused += 1
   assert refused > len(whole)

@@ -13,6 +13,7 @@ from agent_r1_jax.host import records
 from agent_r1_jax.models import decoder, experts, kv_cache, sampling_params, weights
 from agent_r1_jax.rl import algorithms, credit, packing
 from agent_r1_jax.rl import table as table_lib
+from agent_r1_jax.rollout import store as store_lib
 
 SHAPE = tiny.config('qwen3_moe')
 L, E, k = SHAPE.num_layers, SHAPE.num_experts, SHAPE.experts_per_token
@@ -124,13 +125,15 @@ def test_records_and_tables_keep_experts_and_other_models_choose_their_own():
     types.Task('t', []), 0, 0, segments, [types.Turn(0, 2, 5), types.Turn(1, 2, 4)], [],
     'done',
   )  # fmt: skip
-  back = records.trajectory(records.unpack(records.pack(records.fields(t))), t.task)
+  back = store_lib.make_trajectory(
+    records.unpack(records.pack(store_lib.list_fields(t))), t.task
+  )
   np.testing.assert_array_equal(back.segments[0].routes, routes)
   assert back.segments[1].routes is None
-  broken = records.fields(t)
+  broken = store_lib.list_fields(t)
   broken['segments'][0]['routes'] = routes[:3]
   with pytest.raises(ValueError, match='the arrays of a segment'):
-    records.trajectory(broken, t.task)
+    store_lib.make_trajectory(broken, t.task)
   table = table_lib.build([t])
   np.testing.assert_array_equal(table.take(np.array([1, 3])).routes, routes[[1, 3]])
   assert table.add_prefixes([np.array([7, 8])])[0].routes is None

@@ -1,19 +1,14 @@
-"""Serialises plain data and trajectories; unlike pickle, reading executes no code.
+"""Serialises plain data; unlike pickle, reading executes no code.
 
 The format is MessagePack, with extension types for tuples, sets, large integers, and
 NumPy's arrays and numbers, which are restored bit for bit. Other types cannot be written.
-
-The task of a trajectory is not written: the reader of a rollout has its tasks.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 import msgpack
 import numpy as np
-
-from agent_r1_jax import types
 
 _TUPLE, _SET, _FROZENSET, _INTEGER, _ARRAY, _NUMBER = range(6)
 _COLLECTIONS = {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset}
@@ -23,9 +18,6 @@ _DTYPES = {
   np.dtype(code).str
   for code in '?' + np.typecodes['AllInteger'] + np.typecodes['AllFloat']
 }
-
-# Fields of a segment that have no number for each token.
-_NO_COLUMNS = ('pictures', 'routes')
 
 
 def pack(value: Any) -> bytes:
@@ -56,45 +48,6 @@ def unpack(data: bytes) -> Any:
   except Exception as error:
     # MessagePack raises its own types, and wrong extension data various others.
     raise ValueError(f'no record: {type(error).__name__} {error}') from None
-
-
-def fields(trajectory: types.Trajectory) -> dict[str, Any]:
-  """Returns a trajectory's fields without its task, for `pack`."""
-  values = _fields(trajectory)
-  del values['task']
-  for name in ('segments', 'turns'):
-    values[name] = [_fields(part) for part in values[name]]
-  return values
-
-
-def trajectory(fields: Any, task: types.Task) -> types.Trajectory:
-  """The inverse of `fields`, which may have been packed and unpacked.
-
-  Raises:
-    ValueError: They are not the fields of a trajectory.
-  """
-  try:
-    parts = {
-      'segments': [types.Segment(**part) for part in fields['segments']],
-      'turns': [types.Turn(**part) for part in fields['turns']],
-    }
-    restored = types.Trajectory(task=task, **fields | parts)
-    if restored.status not in types.STATUSES:
-      raise ValueError(f'the status is {restored.status!r}')
-    for segment in restored.segments:
-      columns = {n: x for n, x in _fields(segment).items() if n not in _NO_COLUMNS}
-      shapes = {np.shape(values) for values in columns.values()}
-      if segment.routes is not None:
-        shapes.add(np.shape(segment.routes)[:1])
-      if shapes != {(len(segment.tokens),)}:
-        raise ValueError(f'the arrays of a segment have the shapes {shapes}')
-  except (TypeError, KeyError, ValueError) as error:
-    raise ValueError(f'no trajectory: {error}') from None
-  return restored
-
-
-def _fields(record: Any) -> dict[str, Any]:
-  return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 def _tagged(value: Any) -> Any:

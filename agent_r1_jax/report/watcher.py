@@ -15,11 +15,11 @@ from agent_r1_jax.host import processes
 from agent_r1_jax.report import alarms, episodes, profile, sinks, summary
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import table as table_lib
-from agent_r1_jax.rollout import watch
+from agent_r1_jax.rollout import sockets
 from agent_r1_jax.train import metrics as metrics_lib
 
 
-class Watcher(watch.Watcher):
+class Watcher(sockets.Watcher):
   """Shows all of a run to people; only the first process shows and writes."""
 
   def __init__(self):
@@ -32,7 +32,7 @@ class Watcher(watch.Watcher):
     """Accepts all settings."""
 
   @contextlib.contextmanager
-  def begin(self, run: watch.RunInfo) -> Iterator[None]:
+  def begin(self, run: sockets.RunInfo) -> Iterator[None]:
     """Shows a view of the run, and opens its sinks, inside `with`."""
     config = self._config = run.config
     self._workdir, self._call_format = run.workdir, run.call_format
@@ -144,7 +144,7 @@ class Watcher(watch.Watcher):
       print(summary.list_files(workdir))
 
   @contextlib.contextmanager
-  def count_episodes(self, label: str, total: int) -> Iterator[watch.Ended]:
+  def count_episodes(self, label: str, total: int) -> Iterator[sockets.Ended]:
     """Shows a bar of the episodes of an evaluation."""
     try:
       with _open_bar(total, label=label) as self._bar:

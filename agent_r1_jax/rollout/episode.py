@@ -22,8 +22,7 @@ from agent_r1_jax.agent import transcript as transcript_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import thread_pool, workers
 from agent_r1_jax.rollout import context as context_lib
-from agent_r1_jax.rollout import decoding, faults
-from agent_r1_jax.rollout import player as player_lib
+from agent_r1_jax.rollout import faults, sockets
 
 
 class Episode:
@@ -51,7 +50,7 @@ class Episode:
   def __init__(
     self,
     chat: chat_lib.Chat,
-    make_env: Callable[[], env_lib.Env | player_lib.Player],
+    make_env: Callable[[], env_lib.Env | sockets.Player],
     limits: config_lib.Limits,
     context: context_lib.Context,
     trajectory: types.Trajectory,
@@ -60,7 +59,7 @@ class Episode:
     self.chat, self.make_env, self.limits = chat, make_env, limits
     self.context, self.trajectory = context, trajectory
     self.env: Any = None
-    self.made: list[env_lib.Env | player_lib.Player] = []
+    self.made: list[env_lib.Env | sockets.Player] = []
     self.over = False
     self.pending_ids = np.zeros(0, np.int32)
     self.pending_pictures: list[np.ndarray] = []
@@ -72,7 +71,7 @@ class Episode:
     self.reply: request_lib.Chunk | None = None
     self.sampled, self.value = collections.Counter(), 0.0
 
-  async def play(self, choice: decoding.Choice | None = None):
+  async def play(self, choice: sockets.Choice | None = None):
     """Plays to the end and completes the trajectory, with a choice among candidates.
 
     Raises:
@@ -87,7 +86,7 @@ class Episode:
     try:
       async with asyncio.timeout(None if seconds == math.inf else seconds) as clock:
         task = await self._make_environment()
-        if isinstance(self.env, player_lib.Player):
+        if isinstance(self.env, sockets.Player):
           if chooser:
             text = 'choice: the replies to a program are not chosen; leave it out.'
             raise ValueError(text)
@@ -127,7 +126,7 @@ class Episode:
     if await self._close_env():
       t.metrics['close_failed'] = 1.0
 
-  async def _play_turns(self, task: types.Task, chooser: decoding.Chooser | None) -> str:
+  async def _play_turns(self, task: types.Task, chooser: sockets.Chooser | None) -> str:
     """Plays turn after turn, or has it chosen; returns the episode's status."""
     await self._reset(task)
     self._end_without_room()
@@ -239,7 +238,7 @@ class Episode:
     If it is late, the episode is over by then, and the thread closes it at once.
     """
 
-    def make() -> tuple[env_lib.Env | player_lib.Player, types.Task]:
+    def make() -> tuple[env_lib.Env | sockets.Player, types.Task]:
       env = self.make_env()
       self.made.append(env)
       if self.over:

@@ -17,10 +17,10 @@ from agent_r1_jax.host import processes, records, thread_pool, workers
 from agent_r1_jax.rollout import context as context_lib
 from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import episode as episode_lib
-from agent_r1_jax.rollout import player
+from agent_r1_jax.rollout import sockets
 from agent_r1_jax.rollout import store as store_lib
 
-MakeEnv = Callable[[], env_lib.Env | player.Player]
+MakeEnv = Callable[[], env_lib.Env | sockets.Player]
 # A way to solve tasks: the tasks with its prompts, by the name of their set, and the
 # function that makes the environment of each episode.
 Method = tuple[Mapping[str, Sequence[types.Task]], MakeEnv]
@@ -77,13 +77,13 @@ def _exchange(
   """
   if None in processes.gather(None if played is None else len(played)) or played is None:
     raise replica_lib.PreemptedError
-  mine = [records.fields(trajectory) for trajectory in played]
+  mine = [store_lib.list_fields(trajectory) for trajectory in played]
   for fields in mine[len(mine) if send_messages is None else send_messages :]:
     fields['messages'] = []
   packed = np.frombuffer(records.pack(mine), np.uint8)
   return sorted(
     (
-      records.trajectory(fields, tasks[fields['group']])
+      store_lib.make_trajectory(fields, tasks[fields['group']])
       for share in processes.gather_arrays(packed)
       for fields in records.unpack(share.tobytes())
     ),
@@ -174,7 +174,7 @@ def start(
 async def _play(
   begin: Callable[[], types.Trajectory],
   make_episode: Callable[[types.Trajectory], episode_lib.Episode],
-  choice: decoding_lib.Choice | None,
+  choice: sockets.Choice | None,
   attempts: int,
 ) -> types.Trajectory:
   """Plays an episode; one that another one's blocked event loop caught, once more.

@@ -6,10 +6,12 @@ instead of played. If the store cannot be written or read, the run warns and con
 without it, because everything in it can be played again.
 
 A file is _MAGIC and, for each trajectory, the length and CRC-32 of its record and the
-record (host/records.py).
+record (host/records.py). The task of a trajectory is not written: the reader of a rollout
+has its tasks.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
+import dataclasses
 import io
 import os
 import pathlib
@@ -20,12 +22,54 @@ import warnings
 import zlib
 
 import jax
+import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.host import disk, records
 
 _MAGIC = b'agent_r1_jax episodes 2\n'
 _HEADER = struct.Struct('<QI')
+# Fields of a segment that have no number for each token.
+_NO_COLUMNS = ('pictures', 'routes')
+
+
+def list_fields(trajectory: types.Trajectory) -> dict[str, Any]:
+  """Returns a trajectory's fields without its task, for `records.pack`."""
+  values = _fields(trajectory)
+  del values['task']
+  for name in ('segments', 'turns'):
+    values[name] = [_fields(part) for part in values[name]]
+  return values
+
+
+def make_trajectory(fields: Any, task: types.Task) -> types.Trajectory:
+  """The inverse of `list_fields`, which may have been packed and unpacked.
+
+  Raises:
+    ValueError: They are not the fields of a trajectory.
+  """
+  try:
+    parts = {
+      'segments': [types.Segment(**part) for part in fields['segments']],
+      'turns': [types.Turn(**part) for part in fields['turns']],
+    }
+    restored = types.Trajectory(task=task, **fields | parts)
+    if restored.status not in types.STATUSES:
+      raise ValueError(f'the status is {restored.status!r}')
+    for segment in restored.segments:
+      columns = {n: x for n, x in _fields(segment).items() if n not in _NO_COLUMNS}
+      shapes = {np.shape(values) for values in columns.values()}
+      if segment.routes is not None:
+        shapes.add(np.shape(segment.routes)[:1])
+      if shapes != {(len(segment.tokens),)}:
+        raise ValueError(f'the arrays of a segment have the shapes {shapes}')
+  except (TypeError, KeyError, ValueError) as error:
+    raise ValueError(f'no trajectory: {error}') from None
+  return restored
+
+
+def _fields(record: Any) -> dict[str, Any]:
+  return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 class RolloutStore:
@@ -52,7 +96,7 @@ class RolloutStore:
     Warns once if it cannot be written; the episode is then played again after a kill.
     """
     try:
-      record = records.pack([key, records.fields(trajectory)])
+      record = records.pack([key, list_fields(trajectory)])
       data = _HEADER.pack(len(record), zlib.crc32(record)) + record
       self._path.parent.mkdir(parents=True, exist_ok=True)
       with io.FileIO(self._path, 'a') as file:
@@ -75,7 +119,7 @@ class RolloutStore:
         raise ValueError(
           f'an episode of task {key[0]!r:.80} where {task.id!r} was played'
         )
-      self._finished[key] = records.trajectory(fields, task)
+      self._finished[key] = make_trajectory(fields, task)
     except (TypeError, LookupError, ValueError) as error:
       _warn(path, error)
 

@@ -29,7 +29,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import scoring
 from agent_r1_jax.host import thread_pool, workers
 from agent_r1_jax.rollout import episode as episode_lib
-from agent_r1_jax.rollout import faults, player
+from agent_r1_jax.rollout import faults, sockets
 from agent_r1_jax.serve import conversation as conversation_lib
 from agent_r1_jax.serve import dialect as dialect_lib
 from agent_r1_jax.serve import endpoint
@@ -44,7 +44,7 @@ _INHERITED = ('HOME', 'LANG', 'LOGNAME', 'PATH', 'SHELL', 'TERM', 'TMPDIR', 'USE
 
 
 @dataclasses.dataclass(frozen=True)
-class Program(player.Player):
+class Program(sockets.Player):
   """An agent that asks an endpoint for the policy's replies.
 
   The reward of an episode is the sum of what `run` returns, of what it reports by

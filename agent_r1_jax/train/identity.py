@@ -25,7 +25,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import model_paths, processes
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.rollout import player
+from agent_r1_jax.rollout import sockets
 
 _PACKAGE = __name__.partition('.')[0]
 _LIBRARIES = tuple(
@@ -72,7 +72,7 @@ def _describe_environment(env: Any, depth: int = 0) -> dict[str, Any]:
   texts are described too.
   """
   parts = {}
-  if not isinstance(env, env_lib.ToolEnv | player.Player):
+  if not isinstance(env, env_lib.ToolEnv | sockets.Player):
     parts['step'] = describe(type(env).step)
   for kind in reversed(type(env).__mro__):
     if not _installed(kind):

@@ -19,7 +19,7 @@ from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.host import preemption, processes, runtime
 from agent_r1_jax.models import decoder, lora, quantization, sharding
 from agent_r1_jax.rl import algorithms, learner, updates
-from agent_r1_jax.rollout import evaluate, groups, rollout, watch
+from agent_r1_jax.rollout import evaluate, groups, rollout, sockets
 from agent_r1_jax.train import curriculum, preflight, prepare, schedule, task_checks
 
 
@@ -36,7 +36,7 @@ def run(
   privileged: Callable[[types.Task], str] | None = None,
   guides: Mapping[guide.Guide, guide.State] | None = None,
   label: str = 'training',
-  watcher: watch.Watcher = watch.PLAIN,
+  watcher: sockets.Watcher = sockets.PLAIN,
 ) -> decoder.Params:
   """Trains a policy; if it is called again with the same workdir, it resumes.
 

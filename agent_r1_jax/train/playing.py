@@ -13,7 +13,7 @@ from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.host import preemption, processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.rollout import decoding, evaluate, rollout, watch
+from agent_r1_jax.rollout import evaluate, rollout, sockets
 from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.train import identity, preflight, run_files, setup, sizes, task_checks
 
@@ -50,9 +50,9 @@ def play(
   *,
   samples: int = 1,
   workdir: str | os.PathLike | None = None,
-  choose: Callable[[engine_lib.Engine], decoding.Choice] | None = None,
+  choose: Callable[[engine_lib.Engine], sockets.Choice] | None = None,
   guides: Mapping[guide.Guide, guide.State] | None = None,
-  watcher: watch.Watcher = watch.PLAIN,
+  watcher: sockets.Watcher = sockets.PLAIN,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """Plays the tasks of one or several methods by the policy in a directory.
 
@@ -116,7 +116,7 @@ def play(
 
 
 def _report_too_long(
-  played: Mapping[str, list[types.Trajectory]], watcher: watch.Watcher
+  played: Mapping[str, list[types.Trajectory]], watcher: sockets.Watcher
 ) -> None:
   """Prints how many episodes have no turn: their prompt left no room for a reply."""
   trajectories = [t for ts in played.values() for t in ts]

@@ -16,7 +16,7 @@ from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.host import thread_pool, workers
 from agent_r1_jax.models import lora
 from agent_r1_jax.rl import algorithms, correction
-from agent_r1_jax.rollout import player
+from agent_r1_jax.rollout import sockets
 from agent_r1_jax.train import identity
 
 _LOGGER = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ def open_environment(
       ) from None
     env = made[0]
     playable = hasattr(env, 'reset') and hasattr(env, 'step')
-    if not (playable or isinstance(env, player.Player)):
+    if not (playable or isinstance(env, sockets.Player)):
       raise ValueError(
         f'make_env gave {env!r:.100}; it must give an environment, with reset and step, '
         'or a serve/program.py Program.'

@@ -14,7 +14,7 @@ from agent_r1_jax.host import preemption, runtime
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.rl import train_state as train_state_lib
 from agent_r1_jax.rollout import decoding as decoding_lib
-from agent_r1_jax.rollout import evaluate, rollout, watch
+from agent_r1_jax.rollout import evaluate, rollout, sockets
 from agent_r1_jax.train import (
   identity,
   initial_state,
@@ -49,7 +49,7 @@ class Run:
   files: run_files.RunFiles
   signals: preemption.Watch
   evaluation: decoding_lib.Decoding
-  watcher: watch.Watcher
+  watcher: sockets.Watcher
   evals: Mapping[str, Sequence[types.Task]]
   make_env: rollout.MakeEnv
   privileged: Callable[[types.Task], str] | None
@@ -67,7 +67,7 @@ def open_run(
   privileged: Callable[[types.Task], str] | None,
   guides: Mapping[guide_lib.Guide, Any],
   label: str,
-  watcher: watch.Watcher,
+  watcher: sockets.Watcher,
 ) -> Iterator[Run]:
   """Sets up a training run, restored from its newest checkpoint if there is one.
 
@@ -123,11 +123,11 @@ def open_run(
     yield run
 
 
-def _describe(run: Run, label: str) -> watch.RunInfo:
+def _describe(run: Run, label: str) -> sockets.RunInfo:
   """Describes the run to its watcher."""
   files, call_format = run.files, run.chat.format
   step, line = files.loop_state.step, files.next_line
-  return watch.RunInfo(
+  return sockets.RunInfo(
     run.config, files.workdir, label, step, line, call_format, run.engine
   )
 

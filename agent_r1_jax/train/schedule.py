@@ -25,7 +25,7 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.rl import updates
 from agent_r1_jax.rl.train_state import TrainState, UpdateConfig
 from agent_r1_jax.rollout import decoding as decoding_lib
-from agent_r1_jax.rollout import evaluate, groups, rollout, watch
+from agent_r1_jax.rollout import evaluate, groups, rollout, sockets
 from agent_r1_jax.train import curriculum as curriculum_lib
 from agent_r1_jax.train import run_files
 
@@ -40,7 +40,7 @@ class Schedule:
     engine: engine_lib.Engine,
     chat: chat_lib.Chat,
     files: run_files.RunFiles,
-    watcher: watch.Watcher,
+    watcher: sockets.Watcher,
     decoding: decoding_lib.Decoding,
     make_env: rollout.MakeEnv,
   ):
@@ -158,7 +158,7 @@ class Schedule:
     )
 
 
-def counter(watcher: watch.Watcher, phase: str, total: int) -> watch.Ended:
+def counter(watcher: sockets.Watcher, phase: str, total: int) -> sockets.Ended:
   """Returns a callback that counts a phase's episodes for the watcher."""
   ended = itertools.count(1)
   return lambda trajectory: watcher.set_phase(phase, next(ended), total)

@@ -19,7 +19,7 @@ import numpy as np
 
 from agent_r1_jax import algorithms, config, train, types
 from agent_r1_jax.models import decoder, weights
-from agent_r1_jax.rollout import player
+from agent_r1_jax.rollout import sockets
 from experiments.bench import common
 from experiments.bench.light import lines, quickstart
 
@@ -27,7 +27,7 @@ _TOOL_SECONDS, _TURNS, _PROMPT, _ANSWER = 0.2, 4, 256, 128
 _MINIWIKI = pathlib.Path(__file__).parents[2] / 'miniwiki' / 'model'
 
 
-class Player(player.Player):
+class Player(sockets.Player):
   """Answers each reply after the tool's seconds; the tokens are random.
 
   A policy with random parameters never ends a reply by itself, which would end the

@@ -1,17 +1,20 @@
-"""Who watches a run: what the loop tells it, and what it prints by default.
+"""The three sockets of a run: who watches it, who plays an episode, who chooses replies.
 
-report/watcher.py has the watcher with a live view, alarms, logs of episodes and sinks.
+The core calls them, and the upper floor fills them: report/watcher.py watches,
+serve/program.py plays, guided/choice.py and guided/search.py choose.
 """
 
+import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats
 from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.host import processes
 from agent_r1_jax.rl import table as table_lib
 
@@ -123,3 +126,54 @@ class Watcher:
 
 
 PLAIN = Watcher()
+
+
+class Player(abc.ABC):
+  """Plays episodes in its own way; make_env may make one (serve/program.py)."""
+
+  @abc.abstractmethod
+  async def play(self, episode: Any, task: types.Task) -> str:
+    """Plays an episode to its end, and returns its status, one of types.STATUSES.
+
+    What is sampled goes into `episode.transcript`, messages into `episode.trajectory`,
+    and rewards through `episode.add_reward`.
+
+    The player may change `task`, which is a copy.
+
+    Raises:
+      faults.EnvironmentFaultError: The user's code raised or was late.
+    """
+
+
+class Chooser(Protocol):
+  """Who chooses in one episode: among candidates of a reply, or of whole turns."""
+
+  @property
+  def sampled(self) -> int:
+    """The tokens of all candidates so far."""
+    ...
+
+  async def play(self, episode: Any) -> Any:
+    """Plays an episode that has been reset to its end (rollout/episode.py).
+
+    Returns:
+      That episode, or the fork of it whose record counts.
+    """
+    ...
+
+  def close(self) -> None:
+    """Frees the rows of the cache that it took."""
+    ...
+
+
+class Choice(Protocol):
+  """How it is chosen, in all episodes: guided/choice.py and guided/search.py."""
+
+  @property
+  def rows(self) -> int:
+    """The rows of the cache that an episode takes."""
+    ...
+
+  def begin(self, replica: replica_lib.Replica) -> Chooser:
+    """Returns who chooses in an episode that this replica samples."""
+    ...
