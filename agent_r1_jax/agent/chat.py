@@ -100,15 +100,8 @@ class Chat(renderer_lib.Renderer):
       *(pictures_lib.CONTROL_TOKENS if pictures else ()),
     )
 
-  def stop_automaton(
-    self, vocab_size: int, stop_strings: Sequence[str] = ()
-  ) -> types.Automaton:
-    """Returns the automaton that ends a reply, also at the given strings.
-
-    Without these it is cached for each size of the vocabulary.
-    """
-    if stop_strings:
-      return automata.stop(*self.find_stops(vocab_size, stop_strings))
+  def stop_automaton(self, vocab_size: int) -> types.Automaton:
+    """Returns the automaton that ends a reply, cached for each size of the vocabulary."""
     if vocab_size not in self._stops:
       self._stops[vocab_size] = automata.stop(*self.find_stops(vocab_size))
     return self._stops[vocab_size]

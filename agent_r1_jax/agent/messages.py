@@ -69,25 +69,6 @@ def write_calls(
   return '\n'.join([text, *written]).lstrip('\n') if written else text
 
 
-def add_system(
-  messages: Sequence[types.Message],
-  text: types.ControlText,
-  writes_system: Callable[[types.Message], bool],
-) -> list[types.Message]:
-  """Adds a text to the system message, or to the first one if there can be none.
-
-  `writes_system` says whether the template writes a system message before a message.
-  """
-  first, *others = messages
-  if first.get('role') == 'system':
-    text = types.ControlText('{}\n\n{}').format(first['content'], text)
-  elif writes_system(first):
-    return [{'role': 'system', 'content': text}, *messages]
-  else:
-    text = types.ControlText('{}\n\n{}').format(text, first['content'])
-  return [{**first, 'content': text}, *others]
-
-
 class ToolOutputLimit:
   """Cuts what tools answer to its first tokens."""
 

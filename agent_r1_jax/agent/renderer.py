@@ -4,7 +4,7 @@ What a template leaves out or refuses gets another form (template_forms.py); con
 tokens in data become placeholders (control_tokens.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import datetime
 import functools
 from typing import Any
@@ -75,11 +75,7 @@ class Renderer:
     """Renders a prompt; who describes its tools is as Chat's tools_in_prompt says."""
     if tools and self.tools_in_prompt != 'own' and not self.supports_tools:
       messages, tools = self._describe_tools(messages, tools), ()
-    return self._render(messages, self._select_tools(tools), **template_kwargs)
-
-  def _select_tools(self, tools) -> Sequence[dict]:
-    """Returns the tools that the template is to describe."""
-    return tools if self.supports_tools and self.tools_in_prompt != 'own' else ()
+    return self._render(messages, tools, **template_kwargs)
 
   def _describe_tools(self, messages, tools) -> list[types.Message]:
     """Tells of tools in the system message, or in the first one if there can be none."""
@@ -90,14 +86,22 @@ class Renderer:
         "tools_in_prompt 'default' to put them into the system message, or 'own' if the "
         "task's own messages tell of them."
       )
+    first, *others = messages
+    text = self.format.describe(tools)
+    if first.get('role') == 'system':
+      texts = first['content'], text
+    elif self._writes_system(first):
+      return [{'role': 'system', 'content': text}, *messages]
+    else:
+      texts = text, first['content']
+    return [{**first, 'content': types.ControlText('{}\n\n{}').format(*texts)}, *others]
 
-    def writes_system(message: types.Message) -> bool:
-      try:
-        return _REPLY in self._apply([{'role': 'system', 'content': _REPLY}, message])
-      except ValueError:
-        return False  # The template refuses a system message; others leave it out.
-
-    return messages_lib.add_system(messages, self.format.describe(tools), writes_system)
+  def _writes_system(self, message: types.Message) -> bool:
+    """Whether the template writes a system message before a message."""
+    try:
+      return _REPLY in self._apply([{'role': 'system', 'content': _REPLY}, message])
+    except ValueError:
+      return False  # The template refuses a system message; others leave it out.
 
   def _render_after_reply(
     self, messages, history=(), tools=(), **template_kwargs
@@ -125,21 +129,24 @@ class Renderer:
     word = control_tokens.find_unused_mark(repr((opening, messages)), _REPLY)
     reply['content'] = word
     messages = [*opening, *messages]
-    text, mark = self._render(messages, self._select_tools(tools), **template_kwargs)
+    text, mark = self._render(messages, tools, **template_kwargs)
     return text.rpartition(word)[2], mark
 
   def _render(self, messages, tools=(), **template_kwargs) -> tuple[str, str]:
     """Renders messages; in data, placeholders take the place of control tokens.
 
     The template sees everything else unchanged, so it strips, cuts and quotes as usual.
+    It gets the tools if it is to describe them.
 
     Returns:
       The text, and the mark with which its placeholders begin.
     """
+    if self.tools_in_prompt == 'own' or not self.supports_tools:
+      tools = ()
     messages = [
-      self._output_limit.apply(messages_lib.check(message)) for message in messages
+      pictures_lib.write_places(self._output_limit.apply(messages_lib.check(message)))
+      for message in messages
     ]
-    messages = [pictures_lib.write_places(message) for message in messages]
     mark = control_tokens.find_unused_mark(repr((messages, tools)))
     neutral = [self._control.hide_in_message(message, mark) for message in messages]
     tools = self._control.hide(list(tools), mark)

@@ -54,8 +54,7 @@ class Passage:
     self.turns: list[types.Turn] = []
     self.pictures = tuple(pictures)
     self.routes: np.ndarray | None = None
-    # Tokens, and for those that were sampled here log-probs and policy steps.
-    self._pieces = [] if copied is None else [(copied, None, None)]
+    self._pieces = [] if copied is None else [_observe(copied)]
 
   @property
   def tokens(self) -> np.ndarray:
@@ -75,8 +74,9 @@ class Passage:
     self.pictures += tuple(pictures)
     start = len(self) + len(observed)
     turn = types.Turn(0, start, start + len(reply.tokens))
-    sampled = reply.tokens, reply.behaviour_logprobs, reply.policy_steps
-    self._pieces += [(observed, None, None), sampled]
+    is_action = np.ones(len(reply.tokens), bool)
+    sampled = reply.tokens, is_action, reply.behaviour_logprobs, reply.policy_steps
+    self._pieces += [_observe(observed), sampled]
     self._add_routes(reply.routes)
     self.turns.append(turn)
     return turn
@@ -96,16 +96,10 @@ class Passage:
 
   def to_segment(self) -> types.Segment:
     """Joins its tokens, with the action mask."""
-    columns = [], [], [], []
-    for tokens, logprobs, steps in self._pieces:
-      sampled, zeros = logprobs is not None, np.zeros(len(tokens))
-      columns[0].append(tokens)
-      columns[1].append(np.full(len(tokens), sampled))
-      columns[2].append(logprobs if sampled else zeros)
-      columns[3].append(steps if sampled else zeros)
-    dtypes = (np.int32, bool, np.float32, np.int32)
+    dtypes = np.int32, bool, np.float32, np.int32
+    columns = [np.concatenate(column) for column in zip(*self._pieces, strict=True)]
     return types.Segment(
-      *(np.concatenate(c).astype(d) for c, d in zip(columns, dtypes, strict=True)),
+      *(c.astype(d) for c, d in zip(columns, dtypes, strict=True)),
       pictures=self.pictures,
       routes=self._pad_routes(),
     )
@@ -116,6 +110,12 @@ class Passage:
       return None
     after = [(0, len(self) - len(self.routes)), (0, 0), (0, 0)]
     return np.pad(self.routes, after, constant_values=types.NO_EXPERT)
+
+
+def _observe(tokens: np.ndarray) -> tuple[np.ndarray, ...]:
+  """Makes the columns of a segment for tokens that are no actions."""
+  zeros = np.zeros(len(tokens))
+  return tokens, zeros, zeros, zeros
 
 
 class Transcript:
