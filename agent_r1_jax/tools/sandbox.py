@@ -13,7 +13,8 @@ nothing else, writes no file, has no network, starts no process, signals nobody.
 where no other files are; without them `stat` tells which files exist, and their sizes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent import futures
 import contextlib
 import importlib.util
 import json
@@ -44,6 +45,9 @@ _FIND = (
 )
 _START_SECONDS = 60.0
 _PROBE_SECONDS = 10.0
+_LONGEST_SECONDS = 1e6  # Of a cell.
+# The kernel ends bubblewrap with the thread that started it, so that one never ends.
+_STARTER = futures.ThreadPoolExecutor(1, 'sandbox-starter')
 
 
 class Output(NamedTuple):
@@ -94,26 +98,12 @@ class Sandbox:
 
   def _start(self) -> None:
     """Starts the worker, and refuses a machine that cannot confine what it runs."""
-    self._socket, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # What is here keeps numpy from starting a thread a core in each interpreter.
+    variables = {'OPENBLAS_NUM_THREADS': '1', 'OMP_NUM_THREADS': '1'}
+    process, self._socket = start_worker(
+      _isolate(self._preload), _WORKER, variables, kind=socket.SOCK_SEQPACKET
+    )
     self._socket.settimeout(_START_SECONDS)
-    with worker_end:
-      process = subprocess.Popen(
-        [
-          *_isolate(self._preload),
-          sys.executable,
-          '-I',
-          str(_WORKER),
-          str(worker_end.fileno()),
-        ],
-        # Nothing of the trainer's environment, where API keys are. What is here keeps
-        # numpy from starting a thread a core in each interpreter.
-        env={'OPENBLAS_NUM_THREADS': '1', 'OMP_NUM_THREADS': '1', 'LANG': 'C.UTF-8'},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        cwd='/',
-        pass_fds=[worker_end.fileno()],
-        start_new_session=True,
-      )
     self._end_worker = weakref.finalize(self, _end, process, self._socket)
     try:
       missing = self._ask({'preload': [*self._preload]})['missing']
@@ -209,7 +199,7 @@ class Session:
     start = time.monotonic()
     data = code.encode(errors='replace')
     data = struct.pack('>I', len(data)) + data
-    text, status = self._exchange(data, start + seconds)
+    text, status = self._exchange(data, start + min(seconds, _LONGEST_SECONDS))
     if status not in ('ok', 'error'):
       self.close()
     shown_text = text[: self._box.max_output].decode(errors='replace')
@@ -219,18 +209,15 @@ class Session:
 
   def _exchange(self, data: bytes, deadline: float) -> tuple[bytes, str]:
     """Sends a cell, and reads output until it is done; (output, status)."""
-    text, ended = bytearray(), False
+    text, status = bytearray(), ''
     poll = select.poll()  # Not `select`, which knows descriptors below 1,024 alone.
     for descriptor in (self._output, self._done):
       poll.register(descriptor, select.POLLIN)
     poll.register(self._code, select.POLLOUT)
-    while not ended:
-      left = deadline - time.monotonic()
-      if left <= 0:
-        return bytes(text), 'timeout'
-      ready = {
-        descriptor for descriptor, _ in poll.poll(math.ceil(min(left, 1e6) * 1000))
-      }
+    while (left := deadline - time.monotonic()) > 0:
+      # After the word that it is done only what the cell had printed is read.
+      wait = 0 if status else math.ceil(left * 1000)
+      ready = {descriptor for descriptor, _ in poll.poll(wait)}
       if data and self._code in ready:
         try:
           data = data[os.write(self._code, data) :]
@@ -240,31 +227,47 @@ class Session:
           return bytes(text), 'ended'
         if not data:
           poll.unregister(self._code)
-      if self._done in ready:
-        # Before the output, all of which the cell had printed when it wrote this.
-        done = _read(self._done, 1)
-        if done is not None and data:
-          return bytes(text), 'ended'  # No word of the worker: it has not read the cell.
-        if done is not None:
-          status = {b'0': 'ok', b'1': 'error'}.get(done, 'ended')
-          return self._drain(text, status, deadline)
-      if self._output in ready:
+      if self._done in ready and (word := _read(self._done, 1)) is not None:
+        # With data left it is no word of the worker, which has not read the cell.
+        known = {} if data else {b'0': 'ok', b'1': 'error'}
+        status = known.get(word, 'ended')
+        poll.unregister(self._done)
+      elif self._output in ready:
         piece = _read(self._output, 1 << 16)
         text += piece or b''
-        ended = piece == b''
-      if len(text) > 16 * self._box.max_output:
-        return bytes(text), 'output'
-    return bytes(text), 'ended'
+        if piece == b'':
+          return bytes(text), status or 'ended'
+        if len(text) > 16 * self._box.max_output:
+          return bytes(text), 'output'
+      elif status:
+        return bytes(text), status
+    return bytes(text), 'timeout'
 
-  def _drain(self, text: bytearray, status: str, deadline: float) -> tuple[bytes, str]:
-    """Reads the output that is there already; (output, status)."""
-    while piece := _read(self._output, 1 << 16):
-      text += piece
-      if len(text) > 16 * self._box.max_output:
-        return bytes(text), 'output'
-      if time.monotonic() > deadline:
-        return bytes(text), 'timeout'
-    return bytes(text), status
+
+def start_worker(
+  isolation: Sequence[str],
+  script: pathlib.Path,
+  variables: Mapping[str, str],
+  kind: socket.SocketKind = socket.SOCK_STREAM,
+) -> tuple[subprocess.Popen, socket.socket]:
+  """Starts a script, inside bubblewrap's command if there is one, and a socket to it.
+
+  Nothing of the trainer's environment, where API keys are, comes along but `variables`.
+  """
+  here, there = socket.socketpair(socket.AF_UNIX, kind)
+  command = [*isolation, sys.executable, '-I', str(script), str(there.fileno())]
+  with there:
+    process = _STARTER.submit(
+      subprocess.Popen,
+      command,
+      env={'LANG': 'C.UTF-8', **variables},
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.DEVNULL,
+      cwd='/',
+      pass_fds=[there.fileno()],
+      start_new_session=True,
+    ).result()
+  return process, here
 
 
 def _isolate(preload: Sequence[str] = ()) -> list[str]:

@@ -17,7 +17,6 @@ needs seccomp, and bubblewrap's namespaces or, where they are missing, Landlock 
 """
 
 from collections.abc import Mapping
-from concurrent import futures
 import contextlib
 import functools
 import itertools
@@ -48,8 +47,6 @@ _END_SECONDS = 10.0
 _GRACE_SECONDS = 30.0
 # Where the trainer is root, shells get these users, which no system gives to others.
 _USERS = itertools.cycle(range(60_100, 64_900))
-# The kernel ends bubblewrap with the thread that started it, so that one never ends.
-_STARTER = futures.ThreadPoolExecutor(1, 'shell-starter')
 
 
 class Limits(NamedTuple):
@@ -114,25 +111,8 @@ class Session:
     isolation = _isolate(limits.disk_mb)
     paths = {sysconfig.get_path(kind) for kind in ('purelib', 'platlib')}
     root = '/' if isolation else os.path.realpath(tempfile.mkdtemp(prefix='shell-'))
-    self._socket, worker_end = socket.socketpair()
+    process, self._socket = sandbox.start_worker(isolation, _FOLDER / _FILES[0], {})
     self._lines = self._socket.makefile('rw')
-    with worker_end:
-      process = _STARTER.submit(
-        subprocess.Popen,
-        [
-          *isolation,
-          sys.executable,
-          '-I',
-          str(_FOLDER / _FILES[0]),
-          str(worker_end.fileno()),
-        ],
-        env={'LANG': 'C.UTF-8'},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        cwd='/',
-        pass_fds=[worker_end.fileno()],
-        start_new_session=True,
-      ).result()
     self.close = weakref.finalize(
       self, _end, process, self._socket, self._lines, None if isolation else root
     )
