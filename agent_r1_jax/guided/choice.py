@@ -157,18 +157,12 @@ class StateValues:
     What a text shares with those of before is not computed again. `pictures` are those
     that each text shows, and perhaps others.
     """
-    self.close()
     # The sampled token is not used: the value is that of the state before it.
     make = functools.partial(
-      request_lib.Request,
-      max_tokens=1,
-      sampling=config_lib.GREEDY,
-      policy=self._critic,
+      request_lib.Request, max_tokens=1, sampling=config_lib.GREEDY, policy=self._critic
     )
     shown = zip(texts, pictures, strict=True)
-    generations = [self._replica.submit(make(text, pictures=x)) for text, x in shown]
-    self._texts = [generation.text for generation in generations]
-    chunks = await asyncio.gather(*generations)
+    chunks = await self._sample([make(text, pictures=x) for text, x in shown])
     return np.array([chunk.values[0] for chunk in chunks])
 
   async def read_replies(
@@ -178,21 +172,24 @@ class StateValues:
     replies: Sequence[request_lib.Chunk],
   ) -> Float[np.ndarray, 'K']:
     """Returns log π_φ of the replies that texts end with, which the critic repeats."""
-    self.close()
-    generations = []
+    requests = []
     for text, shown, reply in zip(texts, pictures, replies, strict=True):
-      n = len(reply.tokens)
       request = request_lib.Request(
-        text[:-n],
-        max_tokens=n,
+        text[: -len(reply.tokens)],
+        max_tokens=len(reply.tokens),
         pictures=shown,
         policy=self._critic,
         guides={guide_lib.FORCED: guide_lib.forced_state(reply.tokens)},
       )
-      generations.append(self._replica.submit(request))
-    self._texts = [generation.text for generation in generations]
-    said = await asyncio.gather(*generations)
+      requests.append(request)
+    said = await self._sample(requests)
     return np.array([float(chunk.logprobs.sum()) for chunk in said])
+
+  async def _sample(self, requests: Sequence[request_lib.Request]) -> Any:
+    self.close()
+    generations = [self._replica.submit(request) for request in requests]
+    self._texts = [generation.text for generation in generations]
+    return await asyncio.gather(*generations)
 
   def close(self):
     """Lets other texts have the rows; until then, texts continue what is in them."""

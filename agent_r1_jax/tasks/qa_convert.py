@@ -8,6 +8,7 @@ else the official row says), and these files as a TFDS data set. From it
 """
 
 from collections.abc import Iterator, Mapping
+import dataclasses
 import gzip
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.tasks import qa_data
+from agent_r1_jax.types import Task
 
 # A file with a larger share of broken rows is not the official one.
 _MAX_BROKEN = 0.01
@@ -61,15 +63,18 @@ def convert(
   counts, broken = {}, []
   for split, path in files.items():
     left_out: list[str] = []
-    rows = _rows(split, path, corpus, left_out)
-    rows = list(rows) if aliases is None else _with_aliases(rows, aliases)
-    total = len(rows) + len(left_out)
+    tasks = list(_read_tasks(split, path, corpus, left_out))
+    if aliases is not None:
+      tasks = qa_data.add_aliases(tasks, aliases)
+      unique = lambda answers: list(dict.fromkeys(answers))
+      tasks = [dataclasses.replace(t, answer=unique(t.answer)) for t in tasks]
+    total = len(tasks) + len(left_out)
     if len(left_out) > _MAX_BROKEN * total:
       raise ValueError(
         f'{path}: {len(left_out)} of {total} rows are broken, such as {left_out[0]}. Is '
         'it the official file?'
       )
-    counts[split] = _write(directory / f'{split}.jsonl.gz', rows)
+    counts[split] = _write(directory / f'{split}.jsonl.gz', map(_to_row, tasks))
     broken += left_out
   shutil.rmtree(directory / qa_tfds.Questions.name, ignore_errors=True)
   written = {split: qa_data.load(directory / f'{split}.jsonl.gz') for split in files}
@@ -80,8 +85,8 @@ def convert(
   return Converted(counts, _write(directory / qa_data.CORPUS, passages), broken)
 
 
-def _rows(split, path, corpus, broken) -> Iterator[dict[str, Any]]:
-  """Yields the rows of a file; adds passages to `corpus`, messages to `broken`."""
+def _read_tasks(split, path, corpus, broken) -> Iterator[Task]:
+  """Yields the tasks of a file; adds passages to `corpus`, messages to `broken`."""
   layout, task_ids = None, set()
   for where, row in documents.read_rows(path):
     layout = layout or qa_data.recognise(where, row)
@@ -101,25 +106,14 @@ def _rows(split, path, corpus, broken) -> Iterator[dict[str, Any]]:
       corpus.setdefault(passage, f'p{len(corpus)}')
       ids.setdefault(passage[0], corpus[passage])
     titles = task.info['supporting_titles']
-    yield {
-      'id': task.id,
-      'question': task.info['question'],
-      'golden_answers': task.answer,
-      **task.info,
-      'supporting_ids': [ids[title] for title in titles if title in ids],
-      'origin': split,
-    }
+    task.info['supporting_ids'] = [ids[title] for title in titles if title in ids]
+    task.info['origin'] = split
+    yield task
 
 
-def _with_aliases(rows, path) -> list[dict[str, Any]]:
-  """Adds the aliases of 2Wiki's answers to its rows."""
-  rows = list(rows)
-  tasks = [qa_data.jsonl_row(row['id'], row) for row in rows]
-  named = qa_data.add_aliases(tasks, path)
-  return [
-    row | {'golden_answers': list(dict.fromkeys(task.answer))}
-    for row, task in zip(rows, named, strict=True)
-  ]
+def _to_row(task: Task) -> dict[str, Any]:
+  row = {'id': task.id, 'question': task.info['question']}
+  return row | {'golden_answers': task.answer} | task.info
 
 
 def _write(path: pathlib.Path, rows) -> int:
