@@ -56,10 +56,11 @@ def main(_):
     if _ENCODE_ONLY.value:
       return
     print(f'indexing {len(passages)} vectors of {model.dim} numbers: {_FACTORY.value}')
-    dense.Dense.from_vectors(
+    dense.Dense(
       passages,
-      vectors,
-      model.encode_queries,
+      model.encode_passages,
+      vectors=vectors,
+      encode_query=model.encode_queries,
       factory=_FACTORY.value,
       parameters=_PARAMETERS.value,
     ).save(out)

@@ -124,14 +124,14 @@ def test_an_index_of_distances_is_refused(tmp_path, factory, metric):
 def test_vectors_in_shards_make_the_same_index(factory):
   vectors = _encode([p.contents for p in PASSAGES])
   shards = np.split(vectors, [1, 200, 200, 555])
-  sharded = dense.Dense.from_vectors(
-    PASSAGES, shards, _encode, factory=factory, train_size=450
+  sharded = dense.Dense(
+    PASSAGES, _encode, vectors=shards, factory=factory, train_size=450
   )
   direct = dense.Dense(PASSAGES, _encode, factory=factory, train_size=450)
   queries = [f'query {i}' for i in range(40)]
   assert sharded.search(queries, 5) == direct.search(queries, 5)
   with pytest.raises(ValueError, match='vectors has 599 rows for 600 passages'):
-    dense.Dense.from_vectors(PASSAGES, [vectors[1:]], _encode)
+    dense.Dense(PASSAGES, _encode, vectors=[vectors[1:]])
 
 
 def test_another_encoder_is_refused(tmp_path):

@@ -61,7 +61,7 @@ def test_killed_twice_and_resumed_equals_uninterrupted(tmp_path):
   for ours, theirs in zip(found, expected, strict=True):
     np.testing.assert_array_equal(ours, theirs)
   for name, vectors in (('a', found), ('b', expected)):
-    index = dense.Dense.from_vectors(PASSAGES, vectors, _encode, factory='IVF2,Flat')
+    index = dense.Dense(PASSAGES, _encode, vectors=vectors, factory='IVF2,Flat')
     index.save(tmp_path / name)
   a, b = ((tmp_path / name / 'index.faiss').read_bytes() for name in 'ab')
   assert a == b

@@ -28,6 +28,7 @@ class Dense:
     passages: Sequence[Document],
     encode: Encode,
     *,
+    vectors: Sequence[np.ndarray] | None = None,
     encode_query: Encode | None = None,
     factory: str = 'Flat',
     parameters: str = '',
@@ -38,6 +39,9 @@ class Dense:
     Args:
       passages: The corpus, at least one passage.
       encode: Encodes batches of passages, with the title on the first line.
+      vectors: What `encode` has made of the passages already: float32 arrays [n, d] whose
+        rows, one array after the other, are those of the passages. Files that are mapped
+        into memory are read a piece at a time.
       encode_query: Encodes queries, where they need another prefix; None is `encode`.
       factory: A FAISS index factory string: 'Flat' is exact; 'IVF4096,SQ8', 'HNSW32' or
         'IVF4096,PQ64' for millions.
@@ -48,34 +52,13 @@ class Dense:
     """
     if not passages:
       raise ValueError('passages is empty; Dense needs at least one')
-    texts = [passage.contents for passage in passages]
-    vectors = list(encode_batches(encode, texts))
-    self.documents, self._encode_query = passages, encode_query or encode
-    self._index = _make_index(vectors, factory, parameters, train_size)
-
-  @classmethod
-  def from_vectors(
-    cls,
-    passages: Sequence[Document],
-    vectors: Sequence[np.ndarray],
-    encode_query: Encode,
-    *,
-    factory: str = 'Flat',
-    parameters: str = '',
-    train_size: int = 100_000,
-  ) -> 'Dense':
-    """Indexes passages that are encoded already.
-
-    `vectors` are float32 arrays [n, d] whose rows, one array after the other, are those
-    of the passages; files that are mapped into memory are read a piece at a time. The
-    others are the arguments of the class.
-    """
+    if vectors is None:
+      texts = [passage.contents for passage in passages]
+      vectors = list(encode_batches(encode, texts))
     if (rows := sum(map(len, vectors))) != len(passages):
       raise ValueError(f'vectors has {rows} rows for {len(passages)} passages')
-    dense = cls.__new__(cls)
-    dense.documents, dense._encode_query = passages, encode_query
-    dense._index = _make_index(vectors, factory, parameters, train_size)
-    return dense
+    self.documents, self._encode_query = passages, encode_query or encode
+    self._index = _make_index(vectors, factory, parameters, train_size)
 
   def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
     """Finds the k passages of the largest inner product with each query, best first.

@@ -62,9 +62,7 @@ class _Metrics:
 class _Searches:
   """Searches queries in batches, one batch at a time, and caches answers."""
 
-  def __init__(
-    self, retriever, metrics, *, max_batch, window, max_waiting, timeout, cache
-  ):
+  def __init__(self, retriever, metrics, max_batch, window, max_waiting, timeout, cache):
     self._retriever, self._metrics = retriever, metrics
     self._timeout, self._max_waiting, self._cache_size = timeout, max_waiting, cache
     # By the sha256 of a query, which may be as long as a request, and its k.
@@ -161,17 +159,13 @@ def make_app(
   from starlette import applications, routing
 
   metrics = _Metrics()
-  searches = _Searches(
-    retriever,
-    metrics,
-    max_batch=max_batch,
-    window=window,
-    max_waiting=max_waiting,
-    timeout=timeout,
-    cache=cache,
-  )
-  retrieve = _make_model('topk', 3, max_waiting, max_k), _render_result
-  search = _make_model('top_k', 5, max_waiting, max_k), _render_results
+  limits = max_batch, window, max_waiting, timeout, cache
+  searches = _Searches(retriever, metrics, *limits)
+
+  def route(path, methods, k_name, default_k, render):
+    model = _make_model(k_name, default_k, max_waiting, max_k)
+    endpoint = _make_endpoint(searches, metrics, model, render)
+    return routing.Route(path, endpoint, methods=methods)
 
   async def health(request):
     if hung := thread_pool.POOL.abandoned.get(_CALL):
@@ -181,12 +175,8 @@ def make_app(
 
   return applications.Starlette(
     routes=[
-      routing.Route(
-        '/retrieve', _make_endpoint(searches, metrics, *retrieve), methods=['POST']
-      ),
-      routing.Route(
-        '/search', _make_endpoint(searches, metrics, *search), methods=['GET', 'POST']
-      ),
+      route('/retrieve', ['POST'], 'topk', 3, _render_result),
+      route('/search', ['GET', 'POST'], 'top_k', 5, _render_results),
       routing.Route('/health', health),
       routing.Route('/metrics', http.show_metrics(metrics.registry)),
     ],
