@@ -158,8 +158,7 @@ def test_broken_rows_are_left_out_and_named(project, tmp_path, capsys, monkeypat
 def test_without_the_environment_it_says_how_to_convert(
   project, tmp_path, capsys, monkeypatch
 ):
-  monkeypatch.setitem(sys.modules, 'agent_r1_jax.tasks.qa_convert', None)
-  monkeypatch.delattr('agent_r1_jax.tasks.qa_convert', raising=False)
+  monkeypatch.setitem(sys.modules, 'convert_questions', None)
   assert fetch.main(['musique', f'--manifest={project}', f'--to={tmp_path}']) == 1
   said = capsys.readouterr()
   assert 'musique_v1.0.zip: extracted' in said.out and 'make .venv/installed' in said.err

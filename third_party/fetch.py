@@ -274,7 +274,7 @@ def convert(name: str, entry: Mapping[str, Any], directory: pathlib.Path) -> Non
     return
   sys.path.insert(0, str(ROOT))
   try:
-    from agent_r1_jax.tasks import qa_convert
+    import convert_questions
   except ModuleNotFoundError as error:
     raise ValueError(
       f"{name} is downloaded and not converted: that needs the project's environment (no "
@@ -282,7 +282,7 @@ def convert(name: str, entry: Mapping[str, Any], directory: pathlib.Path) -> Non
       'same command again'
     ) from None
   print(f'{name}: converting ...', flush=True)
-  done = qa_convert.convert(sources, directory, aliases)
+  done = convert_questions.convert(sources, directory, aliases)
   for message in done.broken[:5]:
     print(f'{name}: left out: {message}')
   if len(done.broken) > 5:
