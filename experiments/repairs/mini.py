@@ -31,7 +31,7 @@ def with_mini(program: str, prompts: str | pathlib.Path = 'mini.yaml', **options
   Args:
     program: The path of its command `mini`.
     prompts: Its configuration: one that it comes with, or a file such as SHORT.
-    **options: See `containers.in_workspace`.
+    **options: See `containers.WorkspaceRun`.
   """
 
   def command(task: types.Task, docker: str) -> Sequence[str]:
@@ -58,4 +58,4 @@ def with_mini(program: str, prompts: str | pathlib.Path = 'mini.yaml', **options
       task.messages[-1]['content'],
     ]
 
-  return containers.in_workspace(command, directories.open_workspace, **options)
+  return containers.WorkspaceRun(command, directories.open_workspace, **options)

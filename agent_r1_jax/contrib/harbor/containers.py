@@ -7,14 +7,14 @@ the model wrote is confined, while the agent's own code, which asks the endpoint
   def command(task, docker):
     return ['agent', '--docker', docker, task.messages[-1]['content']]
 
-  run = containers.in_workspace(command, directories.open_workspace)
+  run = containers.WorkspaceRun(command, directories.open_workspace)
   train.run(..., make_env=lambda: program.Program(run))
 
 The workspace judges when the program has ended.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 import contextlib
 import dataclasses
 import json
@@ -22,9 +22,9 @@ import pathlib
 import shlex
 import sys
 import tempfile
-from typing import Protocol
 
 from agent_r1_jax import types
+from agent_r1_jax.contrib.harbor import directories
 from agent_r1_jax.host import workers
 from agent_r1_jax.serve import conversation, program, sources
 from agent_r1_jax.tools import shell
@@ -55,40 +55,15 @@ _WITHOUT_VALUE = ('-i', '-t', '-it', '-d', '--interactive', '--tty')
 _REFUSALS = (conversation.MAX_TURNS, sources.TOO_LONG)
 
 
-class Workspace(Protocol):
-  """Where an agent's commands run, such as directories.Workspace."""
-
-  @property
-  def seconds_left(self) -> float:
-    """How long the agent may go on."""
-    ...
-
-  def run(self, command: str, seconds: float) -> shell.Output:
-    """Runs a command, or raises shell.CommandError."""
-    ...
-
-  def judge(self) -> float:
-    """Returns the reward of what the agent has left."""
-    ...
-
-  def close(self) -> None:
-    """Ends the workspace."""
-    ...
-
-
-def in_workspace(
-  command: Callable[[types.Task, str], Sequence[str]],
-  open_workspace: Callable[[types.Task], Workspace],
-  *,
-  seconds: float = 30.0,
-) -> Callable[[types.Task, str], Awaitable[program.Output]]:
-  """Makes a Program's `run` of a process whose commands run in a task's workspace.
+@dataclasses.dataclass(frozen=True)
+class WorkspaceRun:
+  """A Program's `run` of a process whose commands run in a task's workspace.
 
   The reward is the part 'solved'. A program that ends with another status than 0 makes
   the episode an error, unless the endpoint had refused it a reply for want of turns or
   tokens: what it left is then judged, as it is when the time of the task is over.
 
-  Args:
+  Attributes:
     command: (task, path of the command in place of docker) -> the program and its
       arguments. It gets the environment of `program.process`.
     open_workspace: Makes the workspace of an episode; it runs in a thread. The info of
@@ -96,18 +71,13 @@ def in_workspace(
       shorter than both is refused.
     seconds: Seconds of the clock that a command in the workspace may take.
   """
-  return _Run(command, open_workspace, seconds)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Run:
-  """A Program's `run`; see in_workspace."""
 
   command: Callable[[types.Task, str], Sequence[str]]
-  open_workspace: Callable[[types.Task], Workspace]
-  seconds: float
+  open_workspace: Callable[[types.Task], directories.Workspace]
+  seconds: float = 30.0
 
   async def __call__(self, task: types.Task, url: str) -> program.Output:
+    """Runs the program, and judges what it has left."""
     workspace = await workers.call(self.open_workspace, task, name='workspace')
     try:
       async with open_docker(workspace, self.seconds) as docker:
@@ -131,7 +101,9 @@ def _check_end(status: int, output: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_docker(workspace: Workspace, seconds: float) -> AsyncIterator[str]:
+async def open_docker(
+  workspace: directories.Workspace, seconds: float
+) -> AsyncIterator[str]:
   """Yields the path of a command in place of docker, which works meanwhile.
 
   It knows `run -d`, whose container is the workspace, whatever the image,
@@ -159,7 +131,9 @@ async def open_docker(workspace: Workspace, seconds: float) -> AsyncIterator[str
       yield str(path)
 
 
-def _run(workspace: Workspace, seconds: float, words: list[str]) -> tuple[str, int]:
+def _run(
+  workspace: directories.Workspace, seconds: float, words: list[str]
+) -> tuple[str, int]:
   """Does what docker was asked for; returns what it prints and its exit status."""
   verb, *words = words or ['']
   if verb in ('stop', 'kill', 'rm'):

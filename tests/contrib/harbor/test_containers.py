@@ -26,7 +26,7 @@ def play(tmp_path):
   def play_script(script, changes=None, **options):
     (task,) = directories.load(write(tmp_path / 'task', changes))
     command = lambda task, docker: ['bash', '-c', script, docker]
-    run = containers.in_workspace(command, directories.open_workspace, **options)
+    run = containers.WorkspaceRun(command, directories.open_workspace, **options)
     return asyncio.run(run(task, URL))
 
   return play_script
@@ -120,7 +120,7 @@ def test_the_time_of_the_agent_bounds_the_program(play):
 
 def test_an_episode_has_to_last_as_long_as_its_task_may(tmp_path):
   (task,) = directories.load(write(tmp_path))
-  run = containers.in_workspace(lambda task, docker: [], directories.open_workspace)
+  run = containers.WorkspaceRun(lambda task, docker: [], directories.open_workspace)
   assert program.Program(run).least_limits(task) == {'episode_seconds': 140.0}
   assert program.Program(run).least_limits(types.Task('x', [])) == {'episode_seconds': 0}
   assert program.Program(lambda task, url: None).least_limits(task) == {}
