@@ -71,8 +71,7 @@ class Server:
     self._command, self._env = [*command], {name: os.environ[name] for name in env}
     self._url, self._name = url, url or ' '.join(command)
     self._seconds, self._start_seconds = seconds, start_seconds
-    # Set while there is a connection, or one is being opened.
-    self._opened: asyncio.Future[_Connection] | None = None
+    self._connection: _Connection | None = None  # It may still be opening.
     self._holding: set[asyncio.Task] = set()
     self._failures, self._not_before = 0, 0.0
     self._closing = asyncio.Event()
@@ -108,8 +107,8 @@ class Server:
 
   async def _wait_for_close(self) -> None:
     await self._closing.wait()
-    if self._opened and self._opened.done():
-      self._opened.result().leave.set()
+    if self._connection:
+      self._connection.leave.set()
     if self._holding:
       await asyncio.wait(self._holding, timeout=_STOP_SECONDS - 1)
 
@@ -166,26 +165,25 @@ class Server:
     Raises:
       ConnectionError: The server did not start, or is not started yet after it ended.
     """
-    if self._opened is None:
+    if self._connection is None:
       if (pause := self._not_before - self._loop.time()) > 0:
         raise ConnectionError(
           f'{self._name} ended {self._failures} times in a row; it is started again in '
           f'{math.ceil(pause)} seconds'
         )
-      self._opened = self._loop.create_future()
-      # Nobody may wait for it any longer; asyncio would warn of its exception.
-      self._opened.add_done_callback(lambda opened: opened.exception())
-      task = self._loop.create_task(self._hold(self._opened))
+      self._connection = _Connection()
+      task = self._loop.create_task(self._hold(self._connection))
       self._holding.add(task)
       task.add_done_callback(self._holding.discard)
+    connection = self._connection
     # A call that is cancelled must not cancel the start for those that wait with it.
-    connection = await asyncio.shield(self._opened)
+    await asyncio.shield(connection.opened)
     if connection.probe is None:
       return connection
     await asyncio.shield(connection.probe)
     return await self._connect()
 
-  async def _hold(self, opened: asyncio.Future) -> None:
+  async def _hold(self, connection: '_Connection') -> None:
     """Opens a connection and holds it until it is to be left.
 
     The package's cancel scopes must be entered and left by the same task.
@@ -202,25 +200,22 @@ class Server:
     try:
       with anyio.CancelScope() as scope:
         scope.deadline = anyio.current_time() + self._start_seconds
-        async with mcp.Client(target, cache=None) as client:
-          connection = _Connection(client)
+        async with mcp.Client(target, cache=None) as connection.client:
           await connection.list_tools()
           scope.deadline = math.inf
-          opened.set_result(connection)
+          connection.opened.set_result(None)
           await connection.leave.wait()
           scope.deadline = anyio.current_time() + _STOP_SECONDS
     except Exception as raised:
       error = raised
-    if opened.done():
-      return
-    self._count_failure(opened)
-    opened.set_exception(
-      ConnectionError(f'the MCP server {self._name} did not start: {_describe(error)}')
-    )
+    if not connection.opened.done():
+      self._count_failure(connection)
+      text = f'the MCP server {self._name} did not start: {_describe(error)}'
+      connection.opened.set_exception(ConnectionError(text))
 
   def _probe_if_open(self) -> None:
-    if self._opened and self._opened.done():
-      self._probe(self._opened.result())
+    if self._connection and self._connection.opened.done():
+      self._probe(self._connection)
 
   def _probe(self, connection: '_Connection') -> asyncio.Task:
     """Starts to list the tools again; a server that gives no answer is started again."""
@@ -230,9 +225,7 @@ class Server:
         async with asyncio.timeout(_PROBE_SECONDS):
           await connection.list_tools()
       except Exception as error:
-        opened = self._opened
-        if opened and opened.done() and opened.result() is connection:
-          self._count_failure(opened)
+        self._count_failure(connection)
         if not (connection.leave.is_set() or self._closing.is_set()):
           logging.warning('%s: %s; it is started again', self._name, _describe(error))
         connection.leave.set()
@@ -241,28 +234,33 @@ class Server:
     connection.probe = connection.probe or self._loop.create_task(probe())
     return connection.probe
 
-  def _count_failure(self, opened: asyncio.Future) -> None:
+  def _count_failure(self, connection: '_Connection') -> None:
     """Lets the next call start the server: at once, later after longer and longer."""
-    if self._opened is opened:
-      self._opened = None
+    if self._connection is not connection:  # Its failure has been counted.
+      return
+    self._connection = None
     self._failures += 1
     pause = min(2.0 ** (self._failures - 2), _MAX_PAUSE) if self._failures > 1 else 0.0
     self._not_before = self._loop.time() + pause
 
 
 class _Connection:
-  """An open connection.
+  """A connection, which is opened and held by a task of its own.
 
   Attributes:
     client: The package's client.
     tools: The server's tools by name, as the package describes them.
+    opened: Done when the connection is open, or could not be opened.
     leave: Set when the connection is to be ended.
     probe: Asks whether the server still answers; None if no call has failed.
   """
 
-  def __init__(self, client):
-    self.client = client
+  def __init__(self):
+    self.client: Any = None
     self.tools: dict[str, Any] = {}
+    self.opened = asyncio.get_running_loop().create_future()
+    # Nobody may wait for it any longer; asyncio would warn of its exception.
+    self.opened.add_done_callback(lambda opened: opened.exception())
     self.leave = asyncio.Event()
     self.probe: asyncio.Task | None = None
 
