@@ -33,6 +33,14 @@ _MAX_BRANCHES = 1 << 14
 _MAX_TARGETS = 1 << 20
 
 
+# The columns of a batch, the columns of data that they are made of, and what others have.
+_SOURCES = {
+  'advantages': (('weights', 'advantages'), 1.0),
+  'old_logprobs': (('logprobs',), 0.0),
+  'correction': (('sequence_ratio_mask',), 1.0),
+}
+
+
 class Datum(NamedTuple):
   """An input, what may follow its tokens, and numbers of these targets."""
 
@@ -41,31 +49,42 @@ class Datum(NamedTuple):
   targets: np.ma.MaskedArray
   columns: dict[str, np.ndarray]  # By name, float32 of the targets' shape.
 
-
-def make_column(x: np.ndarray, shape: Sequence[int], name: str) -> np.ma.MaskedArray:
-  """Makes a column of a flat array; raises ValueError if the shape is not the array's."""
-  if any(size < 0 for size in shape) or int(np.prod(shape)) != len(x):
-    raise ValueError(f'{name} has {len(x)} numbers, and its shape is {list(shape)}')
-  return np.ma.masked_array(x.reshape(shape), mask=False)
+  @property
+  def wanted(self) -> np.ndarray:
+    """Where there is a target."""
+    return ~np.ma.getmaskarray(self.targets)
 
 
-def make_sparse_column(
+def make_column(
   values: np.ndarray,
-  rows: np.ndarray,
-  columns: np.ndarray,
   shape: Sequence[int],
   name: str,
+  csr: Sequence[np.ndarray] | None = None,
 ) -> np.ma.MaskedArray:
-  """Makes a column of a matrix in CSR, masked where it lists nothing.
+  """Makes a column of a flat array, or of a matrix in CSR, masked where it lists nothing.
+
+  `csr` is where each row begins among the values, and the end, and each value's column.
 
   Raises:
-    ValueError: It is no such matrix.
+    ValueError: The arrays are not those of this shape.
   """
-  good = len(shape) == 2 and len(rows) == shape[0] + 1 and min(shape) >= 0
-  good = good and len(values) == len(columns) and shape[0] * shape[1] <= _MAX_TARGETS
-  good = good and rows[0] == 0 and rows[-1] == len(values) and (np.diff(rows) >= 0).all()
-  good = good and ((columns >= 0) & (columns < (shape[1] if good else 0))).all()
-  if not good:
+  if csr is None:
+    if any(size < 0 for size in shape) or int(np.prod(shape)) != len(values):
+      raise ValueError(
+        f'{name} has {len(values)} numbers, and its shape is {list(shape)}'
+      )
+    return np.ma.masked_array(values.reshape(shape), mask=False)
+  rows, columns = csr
+  if not (
+    len(shape) == 2
+    and min(shape) >= 0
+    and shape[0] * shape[1] <= _MAX_TARGETS
+    and len(rows) == shape[0] + 1
+    and rows[0] == 0
+    and rows[-1] == len(values) == len(columns)
+    and (np.diff(rows) >= 0).all()
+    and ((columns >= 0) & (columns < shape[1])).all()
+  ):
     raise ValueError(f'{name} is no sparse matrix of the shape {list(shape)}')
   dense = np.ma.masked_array(np.zeros(tuple(shape), values.dtype), mask=True)
   dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
@@ -153,7 +172,7 @@ class Packed:
   plain: bool
   _data: Sequence[Datum]
   _layout: prefix_trees.TreeLayout
-  _places: np.ndarray  # Of each target that is not masked, its token in the table.
+  _places: list[np.ndarray]  # Of each datum's targets, their tokens in the table.
 
   def unpack(self, packed: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Takes the targets' numbers out of a column of all micro-batches, [B, E] each.
@@ -161,29 +180,18 @@ class Packed:
     Returns:
       For each datum an array of the targets' shape, 0 where they are masked.
     """
-    flat = np.concatenate([np.asarray(x) for x in packed]).reshape(-1)
     column = np.zeros(len(self._layout.index), np.float32)
-    column[self._layout.entries] = flat[self._layout.places]
-    result, start = [], 0
-    for datum in self._data:
-      count = datum.targets.count()
-      values = np.zeros(datum.targets.shape, np.float32)
-      values[~np.ma.getmaskarray(datum.targets)] = column[self._places[start:][:count]]
-      result.append(values)
-      start += count
+    column[self._layout.entries] = np.concatenate(packed).reshape(-1)[self._layout.places]
+    result = []
+    for datum, places in zip(self._data, self._places, strict=True):
+      result.append(np.zeros(datum.targets.shape, np.float32))
+      result[-1][datum.wanted] = column[places]
     return result
 
 
 def pack(data: Sequence[Datum], shape: packing.MicrobatchShape) -> Packed:
-  """Packs data that `check` has checked.
-
-  The column 'weights' or 'advantages' becomes the batch's advantages, by default 1,
-  'logprobs' its old_logprobs, by default 0, and 'sequence_ratio_mask' its correction, by
-  default None.
-  """
+  """Packs data that `check` has checked; _SOURCES says what the columns are made of."""
   segments: list[types.Segment] = []
-  columns: dict[str, list] = {'advantages': [], 'old_logprobs': []}
-  masked = any('sequence_ratio_mask' in datum.columns for datum in data)
   places, begin, plain = [], 0, True
   for datum in data:
     texts, where = _list_texts(datum)
@@ -193,29 +201,25 @@ def pack(data: Sequence[Datum], shape: packing.MicrobatchShape) -> Packed:
     begin += starts[-1]
     for text in texts:
       zeros = np.zeros(len(text))
-      segments.append(types.Segment(text, np.zeros(len(text), bool), zeros))
-    wanted = ~np.ma.getmaskarray(datum.targets)
-    ones = np.ones(datum.targets.shape, np.float32)
-    amount = datum.columns.get('weights', datum.columns.get('advantages', ones))
-    columns['advantages'].append(amount[wanted])
-    columns['old_logprobs'].append(datum.columns.get('logprobs', 0 * ones)[wanted])
-    if masked:
-      mask = datum.columns.get('sequence_ratio_mask', ones)
-      columns.setdefault('correction', []).append(mask[wanted])
-  index = np.concatenate(places)
-  tokens = table.from_segments(segments)
-  scattered = {}
-  for name, parts in columns.items():
-    scattered[name] = np.zeros(len(tokens))
-    scattered[name][index] = np.concatenate(parts)
-  weights = np.zeros(len(tokens))
-  weights[index] = 1.0
-  tokens = dataclasses.replace(
-    tokens, **scattered, weights=weights, action_mask=weights > 0
-  )
+      segments.append(types.Segment(text, zeros > 0, zeros))
+  tokens, index = table.from_segments(segments), np.concatenate(places)
+  columns = {'weights': np.zeros(len(tokens))}
+  columns['weights'][index] = 1.0
+  used = {name for datum in data for name in datum.columns}
+  for name, (sources, rest) in _SOURCES.items():
+    if name == 'advantages' or used.intersection(sources):
+      columns[name] = np.zeros(len(tokens))
+      columns[name][index] = np.concatenate([_take(x, sources, rest) for x in data])
+  tokens = dataclasses.replace(tokens, **columns, action_mask=columns['weights'] > 0)
   batches, layout = packing.pack_microbatches(tokens, shape)
   assert isinstance(layout, prefix_trees.TreeLayout)  # One chip supports trees.
-  return Packed(batches, plain, data, layout, index)
+  return Packed(batches, plain, data, layout, places)
+
+
+def _take(datum: Datum, sources: Sequence[str], rest: float) -> np.ndarray:
+  """Takes the numbers of a datum's targets from the first source that it has."""
+  found = [datum.columns[name] for name in sources if name in datum.columns]
+  return found[0][datum.wanted] if found else np.full(datum.targets.count(), rest)
 
 
 def _list_branches(datum: Datum) -> np.ndarray:
@@ -224,16 +228,16 @@ def _list_branches(datum: Datum) -> np.ndarray:
   follows = np.zeros(targets.shape, bool)
   follows[:-1] = targets[:-1].data == datum.tokens[1:, None]
   follows[-1] = True  # The last position's first target ends the text.
-  follows &= ~np.ma.getmaskarray(targets)
+  wanted = datum.wanted.reshape(targets.shape)
+  follows &= wanted
   follows &= np.cumsum(follows, axis=1) == 1  # Of equal ones, only the first.
-  return np.argwhere(~follows & ~np.ma.getmaskarray(targets))
+  return np.argwhere(~follows & wanted)
 
 
 def _list_texts(datum: Datum) -> tuple[list[np.ndarray], np.ndarray]:
   """Lists a datum's texts, and for each target its text and its place there, [m, 2]."""
   n = len(datum.tokens)
   targets = datum.targets.reshape(n, -1)
-  wanted = ~np.ma.getmaskarray(targets)
   last = targets[-1].compressed()[:1]
   texts = [np.concatenate([datum.tokens, last]).astype(np.int32)]
   where = np.zeros((*targets.shape, 2), int)
@@ -242,4 +246,4 @@ def _list_texts(datum: Datum) -> tuple[list[np.ndarray], np.ndarray]:
     where[i, k] = len(texts), i + 1
     text = np.append(datum.tokens[: i + 1], targets.data[i, k]).astype(np.int32)
     texts.append(text)
-  return texts, where[wanted]
+  return texts, where[datum.wanted.reshape(targets.shape)]

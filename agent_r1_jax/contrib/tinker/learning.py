@@ -7,7 +7,7 @@ nothing is compiled for another client, rank, learning rate or number of data.
 The functions run in one thread (work.py), never in the event loop.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -128,15 +128,15 @@ class Learning:
     params = lora.join(self.pad(adapter), self._base)
     state = learner.init(params, self._adam)
     if moments is not None:
-      chain: Any = state.opt_state
-      clip, adam, *rest = chain.inner_state
       _check_finite(moments)
+      # Padded alike, and without the scale, which is not learned.
+      new = {name: lora.split(self.pad(moments[name]))[0] for name in ('mu', 'nu')}
+      count = jnp.array(moments['count'], jnp.int32)
+      adam: Any = state.opt_state
+      inner = optax.tree.set(adam.inner_state, count=count, **new)
+      adam = adam._replace(count=count, inner_state=inner)
       # Each is donated, so that none may be another's buffer.
-      count = lambda: jnp.array(moments['count'], jnp.int32)
-      pads = {name: self._pad_learned(moments[name]) for name in ('mu', 'nu')}
-      adam = adam._replace(count=count(), **pads)
-      chain = chain._replace(count=count(), inner_state=(clip, adam, *rest))
-      state = state._replace(opt_state=chain, step=count())
+      state = state._replace(opt_state=jax.tree.map(jnp.copy, adam), step=count)
     return Run(shape, state)
 
   def score(
@@ -233,20 +233,18 @@ class Learning:
 
   def get_moments(self, run: Run) -> dict[str, Any]:
     """Copies Adam's count and moments, at the run's own rank, as `get_adapter` does."""
-    state: Any = run.state.opt_state
-    adam = state.inner_state[1]
-    moments = {name: self.trim(getattr(adam, name), run.shape) for name in ('mu', 'nu')}
-    return _check_finite(moments | {'count': int(adam.count)})
+    moments = {
+      name: self.trim(optax.tree.get(run.state.opt_state, name), run.shape)
+      for name in ('mu', 'nu')
+    }
+    return _check_finite(moments | {'count': int(run.state.step)})
 
   def pad(self, adapter: Mapping[str, Any]) -> decoder.Params:
     """Gives an adapter all projections and the server's rank."""
     layers: dict[str, Any] = {}
-    for name, target in stacked_adapters.list_targets(self.config).items():
-      place = target.path.split('/')[1]
-      leaves = adapter['layers'].get(place, {}).get(name, {})
-      shapes = stacked_adapters.get_shapes(self.config, target, self.rank)
+    for place, name, shapes in self._list_shapes(self.rank):
       padded = {leaf: np.zeros(shape, np.float32) for leaf, shape in shapes.items()}
-      for leaf, x in leaves.items():
+      for leaf, x in adapter['layers'].get(place, {}).get(name, {}).items():
         padded[leaf][tuple(slice(size) for size in x.shape)] = x
       layers.setdefault(place, {})[name] = padded
     return {'layers': jax.tree.map(jnp.array, layers)}
@@ -254,19 +252,19 @@ class Learning:
   def trim(self, adapter: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
     """The inverse of `pad`, on the host; the scale may be missing."""
     layers: dict[str, Any] = {}
-    for name in shape.targets:
-      target = stacked_adapters.list_targets(self.config)[name]
-      place = target.path.split('/')[1]
-      shapes = stacked_adapters.get_shapes(self.config, target, shape.rank)
-      layers.setdefault(place, {})[name] = {
-        leaf: np.array(x)[tuple(slice(size) for size in shapes[leaf])]
-        for leaf, x in adapter['layers'][place][name].items()
-      }
+    for place, name, shapes in self._list_shapes(shape.rank):
+      if name in shape.targets:
+        layers.setdefault(place, {})[name] = {
+          leaf: np.array(x)[tuple(slice(size) for size in shapes[leaf])]
+          for leaf, x in adapter['layers'][place][name].items()
+        }
     return {'layers': layers}
 
-  def _pad_learned(self, moments: Mapping[str, Any]) -> decoder.Params:
-    """Pads what is of the learned leaves alone."""
-    return lora.split(self.pad(moments))[0]
+  def _list_shapes(self, rank: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Lists the place, the name and the shapes of an adapter of each projection."""
+    for name, target in stacked_adapters.list_targets(self.config).items():
+      shapes = stacked_adapters.get_shapes(self.config, target, rank)
+      yield target.path.split('/')[1], name, shapes
 
 
 def _check_finite(tree: Any) -> Any:

@@ -38,11 +38,6 @@ class Loss(NamedTuple):
   kind: _Kind
 
 
-def _cross_entropy() -> losses.Surrogate:
-  """-w log π."""
-  return losses.likelihood()
-
-
 def _importance_sampling() -> losses.Surrogate:
   """-ρ A."""
 
@@ -99,7 +94,7 @@ def _dppo(delta_low: float, delta_high: float, cap: float) -> losses.Surrogate:
 
 
 _KINDS = {
-  'cross_entropy': _Kind(_cross_entropy, {}, (), ('weights',)),
+  'cross_entropy': _Kind(losses.likelihood, columns=(), optional=('weights',)),
   'importance_sampling': _Kind(_importance_sampling),
   'ppo': _Kind(_ppo, {'clip_low_threshold': 0.8, 'clip_high_threshold': 1.2}),
   'cispo': _Kind(_cispo, {'clip_low_threshold': 0.0, 'clip_high_threshold': 4.0}),
@@ -139,11 +134,8 @@ class Losses:
       raise http.RefusedError(400, text)
     values = kind.defaults | dict(options)
     key = (name, *values.values())
-    if key not in self._made:
-      self._made[key] = self._make(name, kind, values)
-    return self._made[key]
-
-  def _make(self, name: str, kind: _Kind, values: Mapping[str, float]) -> Loss:
+    if key in self._made:
+      return self._made[key]
     if not all(math.isfinite(value) for value in values.values()):
       raise http.RefusedError(
         400, f'loss_fn_config: {name} has a number that is not finite'
@@ -160,7 +152,8 @@ class Losses:
       text = str(error).replace('clip_low', '1 - clip_low_threshold')
       text = text.replace('clip_high', 'clip_high_threshold - 1')
       raise http.RefusedError(400, f'loss_fn_config: {text}') from None
-    return Loss(surrogate, functools.partial(_add_up, surrogate), kind)
+    self._made[key] = Loss(surrogate, functools.partial(_add_up, surrogate), kind)
+    return self._made[key]
 
 
 def _add_up(surrogate: losses.Surrogate, stats: losses.TokenStats, batch: types.Batch):

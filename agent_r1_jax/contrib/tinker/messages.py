@@ -208,19 +208,13 @@ def _read_tensor(message: Any, name: str) -> np.ma.MaskedArray:
   """Reads a tensor; what a sparse one does not list is masked."""
   if message.dtype not in _DTYPES:
     raise ValueError(f'{name} has the dtype {message.dtype}; send float32 or int64')
-  dtype, shape = _DTYPES[message.dtype], tuple(message.shape)
-  if not message.HasField('sparse_csr'):
-    x = _read_numbers(message.dense, dtype)
-    shape = shape or x.shape
-    return data.make_column(x, shape, name)
-  sparse = message.sparse_csr
-  rows, columns = (
-    _read_numbers(raw, np.dtype('<i8'))
-    for raw in (sparse.crow_indices, sparse.col_indices)
-  )
-  return data.make_sparse_column(
-    _read_numbers(sparse.values, dtype), rows, columns, shape, name
-  )
+  sparse, csr = message.sparse_csr, None
+  if message.HasField('sparse_csr'):
+    indices = sparse.crow_indices, sparse.col_indices
+    csr = [_read_numbers(raw, np.dtype('<i8')) for raw in indices]
+  raw = message.dense if csr is None else sparse.values
+  values = _read_numbers(raw, _DTYPES[message.dtype])
+  return data.make_column(values, message.shape or values.shape, name, csr)
 
 
 def write_forward_backward(

@@ -233,13 +233,12 @@ class Samplers:
       raise http.RefusedError(400, text)
     if (sent := request.target_prompt_logprobs) is None:
       return None
-    values, name = np.array(sent.data, np.int64), 'target_prompt_logprobs'
-    if sent.sparse_crow_indices is None:
-      column = data_lib.make_column(values, sent.shape, name)
-    else:
+    csr = None
+    if sent.sparse_crow_indices is not None:
       indices = sent.sparse_crow_indices, sent.sparse_col_indices or []
-      rows, columns = (np.array(x, np.int64) for x in indices)
-      column = data_lib.make_sparse_column(values, rows, columns, sent.shape, name)
+      csr = [np.array(x, np.int64) for x in indices]
+    values, name = np.array(sent.data, np.int64), 'target_prompt_logprobs'
+    column = data_lib.make_column(values, sent.shape, name, csr)
     column = np.ma.masked_equal(column, -1)
     datum = data_lib.make_datum(prompt[:-1], {'target_tokens': column})
     size = self._engine.config.vocab_size

@@ -687,15 +687,14 @@ def test_targets_that_are_not_the_next_token():
     want = tiny.learned(params(), [segment], shape=TINY)[0][-1]
     np.testing.assert_allclose(found[i, k], want, atol=2e-5)
   assert found[3, 0] == 0
-  sparse = data_lib.make_sparse_column(
-    np.array([5, 6]), np.array([0, 1, 1, 2]), np.array([1, 0]), (3, 2), 'x'
+  csr = lambda *indices: data_lib.make_column(
+    np.array([5, 6]), (3, 2), 'x', [*map(np.array, indices)]
   )
+  sparse = csr([0, 1, 1, 2], [1, 0])
   assert sparse.tolist() == [[None, 5], [None, None], [6, None]]
   for rows, columns in ([0, 1], [1, 0]), ([0, 2, 1, 2], [1, 0]), ([0, 1, 1, 2], [1, 2]):
     with pytest.raises(ValueError, match='no sparse matrix'):
-      data_lib.make_sparse_column(
-        np.array([5, 6]), np.array(rows), np.array(columns), (3, 2), 'x'
-      )
+      csr(rows, columns)
 
 
 def test_targets_that_would_hold_the_device_for_minutes_are_refused():
