@@ -1,8 +1,6 @@
 """Implicit values: their gradient, what they learn, and how the engine reads them."""
 
 import dataclasses
-import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +16,6 @@ from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import implicit_value
 from agent_r1_jax.models import weights
 from agent_r1_jax.rl import learner, packing, table
-from experiments import guided
 
 SHAPE = packing.MicrobatchShape(2, 256)
 
@@ -114,16 +111,6 @@ def test_the_gradient_is_that_of_whole_episodes():
     for a, b in zip(jax.tree.leaves(step), jax.tree.leaves(expected), strict=True):
       np.testing.assert_allclose(a, b, atol=1e-5)
     assert np.abs(step['embed']['embedding']).max() > 1e-3
-
-
-def test_a_vote_sums_what_is_fitted():
-  """Over all segments of an episode, turn by turn."""
-  played = _played(4, fresh=True)
-  player: Any = types.SimpleNamespace(shape=tiny.config(), rows=SHAPE)
-  sums = guided.Player.sum_logprobs(player, played, test_rollout._params())
-  assert [len(s) for s in sums] == [len(t.turns) for t in played]
-  total = _sums(test_rollout._params(), played)
-  np.testing.assert_allclose([s[-1] for s in sums], total, atol=1e-4)
 
 
 def test_the_engine_reads_what_the_learner_computes(tmp_path):
