@@ -7,7 +7,7 @@ place of those that were not asked for longest.
 
 import asyncio
 import collections
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 import dataclasses
 import secrets
 from typing import Any
@@ -19,7 +19,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import automata
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.contrib.tinker import data as data_lib
-from agent_r1_jax.contrib.tinker import messages, training, wire, work
+from agent_r1_jax.contrib.tinker import messages, training, wire
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import decoder
@@ -144,20 +144,23 @@ class Samplers:
 
   def sample(self, request: wire.Sample) -> dict[str, Any]:
     """Begins replies to a prompt."""
-    sampler = self.find(request.sampling_session_id)
+    sampler, count = self.find(request.sampling_session_id), request.num_samples
     request_id = f'{request.sampling_session_id}:{request.seq_id}'
-    names = [f'{request_id}:{i}' for i in range(request.num_samples)]
-    answer = {'request_id': request_id, 'sample_sequence_ids': names}
-    digest = work.make_digest(request)
-    if self._trainings.results.has(request_id, digest):
-      return answer
-    if request.num_samples > self._most_replies:
-      text = f'num_samples is {request.num_samples}, and at most {self._most_replies}'
+    start = lambda: self._start(request, sampler)
+    if task := self._trainings.results.begin(request_id, request, start):
+      task.add_done_callback(lambda _: self._end(sampler, count))
+    names = [f'{request_id}:{i}' for i in range(count)]
+    return {'request_id': request_id, 'sample_sequence_ids': names}
+
+  def _start(self, request: wire.Sample, sampler: Sampler) -> Awaitable[bytes]:
+    """Checks a request, and counts its replies."""
+    params, count = request.sampling_params, request.num_samples
+    if count > self._most_replies:
+      text = f'num_samples is {count}, and at most {self._most_replies}'
       raise http.RefusedError(400, f'{text} replies may be under way at a time')
     prompt, max_tokens = self._read_prompt(request)
-    stops = self._make_stops(request.sampling_params.stop)
+    stops = self._make_stops(params.stop)
     targets = self._make_targets(request, prompt)
-    params = request.sampling_params
     one = request_lib.Request(
       prompt,
       max_tokens=max_tokens,
@@ -170,12 +173,9 @@ class Samplers:
     )
     size = self._engine.config.vocab_size
     request_lib.check(one, vocab_size=size, slots=self.slots, guides=())
-    self._replies.take(sampler.session, request.num_samples, self._most_replies)
-    sampling = self._work(request, sampler, one, targets)
-    task = self._trainings.results.begin(request_id, digest, sampling)
-    sampler.replies += request.num_samples
-    task.add_done_callback(lambda _: self._end(sampler, request.num_samples))
-    return answer
+    self._replies.take(sampler.session, count, self._most_replies)
+    sampler.replies += count
+    return self._work(request, sampler, one, targets)
 
   def cancel(self, request: wire.RetrieveFuture) -> dict[str, Any]:
     """Ends a request whose client does not wait for it; others are ignored."""

@@ -5,10 +5,9 @@ run have numbers; they are done in the order of these, and one that arrives agai
 lost connection, is not done twice.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 import dataclasses
 import datetime
-import functools
 import secrets
 import time
 from typing import Any
@@ -123,19 +122,16 @@ class Trainings:
   def _begin_run(self, request: Any, make, **result: Any) -> dict[str, Any]:
     """Begins a run that `make` makes; `result` is what the client reads then."""
     run_id = f'{request.session_id}:train:{request.model_seq_id}'
-    request_id, digest = f'{run_id}:create', work.make_digest(request)
     self.hear(request.session_id)
-    answer = {'request_id': request_id, 'model_id': run_id}
-    if self.results.has(request_id, digest):
-      return answer
-    self.worker.check()
-    if oldest := self._find_place():
-      del self.by_id[oldest]
-    training = self.by_id[run_id] = Training(
-      request.session_id, request.user_metadata or {}
-    )
 
-    async def begin() -> dict:
+    def start() -> Awaitable[dict]:
+      self.worker.check()
+      if oldest := self._find_place():
+        del self.by_id[oldest]
+      self.by_id[run_id] = Training(request.session_id, request.user_metadata or {})
+      return begin(self.by_id[run_id])
+
+    async def begin(training: Training) -> dict:
       try:
         training.run = await self.worker.run(run_id, make)
       except BaseException:
@@ -143,8 +139,9 @@ class Trainings:
         raise
       return result or {'model_id': run_id, 'type': 'create_model'}
 
-    self.results.begin(request_id, digest, begin())
-    return answer
+    request_id = f'{run_id}:create'
+    self.results.begin(request_id, request, start)
+    return {'request_id': request_id, 'model_id': run_id}
 
   def find(self, run_id: str) -> Training:
     """Finds a run; its session has been heard of with that."""
@@ -295,25 +292,23 @@ class Trainings:
     """Begins an operation, which is computed in the run's turn."""
     run_id, seq_id = request.model_id, request.seq_id
     training = self.find(run_id)
-    request_id = f'{run_id}:{seq_id}'
-    answer = {'request_id': request_id, 'model_id': run_id}
-    digest = work.make_digest(body or request)
-    if self.results.has(request_id, digest):
-      return answer
-    self.worker.check()
-    training.order.check(seq_id)
-    self._bytes.take(run_id, len(body), _MOST_BYTES, 'bytes wait already')
-    training.last_time = _now()
 
     def call() -> Any:
       if training.run is None:
         raise ValueError(f'the training run {run_id} could not be made')
       return compute(training, training.run)
 
-    in_turn = functools.partial(self.worker.run, run_id, call)
-    task = self.results.begin(request_id, digest, training.order.run(seq_id, in_turn))
-    task.add_done_callback(lambda _: self._bytes.give(run_id, len(body)))
-    return answer
+    def start() -> Awaitable[Any]:
+      self.worker.check()
+      training.order.check(seq_id)
+      self._bytes.take(run_id, len(body), _MOST_BYTES, 'bytes wait already')
+      training.last_time = _now()
+      return training.order.run(seq_id, lambda: self.worker.run(run_id, call))
+
+    request_id = f'{run_id}:{seq_id}'
+    if task := self.results.begin(request_id, body or request, start):
+      task.add_done_callback(lambda _: self._bytes.give(run_id, len(body)))
+    return {'request_id': request_id, 'model_id': run_id}
 
   def skip(self, run_id: Any, seq_id: Any):
     """Lets a run's next operations not wait for one that was refused."""

@@ -170,35 +170,33 @@ class _Entry(NamedTuple):
     return len(result) if isinstance(result, bytes) else 1000
 
 
-def make_digest(request: Any) -> bytes:
-  """Makes what tells a request from another one: of its bytes, or of its fields."""
-  text = request if isinstance(request, bytes) else repr(request).encode()
-  return hashlib.blake2b(text, digest_size=16).digest()
-
-
 class Results:
   """The results of requests by id, until there are too many newer ones."""
 
   def __init__(self):
     self._entries: dict[str, _Entry] = {}
 
-  def has(self, request_id: str, digest: bytes) -> bool:
-    """Whether a request has begun already.
+  def begin(
+    self, request_id: str, request: Any, start: Callable[[], Awaitable[bytes | dict]]
+  ) -> asyncio.Task | None:
+    """Begins a request and returns its task; None: it had begun, and has come again.
+
+    Args:
+      request_id: The request's.
+      request: Its bytes, or its fields: what tells it from another one.
+      start: Returns what will be the result; what it raises is raised here.
 
     Raises:
       RefusedError: Another request has begun with its id.
     """
-    entry = self._entries.get(request_id)
-    if entry and entry.digest != digest:
-      text = f'{request_id!r:.120} was the number of another request; count on'
-      raise http.RefusedError(409, text)
-    return entry is not None
-
-  def begin(
-    self, request_id: str, digest: bytes, work: Awaitable[bytes | dict]
-  ) -> asyncio.Task:
-    """Begins a request, whose id must be new; returns what waits for it."""
-    task = asyncio.ensure_future(_catch(work))
+    text = request if isinstance(request, bytes) else repr(request).encode()
+    digest = hashlib.blake2b(text, digest_size=16).digest()
+    if entry := self._entries.get(request_id):
+      if entry.digest != digest:
+        text = f'{request_id!r:.120} was the number of another request; count on'
+        raise http.RefusedError(409, text)
+      return None
+    task = asyncio.ensure_future(_catch(start()))
     self._entries[request_id] = _Entry(task, digest)
     task.add_done_callback(lambda _: self._drop())
     return task

@@ -902,17 +902,17 @@ def test_owners_take_turns_and_a_function_that_hangs_ends_the_rest():
     await asyncio.gather(*tasks)
     assert order == ['a0', 'b0', 'a1', 'a2']
     results = work.Results()
-    results.begin('fails', b'', worker.run('a', lambda: 1 / 0))
+    results.begin('fails', b'', lambda: worker.run('a', lambda: 1 / 0))
     assert (await results.wait('fails'))['category'] == 'server'
 
     def unreachable():
       raise TimeoutError('the disk does not answer')
 
-    results.begin('late', b'', worker.run('a', unreachable))
+    results.begin('late', b'', lambda: worker.run('a', unreachable))
     assert 'disk' in (await results.wait('late'))['error'] and not worker.stuck
     assert not worker._owners  # Nothing is left of them.
-    results.begin('hangs', b'', worker.run('a', hang.wait))
-    results.begin('waits', b'', worker.run('b', print))
+    results.begin('hangs', b'', lambda: worker.run('a', hang.wait))
+    results.begin('waits', b'', lambda: worker.run('b', print))
     for name in ('hangs', 'waits'):
       assert 'taken as lost' in (await results.wait(name))['error']
     with pytest.raises(http.RefusedError, match='taken as lost'):
