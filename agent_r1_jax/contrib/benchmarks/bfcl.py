@@ -10,7 +10,8 @@ by its name, with arguments that fit its schema. docs/benchmarks.md has what dif
 """
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+import contextlib
 import copy
 import decimal
 import functools
@@ -117,18 +118,19 @@ class MultiTurnEnv(env.ToolEnv):
 
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins with the first request, and with new APIs."""
-    self._apis, self._truth = await _call(lambda: (_Apis(task), _Apis(task)), 'reset')
+    make = lambda: (_Apis(task), _Apis(task))
+    # What may take long, or wait for the lock, runs in a thread.
+    self._apis, self._truth = await workers.call(make, name='reset', seconds=_SECONDS)
     self._turn = self._replies = self._calls = 0
     self._offer(task)
     return await super().reset(task)
 
   async def answer_text(self) -> list[types.Message]:
     """Checks the turn; the next request, or nothing where it failed or was the last."""
-    right = self.task.answer[self._turn]
-    if not await _call(lambda: self._check_turn(right), 'check'):
-      return []
-    self._turn += 1
-    if self._turn == len(self.task.answer):
+    right, check = self.task.answer[self._turn], self._check_turn
+    passed = await workers.call(check, right, name='check', seconds=_SECONDS)
+    self._turn += passed
+    if not passed or self._turn == len(self.task.answer):
       return []
     self._replies = self._calls = 0
     more = self._offer(self.task)
@@ -182,9 +184,8 @@ class MultiTurnEnv(env.ToolEnv):
       self._calls += 1
       return self._apis.call(name, arguments)
 
-    return tool_lib.Tool(
-      name, {'type': 'function', 'function': schema}, run, timeout=10.0
-    )
+    described = {'type': 'function', 'function': schema}
+    return tool_lib.Tool(name, described, run, timeout=10.0)
 
   def _score(self, task: types.Task, messages: Sequence[types.Message]) -> float:
     return float(self._turn == len(task.answer))
@@ -243,48 +244,35 @@ class _Apis:
     return f'the file system is full: it has more than {_MOST_FILES} entries'
 
 
-async def _call(fn: Callable[[], Any], name: str) -> Any:
-  """Calls what may take long, or wait for the lock, in a thread."""
-  return await workers.call(fn, name=name, seconds=_SECONDS)
-
-
 def _write_result(value: Any) -> str:
   """Writes what a method returned, as BFCL does before it compares."""
-  if isinstance(value, str):
-    return value
   if isinstance(value, dict):
-    try:
+    with contextlib.suppress(TypeError, ValueError):
       return json.dumps(value)
-    except (TypeError, ValueError):
-      pass
   return str(value)
 
 
 def _find_excess(arguments: dict[str, Any]) -> str | None:
-  """Says which number is too large to compute with, or none at all."""
+  """Says which number is too large to compute with."""
   for name, value in arguments.items():
     most = _LARGEST_OF.get(name, _LARGEST)
     for x in value if isinstance(value, list) else [value]:
-      # NaN is not below it either.
-      if isinstance(x, int | float) and not abs(x) <= most:
+      if isinstance(x, int | float) and abs(x) > most:
         return f'argument {name!r} must be a number of at most {most:.0e}'
   return None
 
 
 def _make_task(row: dict[str, Any], ground_truth: list[list[str]]) -> types.Task:
   """Makes a task of a row of BFCL and its answer."""
-  requests = row['question']
-  late = row.get('missed_function', {})
+  requests, classes = row['question'], row['involved_classes']
   info = {
-    'classes': row['involved_classes'],
+    'classes': classes,
     'config': row['initial_config'],
     'requests': requests,
-    'late': late,
+    'late': row.get('missed_function', {}),
     'long': 'long_context' in row['id'],
   }
-  answer = [
-    [_parse_call(text, row['involved_classes']) for text in turn] for turn in ground_truth
-  ]
+  answer = [[_parse_call(text, classes) for text in turn] for turn in ground_truth]
   return types.Task(row['id'], requests[0], answer, info)
 
 
@@ -307,29 +295,19 @@ def _schemas(classes: Iterable[str]) -> list[dict[str, Any]]:
 
 @functools.cache
 def _documents(name: str) -> dict[str, dict[str, Any]]:
-  """Returns the functions of a class as BFCL describes them to a model, by name."""
+  """Returns BFCL's schemas of a class's functions by name, with JSON Schema's types."""
   files = _import('bfcl_eval.constants.executable_backend_config')
   file = files.MULTI_TURN_FUNC_DOC_FILE_MAPPING[name]
-  rows = _read(_package_folder() / 'data' / 'multi_turn_func_doc' / file)
-  return {row['name']: _write_schema(row) for row in rows}
+  kinds = _import('bfcl_eval.constants.type_mappings').GORILLA_TO_OPENAPI
 
+  def read_type(fields: dict[str, Any]) -> dict[str, Any]:
+    # Where a parameter is called "type", that is no text but its schema.
+    kind = fields.get('type')
+    return fields | {'type': kinds[kind]} if isinstance(kind, str) else fields
 
-def _write_schema(row: dict[str, Any]) -> dict[str, Any]:
-  """Writes a function's description with the types of JSON Schema."""
-  names = _import('bfcl_eval.constants.type_mappings').GORILLA_TO_OPENAPI
-
-  def write(schema: dict[str, Any]) -> dict[str, Any]:
-    made = dict(schema)
-    if 'type' in schema:
-      made['type'] = names[schema['type']]
-    if 'properties' in schema:
-      made['properties'] = {k: write(v) for k, v in schema['properties'].items()}
-    if 'items' in schema:
-      made['items'] = write(schema['items'])
-    return made
-
-  fields = ('name', 'description')
-  return {name: row[name] for name in fields} | {'parameters': write(row['parameters'])}
+  rows = _read(_package_folder() / 'data' / 'multi_turn_func_doc' / file, read_type)
+  wanted = ('name', 'description', 'parameters')
+  return {row['name']: {key: row[key] for key in wanted} for row in rows}
 
 
 def _class(name: str) -> Any:
@@ -350,7 +328,8 @@ def _import(name: str) -> Any:
     raise ModuleNotFoundError(_INSTALL, name=error.name) from None
 
 
-def _read(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+def _read(
+  path: pathlib.Path, hook: Callable[[dict[str, Any]], Any] | None = None
+) -> list[dict[str, Any]]:
   with path.open(encoding='utf-8') as lines:
-    for line in lines:
-      yield json.loads(line)
+    return [json.loads(line, object_hook=hook) for line in lines]

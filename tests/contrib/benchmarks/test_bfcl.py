@@ -155,11 +155,12 @@ async def test_a_turn_of_too_many_replies_fails(tasks):
 
 
 NO_NUMBER = 'must be a number of at most'
+NOT_FINITE = 'a number is not finite'
 HOSTILE = {
   'a power of a billion': ('power', {'base': 2, 'exponent': 10**9}, NO_NUMBER),
   'a long number': ('power', {'base': 10**18, 'exponent': 1000}, 'Exceeds the limit'),
-  'NaN': ('add', {'a': float('nan'), 'b': 1}, NO_NUMBER),
-  'infinity in a list': ('mean', {'numbers': [1, float('inf')]}, NO_NUMBER),
+  'NaN': ('add', {'a': float('nan'), 'b': 1}, NOT_FINITE),
+  'infinity in a list': ('mean', {'numbers': [1, float('inf')]}, NOT_FINITE),
   'digits': ('square_root', {'number': 2, 'precision': 10**9}, NO_NUMBER),
   'more digits': ('round_number', {'number': 5, 'decimal_places': -(10**9)}, NO_NUMBER),
   'a text': ('add', {'a': '1', 'b': 1}, "'1' is not of type 'number'"),
