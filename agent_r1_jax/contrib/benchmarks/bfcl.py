@@ -10,7 +10,7 @@ by its name, with arguments that fit its schema. docs/benchmarks.md has what dif
 """
 
 import ast
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import copy
 import decimal
@@ -161,7 +161,8 @@ class MultiTurnEnv(env.ToolEnv):
     late = {
       n for t, names in task.info['late'].items() if int(t) > self._turn for n in names
     }
-    schemas = [s for s in _schemas(self._apis.instances) if s['name'] not in late]
+    known = [s for name in self._apis.instances for s in _documents(name).values()]
+    schemas = [schema for schema in known if schema['name'] not in late]
     before = {tool.name for tool in self.tools}
     self.set_tools([self._make_tool(schema) for schema in schemas])
     return [schema for schema in schemas if schema['name'] not in before]
@@ -217,7 +218,7 @@ class _Apis:
     """Calls a method of one of the classes; what it raises is its result.
 
     Args:
-      name: A name that `_schemas` has.
+      name: A name that `_documents` has.
       arguments: They fit the schema.
     """
     (api,) = (x for c, x in self.instances.items() if name in _documents(c))
@@ -287,10 +288,6 @@ def _parse_call(text: str, classes: Sequence[str]) -> list[Any]:
   given = [*zip(names, call.args, strict=False)]
   given += [(str(k.arg), k.value) for k in call.keywords]
   return [name, {key: ast.literal_eval(value) for key, value in given}]
-
-
-def _schemas(classes: Iterable[str]) -> list[dict[str, Any]]:
-  return [schema for name in classes for schema in _documents(name).values()]
 
 
 @functools.cache

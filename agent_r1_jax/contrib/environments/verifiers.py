@@ -63,7 +63,7 @@ def load(
     # `null` is a loop of verifiers' own, which would be installed at each start.
     named = spec.harness.id if spec.harness else None
     if named == 'null' or (named is None and default == 'bash'):
-      spec.harness = loaders.harness_config_type(_LOOP)(id=_LOOP)
+      spec.harness = v1.HarnessConfig(id=_LOOP)
       if 'runtime' not in spec.model_fields_set:
         spec.runtime = v1.SubprocessConfig()
   rows = list(loaders.load_environment(env_config).taskset)
@@ -144,10 +144,7 @@ def _define_loop():
   from verifiers.v1.dialects import chat  # pyright: ignore[reportMissingImports]
   from verifiers.v1.harnesses.utils import mcp  # pyright: ignore[reportMissingImports]
 
-  class LoopConfig(v1.HarnessConfig):
-    pass
-
-  class Loop(v1.Harness[LoopConfig]):
+  class Loop(v1.Harness[v1.HarnessConfig]):
     APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
@@ -166,17 +163,8 @@ def _define_loop():
         tools, names, connections = await mcp.connect_mcp(servers, stack)
         http = httpx.AsyncClient(headers=headers, timeout=None, trust_env=False)
         await stack.enter_async_context(http)
-
-        async def ask(messages):
-          body = {'model': 'policy', 'messages': messages}
-          body |= {'tools': tools} if tools else {}
-          answer = await http.post(f'{endpoint}/chat/completions', json=body)
-          # A stop of the environment refuses a turn, and so does a budget of the episode;
-          # what was said up to there is scored.
-          if trace.stop_condition is not None or answer.status_code == 400:
-            return None
-          answer.raise_for_status()
-          return answer.json()['choices'][0]
+        body = {'model': 'policy', 'messages': messages}
+        body |= {'tools': tools} if tools else {}
 
         async def call(name, arguments):
           if name not in names:
@@ -187,21 +175,24 @@ def _define_loop():
             return f'Error: the arguments are no JSON: {error}'
           return await mcp.call_mcp(connections, names, name, given)
 
-        await _converse(ask, messages, call)
+        while True:
+          answer = await http.post(f'{endpoint}/chat/completions', json=body)
+          # A stop of the environment refuses a turn, and so does a budget of the episode;
+          # what was said up to there is scored.
+          if trace.stop_condition is not None or answer.status_code == 400:
+            break
+          answer.raise_for_status()
+          choice = answer.json()['choices'][0]
+          messages.append(choice['message'])
+          tool_calls = choice['message'].get('tool_calls')
+          if not tool_calls or choice['finish_reason'] == 'length':
+            break
+          for item in tool_calls:
+            content = await call(item['function']['name'], item['function']['arguments'])
+            said = {'role': 'tool', 'tool_call_id': item['id'], 'content': content}
+            messages.append(said)
       return v1.ProgramResult(0, '', '')
 
   module = python_types.ModuleType(_LOOP)
-  vars(module).update(Loop=Loop, LoopConfig=LoopConfig, __all__=['Loop'])
+  vars(module).update(Loop=Loop, __all__=['Loop'])
   sys.modules[_LOOP] = module
-
-
-async def _converse(ask, messages, call) -> None:
-  """Asks until a reply has no calls, ran out of tokens, or is refused."""
-  while choice := await ask(messages):
-    messages.append(choice['message'])
-    tool_calls = choice['message'].get('tool_calls')
-    if not tool_calls or choice['finish_reason'] == 'length':
-      return
-    for item in tool_calls:
-      content = await call(item['function']['name'], item['function']['arguments'])
-      messages.append({'role': 'tool', 'tool_call_id': item['id'], 'content': content})

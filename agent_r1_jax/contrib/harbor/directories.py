@@ -35,8 +35,9 @@ from agent_r1_jax.tools import shell
 _OWN_SECONDS = 10.0
 # To judge, besides the time of the tests.
 _JUDGE_SECONDS = 60.0
-# Bytes of a reward file that are read.
+# Bytes of a reward file that are read, and what is raised where they are no reward.
 _MOST_REWARD = 4096
+_NO_REWARD = ValueError, TypeError, KeyError, OverflowError, RecursionError
 _MOST_ERRORS = 20
 _NO_TEXT = re.compile('[\0\ud800-\udfff]')
 
@@ -51,7 +52,10 @@ def load(folder: str | os.PathLike) -> list[types.Task]:
     ValueError: There is none, or one needs what is not here; names files and lines.
   """
   top, tasks, errors = pathlib.Path(folder), [], []
-  for path in find(top):
+  files = *top.glob('task.toml'), *top.glob('*/task.toml')
+  if not files:
+    raise ValueError(f'{top}: neither it nor a folder in it has a file task.toml.')
+  for path in sorted(file.parent for file in files):
     try:
       read = task_folders.read(path)
     except (OSError, ValueError) as error:
@@ -73,21 +77,6 @@ def load(folder: str | os.PathLike) -> list[types.Task]:
       '{} tasks cannot be played:\n{}'.format(len(errors), '\n'.join(lines))
     )
   return tasks
-
-
-def find(folder: str | os.PathLike) -> list[pathlib.Path]:
-  """Returns the folders of the tasks in a folder, or the folder if it is one itself.
-
-  Raises:
-    ValueError: There is none.
-  """
-  top = pathlib.Path(folder)
-  found = sorted(
-    path.parent for path in (*top.glob('task.toml'), *top.glob('*/task.toml'))
-  )
-  if not found:
-    raise ValueError(f'{top}: neither it nor a folder in it has a file task.toml.')
-  return found
 
 
 class Paths:
@@ -184,32 +173,15 @@ class Workspace(shell.Session):
     with self._turn:
       self._end = -math.inf
       try:
-        output, reward = self._run_tests(), self._read_reward()
+        self._lay_tests()
+        self._run_tests()
+        return self._read_reward()
       except shell.CommandError as error:
         self.reason = str(error)
         return 0.0
-    self.printed = self._paths.leave(output.text)
-    if output.reason:
-      self.reason = f'the tests were ended: {output.reason}'
-    elif reward is None:
-      self.reason = (
-        'the tests wrote no number from 0 to 1 to /logs/verifier/reward.txt or, as '
-        f'"reward", to reward.json; they printed {self.printed[-500:]!r}'
-      )
-    return 0.0 if self.reason or reward is None else reward
 
-  def _run_tests(self) -> shell.Output:
-    self._clear()
-    self._write({f'/tests/{k}': v for k, v in self.folder.tests.items()})
-    home, workdir = self._quote('/logs/home'), self._quote(self.folder.workdir)
-    script = self._quote('/tests/test.sh')
-    return super().run(
-      f'cd {workdir} && HOME={home} PYTHONNOUSERSITE=1 bash {script}',
-      self.folder.test_seconds,
-    )
-
-  def _clear(self) -> None:
-    """Removes what is in the layout's own places, and makes its directories."""
+  def _lay_tests(self) -> None:
+    """Lays the tests in, where nothing is left in the layout's own places."""
     paths = ' '.join(map(self._quote, task_folders.OWN_PLACES))
     new = ' '.join(map(self._quote, ('/logs/verifier', '/logs/agent', '/logs/home')))
     output = self._run_own(
@@ -217,20 +189,35 @@ class Workspace(shell.Session):
     )
     if output.code or output.reason:
       raise shell.CommandError(f'the tests cannot be laid in: {output.text[-500:]}')
+    self._write({f'/tests/{k}': v for k, v in self.folder.tests.items()})
 
-  def _read_reward(self) -> float | None:
+  def _run_tests(self) -> None:
+    home, workdir = self._quote('/logs/home'), self._quote(self.folder.workdir)
+    script = self._quote('/tests/test.sh')
+    output = super().run(
+      f'cd {workdir} && HOME={home} PYTHONNOUSERSITE=1 bash {script}',
+      self.folder.test_seconds,
+    )
+    self.printed = self._paths.leave(output.text)
+    if output.reason:
+      raise shell.CommandError(f'the tests were ended: {output.reason}')
+
+  def _read_reward(self) -> float:
     for name in ('reward.txt', 'reward.json'):
       path = self._quote(f'/logs/verifier/{name}')
       output = self._run_own(f'test -f {path} && head -c {_MOST_REWARD} {path}')
       if output.code or output.reason:
         continue
-      try:
-        text = output.text
+      text = output.text
+      with contextlib.suppress(*_NO_REWARD):
         found = float(json.loads(text)['reward'] if name.endswith('json') else text)
-        return found if 0 <= found <= 1 else None
-      except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return None
-    return None
+        if 0 <= found <= 1:
+          return found
+      break  # There is a file, and no reward in it.
+    raise shell.CommandError(
+      'the tests wrote no number from 0 to 1 to /logs/verifier/reward.txt or, as '
+      f'"reward", to reward.json; they printed {self.printed[-500:]!r}'
+    )
 
   def _write(self, files: dict[str, str]) -> None:
     self.write_files({k.lstrip('/'): self._paths.enter(v) for k, v in files.items()})

@@ -109,7 +109,7 @@ def read(path: str | os.PathLike) -> Folder:
   workdir, files = _lay_out(folder / 'environment', context)
   places = {_find_place(name) for name in (f'{workdir}/', *files)}
   return Folder(
-    _encodable(texts['instruction.md']),
+    texts['instruction.md'].encode(errors='replace').decode(),
     files,
     below('tests/'),
     below('solution/'),
@@ -189,7 +189,8 @@ def _lay_out(folder: pathlib.Path, context: dict[str, str]) -> tuple[str, dict[s
         case 'COPY':
           made = _copy(_words(rest), context, workdir, directories)
           files |= made
-          directories |= _parents(made)
+          above = (pathlib.PurePosixPath(path).parents for path in made)
+          directories |= {str(parent) for parents in above for parent in parents}
         case 'RUN':
           _check_packages(rest.strip())
         case 'CMD' | 'LABEL' | 'EXPOSE' | 'MAINTAINER':
@@ -282,10 +283,6 @@ def _copy(
   return made
 
 
-def _parents(files: dict[str, str]) -> set[str]:
-  return {str(parent) for name in files for parent in pathlib.PurePosixPath(name).parents}
-
-
 def _find_place(path: str) -> str:
   """Returns the directory of the root, or of /usr/src, that a path is below."""
   first = path.split('/')[1]
@@ -296,7 +293,3 @@ def _find_place(path: str) -> str:
   if f'/{first}' in OWN_PLACES:
     raise ValueError(f'/{first} is where the layout has its own files')
   return f'/{first}'
-
-
-def _encodable(text: str) -> str:
-  return text.encode(errors='replace').decode()
