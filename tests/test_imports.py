@@ -31,6 +31,8 @@ UPPER = (
 # What is contributed stands on both floors. Nobody imports it: a caller passes in what
 # its folders offer. No folder imports another.
 CONTRIB = 'contrib'
+# Folders of contrib/ that are as light as the rooms of TEXT.
+LIGHT = ('benchmarks', 'environments', 'mcp')
 # A retriever's own encoder is a model: where TEXT may import DEVICE.
 ENCODER = f'{PACKAGE}/retrieval/encoder.py'
 # Each of these libraries has one place or two, so that it can be exchanged.
@@ -230,10 +232,12 @@ def test_all_files_are_looked_at():
 
 def test_text_rooms_are_light():
   """Whoever writes a tool or a reward waits for none of the slow libraries."""
+  light = tuple(f'{PACKAGE}/{CONTRIB}/{name}/' for name in LIGHT)
   modules = [
     path.removesuffix('.py').replace('/', '.')
     for path in FILES
-    if path.split('/')[1] in TEXT and path not in (ENCODER, OWNERS['tensorflow_datasets'])
+    if path.split('/')[1] in TEXT or path.startswith(light)
+    if path not in (ENCODER, OWNERS['tensorflow_datasets'])
   ]
   heavy = (*LAZY, 'tensorflow_datasets', 'flax', 'orbax', 'numba', 'pydantic')
   script = f'import sys, {", ".join(modules)}; print({{*{heavy}}} & {{*sys.modules}})'

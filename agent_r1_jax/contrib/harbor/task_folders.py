@@ -40,19 +40,11 @@ _CAN_DO = (
 )
 # What needs more than a shell, by table; '' is the top of task.toml.
 _REFUSED = {
-  '': ('steps', 'artifacts'),
-  'environment': (
-    'docker_image',
-    'gpus',
-    'tpu',
-    'mcp_servers',
-    'env',
-    'healthcheck',
-    'skills_dir',
-  ),
-  'agent': ('user', 'network_mode'),
-  'verifier': ('env', 'user', 'collect', 'environment'),
-  'solution': ('env',),
+  '': 'steps artifacts',
+  'environment': 'docker_image gpus tpu mcp_servers env healthcheck skills_dir',
+  'agent': 'user network_mode',
+  'verifier': 'env user collect environment',
+  'solution': 'env',
 }
 _COMPOSE = ('docker-compose.yaml', 'docker-compose.yml', 'compose.yaml', 'compose.yml')
 
@@ -151,7 +143,7 @@ def _parse_settings(path: pathlib.Path, text: str) -> dict[str, Any]:
     values = settings.get(table, {}) if table else settings
     if not isinstance(values, dict):
       raise ValueError(f'{path}: {table} is {values!r:.50}; make it a table [{table}].')
-    for name in names:
+    for name in names.split():
       if values.get(name):
         place = f'{table}.{name}' if table else name
         raise ValueError(f'{path}: {place} is set, which needs more than a shell.')
