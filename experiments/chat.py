@@ -20,7 +20,7 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import event_loop, request
 from agent_r1_jax.host import runtime, terminal
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import setup, sizes
+from agent_r1_jax.train.plan import setup, sizes
 from experiments.miniwiki import tasks as miniwiki
 
 _TOOLS = flags.DEFINE_enum('tools', 'miniwiki', ['miniwiki', 'none'], 'The tools.')

@@ -21,7 +21,7 @@ from agent_r1_jax.retrieval import documents
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.rollout import rollout
 from agent_r1_jax.tasks import qa
-from agent_r1_jax.train import identity
+from agent_r1_jax.train import fingerprint
 from experiments import react as react_lib
 
 # Tasks by the name of their set.
@@ -210,10 +210,10 @@ def play(
   # A continued run may change some fields, on which no episode depends.
   default = config_lib.Config()
   unused = {name: fields.get(default, name) for name in config_lib.MAY_CHANGE}
-  tasks = {name: identity.tasks_digest(sets) for name, (sets, _) in methods.items()}
+  tasks = {name: fingerprint.tasks_digest(sets) for name, (sets, _) in methods.items()}
   shared = dataclasses.asdict(fields.replace(config, unused))
-  depends_on = [shared, identity.model_digest(model), tasks, made_of]
-  folder = workdir / 'episodes' / identity.digest(depends_on)
+  depends_on = [shared, fingerprint.model_digest(model), tasks, made_of]
+  folder = workdir / 'episodes' / fingerprint.digest(depends_on)
   played = train.play(config, model, methods, workdir=folder, watcher=report.Watcher())
   return {name: summarize(sets) for name, sets in played.items()}
 

@@ -28,7 +28,7 @@ from agent_r1_jax import fields
 from agent_r1_jax.checks import doctor
 from agent_r1_jax.host import runtime
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.train import footprint, sizes
+from agent_r1_jax.train.plan import footprint, sizes
 from experiments import published, task_list
 from experiments.bench import chips
 

@@ -36,7 +36,7 @@ from agent_r1_jax.guided import choice, implicit_value
 from agent_r1_jax.host import processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import episodes as episodes_lib
-from agent_r1_jax.train import identity
+from agent_r1_jax.train import fingerprint
 from experiments import react, task_list
 
 _TASK = flags.DEFINE_enum('task', None, [*task_list.TASKS], 'The task.', required=True)
@@ -72,7 +72,7 @@ def main(_):
   if _CANDIDATES.value > 1:
     made_of |= {
       'candidates': _CANDIDATES.value,
-      'critic': _CRITIC.value and identity.model_digest(_CRITIC.value),
+      'critic': _CRITIC.value and fingerprint.model_digest(_CRITIC.value),
       'beta': _BETA.value,
     }
   workdir_lib.check_config(workdir, made_of, name='task.json')

@@ -31,7 +31,8 @@ from agent_r1_jax.rollout import rollout
 from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import identity, sizes
+from agent_r1_jax.train import fingerprint
+from agent_r1_jax.train.plan import sizes
 from experiments.miniwiki import tasks as miniwiki
 from experiments.worlds import all_worlds
 from experiments.worlds import world as world_lib
@@ -84,7 +85,7 @@ def main(_):
   changes = given | {'model.path': _POLICY.value}
   config = sizes.resolve(fields.replace(CONFIGS[_TASK.value], changes))
   workdir, schedule = pathlib.Path(_WORKDIR.value), config.schedule
-  made_of = {'task': _TASK.value, 'policy': identity.model_digest(_POLICY.value)}
+  made_of = {'task': _TASK.value, 'policy': fingerprint.model_digest(_POLICY.value)}
   workdir_lib.check_config(workdir, made_of | {'seed': config.seed}, name='made_of.json')
   shape, params, chat = train.load(config.model, config.chat)
   engine = train.make_engine(config, shape, params)

@@ -19,7 +19,8 @@ from agent_r1_jax.engine import request
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, credit, learner, optimizers, packing, table
-from agent_r1_jax.train import curriculum, setup
+from agent_r1_jax.train import curriculum
+from agent_r1_jax.train.plan import setup
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
 

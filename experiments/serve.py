@@ -25,7 +25,7 @@ from agent_r1_jax.contrib import dialects
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import lora, peft_files
 from agent_r1_jax.serve import server
-from agent_r1_jax.train import setup, sizes
+from agent_r1_jax.train.plan import setup, sizes
 from agent_r1_jax.web import http
 
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen at.')

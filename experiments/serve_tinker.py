@@ -20,7 +20,7 @@ from agent_r1_jax.contrib.tinker import learning, sampling, server, states, trai
 from agent_r1_jax.host import runtime, workdir
 from agent_r1_jax.rl import packing
 from agent_r1_jax.serve import server as openai_server
-from agent_r1_jax.train import setup, sizes
+from agent_r1_jax.train.plan import setup, sizes
 from agent_r1_jax.web import http
 
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen at.')

@@ -20,7 +20,7 @@ from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.tasks import games as games_lib
 from agent_r1_jax.tasks import mathematics, programming, qa, qa_data, reasoning
 from agent_r1_jax.tools import calculator, python, sandbox
-from agent_r1_jax.train import identity
+from agent_r1_jax.train import fingerprint
 from experiments import comparison, react, retrievers, scores
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
@@ -189,7 +189,7 @@ def load_questions(name: str, source: Source) -> Benchmark:
     settings.methods(setting, {'': tasks}, retriever),
     **_QUESTIONS,
     config=setting.config,
-    made_of={'passages': identity.digest([dataclasses.astuple(d) for d in passages])},
+    made_of={'passages': fingerprint.digest([dataclasses.astuple(d) for d in passages])},
   )
 
 
@@ -269,7 +269,7 @@ def load_directories(source: Source) -> Benchmark:
     rest=('tool_calls', 'unjudged', 'late'),
     answers=None,
     config=DIRECTORIES,
-    made_of={'tasks': identity.digest([task.info['digest'] for task in tasks])},
+    made_of={'tasks': fingerprint.digest([task.info['digest'] for task in tasks])},
   )
 
 

@@ -27,7 +27,7 @@ from agent_r1_jax.rl import optimizers, packing
 from agent_r1_jax.rollout import rollout
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import sizes
+from agent_r1_jax.train.plan import sizes
 from experiments import scores as scores_lib
 from experiments.miniwiki import search as quickstart  # noqa: F401, defines the flags
 from experiments.miniwiki import tasks as miniwiki

@@ -15,7 +15,7 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.rollout import rollout
 from agent_r1_jax.serve import program, server
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import setup
+from agent_r1_jax.train.plan import setup
 from agent_r1_jax.web import http
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki

@@ -22,7 +22,8 @@ from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent.calls import ToolCall
 from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import evaluate, rollout
-from agent_r1_jax.train import preflight, setup
+from agent_r1_jax.train import preflight
+from agent_r1_jax.train.plan import setup
 
 _FORMATS = call_formats.FORMATS
 

@@ -15,7 +15,8 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
 from agent_r1_jax.host import runtime
 from agent_r1_jax.rl import algorithms, optimizers
-from agent_r1_jax.train import preflight, sizes
+from agent_r1_jax.train import preflight
+from agent_r1_jax.train.plan import sizes
 
 _NAMES = list(fields.names(config_lib.Config))
 _NUMBERS = [

@@ -19,7 +19,7 @@ from agent_r1_jax.checks import doctor, environment_check
 from agent_r1_jax.models import decoder, hf_config
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.serve import program
-from agent_r1_jax.train import footprint
+from agent_r1_jax.train.plan import footprint
 from experiments import published
 
 _TASKS = [

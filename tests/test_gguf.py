@@ -25,7 +25,8 @@ from agent_r1_jax.models import (
   weights,
 )
 from agent_r1_jax.rl import value_targets
-from agent_r1_jax.train import identity, setup, sizes
+from agent_r1_jax.train import fingerprint
+from agent_r1_jax.train.plan import setup, sizes
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
 _PUBLISHED = json.loads((_GOLDEN.parent / 'published_configs.json').read_text())
@@ -241,11 +242,13 @@ def test_a_run_finds_the_tokenizer_beside_the_file_and_exports_safetensors(tmp_p
 def test_the_digest_of_a_file_is_that_of_its_directory_without_other_files(tmp_path):
   for name in ('model.gguf', 'other.gguf', 'tokenizer.json'):
     (tmp_path / name).write_text(name)
-  one, other = (identity.model_digest(tmp_path / f'{x}.gguf') for x in ('model', 'other'))
+  one, other = (
+    fingerprint.model_digest(tmp_path / f'{x}.gguf') for x in ('model', 'other')
+  )
   (tmp_path / 'other.gguf').unlink()
-  assert one == identity.model_digest(tmp_path) != other
+  assert one == fingerprint.model_digest(tmp_path) != other
   (tmp_path / 'tokenizer.json').write_text('another')
-  assert one != identity.model_digest(tmp_path / 'model.gguf')
+  assert one != fingerprint.model_digest(tmp_path / 'model.gguf')
 
 
 def test_a_directory_with_safetensors_is_read_from_them(tmp_path):

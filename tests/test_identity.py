@@ -13,7 +13,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import processes, workdir
 from agent_r1_jax.rl import aggregation, algorithms, correction, losses
 from agent_r1_jax.tasks import context
-from agent_r1_jax.train import identity
+from agent_r1_jax.train import fingerprint
 
 _SCRIPT = '''
 import dataclasses, functools, json, re, time
@@ -71,8 +71,8 @@ rewards = {
 env = env_lib.ToolEnv([make_tool(int(started))], rewards['closure'])
 tasks = [types.Task(f't{i}', []) for i in range(5)]
 algorithm = algorithms.dapo(overlong={'limit': 3, 'buffer': 1})
-found = identity.describe_run(algorithm, env, tasks)
-found['rewards'] = {name: identity.describe(r) for name, r in rewards.items()}
+found = fingerprint.describe_run(algorithm, env, tasks)
+found['rewards'] = {name: fingerprint.describe(r) for name, r in rewards.items()}
 print(json.dumps(found))
 '''
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -164,8 +164,8 @@ def test_what_differs_is_named(described, number):
 )
 def test_an_algorithms_options_are_named(other, expected):
   found = _different(
-    {'algorithm': identity.describe(algorithms.grpo())},
-    {'algorithm': identity.describe(other)},
+    {'algorithm': fingerprint.describe(algorithms.grpo())},
+    {'algorithm': fingerprint.describe(other)},
   )
   assert found and (expected is None or found == expected)
 
@@ -243,13 +243,15 @@ def _tool_env(reward=_reward_a):
   ],
 )
 def test_an_environment_is_its_code_and_what_it_wraps(env, other, expected):
-  before, again, after = (identity.describe_run(None, e, []) for e in (env, env, other))
+  before, again, after = (
+    fingerprint.describe_run(None, e, []) for e in (env, env, other)
+  )
   assert before == again and expected in _different(before, after)
 
 
 def test_tasks_whose_answers_json_lacks_have_a_digest():
   sets = [{'a': [types.Task('0', [], answer={(0, 1): x})]} for x in 'yyz']
-  one, same, other = map(identity.tasks_digest, sets)
+  one, same, other = map(fingerprint.tasks_digest, sets)
   assert one == same != other
 
 
@@ -263,7 +265,7 @@ class Other: pass
 info = {'set': {'a', 'b', 'c', 'd', 'e'}, 'other': Other(), 'array': np.arange(3)}
 tasks = [types.Task(str(i), [], answer={(i, 'x'): frozenset('abcd')}, info=info)
          for i in range(300)]
-print(json.dumps(identity.tasks_digest({'': tasks})))
+print(json.dumps(fingerprint.tasks_digest({'': tasks})))
 """
   changed = script.replace('np.arange(3)', 'np.arange(4)'), script.replace('(i,', '(-i,')
   first = _describe(tmp_path / 'a', script, *changed)

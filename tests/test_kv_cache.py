@@ -13,7 +13,7 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import attention, decoder, kv_cache, sampling_params
-from agent_r1_jax.train import footprint, setup
+from agent_r1_jax.train.plan import footprint, setup
 
 _SHAPE = tiny.config('qwen2', 1)
 _S = clients.SLOTS

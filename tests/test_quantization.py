@@ -27,7 +27,8 @@ from agent_r1_jax.models import (
   weights,
 )
 from agent_r1_jax.rl import algorithms, correction
-from agent_r1_jax.train import footprint, metrics, preflight
+from agent_r1_jax.train import metrics, preflight
+from agent_r1_jax.train.plan import footprint
 
 _FORMATS = [*quantization.FORMATS]
 model = test_train.model

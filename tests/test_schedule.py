@@ -21,8 +21,9 @@ from agent_r1_jax.models import weights
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import evaluate, rollout
-from agent_r1_jax.train import curriculum, initial_state, loop, metrics, run_files, setup
+from agent_r1_jax.train import curriculum, loop, metrics, run_files
 from agent_r1_jax.train import schedule as schedule_lib
+from agent_r1_jax.train.plan import initial_state, setup
 
 _STALE = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
 model = test_train.model

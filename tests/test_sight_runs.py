@@ -22,7 +22,7 @@ from agent_r1_jax.guided import choice, reward_model, search
 from agent_r1_jax.models import decoder, weights
 from agent_r1_jax.rl import algorithms, learner, packing, table
 from agent_r1_jax.rollout import decoding, evaluate
-from agent_r1_jax.train import setup
+from agent_r1_jax.train.plan import setup
 
 pytestmark = pytest.mark.usefixtures('no_curves')
 _READER = pictures.Reader(8, 64, 8 * 8 * 9)

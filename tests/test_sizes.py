@@ -19,14 +19,8 @@ from agent_r1_jax.engine import device as device_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, learner
-from agent_r1_jax.train import (
-  footprint,
-  initial_state,
-  metrics,
-  run_files,
-  setup,
-  sizes,
-)
+from agent_r1_jax.train import metrics, run_files
+from agent_r1_jax.train.plan import footprint, initial_state, setup, sizes
 from experiments import published
 
 _GRPO = algorithms.grpo(kl_coef=0.0)

@@ -39,7 +39,8 @@ from agent_r1_jax.rl import algorithms, learner
 from agent_r1_jax.rollout import rollout
 from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.serve import program
-from agent_r1_jax.train import initial_state, loop, metrics
+from agent_r1_jax.train import loop, metrics
+from agent_r1_jax.train.plan import initial_state
 
 _GRPO = algorithms.grpo(kl_coef=0.01)
 pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')

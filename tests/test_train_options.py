@@ -21,7 +21,8 @@ from agent_r1_jax.engine import guide
 from agent_r1_jax.models import decoder, weights
 from agent_r1_jax.rl import algorithms, correction, kl, learner, losses
 from agent_r1_jax.rollout import evaluate, rollout
-from agent_r1_jax.train import initial_state, loop, metrics, run_files
+from agent_r1_jax.train import loop, metrics, run_files
+from agent_r1_jax.train.plan import initial_state
 
 _PLAIN = algorithms.grpo(kl_coef=0.0)
 _STALE = _PLAIN._replace(correction=correction.token_truncated())

@@ -29,7 +29,8 @@ from agent_r1_jax.host import terminal, thread_pool, workers
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.rollout import rollout
 from agent_r1_jax.tools import sandbox
-from agent_r1_jax.train import footprint, preflight, sizes
+from agent_r1_jax.train import preflight
+from agent_r1_jax.train.plan import footprint, sizes
 
 _PACKAGE = 'agent_r1_jax'
 _ROOT = pathlib.Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import dataclasses
 
 from agent_r1_jax import fields
 
-# Fields of which a 0 means that train/sizes.py chooses the value.
+# Fields of which a 0 means that train.plan/sizes.py chooses the value.
 SIZES = (
   'engine.rows',
   'engine.slots',

@@ -99,7 +99,7 @@ class Curriculum:
 
 @dataclasses.dataclass
 class Batch:
-  """Sizes of the micro-batches of gradients; a 0 is chosen (train/sizes.py).
+  """Sizes of the micro-batches of gradients; a 0 is chosen (train.plan/sizes.py).
 
   Attributes:
     row_tokens: Tokens of a packed training row; at least `engine.slots`.

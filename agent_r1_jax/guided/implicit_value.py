@@ -28,7 +28,7 @@ from agent_r1_jax import types
 from agent_r1_jax.models import decoder, sharding, weights
 from agent_r1_jax.rl import learner, losses, packing
 from agent_r1_jax.rl import table as table_lib
-from agent_r1_jax.train import identity
+from agent_r1_jax.train import fingerprint
 
 # The file beside the model with b and β, and the policy whose episodes it was fitted to.
 FILE = 'implicit_value.json'
@@ -115,7 +115,7 @@ def save(
 ) -> None:
   """Writes a fitted model, with what it is the value of in FILE."""
   weights.save(directory, config, params, tokenizer_from=policy)
-  found = {**odds._asdict(), 'policy': identity.model_digest(policy)}
+  found = {**odds._asdict(), 'policy': fingerprint.model_digest(policy)}
   (pathlib.Path(directory) / FILE).write_text(json.dumps(found))
 
 
@@ -128,7 +128,7 @@ def load(
     ValueError: It was fitted to episodes of another policy.
   """
   found = json.loads((pathlib.Path(directory) / FILE).read_text())
-  if found['policy'] != identity.model_digest(policy):
+  if found['policy'] != fingerprint.model_digest(policy):
     raise ValueError(
       f'policy: {directory} has the values of another policy than {policy}; fit one to '
       'its episodes.'

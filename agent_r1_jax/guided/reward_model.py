@@ -20,7 +20,7 @@ from agent_r1_jax.guided import reward_training
 from agent_r1_jax.models import decoder, json_fields, weights
 from agent_r1_jax.retrieval import batching
 from agent_r1_jax.rl import packing, value_targets
-from agent_r1_jax.train import setup
+from agent_r1_jax.train.plan import setup
 
 
 class RewardModel:

@@ -29,7 +29,7 @@ from agent_r1_jax.models import (
   sharding,
 )
 from agent_r1_jax.rl import algorithms, packing, train_state
-from agent_r1_jax.train import initial_state, lowering
+from agent_r1_jax.train.plan import initial_state, lowering
 
 # Bytes of the process itself on a CPU: Python, the libraries, XLA and what it compiled;
 # the engine's programs have the code of each layer.

@@ -15,7 +15,8 @@ from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.rollout import evaluate, rollout, sockets
 from agent_r1_jax.rollout import store as store_lib
-from agent_r1_jax.train import identity, preflight, run_files, setup, sizes, task_checks
+from agent_r1_jax.train import fingerprint, preflight, run_files, task_checks
+from agent_r1_jax.train.plan import setup, sizes
 
 
 @contextlib.contextmanager
@@ -35,7 +36,7 @@ def reserve(
   # The lock asks JAX for the number of this process, and so starts JAX's threads:
   # malloc is to be set before the first one.
   runtime.initialize()
-  identity.check_hosts(config, {'algorithm': identity.describe(algorithm)}, {})
+  fingerprint.check_hosts(config, {'algorithm': fingerprint.describe(algorithm)}, {})
   with run_files.lock(workdir):
     run_files.check_config(sizes.resolve(config, algorithm, workdir), workdir)
     yield
@@ -131,9 +132,9 @@ def _describe(config: config_lib.Config, methods, guides) -> dict[str, dict[str,
   for method, (sets, make_env) in methods.items():
     tasks = [task for tasks in sets.values() for task in tasks]
     with preflight.open_environment(make_env, config.limits) as env:
-      made_of[method] = identity.describe_run(None, env, tasks, guides=guides)
-    made_of[method]['sets'] = identity.tasks_digest(sets)
-  identity.check_hosts(config, made_of, {})
+      made_of[method] = fingerprint.describe_run(None, env, tasks, guides=guides)
+    made_of[method]['sets'] = fingerprint.tasks_digest(sets)
+  fingerprint.check_hosts(config, made_of, {})
   return made_of
 
 
@@ -142,7 +143,7 @@ def _check_same(
 ) -> None:
   """Raises ValueError if the workdir has episodes of another configuration or method."""
   run_files.check_config(config, workdir, write=True)
-  model = identity.model_digest(config.model.path)
+  model = fingerprint.model_digest(config.model.path)
   for method, parts in made_of.items():
     workdir_lib.check_config(
       workdir / method,

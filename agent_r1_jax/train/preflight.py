@@ -17,7 +17,7 @@ from agent_r1_jax.host import thread_pool, workers
 from agent_r1_jax.models import lora
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.rollout import sockets
-from agent_r1_jax.train import identity
+from agent_r1_jax.train import fingerprint
 
 _LOGGER = logging.getLogger(__name__)
 # An upper bound of the tokens that a chat template adds to a message; if one adds more,
@@ -275,7 +275,7 @@ def select_fitting_tasks(
   least = len(chat.encode_prompt([{'role': 'user', 'content': ''}], schemas))
   long: dict[int, int] = {}  # The number of each task that does not fit -> its tokens.
   checked, seen = 0, {}
-  for number, task in identity.sample_tasks(tasks):
+  for number, task in fingerprint.sample_tasks(tasks):
     checked += 1
     try:
       roles = [messages_lib.check(message)['role'] for message in task.messages]

@@ -15,16 +15,8 @@ from agent_r1_jax.rl import algorithms
 from agent_r1_jax.rl import train_state as train_state_lib
 from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import evaluate, rollout, sockets
-from agent_r1_jax.train import (
-  identity,
-  initial_state,
-  preflight,
-  run_files,
-  schedule,
-  setup,
-  sizes,
-  task_checks,
-)
+from agent_r1_jax.train import fingerprint, preflight, run_files, schedule, task_checks
+from agent_r1_jax.train.plan import initial_state, setup, sizes
 
 
 @dataclasses.dataclass
@@ -79,8 +71,8 @@ def open_run(
     sets = {**evals, 'tasks': tasks}
     task_checks.check_times(env, sets, config.limits)
     task_checks.check_answers(env, tasks, config.limits)
-    made_of = identity.describe_run(algorithm, env, tasks, privileged, guides)
-    identity.check_hosts(config, made_of, sets)
+    made_of = fingerprint.describe_run(algorithm, env, tasks, privileged, guides)
+    fingerprint.check_hosts(config, made_of, sets)
     config = sizes.resolve(config, algorithm, workdir)
     mesh = setup.make_mesh(config.mesh)
     model, params, chat = setup.load(config.model, config.chat, mesh, config.model.frozen)

@@ -17,7 +17,7 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder, quantization, sharding, weights
-from agent_r1_jax.train import initial_state
+from agent_r1_jax.train.plan import initial_state
 
 
 def make_mesh(config: config_lib.Mesh) -> Mesh | None:

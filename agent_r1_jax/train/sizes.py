@@ -25,9 +25,9 @@ from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import hf_config, sharding
 from agent_r1_jax.models.decoder import UNROLLED_LAYERS
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.train import footprint as footprint_lib
-from agent_r1_jax.train import initial_state
-from agent_r1_jax.train.footprint import Machine, Models
+from agent_r1_jax.train.plan import footprint as footprint_lib
+from agent_r1_jax.train.plan import initial_state
+from agent_r1_jax.train.plan.footprint import Machine, Models
 
 REMAT = 'model.remat'
 _NAMES = (*config_lib.SIZES, REMAT)

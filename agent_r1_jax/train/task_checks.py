@@ -17,7 +17,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.host import records, thread_pool
-from agent_r1_jax.train import identity
+from agent_r1_jax.train import fingerprint
 
 _FORMS = '{}', '<answer>{}</answer>', '\\boxed{{{}}}'
 
@@ -47,7 +47,7 @@ def _check_tasks(tasks: Any, name: str, remedy: str):
   listed = hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')
   if isinstance(tasks, str) or not listed:
     raise ValueError(f'{name} is {tasks!r:.100}; it must be a list of types.Task.')
-  for number, task in identity.sample_tasks(tasks):
+  for number, task in fingerprint.sample_tasks(tasks):
     if not isinstance(task, types.Task):
       raise ValueError(
         f'{name}[{number}] is {task!r:.100}; it must be a types.Task, such as '
@@ -93,7 +93,9 @@ def check_answers(
   """
   while getattr(env, 'keeps_opening', False):
     env = env.env
-  numbers = (t for _, t in identity.sample_tasks(tasks) if type(t.answer) in (int, float))
+  numbers = (
+    t for _, t in fingerprint.sample_tasks(tasks) if type(t.answer) in (int, float)
+  )
   if not isinstance(env, env_lib.ToolEnv) or (task := next(numbers, None)) is None:
     return
   as_text = dataclasses.replace(task, answer=str(task.answer))
@@ -130,7 +132,7 @@ def check_times(
   if not hasattr(env, 'least_limits'):
     return
   for name, tasks in sets.items():
-    for number, task in identity.sample_tasks(tasks):
+    for number, task in fingerprint.sample_tasks(tasks):
       for field, least in env.least_limits(task).items():
         if getattr(limits, field) < least:
           raise ValueError(

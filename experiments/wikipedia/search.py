@@ -33,7 +33,7 @@ from agent_r1_jax.host import runtime
 from agent_r1_jax.report import tables
 from agent_r1_jax.rollout import evaluate
 from agent_r1_jax.tasks import qa_data
-from agent_r1_jax.train import identity
+from agent_r1_jax.train import fingerprint
 from experiments import comparison, retrievers
 from experiments.wikipedia import rows as rows_lib
 from experiments.wikipedia import settings
@@ -80,7 +80,7 @@ def main(_):
       rows,
       workdir=workdir,
       summarize=lambda sets: summarize(sets['']),
-      made_of=identity.digest(searched),
+      made_of=fingerprint.digest(searched),
     )
 
   ask = lambda tasks: [setting.agent_task(task) for task in tasks]
