@@ -427,7 +427,7 @@ class TestRun:
     """In a process of its own: this one has one device."""
     code = (
       'import sys; from agent_r1_jax import config, train; '
-      'from agent_r1_jax.train import footprint, sizes; footprint._OBVIOUS = 0.0; '
+      'from agent_r1_jax.train.plan import footprint, sizes; footprint._OBVIOUS = 0.0; '
       'from agent_r1_jax.rl import algorithms; '
       'run = config.Config(model=config.Model(sys.argv[1])); '
       'run = sizes.resolve(run, algorithms.grpo()); '

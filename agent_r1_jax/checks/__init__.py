@@ -1,1 +1,1 @@
-"""Checks before a run: its settings, sizes, memory, environments, and its identity."""
+"""Checks before a run: its settings, sizes, memory, environments, and its fingerprint."""

@@ -8,11 +8,11 @@ import dataclasses
 from typing import Any
 
 from agent_r1_jax import fields
+from agent_r1_jax.config import engine, learning
 from agent_r1_jax.config.agent import TOOL_FORMATS as TOOL_FORMATS
 from agent_r1_jax.config.agent import Chat as Chat
 from agent_r1_jax.config.agent import Limits as Limits
 from agent_r1_jax.config.engine import GREEDY as GREEDY
-from agent_r1_jax.config.engine import SIZES as SIZES
 from agent_r1_jax.config.engine import Engine as Engine
 from agent_r1_jax.config.engine import Sampling as Sampling
 from agent_r1_jax.config.host import Checkpoint as Checkpoint
@@ -24,6 +24,8 @@ from agent_r1_jax.config.learning import Schedule as Schedule
 from agent_r1_jax.config.models import Model as Model
 from agent_r1_jax.config.report import Alarms as Alarms
 
+# Fields of which a 0 means that the run chooses the value.
+SIZES = (*engine.SIZES, *learning.SIZES)
 # Where metrics can go; see report/sinks.py.
 SINKS = ('tensorboard', 'wandb', 'mlflow')
 

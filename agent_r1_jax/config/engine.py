@@ -4,12 +4,10 @@ import dataclasses
 
 from agent_r1_jax import fields
 
-# Fields of which a 0 means that train.plan/sizes.py chooses the value.
+# Fields of which a 0 means that train/plan/sizes.py chooses the value.
 SIZES = (
   'engine.rows',
   'engine.slots',
-  'batch.row_tokens',
-  'batch.microbatch',
   'engine.prefill_rows',
   'engine.prefill_tokens',
   'engine.bucket',
@@ -114,7 +112,7 @@ class Engine:
 
   def check(self) -> None:
     """Raises ValueError for a wrong value; the message names the field."""
-    chosen = [name.removeprefix('engine.') for name in SIZES if 'engine.' in name]
+    chosen = [name.removeprefix('engine.') for name in SIZES]
     choices = {'weights': ('model', 'int8', 'fp8'), 'cache': ('model', 'int8')}
     fields.check(
       self, 'engine', at_least_1=('decode_steps',), chosen_if_0=chosen, choices=choices

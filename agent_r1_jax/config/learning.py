@@ -4,6 +4,9 @@ import dataclasses
 
 from agent_r1_jax import fields
 
+# Fields of which a 0 means that train/plan/sizes.py chooses the value.
+SIZES = ('batch.row_tokens', 'batch.microbatch')
+
 
 @dataclasses.dataclass
 class Schedule:
@@ -99,7 +102,7 @@ class Curriculum:
 
 @dataclasses.dataclass
 class Batch:
-  """Sizes of the micro-batches of gradients; a 0 is chosen (train.plan/sizes.py).
+  """Sizes of the micro-batches of gradients; a 0 is chosen (train/plan/sizes.py).
 
   Attributes:
     row_tokens: Tokens of a packed training row; at least `engine.slots`.
@@ -117,7 +120,9 @@ class Batch:
 
   def check(self) -> None:
     """Raises ValueError for a wrong value; the message names the field."""
-    fields.check(self, 'batch', chosen_if_0=('row_tokens', 'microbatch'))
+    fields.check(
+      self, 'batch', chosen_if_0=[name.removeprefix('batch.') for name in SIZES]
+    )
 
 
 @dataclasses.dataclass

@@ -107,7 +107,7 @@ class RunFiles:
   ):
     """Opens and locks the workdir.
 
-    `made_of` is what else may not change between two starts (identity.describe_run).
+    `made_of` is what else may not change between two starts (fingerprint.describe_run).
 
     Raises:
       ValueError: Another run holds the workdir, or its run has another configuration or

@@ -19,7 +19,7 @@ _SCRIPT = '''
 import dataclasses, functools, json, re, time
 import jax
 from agent_r1_jax import types
-from agent_r1_jax.train import identity
+from agent_r1_jax.train import fingerprint
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.rl import algorithms
@@ -260,7 +260,7 @@ def test_a_digest_is_the_same_in_every_process(tmp_path):
   script = """
 import dataclasses, json, numpy as np
 from agent_r1_jax import types
-from agent_r1_jax.train import identity
+from agent_r1_jax.train import fingerprint
 class Other: pass
 info = {'set': {'a', 'b', 'c', 'd', 'e'}, 'other': Other(), 'array': np.arange(3)}
 tasks = [types.Task(str(i), [], answer={(i, 'x'): frozenset('abcd')}, info=info)

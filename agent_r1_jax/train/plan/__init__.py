@@ -1,0 +1,1 @@
+"""Plans a run: its mesh, sizes and memory, its models, and its state before a step."""
