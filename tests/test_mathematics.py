@@ -220,3 +220,9 @@ def test_golden_answers_of_the_real_rows(name, rows, data_dir):
 async def test_a_long_answer_is_rewritten_in_linear_time(part):
   rewrite = isolated.in_subprocess(mathematics._rewrite, seconds=60.0)
   assert 'x' in await rewrite(part * 100_000 + 'x')
+
+
+def test_many_spaces_are_as_one():
+  """math-verify takes minutes of a caret and so many of them."""
+  assert mathematics._rewrite('x^' + ' ' * 20_000 + 'y') == 'x^ y'
+  assert mathematics.is_equal('x^' + ' ' * 20_000 + '{2}', 'x^2')

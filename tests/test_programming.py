@@ -344,6 +344,17 @@ def test_an_object_does_not_say_how_far_it_is_from_the_right_answer(sign):
   assert 'TypeError' in programming.run_tests(program, answer)
 
 
+@pytest.mark.parametrize(
+  'asked', ['startswith("4")', 'isdigit()', 'issubset({4})', 'is_integer()']
+)
+def test_an_object_does_not_say_what_only_a_value_can(asked):
+  program = 'class D:\n  def __getattr__(self, name): return lambda *a: True\n'
+  program += 'def double(x):\n  return D()'
+  test = f'assert double(2).{asked}'
+  answer = {'entry_point': 'double', 'prompt': '', 'tests': [test]}
+  assert 'AttributeError' in programming.run_tests(program, answer)
+
+
 # Names that a program of MBPP defines, and what its tests mean by them.
 SHADOWS = {
   'a builtin': ('set = lambda x: 0', 'set(double([1])) == set([1, 1, 2])'),

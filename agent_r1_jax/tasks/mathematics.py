@@ -46,6 +46,7 @@ _TEXT = r'\\(?:text|mbox|math)(?:rm|bf|it)?\s*\{'
 _REWRITTEN = [
   (re.compile(pattern), form)
   for pattern, form in (
+    (r'(\s)\s+', r'\1'),  # Its own patterns take quadratic time of a long run.
     (_END, ''),
     (r'^\s*(?:\$\$?|\\[(\[])(.*?)(?:\\[)\]])?$', r'\1'),
     (_END, ''),

@@ -22,7 +22,7 @@ import re
 from typing import Any
 
 from agent_r1_jax.agent import calls, env
-from agent_r1_jax.host import isolated
+from agent_r1_jax.host import isolated, workers
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.tasks import plain_values
 from agent_r1_jax.tools import sandbox
@@ -51,6 +51,10 @@ _MEMORY_MB = 1024
 _SECONDS = 3600.0
 # What tests of MBPP use, and leave to the program to import.
 _MODULES = ('collections', 'datetime', 'itertools', 'math', 're', 'sys')
+# Methods of plain values that say yes or no, such as str.startswith: an object of the
+# program that had them would say what the test asks of a value.
+_VERDICTS = {'startswith', 'endswith', 'is_integer'}
+_VERDICTS |= {name for name in dir(str) + dir(set) if name.startswith('is')}
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
@@ -218,22 +222,16 @@ def run_tests(program: str, answer: dict[str, Any]) -> str | None:
       scope[entry] = remote.function(entry)
       for test in answer['tests']:
         exec(test, scope)
-    except AssertionError as error:
-      return f'a test failed: {_describe(error)}'.rstrip(': ')
     except MemoryError:
       raise
     except (Exception, SystemExit) as error:
-      return f'{type(error).__name__}: {_describe(error)}'
+      text = workers.describe_error(error)[:_LONGEST_TEXT]
+      if isinstance(error, AssertionError):
+        return 'a test failed' + text.removeprefix(type(error).__name__)
+      return text
     finally:
       scope.clear()  # Its functions hold it, and it holds what the program returned.
   return None
-
-
-def _describe(error: BaseException) -> str:
-  try:
-    return f'{error}'[:_LONGEST_TEXT]
-  except Exception:  # Such as of a number of too many digits.
-    return ''
 
 
 def _find_tested_name(test: Any) -> str | None:
@@ -363,6 +361,8 @@ class _Object(plain_values.Handle):
     return self._program.call(function, *args, **kwargs)
 
   def __getattr__(self, name):
+    if name in _VERDICTS:
+      raise AttributeError(name)
     return self._program.call(f'(lambda x: x.{name})', self)
 
   def __setattr__(self, name, value):
