@@ -35,11 +35,7 @@ def openai_endpoint(
   """
   headers = {'Authorization': f'Bearer {key}'} if key else {}
   # A client for each call serves any event loop; certificates are read once.
-  options = {
-    'headers': headers,
-    'timeout': seconds,
-    'verify': ssl.create_default_context(),
-  }
+  context = ssl.create_default_context()
 
   async def ask(prompt: str) -> str:
     import httpx2
@@ -50,7 +46,9 @@ def openai_endpoint(
       'max_tokens': max_tokens,
       'temperature': 0.0,
     }
-    async with httpx2.AsyncClient(**options) as client:
+    async with httpx2.AsyncClient(
+      headers=headers, timeout=seconds, verify=context
+    ) as client:
       response = await client.post(f'{url.rstrip("/")}/chat/completions', json=body)
     response.raise_for_status()
     return response.json()['choices'][0]['message']['content']

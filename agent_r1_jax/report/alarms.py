@@ -54,6 +54,8 @@ _MESSAGES = {
     'reward models and judges, or let it decay.',
   ),
 }
+# The alarms of what is too small.
+_BELOW = ('entropy_collapse', 'action_share')
 # The name of a metric that AlarmMonitor adds: the rise of the reward, or 0 if the true
 # metric rose too.
 _HACKING = 'hacking'
@@ -175,8 +177,8 @@ def compare(
   calls, unread = get('tool_calls'), get('format_errors')
   failed = get('tool_failures')
   invalid = (get('tool_errors') - failed + unread) / max(calls + unread, 1e-9)
-  tokens = get('tokens')
-  above = {
+  share = get('action_tokens') / get('tokens') if get('tokens') else 1.0
+  measured = {
     'kl_blow_up': (max(map(abs, kls)), limits.kl),
     'dead_groups': (get('dead_groups'), limits.dead_groups),
     'truncated': (truncated, limits.truncated),
@@ -184,15 +186,10 @@ def compare(
     'tool_failures': (failed / max(calls, 1e-9), limits.tool_failures),
     'isolated_calls': (get('isolated_calls') / max(calls, 1e-9), limits.isolated_calls),
     'reward_hacking': (numbers.get(_HACKING, 0.0), limits.hacking),
-  }
-  below = {
     'entropy_collapse': (numbers.get('train/entropy', limits.entropy), limits.entropy),
-    'action_share': (
-      get('action_tokens') / tokens if tokens else 1.0,
-      limits.action_share,
-    ),
+    'action_share': (share, limits.action_share),
   }
   return {
-    **{name: (value, limit, value > limit) for name, (value, limit) in above.items()},
-    **{name: (value, limit, value < limit) for name, (value, limit) in below.items()},
+    name: (value, limit, value < limit if name in _BELOW else value > limit)
+    for name, (value, limit) in measured.items()
   }

@@ -100,11 +100,9 @@ class Encoder:
     directory = pathlib.Path(directory).resolve()
     default = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
     self.config = read_config(directory, pooling=pooling, dtype=dtype or default)
-    self.query_prefix, self.passage_prefix = _prefixes(directory)
-    if query_prefix is not None:
-      self.query_prefix = query_prefix
-    if passage_prefix is not None:
-      self.passage_prefix = passage_prefix
+    query, passage = _prefixes(directory)
+    self.query_prefix = query if query_prefix is None else query_prefix
+    self.passage_prefix = passage if passage_prefix is None else passage_prefix
     max_tokens = max_tokens or _max_tokens(directory, self.config)
     if not 2 < max_tokens <= self.config.max_position_embeddings:
       raise ValueError(
@@ -154,9 +152,7 @@ class Encoder:
   def _call(self, rows, length, max_rows):
     """Starts the computation of at most `max_rows` rows, padded to `length` tokens."""
     devices = self._rows.num_devices
-    count = 1
-    while count < len(rows):
-      count = min(2 * count, max_rows)
+    count = min(1 << (len(rows) - 1).bit_length(), max_rows)
     count += -count % devices  # Every device has as many rows.
     tokens, lengths = np.zeros((count, length), np.int32), np.ones(count, np.int32)
     for i, row in enumerate(rows):
@@ -243,11 +239,7 @@ def read_config(
   if pooling not in _POOLING.values():
     raise ValueError(f"pooling is {pooling!r}; 'mean' and 'cls' are supported")
   return EncoderConfig(
-    **sizes,
-    layer_norm_eps=eps,
-    pooling=pooling,
-    normalize=normalize,
-    dtype=dtype,
+    **sizes, layer_norm_eps=eps, pooling=pooling, normalize=normalize, dtype=dtype
   )
 
 

@@ -50,6 +50,8 @@ class RemoteSandbox:
     Raises:
       ConnectionError: The server cannot be reached, is late, or answers nonsense.
     """
+    import httpx2
+
     request = {
       'code': _make_script(code),
       'language': 'python',
@@ -61,9 +63,22 @@ class RemoteSandbox:
       'fetch_files': [],
     }
     start = time.monotonic()
-    body = self._post(request, seconds + _EXTRA_SECONDS)
-    if body is None:  # Far longer than the output may be.
+    try:
+      status, _, body = bounded_http.post(
+        self._client,
+        self._url,
+        request,
+        seconds=seconds + _EXTRA_SECONDS,
+        max_bytes=32 * self._max_output * _BYTES_PER_CHARACTER,
+      )
+    except bounded_http.TooLongError:  # Far longer than the output may be.
       return sandbox.Output('', 'output', time.monotonic() - start)
+    except (httpx2.HTTPError, TimeoutError) as error:
+      raise ConnectionError(
+        f'the sandbox at {self._url}: {error or repr(error)}'
+      ) from error
+    if status != 200:
+      raise ConnectionError(f'the sandbox at {self._url}: status {status}')
     try:
       text, status = _read_result(json.loads(body))
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -75,25 +90,6 @@ class RemoteSandbox:
     if len(text) > self._max_output:
       text = text[: self._max_output] + '\n... (the rest of the output is cut)'
     return sandbox.Output(text, status, time.monotonic() - start)
-
-  def _post(self, request: dict[str, Any], seconds: float) -> bytes | None:
-    """Returns the answer's body; None if it is too long."""
-    import httpx2
-
-    max_bytes = 32 * self._max_output * _BYTES_PER_CHARACTER
-    try:
-      status, _, body = bounded_http.post(
-        self._client, self._url, request, seconds=seconds, max_bytes=max_bytes
-      )
-    except bounded_http.TooLongError:
-      return None
-    except (httpx2.HTTPError, TimeoutError) as error:
-      raise ConnectionError(
-        f'the sandbox at {self._url}: {error or repr(error)}'
-      ) from error
-    if status != 200:
-      raise ConnectionError(f'the sandbox at {self._url}: status {status}')
-    return body
 
 
 def _read_result(answer: dict[str, Any]) -> tuple[str, str]:
