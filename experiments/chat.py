@@ -21,6 +21,7 @@ from agent_r1_jax.engine import event_loop, request
 from agent_r1_jax.host import runtime, terminal
 from agent_r1_jax.tools import search
 from agent_r1_jax.train.plan import setup, sizes
+from experiments import model_formats
 from experiments.miniwiki import tasks as miniwiki
 
 _TOOLS = flags.DEFINE_enum('tools', 'miniwiki', ['miniwiki', 'none'], 'The tools.')
@@ -105,7 +106,7 @@ def _write(text: str, before: str = '', after: str = ''):
 
 def main(_):
   runtime.quiet_logging()
-  config = sizes.resolve(_CFG.value, None, None)
+  config = sizes.resolve(model_formats.add(_CFG.value), None, None)
   model, params, chat = setup.load(config.model, config.chat)
   engine = setup.make_engine(config, model, params)
   tools = []

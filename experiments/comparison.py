@@ -22,6 +22,7 @@ from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.rollout import rollout
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.train import fingerprint
+from experiments import model_formats
 from experiments import react as react_lib
 
 # Tasks by the name of their set.
@@ -153,7 +154,7 @@ def run(
   Returns:
     The numbers of each method, and the seconds of the three parts.
   """
-  clock = [time.time()]
+  clock, config = [time.time()], model_formats.add(config)
   baselines = {label: methods[key] for key, label in labels.items() if key in methods}
   # Before anything is played: two starts would write to the same files, and a workdir of
   # another configuration would be refused by the training only.

@@ -29,7 +29,7 @@ from agent_r1_jax.checks import doctor
 from agent_r1_jax.host import runtime
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train.plan import footprint, sizes
-from experiments import published, task_list
+from experiments import model_formats, published, task_list
 from experiments.bench import chips
 
 _TASK = flags.DEFINE_enum('task', '', ['', *task_list.TASKS], 'What is played.')
@@ -86,7 +86,7 @@ def main(_):
     playing['seconds'] = sizes.SECONDS if _COMPILE.value else 0.0
   algorithm = _ALGORITHMS[_ALGORITHM.value]()
   with published.make_directory(config.model.path) as path:
-    config = fields.replace(config, {'model.path': path})
+    config = fields.replace(model_formats.add(config), {'model.path': path})
     findings = doctor.examine(config, _WORKDIR.value, algorithm, **playing)
   faulthandler.cancel_dump_traceback_later()
   sys.exit(doctor.show(findings))

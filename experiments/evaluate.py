@@ -37,7 +37,7 @@ from agent_r1_jax.host import processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import episodes as episodes_lib
 from agent_r1_jax.train import fingerprint
-from experiments import react, task_list
+from experiments import model_formats, react, task_list
 
 _TASK = flags.DEFINE_enum('task', None, [*task_list.TASKS], 'The task.', required=True)
 _DATA = flags.DEFINE_string('data', '', 'Its file or folder; miniwiki has none.')
@@ -66,6 +66,7 @@ def main(_):
   # A model that goes on after its action would make up what it observes.
   stops = {'chat.stop_strings': json.dumps(react.FORMAT.stop_strings)}
   config = fields.replace(benchmark.config, stops | given)
+  config = model_formats.add(config)
   config = set_temperature(config, given, max(n, _CANDIDATES.value))
   methods = choose_methods(benchmark, _METHODS.value)
   made_of = {'task': _TASK.value, 'limit': source.limit} | benchmark.made_of
@@ -103,7 +104,8 @@ def make_choice(policy: str, engine: engine_lib.Engine) -> choice.Choice:
   if not _CRITIC.value:
     return choice.Choice(candidates, choice.mean_logprob, beta)
   implicit = (pathlib.Path(_CRITIC.value) / implicit_value.FILE).exists()
-  make = choice.by_implicit_value if implicit else choice.by_value
+  by_value = functools.partial(choice.by_value, formats=model_formats.find())
+  make = choice.by_implicit_value if implicit else by_value
   return make(engine, _CRITIC.value, policy, candidates=candidates, beta=beta)
 
 

@@ -33,6 +33,7 @@ from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
 from agent_r1_jax.train import fingerprint
 from agent_r1_jax.train.plan import sizes
+from experiments import model_formats
 from experiments.miniwiki import tasks as miniwiki
 from experiments.worlds import all_worlds
 from experiments.worlds import world as world_lib
@@ -83,7 +84,8 @@ def main(_):
   runtime.quiet_logging()
   given = config_flags.get_override_values(flags.FLAGS['config'])
   changes = given | {'model.path': _POLICY.value}
-  config = sizes.resolve(fields.replace(CONFIGS[_TASK.value], changes))
+  config = model_formats.add(fields.replace(CONFIGS[_TASK.value], changes))
+  config = sizes.resolve(config)
   workdir, schedule = pathlib.Path(_WORKDIR.value), config.schedule
   made_of = {'task': _TASK.value, 'policy': fingerprint.model_digest(_POLICY.value)}
   workdir_lib.check_config(workdir, made_of | {'seed': config.seed}, name='made_of.json')

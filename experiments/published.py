@@ -7,6 +7,7 @@ import pathlib
 import tempfile
 
 from agent_r1_jax.models import decoder, hf_config
+from experiments import model_formats
 
 # V, D, L, N, K, H, F, tied, as in models/decoder.py: Qwen2.5, and one for the tests.
 SIZES = {
@@ -23,7 +24,7 @@ SIZES = {
 def read_shape(name: str) -> decoder.DecoderConfig:
   """Returns the shape of a name of SIZES, a directory, a config.json or a GGUF file."""
   if name not in SIZES:
-    return hf_config.read(name)
+    return hf_config.read(name, model_formats.find())
   V, D, L, N, K, H, F, tied = SIZES[name]
   return decoder.DecoderConfig('qwen2', V, D, L, N, K, H, F, tie_embeddings=tied)
 

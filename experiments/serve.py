@@ -27,6 +27,7 @@ from agent_r1_jax.models import lora, peft_files
 from agent_r1_jax.serve import server
 from agent_r1_jax.train.plan import setup, sizes
 from agent_r1_jax.web import http
+from experiments import model_formats
 
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen at.')
 _PORT = flags.DEFINE_integer('port', 8000, 'Port; 0 takes a free one.', 0, 65535)
@@ -61,7 +62,7 @@ def main(_):
   keys = server.read_keys(os.environ.get('AGENT_R1_API_KEYS', ''))
   # A port that is taken is refused before the model is loaded.
   http.listen(_HOST.value, _PORT.value).close()
-  config = sizes.resolve(_CFG.value, None, None)
+  config = sizes.resolve(model_formats.add(_CFG.value), None, None)
   mesh = setup.make_mesh(config.mesh)
   model, params, chat = setup.load(config.model, config.chat, mesh)
   adapters = {name: peft_files.load(d, model) for name, d in directories.items()}

@@ -28,6 +28,7 @@ from agent_r1_jax.rollout import rollout
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
 from agent_r1_jax.train.plan import sizes
+from experiments import model_formats
 from experiments import scores as scores_lib
 from experiments.miniwiki import search as quickstart  # noqa: F401, defines the flags
 from experiments.miniwiki import tasks as miniwiki
@@ -48,7 +49,7 @@ def main(_):
   runtime.quiet_logging()
   f = flags.FLAGS
   config, tasks, make_env = read_miniwiki() if _TASK.value == 'miniwiki' else read_world()
-  config = sizes.resolve(config)
+  config = sizes.resolve(model_formats.add(config))
   mesh = train.make_mesh(config.mesh)
   policy = train.load(config.model, config.chat, mesh)
   played = collect(config, mesh, policy, tasks, make_env)

@@ -6,6 +6,7 @@ from typing import Any
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import report, train, types
 from agent_r1_jax.rl import algorithms
+from experiments import model_formats
 
 
 def run(
@@ -25,7 +26,7 @@ def run(
       f'--watched={watched} must leave some of {len(tasks)} to train on; 0 watches none.'
     )
   train.run(
-    config,
+    model_formats.add(config),
     workdir,
     tasks=tasks[watched:],
     make_env=make_env,

@@ -43,7 +43,7 @@ OWNERS = {
   'outlines_core': f'{PACKAGE}/agent/',
   'transformers': f'{PACKAGE}/agent/tool_schema.py {PACKAGE}/agent/tokenizer.py '
   f'{PACKAGE}/agent/template_process.py',
-  'gguf': f'{PACKAGE}/models/gguf_files.py',
+  'gguf': f'{PACKAGE}/contrib/gguf/files.py',
   'PIL': f'{PACKAGE}/agent/picture_files.py experiments/worlds/grid.py',
   'huggingface_hub': 'third_party/transfers.py',
   'jsonschema': f'{PACKAGE}/agent/tool_schema.py',

@@ -78,7 +78,7 @@ _PIECES = '|'.join(
 def load(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
   """Loads a tokenizer in Hugging Face layout from a local directory.
 
-  For a GGUF file it is the directory that holds the file.
+  For a file it is the directory that holds the file.
 
   tokenizer.json is used unchanged. (AutoTokenizer of transformers 5 does so too, unless
   config.json has the model_type 'qwen2': then it forces Qwen2's pre-tokenizer on what

@@ -1,17 +1,30 @@
 """Settings of the models."""
 
+from collections.abc import Sequence
 import dataclasses
+from typing import Any
 
 from agent_r1_jax import fields
 
 
+class _Formats:
+  """What belongs to a configuration of models, and is no field of it.
+
+  Attributes:
+    formats: Formats of models other than HF's (models/tensor_files.Format), such as
+      contrib.gguf.FORMAT. As Python objects they are neither flags nor in config.json.
+  """
+
+  formats: Sequence[Any] = ()
+
+
 @dataclasses.dataclass
-class Model:
+class Model(_Formats):
   """The models that are loaded, and how they compute.
 
   Attributes:
     path: Directory of the policy to start from: weights and tokenizer in HF layout. Or
-      a GGUF file, or a directory with one, beside which the tokenizer's files lie.
+      what one of `formats` reads, beside which the tokenizer's files lie.
     reference: Directory of the reference policy or teacher, which must have the same
       tokenizer; if it is empty, the reference is the initial policy.
     dtype: Type of activations and KV cache: 'float32' or 'bfloat16'.

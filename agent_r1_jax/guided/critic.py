@@ -5,6 +5,7 @@ the policy, with the policy to WORKDIR/model. Under `value_head`, config.json sa
 was trained (rl/value_targets.py); `load` compares that with what a caller expects.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import os
 import pathlib
@@ -12,7 +13,14 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from agent_r1_jax.models import decoder, hf_config, json_fields, sharding, weights
+from agent_r1_jax.models import (
+  decoder,
+  hf_config,
+  json_fields,
+  sharding,
+  tensor_files,
+  weights,
+)
 from agent_r1_jax.rl import value_targets
 
 
@@ -21,13 +29,15 @@ def load(
   policy: str | os.PathLike,
   *,
   mesh: Mesh | None = None,
+  formats: Sequence[tensor_files.Format] = (),
   **expected: Any,
 ) -> tuple[decoder.Params, dict[str, Any]]:
   """Loads a critic that values the states of a policy.
 
   `directory` is that of the critic, or of a policy with a value head; the critic must
-  have the tokenizer and the shape of `policy`. `expected` has values of the description's
-  fields that the caller relies on, such as gamma=1.0.
+  have the tokenizer and the shape of `policy`, which may have one of `formats`.
+  `expected` has values of the description's fields that the caller relies on, such as
+  gamma=1.0.
 
   Returns:
     The parameters, float32, and the description.
@@ -61,7 +71,7 @@ def load(
     )
   place = sharding.make_placer(mesh)
   shape, params = weights.load(directory, dtype='float32', place=place)
-  policy_shape = hf_config.read(policy)
+  policy_shape = hf_config.read(policy, formats)
   for field in dataclasses.fields(shape):
     ours, theirs = getattr(shape, field.name), getattr(policy_shape, field.name)
     if field.name not in ('dtype', 'remat', 'max_positions') and ours != theirs:

@@ -1,4 +1,4 @@
-"""Paths of models: a directory, or a GGUF file whose tokenizer lies beside it."""
+"""Paths of models: a directory, or a file whose tokenizer lies beside it."""
 
 import os
 import pathlib
@@ -7,4 +7,4 @@ import pathlib
 def get_directory(path: str | os.PathLike) -> pathlib.Path:
   """Returns the directory with the tokenizer of the model at `path`."""
   path = pathlib.Path(path)
-  return path.parent if path.suffix == '.gguf' else path
+  return path.parent if path.is_file() else path

@@ -1,5 +1,6 @@
 """config.json of a Hugging Face directory <-> DecoderConfig."""
 
+from collections.abc import Sequence
 import os
 import pathlib
 from typing import Any
@@ -9,26 +10,28 @@ import jax.numpy as jnp
 from agent_r1_jax.models import (
   decoder,
   families,
-  gguf_files,
   hf_rope,
   hf_vision,
   json_fields,
+  tensor_files,
 )
 
 # The types of layers.
 _FULL, _SLIDING = 'full_attention', 'sliding_attention'
 
 
-def read(directory: str | os.PathLike) -> decoder.DecoderConfig:
+def read(
+  directory: str | os.PathLike, formats: Sequence[tensor_files.Format] = ()
+) -> decoder.DecoderConfig:
   """Reads a directory's config.json, or a file like it, as transformers 4 or 5 wrote it.
 
-  A GGUF file, or a directory that holds one in place of safetensors, has its own.
+  What has one of `formats` is read as that says.
 
   Raises:
     ValueError: The file is missing or broken, or asks for what the decoder does not
       compute; the message names the field.
   """
-  path, raw = read_raw(directory)
+  path, raw = read_raw(directory, formats)
   try:
     return _parse(raw)
   except ValueError as error:
@@ -39,11 +42,21 @@ def read(directory: str | os.PathLike) -> decoder.DecoderConfig:
     ) from error
 
 
-def read_raw(directory: str | os.PathLike) -> tuple[pathlib.Path, dict[str, Any]]:
+def read_raw(
+  directory: str | os.PathLike, formats: Sequence[tensor_files.Format] = ()
+) -> tuple[pathlib.Path, dict[str, Any]]:
   """Returns the file that `read` reads, and the fields of config.json in it."""
   path = pathlib.Path(directory)
-  if file := gguf_files.find_file(path):
-    return file, gguf_files.read_config(file)
+  if found := tensor_files.find_file(path, formats):
+    format_, file = found
+    return file, format_.read_config(file)
+  if path.suffix == '.gguf' or (
+    not (path / 'config.json').is_file() and any(path.glob('*.gguf'))
+  ):
+    raise ValueError(
+      f'{path}: a GGUF file is read with formats=[gguf.FORMAT] of agent_r1_jax.contrib: '
+      'in a run config.model.formats, else an argument of weights.load'
+    )
   path = path if path.suffix == '.json' else path / 'config.json'
   return path, json_fields.read_json(path)
 

@@ -6,20 +6,20 @@ write, it wants all tensors of a file in memory together, which `write` does not
 error on a full disk is no OSError.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import json
 import math
 import os
 import pathlib
 import re
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from agent_r1_jax.models import gguf_files, json_fields
+from agent_r1_jax.models import json_fields
 
 DTYPES = {
   'F32': jnp.dtype('float32'),
@@ -56,23 +56,48 @@ class Spec(NamedTuple):
     return math.prod(self.shape) * self.dtype.itemsize
 
 
-def find(directory: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, Tensor]:
+class Format(NamedTuple):
+  """A format of models other than Hugging Face's.
+
+  Attributes:
+    find_file: (path) -> the file of this format that the path stands for; None if the
+      path stands for another kind of model.
+    read_config: (file) -> what config.json would hold.
+    find_tensors: (file) -> its tensors, under the names that a checkpoint of Hugging Face
+      has.
+  """
+
+  find_file: Callable[[pathlib.Path], pathlib.Path | None]
+  read_config: Callable[[pathlib.Path], dict[str, Any]]
+  find_tensors: Callable[[pathlib.Path], dict[str, Tensor]]
+
+
+def find_file(
+  path: pathlib.Path, formats: Sequence[Format]
+) -> tuple[Format, pathlib.Path] | None:
+  """Finds the first of the formats that a path stands for, and its file."""
+  for format_ in formats:
+    if file := format_.find_file(path):
+      return format_, file
+  return None
+
+
+def find(
+  directory: pathlib.Path,
+  ignore: tuple[str, ...] = (),
+  formats: Sequence[Format] = (),
+) -> dict[str, Tensor]:
   """Finds the tensors of model.safetensors, or of the shards that the index names.
 
-  A GGUF file, or a directory that holds one and none of these, has them under the same
-  names.
-
-  Tensors whose names end with one of `ignore` are left out, whatever their types.
+  Tensors whose names end with one of `ignore` are left out, whatever their types. What
+  has one of `formats` is read as it says.
 
   Raises:
     ValueError: Names the file that is missing or broken, or that contradicts the index.
   """
-  if file := gguf_files.find_file(directory):
-    found = gguf_files.find(file)
-    return {
-      name: Tensor(file, name, kind, shape, reader=reader)
-      for name, (kind, shape, reader) in found.items()
-    }
+  if found := find_file(directory, formats):
+    format_, file = found
+    return format_.find_tensors(file)
   index = directory / _INDEX
   if (directory / _SINGLE).is_file():
     return read_header(directory / _SINGLE, ignore)

@@ -80,7 +80,7 @@ def check_tensor(
     raise ValueError(f'{directory}: no tensor {name}; fetch the whole model{tied}')
   if tensors[name].shape != shape:
     file = tensors[name].file
-    source = 'the metadata' if file.suffix == '.gguf' else 'config.json'
+    source = 'config.json' if file.suffix == '.safetensors' else 'the metadata'
     raise ValueError(
       f'{file}: tensor {name} has shape {list(tensors[name].shape)}, by {source} it is '
       f'{list(shape)}; take both from one model'

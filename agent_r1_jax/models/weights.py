@@ -5,7 +5,7 @@ tensor, writing for one tensor. Reading and then writing a model reproduces ever
 byte for byte.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import errno
 import json
@@ -50,6 +50,7 @@ def load(
   *,
   dtype: Any = None,
   place: Callable[[str, np.ndarray], Any] = lambda path, array: jax.device_put(array),
+  formats: Sequence[tensor_files.Format] = (),
 ) -> tuple[decoder.DecoderConfig, decoder.Params]:
   """Reads a model from model.safetensors or from shards and their index.
 
@@ -58,21 +59,22 @@ def load(
   config.json has a `value_head`: true, or an object that describes it.
 
   Args:
-    directory: In the Hugging Face layout; or a GGUF file, or a directory that holds one
-      in place of safetensors.
+    directory: In the Hugging Face layout, or a path of one of `formats`.
     dtype: Type of every parameter: float32, bfloat16 or float16; None keeps the file's.
     place: Called with each leaf's path ('layers/attn/q/kernel') and its host array,
       returns the leaf; it can shard a leaf while the others are still on disk.
+    formats: Others than Hugging Face's, such as contrib.gguf.FORMAT.
 
   Raises:
     ValueError: A file or tensor is missing, broken, unexpected or of the wrong shape or
       dtype, which is checked before a parameter is placed; or a number is not finite.
   """
   directory = pathlib.Path(directory)
-  config = hf_config.read(directory)
-  value_head = bool(hf_config.read_raw(directory)[1].get('value_head'))
+  config = hf_config.read(directory, formats)
+  value_head = bool(hf_config.read_raw(directory, formats)[1].get('value_head'))
   leaves = tensor_layout.list_leaves(config, value_head)
-  tensors = tensor_layout.rename(config, tensor_files.find(directory))
+  tensors = tensor_files.find(directory, formats=formats)
+  tensors = tensor_layout.rename(config, tensors)
   if config.tie_embeddings:
     _drop_tied(tensors)
   tensors = tensor_layout.split_fused(directory, config, leaves, tensors)

@@ -142,12 +142,12 @@ def model_digest(model: str | os.PathLike) -> str:
   """Returns the sha256, in hex, of the names and contents of a model's files.
 
   Args:
-    model: A directory; or a GGUF file, whose neighbours count too but other GGUF files.
+    model: A directory; or a file, whose neighbours count too but others of its kind.
   """
-  total, directory = hashlib.sha256(), model_paths.get_directory(model)
-  others = directory != pathlib.Path(model)
+  total, model = hashlib.sha256(), pathlib.Path(model)
+  directory = model_paths.get_directory(model)
   for path in sorted(p for p in directory.rglob('*') if p.is_file()):
-    if others and path.suffix == '.gguf' and path != pathlib.Path(model):
+    if path != model != directory and path.suffix == model.suffix:
       continue
     total.update(str(path.relative_to(directory)).encode() + b'\0')
     with path.open('rb') as file:

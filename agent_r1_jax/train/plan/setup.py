@@ -54,7 +54,10 @@ def load(
 
   rounds = frozen != 'float32'
   shape, params = weights.load(
-    config.path, dtype='float32', place=place_frozen if rounds else place
+    config.path,
+    dtype='float32',
+    place=place_frozen if rounds else place,
+    formats=config.formats,
   )
   if rounds:
     params = quantization.add_scales(params, scales)

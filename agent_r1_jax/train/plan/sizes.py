@@ -346,14 +346,14 @@ def read_models(config: config_lib.Model, algorithm) -> Models:
     raise ValueError(
       'model.path is empty; give the directory of a model in Hugging Face layout.'
     )
-  policy = hf_config.read(config.path)
+  policy = hf_config.read(config.path, config.formats)
   computes = {'dtype': config.dtype, 'batch_invariant': config.batch_invariant}
   policy = dataclasses.replace(policy, **computes)
   if algorithm is None:
     return Models(policy)
-  reference = hf_config.read(config.reference) if config.reference else None
-  raw = hf_config.read_raw(config.path)[1]
-  return Models(policy, algorithm, reference, bool(raw.get('value_head')))
+  reference = config.reference and hf_config.read(config.reference, config.formats)
+  raw = hf_config.read_raw(config.path, config.formats)[1]
+  return Models(policy, algorithm, reference or None, bool(raw.get('value_head')))
 
 
 def read_memory() -> float | None:

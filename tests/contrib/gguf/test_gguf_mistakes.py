@@ -12,16 +12,14 @@ import jax
 import numpy as np
 import pytest
 
+from agent_r1_jax.contrib.gguf import files
+from agent_r1_jax.contrib.gguf import metadata as metadata_lib
 from agent_r1_jax.models import (
   decoder,
-  gguf_files,
-  gguf_metadata,
-  hf_config,
-  tensor_files,
   weights,
 )
 
-_GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
+_GOLDEN = pathlib.Path(__file__).parents[2] / 'golden' / 'decoder'
 
 # The metadata.
 
@@ -31,7 +29,7 @@ def _parse(config, factors=None, **facts):
   metadata = gguf_maker.read_metadata(config)
   metadata |= {f'{name}.{key}': value for key, value in facts.items()}
   metadata = {key: value for key, value in metadata.items() if value is not None}
-  return gguf_metadata.parse(metadata, vocab_size=40, tied=True, rope_factors=factors)
+  return metadata_lib.parse(metadata, vocab_size=40, tied=True, rope_factors=factors)
 
 
 def _llama3(head_dim=64, theta=500_000.0, **scaling):
@@ -83,7 +81,7 @@ def test_what_the_converter_leaves_out_has_the_values_of_llama_cpp():
   assert raw['head_dim'] == 64 and raw['num_key_value_heads'] == 4
   assert raw['rope_parameters']['rope_theta'] == 10_000
   for family, theta in {'gemma3_text': 10_000, 'olmo3': 100}.items():
-    raw = _parse(hf_config.read(_GOLDEN / family), **{'rope.freq_base_swa': None})
+    raw = _parse(gguf_maker.read_config(_GOLDEN / family), **{'rope.freq_base_swa': None})
     assert raw['rope_parameters']['sliding_attention']['rope_theta'] == theta
 
 
@@ -102,13 +100,13 @@ def test_what_the_converter_leaves_out_has_the_values_of_llama_cpp():
   ],
 )
 def test_windows_that_the_converter_writes_and_leaves_out(family, facts, expected):
-  raw = _parse(hf_config.read(_GOLDEN / family), **facts)
+  raw = _parse(gguf_maker.read_config(_GOLDEN / family), **facts)
   assert raw | expected == raw
 
 
 @pytest.mark.parametrize('key', ['attn_factor', 'yarn_attn_factor'])
 def test_the_factor_of_yarn_has_two_keys(key):
-  raw = _parse(hf_config.read(_GOLDEN / 'olmo3'), **{f'rope.scaling.{key}': 1.25})
+  raw = _parse(gguf_maker.read_config(_GOLDEN / 'olmo3'), **{f'rope.scaling.{key}': 1.25})
   assert raw['rope_parameters']['full_attention']['attention_factor'] == 1.25
 
 
@@ -133,7 +131,7 @@ def test_the_factor_of_yarn_has_two_keys(key):
 )
 def test_metadata_of_a_family_that_are_wrong_or_not_supported(family, facts, message):
   with pytest.raises(ValueError, match=message):
-    _parse(hf_config.read(_GOLDEN / family), **facts)
+    _parse(gguf_maker.read_config(_GOLDEN / family), **facts)
 
 
 def test_numbers_are_the_decimals_that_were_rounded_to_32_bits():
@@ -182,7 +180,7 @@ def test_metadata_that_is_wrong_or_not_supported(tmp_path, metadata, message):
     gguf_maker.make_model(tmp_path / 'model', width=32), file, metadata=metadata
   )
   with pytest.raises(ValueError, match=message) as error:
-    weights.load(file)
+    gguf_maker.load(file)
   assert str(tmp_path) in str(error.value)
 
 
@@ -191,7 +189,7 @@ def test_metadata_that_says_that_the_model_does_without(tmp_path):
   gguf_maker.convert(
     gguf_maker.make_model(tmp_path / 'model', width=32), file, metadata=zero
   )
-  weights.load(file)
+  gguf_maker.load(file)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +213,7 @@ def test_tensors_that_are_wrong_or_missing(tmp_path, tensors, message):
     gguf_maker.make_model(tmp_path / 'model', width=32), file, tensors=tensors
   )
   with pytest.raises(ValueError, match=message) as error:
-    weights.load(file)
+    gguf_maker.load(file)
   assert str(file) in str(error.value)
 
 
@@ -224,7 +222,7 @@ def test_numbers_that_are_not_finite(tmp_path):
   model = gguf_maker.make_model(tmp_path / 'model')
   gguf_maker.convert(model, file, 'Q8_0', tensors={'blk.1.attn_q.weight': (x, 'F32')})
   with pytest.raises(ValueError, match='65536 of 131072 numbers of layers/attn/q/kernel'):
-    weights.load(file)
+    gguf_maker.load(file)
 
 
 def test_a_file_that_is_none_is_truncated_or_damaged(tmp_path):
@@ -233,13 +231,13 @@ def test_a_file_that_is_none_is_truncated_or_damaged(tmp_path):
     model, tmp_path / 'model.gguf', tensors={'output.weight': None}
   )
   content = file.read_bytes()
-  tied = weights.load(file)
+  tied = gguf_maker.load(file)
   assert len(content) > 30_000
 
   def fails(changed, message):
     file.write_bytes(changed)
     with pytest.raises(ValueError, match=message) as error:
-      weights.load(file)
+      gguf_maker.load(file)
     assert str(file) in str(error.value) and 'etch it again' in str(error.value)
 
   fails(b'version https://git-lfs.github.com/spec/v1', 'GGUF magic invalid')
@@ -248,7 +246,7 @@ def test_a_file_that_is_none_is_truncated_or_damaged(tmp_path):
   for end in (5, 20, 100, 500, 2000, 10_000, len(content) - 64):
     fails(content[:end], 'cannot read it')
   file.write_bytes(content)
-  jax.tree.map(np.testing.assert_array_equal, weights.load(file)[1], tied[1])
+  jax.tree.map(np.testing.assert_array_equal, gguf_maker.load(file)[1], tied[1])
 
 
 def test_a_file_for_big_endian_machines(tmp_path):
@@ -259,7 +257,7 @@ def test_a_file_for_big_endian_machines(tmp_path):
   writer.write_tensors_to_file()
   writer.close()
   with pytest.raises(ValueError, match='the numbers are big-endian'):
-    weights.load(file)
+    gguf_maker.load(file)
 
 
 def test_any_byte_of_the_header_may_be_wrong(tmp_path):
@@ -274,8 +272,8 @@ def test_any_byte_of_the_header_may_be_wrong(tmp_path):
     changed[place] = rng.integers(0, 256)
     file.write_bytes(changed)
     try:
-      hf_config.read(file)
-      tensor_files.find(file)
+      gguf_maker.read_config(file)
+      gguf_maker.find(file)
     except ValueError as error:
       assert str(file) in str(error)
       refused += 1
@@ -290,15 +288,24 @@ def test_several_files_parts_of_one_and_none(tmp_path):
   with pytest.raises(
     ValueError, match=r'several GGUF files \(a.gguf, b.gguf\); give the'
   ):
-    weights.load(model.parent)
-  assert weights.load(model)[0].embed_dim == 32
+    gguf_maker.load(model.parent)
+  assert gguf_maker.load(model)[0].embed_dim == 32
   with pytest.raises(ValueError, match='c.gguf: no such file; give a GGUF file'):
-    weights.load(model.with_name('c.gguf'))
+    gguf_maker.load(model.with_name('c.gguf'))
   model.rename(model.with_name('a-00001-of-00002.gguf'))
   merge = r'--merge a-00001-of-00002.gguf a.gguf\) and give the merged file'
   for path in (model.parent, model.with_name('a-00002-of-00002.gguf')):
     with pytest.raises(ValueError, match=f'is one part of a split file.*{merge}'):
+      gguf_maker.load(path)
+
+
+def test_without_the_format(tmp_path):
+  model = gguf_maker.make_model(tmp_path / 'model', width=32)
+  file = gguf_maker.convert(model, tmp_path / 'in' / 'model.gguf')
+  for path in (file, file.parent, tmp_path / 'nowhere.gguf'):
+    with pytest.raises(ValueError, match=r'read with formats=\[gguf.FORMAT\]') as error:
       weights.load(path)
+    assert str(path) in str(error.value)
 
 
 def test_without_the_package(tmp_path, monkeypatch):
@@ -307,7 +314,7 @@ def test_without_the_package(tmp_path, monkeypatch):
   )
   monkeypatch.setitem(sys.modules, 'gguf', None)
   with pytest.raises(ValueError, match=r"pip install 'agent_r1_jax\[gguf\]'"):
-    weights.load(file)
+    gguf_maker.load(file)
 
 
 @pytest.mark.parametrize('tensors, fields', [(10**6, 0), (0, 1 << 60), (1, 1)])
@@ -317,4 +324,4 @@ def test_counts_that_no_model_has_are_refused_at_once(tmp_path, tensors, fields)
   head = b'GGUF' + struct.pack('<IQQ', 3, tensors, fields)
   (tmp_path / 'a.gguf').write_bytes(head + texts + bytes(1 << 16))
   with pytest.raises(ValueError, match='it claims 1,[0-9,]* fields, texts or tensors'):
-    gguf_files.read_config(tmp_path / 'a.gguf')
+    files.read_config(tmp_path / 'a.gguf')

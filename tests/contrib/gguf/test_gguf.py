@@ -15,20 +15,21 @@ import numpy as np
 import pytest
 
 from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields
 from agent_r1_jax.agent import tokenizer
+from agent_r1_jax.contrib.gguf import metadata as metadata_lib
 from agent_r1_jax.models import (
   decoder,
   families,
-  gguf_metadata,
-  hf_config,
   tensor_files,
   weights,
 )
 from agent_r1_jax.rl import value_targets
 from agent_r1_jax.train import fingerprint
 from agent_r1_jax.train.plan import setup, sizes
+from experiments import model_formats
 
-_GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
+_GOLDEN = pathlib.Path(__file__).parents[2] / 'golden' / 'decoder'
 _PUBLISHED = json.loads((_GOLDEN.parent / 'published_configs.json').read_text())
 _FAMILIES = sorted(families.FAMILIES.keys() - {'qwen2_5_vl'})
 # What the converter does not write, with what is read in its place. Of these, published
@@ -49,16 +50,16 @@ def _flat(params):
 
 
 def _read(file):
-  return {name: tensor_files.read(t) for name, t in tensor_files.find(file).items()}
+  return {name: tensor_files.read(t) for name, t in gguf_maker.find(file).items()}
 
 
 @pytest.mark.parametrize('family', _FAMILIES)
 def test_a_file_gives_the_model_back(tmp_path, family):
-  expected_config, expected = weights.load(_GOLDEN / family, dtype='float32')
+  expected_config, expected = gguf_maker.load(_GOLDEN / family, dtype='float32')
   expected = _flat(expected)
   for kind, dtype in {'F16': 'float16', 'BF16': 'bfloat16', 'F32': 'float32'}.items():
     file = gguf_maker.convert(_GOLDEN / family, tmp_path / 'model.gguf', kind)
-    config, params = weights.load(file)
+    config, params = gguf_maker.load(file)
     assert config == dataclasses.replace(expected_config, **_LOST.get(family, {}))
     actual = _flat(params)
     assert actual.keys() == expected.keys()
@@ -109,9 +110,9 @@ def _compute_logits(params, config, tokens):
 def test_the_config_of_a_published_model_comes_back(tmp_path, name, fields):
   file = tmp_path / 'config.json'
   file.write_text(json.dumps(_PUBLISHED[name] | fields))
-  config = hf_config.read(file)
+  config = gguf_maker.read_config(file)
   llama3 = (config.rope_scaling or {}).get('rope_type') == 'llama3'
-  raw = gguf_metadata.parse(
+  raw = metadata_lib.parse(
     gguf_maker.read_metadata(config),
     vocab_size=config.vocab_size,
     tied=config.tie_embeddings,
@@ -119,11 +120,11 @@ def test_the_config_of_a_published_model_comes_back(tmp_path, name, fields):
   )
   file.write_text(json.dumps(raw))
   lost = {'family': 'llama'} if config.family == 'mistral' else {}
-  assert hf_config.read(file) == dataclasses.replace(config, **lost)
+  assert gguf_maker.read_config(file) == dataclasses.replace(config, **lost)
 
 
 def test_the_norms_of_a_gemma_in_bfloat16_are_exact(tmp_path):
-  config, params = weights.load(_GOLDEN / 'gemma')
+  config, params = gguf_maker.load(_GOLDEN / 'gemma')
   weights.save(tmp_path / 'half', config, params, dtype='bfloat16')
   file = gguf_maker.convert(tmp_path / 'half', tmp_path / 'model.gguf', 'BF16')
   read, expected = _read(file), _read(tmp_path / 'half')
@@ -194,7 +195,7 @@ def test_types_may_differ_between_layers(tmp_path):
   x = np.random.default_rng(0).standard_normal((256, 256), np.float32)
   file = tmp_path / 'model.gguf'
   gguf_maker.convert(model, file, 'Q4_K', tensors={'blk.1.ffn_down.weight': (x, 'Q8_0')})
-  params = _flat(weights.load(file)[1])
+  params = _flat(gguf_maker.load(file)[1])
   assert {x.dtype for x in params.values()} == {np.dtype('float32')}
   assert np.abs(params['layers/mlp/down/kernel'][1] - x.T).max() < 0.05
 
@@ -202,11 +203,11 @@ def test_types_may_differ_between_layers(tmp_path):
 def test_tensors_are_read_one_at_a_time(tmp_path):
   model = gguf_maker.make_model(tmp_path / 'model')
   file = gguf_maker.convert(model, tmp_path / 'model.gguf', 'Q8_0')
-  total = sum(x.nbytes for x in jax.tree.leaves(weights.load(file)[1]))
+  total = sum(x.nbytes for x in jax.tree.leaves(gguf_maker.load(file)[1]))
   tensor = 256 * 256 * 4
   tracemalloc.start()
   try:
-    weights.load(file, place=lambda path, array: None)
+    gguf_maker.load(file, place=lambda path, array: None)
     peak = tracemalloc.get_traced_memory()[1]
   finally:
     tracemalloc.stop()
@@ -215,9 +216,9 @@ def test_tensors_are_read_one_at_a_time(tmp_path):
 
 def test_a_tied_model_has_no_head(tmp_path):
   model = gguf_maker.make_model(tmp_path / 'model', tie_embeddings=True)
-  config, params = weights.load(gguf_maker.convert(model, tmp_path / 'model.gguf'))
+  config, params = gguf_maker.load(gguf_maker.convert(model, tmp_path / 'model.gguf'))
   assert config.tie_embeddings and 'lm_head' not in params
-  jax.tree.map(np.testing.assert_array_equal, params, weights.load(model)[1])
+  jax.tree.map(np.testing.assert_array_equal, params, gguf_maker.load(model)[1])
 
 
 def test_a_run_finds_the_tokenizer_beside_the_file_and_exports_safetensors(tmp_path):
@@ -225,6 +226,7 @@ def test_a_run_finds_the_tokenizer_beside_the_file_and_exports_safetensors(tmp_p
   file = gguf_maker.convert(model, tmp_path / 'in' / 'model.gguf')
   tokenizer.train(['a text'], vocab_size=300, directory=file.parent)
   settings = config_lib.Model(path=str(file))
+  settings.formats = gguf_maker.FORMATS
   config, params, chat = setup.load(settings, config_lib.Chat())
   assert chat.tokenizer.get_vocab() == tokenizer.load(file.parent).get_vocab()
   assert sizes.read_models(settings, None).policy == config
@@ -234,9 +236,17 @@ def test_a_run_finds_the_tokenizer_beside_the_file_and_exports_safetensors(tmp_p
   assert value_targets.tokenizer_digest(file) == value_targets.tokenizer_digest(
     tmp_path / 'out'
   )
-  read_config, read = weights.load(tmp_path / 'out')
-  assert read_config == weights.load(file)[0]
+  read_config, read = gguf_maker.load(tmp_path / 'out')
+  assert read_config == gguf_maker.load(file)[0]
   jax.tree.map(np.testing.assert_array_equal, read, params)
+
+
+def test_scripts_read_such_files_and_keep_no_trace_of_it_in_a_configuration():
+  config = fields.replace(
+    model_formats.add(config_lib.Config()), {'model.path': 'a.gguf'}
+  )
+  assert [*config.model.formats] == [*gguf_maker.FORMATS]
+  assert 'formats' not in dataclasses.asdict(config)['model']
 
 
 def test_the_digest_of_a_file_is_that_of_its_directory_without_other_files(tmp_path):
@@ -254,7 +264,7 @@ def test_the_digest_of_a_file_is_that_of_its_directory_without_other_files(tmp_p
 def test_a_directory_with_safetensors_is_read_from_them(tmp_path):
   model = gguf_maker.make_model(tmp_path / 'model', width=32)
   (model / 'other.gguf').write_text('not read')
-  assert weights.load(model)[0].embed_dim == 32
+  assert gguf_maker.load(model)[0].embed_dim == 32
 
 
 def test_a_fraction_of_a_head_turns_as_many_numbers_as_the_file_says():
@@ -263,6 +273,6 @@ def test_a_fraction_of_a_head_turns_as_many_numbers_as_the_file_says():
   for width in range(2, 258, 2):
     for turned in range(2, width + 1, 2):
       facts = {'rope.dimension_count': turned}
-      rope = gguf_metadata._find_rotations(facts, family, width, None)
+      rope = metadata_lib._find_rotations(facts, family, width, None)
       found[width, turned] = int(width * rope['partial_rotary_factor'])
   assert [pair for pair, count in found.items() if count != pair[1]] == []

@@ -8,7 +8,6 @@ experts of a layer, which are one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import functools
 import pathlib
 import re
@@ -18,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from agent_r1_jax.models import families, gguf_metadata
+from agent_r1_jax.contrib.gguf import metadata
+from agent_r1_jax.models import families, tensor_files
 
 if TYPE_CHECKING:
   import gguf
@@ -73,14 +73,12 @@ def read_config(file: pathlib.Path) -> dict[str, Any]:
   return _make_config(file, _open(file))
 
 
-def find(
-  file: pathlib.Path,
-) -> dict[str, tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]:
+def find_tensors(file: pathlib.Path) -> dict[str, tensor_files.Tensor]:
   """Finds the file's tensors.
 
   Returns:
-    Name in a Hugging Face checkpoint -> type, as in safetensors ('F32' if the tensor is
-    quantised), shape, and a function that reads the tensor as it was before conversion.
+    Name in a Hugging Face checkpoint -> the tensor as it was before the conversion. Its
+    type is F32 if it is quantised.
 
   Raises:
     ValueError: The file is broken, or has a tensor that no parameter is made of or whose
@@ -92,7 +90,7 @@ def find(
   # A damaged count of layers must not make us list a billion names.
   layers = min(raw['num_hidden_layers'], len(reader.tensors))
   names = _list_names(architecture, layers)
-  row = gguf_metadata.ARCHITECTURES[architecture]
+  row = metadata.ARCHITECTURES[architecture]
   family = families.FAMILIES[raw['model_type']]
   tensors, types = {}, set()
   for tensor in reader.tensors:
@@ -119,7 +117,8 @@ def find(
     pairs = raw['head_dim'] // 2 if row.pairs and path in _ROTATED else 0
     for part, data in parts.items():
       read = functools.partial(_read, data, kind, shape, offset, pairs)
-      tensors[part] = (kind.name if kind.name in ('F16', 'BF16') else 'F32', shape, read)
+      dtype = kind.name if kind.name in ('F16', 'BF16') else 'F32'
+      tensors[part] = tensor_files.Tensor(file, part, dtype, shape, reader=read)
   return tensors
 
 
@@ -184,7 +183,7 @@ def _make_config(file: pathlib.Path, reader: gguf.GGUFReader) -> dict[str, Any]:
     raise ValueError(f'{file}: no matrix token_embd.weight; fetch the whole model')
   try:
     with np.errstate(all='ignore'):
-      return gguf_metadata.parse(
+      return metadata.parse(
         {key: _read_value(field) for key, field in reader.fields.items()},
         vocab_size=int(embedding.shape[1]),
         tied='output.weight' not in tensors,
@@ -206,7 +205,7 @@ def _list_names(architecture: str, layers: int) -> dict[str, tuple[str, str]]:
   """
   import gguf
 
-  family = families.FAMILIES[gguf_metadata.ARCHITECTURES[architecture].family]
+  family = families.FAMILIES[metadata.ARCHITECTURES[architecture].family]
   table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], layers)
   fused = {part: whole for whole, parts in family.fused.items() for part in parts}
   names = {}
@@ -262,3 +261,6 @@ def _read(
     # A head's rows are r0 r4 r1 r5 r2 r6 r3 r7 in the file, r0 ... r7 here.
     x = x.reshape(-1, pairs, 2, x.shape[-1]).swapaxes(1, 2)
   return x.reshape(shape)
+
+
+FORMAT = tensor_files.Format(find_file, read_config, find_tensors)

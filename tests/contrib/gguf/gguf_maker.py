@@ -12,7 +12,13 @@ from gguf import quants
 import jax
 import numpy as np
 
+from agent_r1_jax.contrib import gguf as gguf_lib
 from agent_r1_jax.models import decoder, hf_config, tensor_files, weights
+
+FORMATS = (gguf_lib.FORMAT,)
+load = functools.partial(weights.load, formats=FORMATS)
+read_config = functools.partial(hf_config.read, formats=FORMATS)
+find = functools.partial(tensor_files.find, formats=FORMATS)
 
 # The architecture of a family, where it has another name.
 _ARCHITECTURES = {
