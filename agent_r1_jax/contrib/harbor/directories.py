@@ -130,7 +130,7 @@ class Workspace(shell.Session):
     self._paths = Paths(self.workspace, folder.places)
     self._write(folder.files)
     # The files may all be elsewhere, and there may be none.
-    workdir = self._quote(folder.workdir)
+    workdir = shlex.quote(folder.workdir)
     output = self._run_own(f'mkdir -p {workdir} && cd {workdir}')
     if output.code:
       raise shell.CommandError(f'{folder.workdir} is no directory: {output.text}')
@@ -150,7 +150,7 @@ class Workspace(shell.Session):
     with self._turn:
       if not (left := self.seconds_left):
         raise shell.CommandError('the time of this task is over')
-      output = super().run(self._paths.enter(command), min(seconds, left))
+      output = self._run_own(command, min(seconds, left))
     return output._replace(text=self._paths.leave(output.text))
 
   def solve(self) -> shell.Output:
@@ -182,20 +182,19 @@ class Workspace(shell.Session):
 
   def _lay_tests(self) -> None:
     """Lays the tests in, where nothing is left in the layout's own places."""
-    paths = ' '.join(map(self._quote, task_folders.OWN_PLACES))
-    new = ' '.join(map(self._quote, ('/logs/verifier', '/logs/agent', '/logs/home')))
+    paths = ' '.join(task_folders.OWN_PLACES)
     output = self._run_own(
-      f'chmod -R u+rwx -- {paths} 2>/dev/null; rm -rf -- {paths} && mkdir -p -- {new}'
+      f'chmod -R u+rwx -- {paths} 2>/dev/null; rm -rf -- {paths} && '
+      'mkdir -p -- /logs/verifier /logs/agent /logs/home'
     )
     if output.code or output.reason:
       raise shell.CommandError(f'the tests cannot be laid in: {output.text[-500:]}')
     self._write({f'/tests/{k}': v for k, v in self.folder.tests.items()})
 
   def _run_tests(self) -> None:
-    home, workdir = self._quote('/logs/home'), self._quote(self.folder.workdir)
-    script = self._quote('/tests/test.sh')
-    output = super().run(
-      f'cd {workdir} && HOME={home} PYTHONNOUSERSITE=1 bash {script}',
+    workdir = shlex.quote(self.folder.workdir)
+    output = self._run_own(
+      f'cd {workdir} && HOME=/logs/home PYTHONNOUSERSITE=1 bash /tests/test.sh',
       self.folder.test_seconds,
     )
     self.printed = self._paths.leave(output.text)
@@ -204,7 +203,7 @@ class Workspace(shell.Session):
 
   def _read_reward(self) -> float:
     for name in ('reward.txt', 'reward.json'):
-      path = self._quote(f'/logs/verifier/{name}')
+      path = f'/logs/verifier/{name}'
       output = self._run_own(f'test -f {path} && head -c {_MOST_REWARD} {path}')
       if output.code or output.reason:
         continue
@@ -222,11 +221,8 @@ class Workspace(shell.Session):
   def _write(self, files: dict[str, str]) -> None:
     self.write_files({k.lstrip('/'): self._paths.enter(v) for k, v in files.items()})
 
-  def _run_own(self, command: str) -> shell.Output:
-    return super().run(command, _OWN_SECONDS)
-
-  def _quote(self, path: str) -> str:
-    return shlex.quote(self.workspace + path)
+  def _run_own(self, command: str, seconds: float = _OWN_SECONDS) -> shell.Output:
+    return super().run(self._paths.enter(command), seconds)
 
 
 def open_workspace(task: types.Task, limits: shell.Limits = shell.LIMITS) -> Workspace:
