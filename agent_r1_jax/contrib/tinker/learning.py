@@ -140,17 +140,11 @@ class Learning:
     return Run(shape, state)
 
   def score(
-    self,
-    adapter: decoder.Params,
-    data: Sequence[data_lib.Datum],
-    loss: losses_lib.Loss | None = None,
+    self, adapter: decoder.Params, data: Sequence[data_lib.Datum], loss: losses_lib.Loss
   ) -> Steps:
-    """Computes log-probs, and the loss if there is one, a micro-batch at each step.
+    """Computes log-probs and the loss, a micro-batch at each step.
 
-    Args:
-      adapter: Of the server's rank, as `pad` and `get_adapter` return it.
-      data: What is computed.
-      loss: The loss; None: there is none.
+    The adapter is of the server's rank, as `pad` and `get_adapter` return it.
     """
     params = lora.join(adapter, self._base)
     compute = lambda batch: learner.logprobs(params, batch, config=self.config)
@@ -180,10 +174,10 @@ class Learning:
     run.gradients = gradients
     return result
 
-  def _compute(self, data, loss: losses_lib.Loss | None, compute) -> Steps:
+  def _compute(self, data, loss: losses_lib.Loss, compute) -> Steps:
     """Packs data; computes the log-probs of each micro-batch, and the loss of them."""
     packed = data_lib.pack(data, self.shape)
-    if loss and loss.kind.sequence and not packed.plain:
+    if loss.kind.sequence and not packed.plain:
       raise ValueError(
         'the loss reads a datum as one sequence, and a target is not the next token of '
         'model_input; shift the targets by one'
@@ -192,11 +186,10 @@ class Learning:
     for batch in packed.batches:
       yield
       logprobs.append(np.asarray(compute(batch)))
-      each += [_score(loss, logprobs[-1], batch)] if loss else []
-    unpacked = packed.unpack(logprobs)
-    per_token = packed.unpack(each) if loss else []
+      each.append(_score(loss, logprobs[-1], batch))
+    per_token = packed.unpack(each)
     total = float(sum(x.sum(dtype=np.float64) for x in per_token))
-    return Result(unpacked, per_token, total)
+    return Result(packed.unpack(logprobs), per_token, total)
 
   def optim_step(self, run: Run, adam: Mapping[str, float]) -> dict[str, float]:
     """Makes a step with the gradient since the last one; returns its norm.

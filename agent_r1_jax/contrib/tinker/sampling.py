@@ -19,7 +19,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import automata
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.contrib.tinker import data as data_lib
-from agent_r1_jax.contrib.tinker import messages, training, wire
+from agent_r1_jax.contrib.tinker import learning, messages, training, wire
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import decoder
@@ -99,14 +99,18 @@ class Samplers:
 
   def save(self, request: wire.SaveForSampler) -> dict[str, Any]:
     """Saves a run's weights with a name, or begins a session with a snapshot of them."""
+    if request.path is not None:
+      return self._trainings.save(request)
     loop = asyncio.get_running_loop()
+    session = self._trainings.find(request.model_id).session
+    sampler_id = f'{session}:sample:{request.sampling_session_seq_id}'
 
-    def keep(session: str, adapter: decoder.Params) -> str:  # In another thread.
-      sampler_id = f'{session}:sample:{request.sampling_session_seq_id}'
+    def compute(run: learning.Run) -> dict[str, Any]:
+      adapter = self._trainings.learning.get_adapter(run)
       loop.call_soon_threadsafe(self._keep, session, sampler_id, adapter)
-      return sampler_id
+      return {'type': 'save_weights_for_sampler', 'sampling_session_id': sampler_id}
 
-    return self._trainings.save_for_sampler(request, keep)
+    return self._trainings.begin(request, compute)
 
   def _keep(self, session: str, sampler_id: str, adapter: decoder.Params):
     """Keeps a snapshot, of which clients that have a run keep the newest."""
@@ -268,7 +272,10 @@ class Samplers:
         one = dataclasses.replace(one, adapter=await self._give_weights(sampler))
         requests = [dataclasses.replace(one, key=key) for key in keys]
         if request.prompt_logprobs:
-          requests.append(_make_scoring(one))
+          # At temperature 1, as `forward` does.
+          rest = {'automata': (), 'top_logprobs': 0, 'sampling': config_lib.GREEDY}
+          scored = dataclasses.replace(one, max_tokens=1, score_prompt=True, **rest)
+          requests.append(scored)
         generations = await self._sample(requests)
         named = await self._score(sampler, targets) if targets else None
     except TimeoutError:
@@ -294,8 +301,9 @@ class Samplers:
 
   async def _score(self, sampler: Sampler, targets: data_lib.Datum) -> np.ndarray:
     """Computes the log-probs of targets in the turn of the client's process."""
-    learner = self._trainings.learning
-    compute = lambda: learner.score(self._get_weights(sampler), [targets])
+    score = self._trainings.learning.score
+    loss = self._trainings.losses.find('cross_entropy', {})
+    compute = lambda: score(self._get_weights(sampler), [targets], loss)
     result = await self._trainings.worker.run(sampler.session, compute)
     return result.logprobs[0]
 
@@ -342,15 +350,3 @@ class Samplers:
       self._engine.remove_adapter(first)
     while not table.free:
       await asyncio.sleep(0.05)  # Until the request's own time is over.
-
-
-def _make_scoring(request: request_lib.Request) -> request_lib.Request:
-  """Makes a request that scores the prompt, at temperature 1 as `forward` does."""
-  return request_lib.Request(
-    request.tokens,
-    max_tokens=1,
-    sampling=config_lib.GREEDY,
-    adapter=request.adapter,
-    score_prompt=True,
-    client=request.client,
-  )

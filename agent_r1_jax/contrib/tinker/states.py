@@ -154,14 +154,13 @@ class States:
     if not (folder / _OPTIMIZER).is_file():
       text = f'{path} has no state of an optimizer: save_state saves it'
       raise http.RefusedError(400, text)
-    moments: dict[str, Any] = {'count': record['count'], 'mu': {}, 'nu': {}}
+    moments: dict[str, Any] = {name: {'layers': {}} for name in ('mu', 'nu')}
     for name, x in safetensors_numpy.load_file(folder / _OPTIMIZER).items():
-      top, _, dotted = name.partition('/')
-      *parents, leaf = dotted.split('.')
-      node = moments[top]
-      for parent in parents:
-        node = node.setdefault(parent, {})
-      node[leaf] = x
+      moment, _, leaf_path = name.partition('/')
+      layers, place, target, leaf = leaf_path.split('.')
+      leaves = moments[moment][layers].setdefault(place, {}).setdefault(target, {})
+      leaves[leaf] = x
+    moments['count'] = record['count']
     return shape, adapter, moments
 
   def describe(self, path: str) -> dict[str, Any]:

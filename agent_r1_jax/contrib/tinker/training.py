@@ -21,6 +21,8 @@ from agent_r1_jax.web import fairness, http
 UNEMBED = 'this server has no adapter of the unembedding: train_unembed does nothing'
 
 ATTENTION = {'q', 'k', 'v', 'o'}  # Of the names of adapters.
+# How long a session must be silent before its run gives its place to another one.
+_IDLE_SECONDS = 1800.0
 _MOST_BYTES = 1 << 28  # Of all requests that wait.
 
 
@@ -55,6 +57,7 @@ class Trainings:
     states: Saves, and knows what clients call the base model.
     worker: The thread in which both do.
     results: The results of all requests.
+    losses: What they learn from.
     sessions: When each session, by id, was last heard of: seconds of time.monotonic().
     by_id: The runs.
   """
@@ -66,7 +69,6 @@ class Trainings:
     *,
     most: int = 8,
     seconds: float = 600.0,
-    idle_seconds: float = 1800.0,
   ):
     """Makes no run.
 
@@ -75,15 +77,13 @@ class Trainings:
       saved: Saves.
       most: The most runs.
       seconds: The most seconds of a micro-batch; else the device is taken as lost.
-      idle_seconds: If there is no room, the run of the session that was silent longest
-        gives its place, if that was so long.
     """
     self.learning, self.states = learner, saved
     self.worker, self.results = work.Worker(seconds), work.Results()
     self.sessions: dict[str, float] = {}
     self.by_id: dict[str, Training] = {}
-    self._losses, self._bytes = losses_lib.Losses(), fairness.Shares()
-    self._most, self._idle_seconds = most, idle_seconds
+    self.losses, self._bytes = losses_lib.Losses(), fairness.Shares()
+    self._most = most
 
   def begin_session(self, request: wire.CreateSession) -> dict[str, Any]:
     """Begins a session; those that were silent for long and have no run are forgotten."""
@@ -190,11 +190,11 @@ class Trainings:
 
   def forward_backward(self, request: messages.ForwardBackward) -> dict[str, Any]:
     """Computes log-probs and a loss, and adds its gradient unless it is forward only."""
-    loss = self._losses.find(request.loss, request.options)
+    loss = self.losses.find(request.loss, request.options)
     for number, datum in enumerate(request.data):
       losses_lib.check_columns(loss, number, datum.columns)
 
-    def compute(training: Training, run: learning.Run):
+    def compute(run: learning.Run):
       if request.forward_only:
         steps = self.learning.score(lora.take(run.state.params), request.data, loss)
       else:
@@ -205,47 +205,39 @@ class Trainings:
       metrics = {'loss:sum': result.loss, 'num_tokens:sum': count}
       return messages.write_forward_backward(columns, metrics)
 
-    return self._begin(request, compute, request.body)
+    return self.begin(request, compute, request.body)
 
   def optim_step(self, request: wire.OptimStep) -> dict[str, Any]:
     """Makes a step of Adam."""
     adam = request.adam_params.model_dump(exclude={'type'})
 
-    def compute(training: Training, run: learning.Run) -> dict:
+    def compute(run: learning.Run) -> dict:
       metrics = self.learning.optim_step(run, adam)
       return {'metrics': {f'{name}:mean': x for name, x in metrics.items()}}
 
-    return self._begin(request, compute)
+    return self.begin(request, compute)
 
-  def save(self, request: wire.SaveWeights) -> dict[str, Any]:
-    """Saves a run's state, with Adam's."""
-    states.check_name(request.path, 'path')
+  def save(self, request: wire.SaveWeights | wire.SaveForSampler) -> dict[str, Any]:
+    """Saves a run's state, or only its weights, for sampling, with a name."""
+    name = states.check_name(request.path or '', 'path')
+    metadata = self.find(request.model_id).metadata | (request.user_metadata or {})
 
-    def compute(training: Training, run: learning.Run) -> dict:
-      moments = self.learning.get_moments(run)
-      path = self._save(request, training, run, 'weights', moments, request.overwrite)
-      return {'path': path, 'type': 'save_weights'}
+    def compute(run: learning.Run) -> dict:
+      moments, kind, answer = None, 'sampler_weights', 'save_weights_for_sampler'
+      overwrite = False
+      if isinstance(request, wire.SaveWeights):
+        moments, overwrite = self.learning.get_moments(run), request.overwrite
+        kind, answer = 'weights', 'save_weights'
+      info: dict[str, Any] = {'user_metadata': metadata or None}
+      if request.ttl_seconds:
+        ends = datetime.timedelta(seconds=min(request.ttl_seconds, 10**9))
+        info['expires_at'] = (datetime.datetime.now(datetime.UTC) + ends).isoformat()
+      adapter = self.learning.trim(self.learning.get_adapter(run), run.shape)
+      path = f'{states.SCHEME}{request.model_id}/{kind}/{name}'
+      self.states.save(path, run.shape, adapter, moments, info, overwrite=overwrite)
+      return {'path': path, 'type': answer}
 
-    return self._begin(request, compute)
-
-  def save_for_sampler(
-    self,
-    request: wire.SaveForSampler,
-    keep: Callable[[str, Any], str],
-  ) -> dict[str, Any]:
-    """Saves a run's weights with a name, or gives them to `keep` for a session."""
-    if request.path is not None:
-      states.check_name(request.path, 'path')
-
-    def compute(training: Training, run: learning.Run) -> dict:
-      kind = {'type': 'save_weights_for_sampler'}
-      if request.path is None:
-        adapter = self.learning.get_adapter(run)
-        return kind | {'sampling_session_id': keep(training.session, adapter)}
-      path = self._save(request, training, run, 'sampler_weights', None, False)
-      return kind | {'path': path}
-
-    return self._begin(request, compute)
+    return self.begin(request, compute)
 
   def load(self, request: wire.LoadWeights) -> dict[str, Any]:
     """Loads a state into a run, or begins a run with it."""
@@ -257,7 +249,12 @@ class Trainings:
       loaded = self.states.load(request.path, optimizer=request.optimizer)
       return self.learning.resume(*loaded)
 
-    def compute(training: Training, run: learning.Run) -> dict:
+    if request.session_id is not None:
+      return self._begin_run(request, make, **answer)
+    assert request.model_id is not None
+    training = self.find(request.model_id)
+
+    def compute(run: learning.Run) -> dict:
       new = make()
       if new.shape.rank != run.shape.rank or new.shape.targets != run.shape.targets:
         raise ValueError(
@@ -267,26 +264,12 @@ class Trainings:
       training.run = new
       return answer
 
-    if request.session_id is not None:
-      return self._begin_run(request, make, **answer)
-    return self._begin(request, compute)
+    return self.begin(request, compute)
 
-  def _save(self, request, training: Training, run, kind, moments, overwrite) -> str:
-    """Saves a state, in the worker's thread."""
-    metadata = training.metadata | (request.user_metadata or {})
-    info: dict[str, Any] = {'user_metadata': metadata or None}
-    if request.ttl_seconds:
-      ends = datetime.timedelta(seconds=min(request.ttl_seconds, 10**9))
-      info['expires_at'] = (datetime.datetime.now(datetime.UTC) + ends).isoformat()
-    adapter = self.learning.trim(self.learning.get_adapter(run), run.shape)
-    path = f'{states.SCHEME}{request.model_id}/{kind}/{request.path}'
-    self.states.save(path, run.shape, adapter, moments, info, overwrite=overwrite)
-    return path
-
-  def _begin(
+  def begin(
     self,
     request: Any,
-    compute: Callable[[Training, learning.Run], Any],
+    compute: Callable[[learning.Run], Any],
     body: bytes = b'',
   ) -> dict[str, Any]:
     """Begins an operation, which is computed in the run's turn."""
@@ -296,7 +279,7 @@ class Trainings:
     def call() -> Any:
       if training.run is None:
         raise ValueError(f'the training run {run_id} could not be made')
-      return compute(training, training.run)
+      return compute(training.run)
 
     def start() -> Awaitable[Any]:
       self.worker.check()
@@ -339,4 +322,4 @@ class Trainings:
     return oldest
 
   def _is_idle(self, session_id: str) -> bool:
-    return time.monotonic() - self.sessions[session_id] > self._idle_seconds
+    return time.monotonic() - self.sessions[session_id] > _IDLE_SECONDS

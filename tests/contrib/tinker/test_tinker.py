@@ -679,7 +679,8 @@ def test_targets_that_are_not_the_next_token():
     data_lib.make_datum(TEXT, {'target_tokens': y[:, 1]}),
   ]
   data_lib.check(data, tiny.VOCAB, ROW)
-  found, plain = finish(learn().score(learn().no_adapter, data)).logprobs
+  loss = losses_lib.Losses().find('cross_entropy', {})
+  found, plain = finish(learn().score(learn().no_adapter, data, loss)).logprobs
   np.testing.assert_array_equal(plain, found[:, 1])
   for i, k in [(0, 0), (2, 2), (2, 1), (5, 2), (7, 0), (7, 2)]:
     text = np.append(TEXT[: i + 1], y[i, k]).astype(np.int32)
