@@ -23,7 +23,7 @@ from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.train import curriculum, loop, metrics, run_files
 from agent_r1_jax.train import schedule as schedule_lib
-from agent_r1_jax.train.plan import initial_state, setup
+from agent_r1_jax.train.plan import setup
 
 _STALE = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
 model = test_train.model
@@ -73,7 +73,7 @@ class TestOneStepOffPolicy:
     shape, params, chat = setup.load(config.model, config.chat)
     engine = setup.make_engine(config, shape, params)
     engine.warm_up()
-    update_config, train_state = initial_state.make(config, shape, params, _STALE)
+    update_config, train_state = setup.make_state(config, shape, params, _STALE)
     policies = [jax.tree.map(np.array, params)]
     sampler = _sampler(test_train._tasks(), config.seed)
     for step in range(4):

@@ -20,7 +20,7 @@ from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, learner
 from agent_r1_jax.train import metrics, run_files
-from agent_r1_jax.train.plan import footprint, initial_state, setup, sizes
+from agent_r1_jax.train.plan import footprint, setup, sizes
 from experiments import published
 
 _GRPO = algorithms.grpo(kl_coef=0.0)
@@ -389,7 +389,7 @@ class TestRun:
     self._record(tmp_path, began)
     elsewhere = _cpu(64, chips=chips, engines=chips)
     # These chips are not here.
-    monkeypatch.setattr(initial_state, 'make_mesh', lambda *_: None)
+    monkeypatch.setattr(setup, 'split_chips', lambda *_: None)
     config = tiny.run_config(config, **axes)
     other = sizes.resolve(config, test_train._GRPO, tmp_path, machine=elsewhere)
     groups = config.mesh.count_groups(chips)

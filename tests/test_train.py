@@ -40,7 +40,7 @@ from agent_r1_jax.rollout import rollout
 from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.serve import program
 from agent_r1_jax.train import loop, metrics
-from agent_r1_jax.train.plan import initial_state
+from agent_r1_jax.train.plan import setup
 
 _GRPO = algorithms.grpo(kl_coef=0.01)
 pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')
@@ -290,7 +290,7 @@ class TestRun:
     assert np.isfinite(list(second.values())).all()
     assert second['train/behaviour_kl'] != 0  # The second mini-batch is off-policy.
     shape, params = weights.load(model)
-    update_config, train_state = initial_state.make(config, shape, params, _PPO)
+    update_config, train_state = setup.make_state(config, shape, params, _PPO)
     assert not np.any(train_state.states['critic'].params['value_head']['kernel'])
     with checkpoint.Checkpointer(tmp_path, every=2) as checkpoints:
       step, arrays, host = checkpoints.restore(

@@ -22,7 +22,7 @@ from agent_r1_jax.models import decoder, weights
 from agent_r1_jax.rl import algorithms, correction, kl, learner, losses
 from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.train import loop, metrics, run_files
-from agent_r1_jax.train.plan import initial_state
+from agent_r1_jax.train.plan import setup
 
 _PLAIN = algorithms.grpo(kl_coef=0.0)
 _STALE = _PLAIN._replace(correction=correction.token_truncated())
@@ -312,7 +312,7 @@ def test_the_policy_replaces_only_a_reference_of_its_own_shape(model, change, na
   reference = decoder.add_value_head(params) if name == 'value_head' else params
   refused = pytest.raises(ValueError, match=rf'reference_every: .* \({name}\)')
   with refused if name else contextlib.nullcontext():
-    initial_state._check_replaceable(other, reference, shape, params)
+    setup._check_replaceable(other, reference, shape, params)
 
 
 def test_a_reference_of_another_shape_is_refused_at_the_start(model, tmp_path):

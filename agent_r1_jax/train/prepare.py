@@ -16,7 +16,7 @@ from agent_r1_jax.rl import train_state as train_state_lib
 from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import evaluate, rollout, sockets
 from agent_r1_jax.train import fingerprint, preflight, run_files, schedule, task_checks
-from agent_r1_jax.train.plan import initial_state, setup, sizes
+from agent_r1_jax.train.plan import setup, sizes
 
 
 @dataclasses.dataclass
@@ -82,7 +82,7 @@ def open_run(
       evaluate.make_decoding(sampling, engine, chat, env)._replace(guides=guides)
       for sampling in (config.sampling, config.evaluation)
     )
-  update_config, state = initial_state.load(config, model, params, algorithm, mesh)
+  update_config, state = setup.load_state(config, model, params, algorithm, mesh)
   _check_options(algorithm, state, privileged, guides)
   with contextlib.ExitStack() as stack:
     # Inside train.run this is the watch that began with it.

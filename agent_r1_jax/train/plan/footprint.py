@@ -1,7 +1,7 @@
 """What a run holds in the memory of one chip: counted from shapes, and compiled.
 
 Nothing is loaded or computed. Parameters, optimizer states and the cache are the shapes
-of the run's own objects (initial_state.py). The temporaries of a program are what the
+of the run's own objects (setup.py). The temporaries of a program are what the
 compiler says (`memory_analysis`); the run finds the program compiled when it calls it.
 """
 
@@ -29,7 +29,7 @@ from agent_r1_jax.models import (
   sharding,
 )
 from agent_r1_jax.rl import algorithms, packing, train_state
-from agent_r1_jax.train.plan import initial_state, lowering
+from agent_r1_jax.train.plan import lowering, setup
 
 # Bytes of the process itself on a CPU: Python, the libraries, XLA and what it compiled;
 # the engine's programs have the code of each layer.
@@ -135,7 +135,7 @@ class Footprint:
     reference = None
     if shape := models.reference:
       reference = shape, decoder.init(shape, jax.random.key(0))
-    update_config, state = initial_state.make(
+    update_config, state = setup.make_state(
       config,
       models.policy,
       params,
@@ -266,7 +266,7 @@ class Footprint:
 
   def lower(self, program: str, config: config_lib.Config) -> list[Any]:
     """Lowers a program from shapes, on the mesh of the run."""
-    mesh, samplers = initial_state.make_mesh(config.mesh, self.machine.absent)
+    mesh, samplers = setup.split_chips(config.mesh, self.machine.absent)
     if program == 'sampling':
       if chips := self.machine.absent_engine:
         mesh = sharding.make_mesh(tensor=len(chips), devices=chips)

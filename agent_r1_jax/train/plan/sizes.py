@@ -26,7 +26,7 @@ from agent_r1_jax.models import hf_config, sharding
 from agent_r1_jax.models.decoder import UNROLLED_LAYERS
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train.plan import footprint as footprint_lib
-from agent_r1_jax.train.plan import initial_state
+from agent_r1_jax.train.plan import setup
 from agent_r1_jax.train.plan.footprint import Machine, Models
 
 REMAT = 'model.remat'
@@ -93,7 +93,7 @@ def resolve(
   machine = machine or find_machine(config.mesh)
   models = read_models(config.model, algorithm)
   # Raises where the chips make no such mesh.
-  initial_state.make_mesh(config.mesh, machine.absent)
+  setup.split_chips(config.mesh, machine.absent)
   footprint = footprint_lib.Footprint(config, models, machine, seconds)
   today, *_ = processes.gather(str(datetime.date.today()))
   candidates = [config] if workdir is None else load_recorded(config, workdir)
