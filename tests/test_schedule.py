@@ -170,16 +170,10 @@ def test_a_greedy_episode_that_failed_takes_its_group_away():
   played.append(episode(tasks[2], 0.5, 'truncated'))
   unused: Any = None
   start = mock.Mock(**{'loop_state.draws': curriculum.Draws(), 'loop_state.step': 0})
-  schedule = schedule_lib.Schedule(
-    config_lib.Config(),
-    tasks,
-    unused,
-    unused,
-    start,
-    unused,
-    decoding_lib.Decoding(unused),
-    unused,
-  )
+  config, training = config_lib.Config(), decoding_lib.Decoding(unused)
+  parts = {'schedule': config.schedule, 'curriculum': config.curriculum, 'seed': 0}
+  plan = mock.Mock(tasks=tasks, training=training, **parts)
+  schedule = schedule_lib.Schedule(plan, unused, start, unused, unused)
   with mock.patch.object(evaluate, 'run', return_value={'': played}) as run:
     kept, baselines = schedule.play_greedy(groups)
   assert run.call_args.args[2] == {'': tasks}

@@ -1,6 +1,6 @@
 """The training loop: sample, score, estimate advantages, update, log, save.
 
-train/prepare.py makes the objects that the loop uses.
+train/plan/plan.py says what a run is, and train/prepare.py opens it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -103,7 +103,7 @@ def run(
     run.files.checkpoints.wait()
     run.signals.phase = 'the writing of the model'
     privileged_critic = privileged is not None
-    run.files.save_models(run.train_state, run.update_config, privileged_critic)
+    run.files.save_models(run.train_state, run.plan.update_config, privileged_critic)
     params = run.train_state.states['policy'].params
   # The engine's copy of the policy is freed before another one is made.
   del run
@@ -114,9 +114,9 @@ def run(
 
 def _run_steps(run: prepare.Run):
   """Takes the remaining steps of the run: sample, learn, evaluate, log, save."""
-  config, files, loop_state = run.config, run.files, run.files.loop_state
-  watcher, steps = run.watcher, config.schedule.steps
-  if run.evals and loop_state.is_new and config.schedule.eval_every:
+  plan, files, loop_state = run.plan, run.files, run.files.loop_state
+  watcher, steps = run.watcher, plan.schedule.steps
+  if run.evals and loop_state.is_new and plan.schedule.eval_every:
     _write_line(run, _evaluate(run))
   while loop_state.pending_metrics or loop_state.step < steps:
     began = time.perf_counter()
@@ -134,7 +134,7 @@ def _run_steps(run: prepare.Run):
       loop_state.advance(sample.metrics | learned | seconds, sample.draws)
       watcher.log_rollout(loop_state.step, sample.played, sample.chosen, table)
     metrics = dict(loop_state.pending_metrics)
-    every, is_last = config.schedule.eval_every, loop_state.step == steps
+    every, is_last = plan.schedule.eval_every, loop_state.step == steps
     if run.evals and every and (is_last or loop_state.step % every == 0):
       began = time.perf_counter()
       metrics |= _evaluate(run)
@@ -142,7 +142,7 @@ def _run_steps(run: prepare.Run):
       metrics['time/eval'] = time.perf_counter() - began
     _write_line(run, metrics | watcher.measure(loop_state.step, metrics))
     if loop_state.step == steps or files.checkpoints.should_save(loop_state.step):
-      files.save(run.train_state, run.update_config)
+      files.save(run.train_state, run.plan.update_config)
 
 
 def _write_line(run: prepare.Run, metrics: dict[str, float]):
@@ -185,13 +185,13 @@ def _sample(run: prepare.Run) -> _Sample:
     ValueError: All prompts of the run's first rollout are too long, and chat.long_prompts
       is 'refuse'.
   """
-  config, algorithm = run.config, run.update_config.algorithm
+  plan, algorithm = run.plan, run.plan.update_config.algorithm
   step = run.files.loop_state.step
   run.signals.phase = 'a rollout'
   stats = run.engine.stats
   sampled, calls = stats.sampled, stats.calls
   run.train_state, step_groups, draws = run.rollouts.next_groups(
-    run.train_state, run.update_config
+    run.train_state, run.plan.update_config
   )
   played = [t for group in step_groups for t in group]
   run.watcher.see_episodes(step + 1, played)
@@ -203,12 +203,12 @@ def _sample(run: prepare.Run) -> _Sample:
   metrics['rollout/dead_groups'] = float(
     np.mean([groups.is_tied(g) for g in step_groups])
   )
-  if step == 0 and config.chat.long_prompts == 'refuse':
+  if step == 0 and plan.refuses_long_prompts:
     groups.check_first_rollout(step_groups)
   step_groups = groups.select_usable(
     step_groups,
-    max_error_rate=config.max_error_rate,
-    refilled=config.schedule.max_refills > 0,
+    max_error_rate=plan.max_error_rate,
+    refilled=plan.schedule.max_refills > 0,
     mask_truncated=algorithm.mask_truncated,
   )
   baselines, prefixes = None, None
@@ -216,7 +216,7 @@ def _sample(run: prepare.Run) -> _Sample:
     step_groups, baselines = run.rollouts.play_greedy(step_groups)
   chosen = [t for group in step_groups for t in group]
   if run.privileged:
-    prefixes = [run.chat.encode_data(run.privileged(t.task)) for t in chosen]
+    prefixes = [run.plan.chat.encode_data(run.privileged(t.task)) for t in chosen]
   return _Sample(played, chosen, baselines, prefixes, draws, metrics)
 
 
@@ -234,7 +234,7 @@ def _learn(run: prepare.Run, sample: _Sample):
       run.train_state, metrics, table = updates.learn(
         run.train_state,
         sample.chosen,
-        run.update_config,
+        run.plan.update_config,
         baselines=sample.baselines,
         prefixes=sample.prefixes,
       )
@@ -264,11 +264,11 @@ def _evaluate(run: prepare.Run) -> dict[str, float]:
   total = sum(len(tasks) for tasks in run.evals.values())
   played = evaluate.run(
     engine,
-    run.chat,
+    run.plan.chat,
     run.evals,
     run.make_env,
-    limits=run.config.limits,
-    decoding=run.evaluation._replace(policy=policy),
+    limits=run.plan.limits,
+    decoding=run.plan.evaluation._replace(policy=policy),
     on_done=schedule.counter(run.watcher, 'evaluation', total),
   )
   step = files.loop_state.step
@@ -286,6 +286,6 @@ def _save_preempted(run: prepare.Run):
   files, step = run.files, run.files.loop_state.step
   run.watcher.set_phase('saving')
   run.signals.start_saving(step)
-  files.save(run.train_state, run.update_config)
+  files.save(run.train_state, run.plan.update_config)
   files.checkpoints.wait()
   run.signals.finish_saving(step)

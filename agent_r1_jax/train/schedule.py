@@ -13,21 +13,19 @@ episodes, and no token is older than `ahead` + `sync_every` - 1 updates.
 """
 
 import collections
-from collections.abc import Sequence
 import copy
 import itertools
 from typing import Any
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.rl import updates
 from agent_r1_jax.rl.train_state import TrainState, UpdateConfig
-from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import evaluate, groups, rollout, sockets
 from agent_r1_jax.train import curriculum as curriculum_lib
 from agent_r1_jax.train import run_files
+from agent_r1_jax.train.plan import plan as plan_lib
 
 
 class Schedule:
@@ -35,25 +33,21 @@ class Schedule:
 
   def __init__(
     self,
-    config: config_lib.Config,
-    tasks: Sequence[types.Task],
+    plan: plan_lib.Plan,
     engine: engine_lib.Engine,
-    chat: chat_lib.Chat,
     files: run_files.RunFiles,
     watcher: sockets.Watcher,
-    decoding: decoding_lib.Decoding,
     make_env: rollout.MakeEnv,
   ):
-    """Starts nothing yet; `files` are restored, and `decoding` is that of training."""
-    self._config, self._files = config.schedule, files
-    self._decoding = decoding._replace(routes=config.batch.replay)
-    self._watcher = watcher
+    """Starts nothing yet; `files` are restored."""
+    self._schedule, self._files, self._watcher = plan.schedule, files, watcher
+    self._engine, self._chat, self._decoding = engine, plan.chat, plan.training
+    draws = files.loop_state.draws
     self._stream = curriculum_lib.TaskStream(
-      config.curriculum, tasks, seed=config.seed, draws=files.loop_state.draws
+      plan.curriculum, plan.tasks, seed=plan.seed, draws=draws
     )
-    self._engine, self._chat = engine, chat
-    self._playing: Any = {'make_env': make_env, 'limits': config.limits}
-    self._shared: Any = {'seed': config.seed, 'send_messages': config.log_episodes}
+    self._playing: Any = {'make_env': make_env, 'limits': plan.limits}
+    self._shared: Any = {'seed': plan.seed, 'send_messages': plan.log_episodes}
     self._started: collections.deque[rollout.Rollout] = collections.deque()
     self._next_step = files.loop_state.step
 
@@ -88,9 +82,9 @@ class Schedule:
       self._sync_and_start(train_state, step + ahead)
     step_groups = groups.collect_groups(
       self._collect,
-      n=self._config.tasks,
-      samples=self._config.samples,
-      max_refills=self._config.max_refills,
+      n=self._schedule.tasks,
+      samples=self._schedule.samples,
+      max_refills=self._schedule.max_refills,
     )
     self._stream.finish_rollout(step_groups)
     if update_config.syncs_before_update:
@@ -120,15 +114,15 @@ class Schedule:
 
   def _sync_and_start(self, train_state: TrainState, last: int):
     """Syncs the sampler to the engine, and starts all rollouts up to step `last`."""
-    last = min(last, self._config.steps - 1)
+    last = min(last, self._schedule.steps - 1)
     to_start = range(self._next_step, last + 1)
     # If none is started, only rollouts under way could use the newer policy, which only
     # `partial` allows.
-    if to_start or self._config.partial:
+    if to_start or self._schedule.partial:
       self._engine.sync_weights(train_state.sampler, train_state.sampler_step)
     for step in to_start:
-      tasks = self._stream.start_rollout(self._config.tasks)
-      number = run_files.rollout_number(self._config, step)
+      tasks = self._stream.start_rollout(self._schedule.tasks)
+      number = run_files.rollout_number(self._schedule, step)
       self._started.append(self._play(tasks, number))
       self._next_step = step + 1
 
@@ -137,13 +131,13 @@ class Schedule:
     if not refill:
       return self._started.popleft().result()
     # Another rollout number, so that a task that is drawn again gets other samples.
-    first = run_files.rollout_number(self._config, self._files.loop_state.step)
+    first = run_files.rollout_number(self._schedule, self._files.loop_state.step)
     tasks = self._stream.refill(n)
     return self._play(tasks, first + refill, 'refill').result()
 
   def _play(self, tasks, number: int, label: str = 'rollout') -> rollout.Rollout:
     """Starts the episodes of some tasks, whose random keys depend on `number`."""
-    samples = self._config.samples
+    samples = self._schedule.samples
     return rollout.start(
       self._engine,
       self._chat,

@@ -1,1 +1,1 @@
-"""Plans a run: its mesh, sizes and memory, its models, and its state before a step."""
+"""Plans a run from its configuration: plan.make is the entrance for training."""
