@@ -57,10 +57,7 @@ def make_env(find: Callable[[str], str]) -> ToolEnv:
 
 
 async def play(t, env, engine, chat, limits, **options) -> types.Trajectory:
-  """Plays an episode: the policy's replies and the environment's answers alternate.
-
-  `t` is the trajectory to fill in, and `options` are key and sampling of its requests.
-  """
+  """Plays an episode into `t`; `options` are the key and sampling of its requests."""
   stop = chat.stop_automaton(engine.config.vocab_size)
   text, length, unfinished = None, 0, None
   record = transcript.Transcript()  # Holds the tokens and the action mask.
