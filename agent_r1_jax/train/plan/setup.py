@@ -208,7 +208,9 @@ def load_state(
   with sharding.use_mesh(mesh):
     if path:
       place = sharding.make_placer(mesh)
-      model, theirs = weights.load(path, dtype='float32', place=place)
+      model, theirs = weights.load(
+        path, dtype='float32', place=place, formats=config.model.formats
+      )
       if model.vocab_size != policy.vocab_size:
         raise ValueError(
           f'model.reference: {path} has {model.vocab_size} tokens and the policy '
