@@ -121,6 +121,10 @@ class Task:
   answer: Any = None
   info: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+  def ask(self, content: str) -> 'Task':
+    """Returns the task with one message in place of its own, the user's."""
+    return dataclasses.replace(self, messages=[{'role': 'user', 'content': content}])
+
 
 @dataclasses.dataclass
 class Step:

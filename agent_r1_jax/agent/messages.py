@@ -42,6 +42,12 @@ def check(message: types.Message) -> types.Message:
   return {**message, 'content': content or '', **read}
 
 
+def last_reply(messages: Sequence[types.Message]) -> str:
+  """Returns the agent's last message; '' without one."""
+  replies = (m['content'] for m in reversed(messages) if m['role'] == 'assistant')
+  return next(replies, '')
+
+
 def _read_call(call: Any) -> types.Message:
   try:
     function = call['function']

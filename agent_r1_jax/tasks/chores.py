@@ -16,9 +16,9 @@ files are allowed.
 
 import asyncio
 from collections.abc import Sequence
-import dataclasses
 
 from agent_r1_jax.agent import env
+from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import shell
 from agent_r1_jax.types import ControlText, Message, Task
@@ -33,8 +33,7 @@ _TEST_SECONDS = 10.0
 
 def agent_task(task: Task) -> Task:
   """Returns the task with the prompt for an agent that has the shell tool."""
-  content = AGENT.format(question=task.info['question'])
-  return dataclasses.replace(task, messages=[{'role': 'user', 'content': content}])
+  return task.ask(AGENT.format(question=task.info['question']))
 
 
 class TerminalEnv(env.ToolEnv):
@@ -77,8 +76,7 @@ class TerminalEnv(env.ToolEnv):
       files = self._session.read_files()
     except shell.CommandError:
       return {'done': 0.0}
-    replies = [m['content'] for m in messages if m['role'] == 'assistant']
-    reply = qa.extract_answer(replies[-1]) if replies else None
+    reply = qa.extract_answer(messages_lib.last_reply(messages))
     done = is_done(task, reply, files) and passes_test(task, files, self._limits)
     return {'done': float(done)}
 

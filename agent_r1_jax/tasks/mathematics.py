@@ -6,7 +6,6 @@ where math-verify finds that both mean the same: 1/2, 0.5 and \frac{1}{2} are on
 """
 
 from collections.abc import Sequence
-import dataclasses
 import functools
 import logging
 import os
@@ -14,6 +13,7 @@ import re
 import warnings
 
 from agent_r1_jax.agent import calls, env
+from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.host import isolated
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.types import Message, Task
@@ -107,12 +107,12 @@ def load(path: str | os.PathLike) -> list[Task]:
 
 def agent_task(task: Task) -> Task:
   """Returns the task with the prompt for an agent that has a calculator."""
-  return _add_prompt(task, AGENT)
+  return task.ask(AGENT + task.info['question'])
 
 
 def direct_task(task: Task) -> Task:
   """Returns the task with the prompt for a model without tools."""
-  return _add_prompt(task, DIRECT)
+  return task.ask(DIRECT + task.info['question'])
 
 
 def find_boxed(text: str) -> str | None:
@@ -237,8 +237,7 @@ class Grader:
     a grading has. Such an answer is wrong, not an error: else an agent could escape its
     reward by an answer that nobody can compute.
     """
-    replies = [m['content'] for m in messages if m['role'] == 'assistant']
-    answer = find_boxed(replies[-1]) if replies else None
+    answer = find_boxed(messages_lib.last_reply(messages))
     values = {
       'accuracy': 0.0,
       'answered': float(answer is not None),
@@ -276,11 +275,6 @@ def find_equal(answers: Sequence[str]) -> list[int]:
     equals = (j for j in range(i) if firsts[j] == j and is_equal(answer, answers[j]))
     firsts.append(next(equals, i))
   return firsts
-
-
-def _add_prompt(task: Task, prompt: str) -> Task:
-  message = {'role': 'user', 'content': prompt + task.info['question']}
-  return dataclasses.replace(task, messages=[message])
 
 
 def _read_gsm8k_answer(where: str, row: dict) -> str:

@@ -22,6 +22,7 @@ import re
 from typing import Any
 
 from agent_r1_jax.agent import calls, env
+from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.host import isolated, workers
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.tasks import plain_values
@@ -120,12 +121,12 @@ def make_mbpp_task(task_id: str, text: str, tests: list[str], entry: str) -> Tas
 
 def agent_task(task: Task) -> Task:
   """Returns the task with the prompt for an agent that has the Python tool."""
-  return _add_prompt(task, AGENT)
+  return task.ask(AGENT + task.info['question'])
 
 
 def direct_task(task: Task) -> Task:
   """Returns the task with the prompt for a model without tools."""
-  return _add_prompt(task, DIRECT)
+  return task.ask(DIRECT + task.info['question'])
 
 
 def extract_program(text: str) -> str | None:
@@ -168,8 +169,7 @@ class Judge:
     A program by which the judge's own process ends, such as for want of memory, has
     failed: else an agent could escape its reward by it. That process may allocate 1 GiB.
     """
-    replies = [m['content'] for m in messages if m['role'] == 'assistant']
-    program = extract_program(replies[-1]) if replies else None
+    program = extract_program(messages_lib.last_reply(messages))
     values = {'passed': 0.0, 'answered': float(program is not None), 'late': 0.0}
     if program is None:
       return values
@@ -393,8 +393,3 @@ for _name in ('len', 'iter', 'getitem', 'setitem', 'str', 'add', 'sub', 'mul'):
 def _make_task(task_id: str, question: str, answer: dict[str, Any]) -> Task:
   message = {'role': 'user', 'content': question}
   return Task(task_id, [message], answer, {'question': question})
-
-
-def _add_prompt(task: Task, prompt: str) -> Task:
-  message = {'role': 'user', 'content': prompt + task.info['question']}
-  return Task(task.id, [message], task.answer, task.info)

@@ -6,12 +6,12 @@ question itself. Scores depend on the last assistant message alone.
 
 import collections
 from collections.abc import Collection, Sequence
-import dataclasses
 import re
 import string
 from typing import Any
 
 from agent_r1_jax.agent import call_formats, calls
+from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Hit
 from agent_r1_jax.types import ControlText, Message, Task
@@ -60,8 +60,7 @@ def rag_task(task: Task, hits: Sequence[Hit]) -> Task:
 
 
 def _ask(task, prompt, **fields):
-  content = prompt.format(question=task.info['question'], **fields)
-  return dataclasses.replace(task, messages=[{'role': 'user', 'content': content}])
+  return task.ask(prompt.format(question=task.info['question'], **fields))
 
 
 def normalize_answer(text: str) -> str:
@@ -140,12 +139,12 @@ def paper_reward(task: Task, messages: Sequence[Message]) -> float:
   Returns:
     1.0 or 0.0 where the format is right; -0.5 and -1.0 for one and two faults.
   """
-  replies = _list_replies(messages)
-  last = calls.remove_thoughts(replies[-1]) if replies else ''
+  last = calls.remove_thoughts(messages_lib.last_reply(messages))
   # Exactly one pair: with two, a policy could bet on two answers.
   presented = last.count('<answer>') == last.count('</answer>') == 1
   presented = presented and extract_answer(last) is not None
   parse = call_formats.chat_format.get().parse
+  replies = [m['content'] for m in messages if m['role'] == 'assistant']
   parsed = [call for reply in replies for call in parse(reply)]
   called = not any(isinstance(call, calls.CallError) for call in parsed)
   r_format = (presented + called) / 2
@@ -195,8 +194,7 @@ def metrics(task: Task, messages: Sequence[Message]) -> dict[str, float]:
   support_precision, support_recall and support_f1 compare them with the passages that the
   tools have shown; an agent names none.
   """
-  replies = _list_replies(messages)
-  answer = extract_answer(replies[-1]) if replies else None
+  answer = extract_answer(messages_lib.last_reply(messages))
   support = {}
   if task.info.get('supporting_titles'):
     titles = _find_shown_passages(task, messages)
@@ -210,7 +208,3 @@ def metrics(task: Task, messages: Sequence[Message]) -> dict[str, float]:
     'f1': f1(answer, task.answer),
     'answered': 1.0,
   }
-
-
-def _list_replies(messages):
-  return [m['content'] for m in messages if m['role'] == 'assistant']

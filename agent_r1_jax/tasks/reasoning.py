@@ -13,6 +13,7 @@ import json
 from typing import Any
 
 from agent_r1_jax.agent import env
+from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.host import isolated
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.types import Message, Task
@@ -86,8 +87,7 @@ class Judge:
     scoring_failed is 1.0 where the data set's code failed on the answer or took too long.
     Such an answer is wrong, not an error: else an agent could escape its reward.
     """
-    replies = [m['content'] for m in messages if m['role'] == 'assistant']
-    answer = qa.extract_answer(replies[-1]) if replies else None
+    answer = qa.extract_answer(messages_lib.last_reply(messages))
     answered = float(answer is not None)
     values = {'score': 0.0, 'answered': answered, 'scoring_failed': 0.0}
     if answer is not None:

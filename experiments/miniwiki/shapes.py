@@ -6,7 +6,6 @@
   them.
 """
 
-import dataclasses
 import pathlib
 
 from agent_r1_jax import config as config_lib
@@ -50,7 +49,7 @@ def methods(sets: comparison.Sets, world: int) -> dict[str, comparison.Method]:
 def react_task(task: types.Task) -> types.Task:
   """Asks the question in ReAct's form, as briefly as the small policy needs it."""
   content = REACT.format(question=task.info['question'])
-  return dataclasses.replace(task, messages=[{'role': 'user', 'content': content}])
+  return task.ask(content)
 
 
 class Workflow:

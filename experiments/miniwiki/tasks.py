@@ -6,7 +6,6 @@ does (see questions.py). Equal arguments give equal bytes in every process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-import dataclasses
 import functools
 import random
 
@@ -116,4 +115,4 @@ def rag_task(task: types.Task, hits: Sequence[documents.Hit]) -> types.Task:
   """The same task with passages before the question, in the form that was practised."""
   passages = documents.render(hits)
   content = demos.with_passages(passages, task.info['question'])
-  return dataclasses.replace(task, messages=[{'role': 'user', 'content': content}])
+  return task.ask(content)

@@ -18,18 +18,14 @@ WITH_PASSAGES = '{passages}\nQuestion: {question}'
 
 def agent_task(task: types.Task) -> types.Task:
   """The question, shortly put; with the search tool or without."""
-  return _ask(task, QUESTION.format(question=task.info['question']))
+  return task.ask(QUESTION.format(question=task.info['question']))
 
 
 def rag_task(task: types.Task, hits: Sequence[Hit]) -> types.Task:
   """The question after passages found for it."""
   shown = documents.render(hits, PASSAGE)
   content = WITH_PASSAGES.format(passages=shown, question=task.info['question'])
-  return _ask(task, content)
-
-
-def _ask(task, content):
-  return dataclasses.replace(task, messages=[{'role': 'user', 'content': content}])
+  return task.ask(content)
 
 
 def name(title: str) -> str:
