@@ -6,6 +6,7 @@ Letters: B packed rows, T tokens and E entries of each.
 
 from collections.abc import Iterable, Sequence
 import dataclasses
+import enum
 import functools
 import hashlib
 import itertools
@@ -20,12 +21,22 @@ import numpy as np
 # in its strings are encoded as plain text, unless they are ControlText.
 Message = dict[str, Any]
 
-# How an episode ended. 'done': the environment said so. 'truncated': a turn or the row
-# ran out of tokens. 'max_turns': the turn budget was used. 'error': the environment or
-# the reward raised or took too long; such a trajectory is masked out, never scored 0.
-STATUSES = ('done', 'truncated', 'max_turns', 'error')
-# The statuses of episodes that ran out of tokens or turns.
-BUDGET_STATUSES = ('truncated', 'max_turns')
+
+class Status(enum.StrEnum):
+  """How an episode ended; each member equals its text in files and metrics."""
+
+  # The environment said so.
+  DONE = 'done'
+  # A turn or the row ran out of tokens.
+  OUT_OF_TOKENS = 'truncated'
+  # The turn budget was used.
+  OUT_OF_TURNS = 'max_turns'
+  # The environment or the reward raised or took too long; such a trajectory is masked
+  # out, never scored 0.
+  FAILED = 'error'
+
+
+BUDGET_STATUSES = (Status.OUT_OF_TOKENS, Status.OUT_OF_TURNS)
 # Token ids from here on stand for squares of pictures; no vocabulary has so many.
 FIRST_PICTURE_ID = 2**30
 # Stands in `routes` for an expert that the router has yet to choose.
@@ -198,11 +209,11 @@ class Trajectory:
     segments: The contexts; none if the prompt did not fit a row, or after some errors.
     turns: The replies in order; the reward of each is at token `turn.stop - 1`.
     messages: The conversation as text, for people and rewards.
-    status: One of STATUSES.
+    status: How it ended.
     metrics: Named numbers to log, summed over the steps' metrics. 'timeouts' is 1 if the
       user's code was late, 'abandoned_calls' counts calls that never returned, and
       'abandoned/<name>' those of one tool or function.
-    error: The exception or time-out, if the status is 'error'; or why there is no turn.
+    error: The exception or time-out, if the status is FAILED; or why there is no turn.
   """
 
   task: Task
@@ -211,7 +222,7 @@ class Trajectory:
   segments: list[Segment]
   turns: list[Turn]
   messages: list[Message]
-  status: str
+  status: Status
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)
   error: str | None = None
 

@@ -86,12 +86,12 @@ async def play(t, env, engine, chat, limits, **options) -> types.Trajectory:
       t.turns[-1].reward += step.reward
       said, t.messages = t.messages, t.messages + step.messages
       if step.done:
-        t.status = 'done'
+        t.status = types.Status.DONE
         break
       ids = chat.encode_delta(step.messages, int(reply.tokens[-1]), history=said)
     else:
-      t.status = 'max_turns'
-    if t.status != 'done' and t.turns:  # A budget ended the episode.
+      t.status = types.Status.OUT_OF_TURNS
+    if t.status != types.Status.DONE and t.turns:  # A budget ended the episode.
       t.turns[-1].reward += (await env.finish(t.status, unfinished)).reward
   t.segments, t.turns = record.collect()
   return t
@@ -112,7 +112,7 @@ def train(cfg: config.Config, tasks, dev, make_env) -> decoder.Params:
     """Plays all episodes at the same time."""
     episodes = []
     for group, n in itertools.product(range(len(tasks)), range(samples)):
-      t = types.Trajectory(tasks[group], group, n, [], [], [], status='truncated')
+      t = types.Trajectory(tasks[group], group, n, [], [], [], types.Status.OUT_OF_TOKENS)
       key = request.make_key(cfg.seed, number, t.task.id, n, 0)
       options = {'key': key, 'sampling': sampling}
       episodes.append(play(t, make_env(), engine, chat, cfg.limits, **options))

@@ -564,3 +564,31 @@ async def test_retries_and_calls_of_an_isolated_tool_are_counted(monkeypatch):
   isolated = {'isolated/lost': 2.0, 'isolated_calls': 2.0}
   isolated |= {'tool_failures': 2.0, 'tool_outages': 2.0}
   assert step.metrics == counts(calls=2.0, errors=2.0) | isolated
+
+
+class Example(env_lib.BaseEnv):
+  """The example of BaseEnv."""
+
+  def reset(self, task):
+    self.answer = task.answer
+    return [dict(message) for message in task.messages]
+
+  def step(self, reply):
+    return types.Step([], reward=float(reply == self.answer), done=True)
+
+
+async def test_of_a_base_env_only_what_a_class_overrides_is_called():
+  class Closes(Example):
+    def close(self):
+      self.answer = 'closed'
+
+  task = types.Task('x', [{'role': 'user', 'content': 'Guess.'}], '7')
+  (step,) = await testing.check_env(Example, task, ['7'])
+  assert step.reward == 1.0
+  names = 'finish', 'set_seed', 'close', 'clone', 'least_limits'
+  assert not any(env_lib.find_method(Example(), name) for name in names)
+  closes = Closes()
+  assert env_lib.find_method(closes, 'close') == closes.close
+  assert env_lib.find_method(object(), 'close') is None
+  with pytest.raises(TypeError, match='abstract'):
+    type('Half', (env_lib.BaseEnv,), {'reset': Example.reset})()

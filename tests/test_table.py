@@ -141,8 +141,8 @@ def test_states_meet_where_the_text_is_the_same():
 
 
 def test_parts_of_rewards_and_truncation_become_columns():
-  ts = [episodes.trajectory('..0', rewards=[1.0]) for _ in types.STATUSES]
-  for t, status in zip(ts, types.STATUSES):
+  ts = [episodes.trajectory('..0', rewards=[1.0]) for _ in types.Status]
+  for t, status in zip(ts, types.Status):
     t.status = status
   ts[0].metrics = {'reward/answer': 1.0, 'calls': 3.0, 'reward/format': -0.5}
   ts[2].metrics = {'reward/answer': 2.0}

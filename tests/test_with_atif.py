@@ -91,7 +91,7 @@ def test_harbor_reads_an_episode_with_the_tokens_of_each_context(tmp_path):
 
 
 def test_harbor_reads_every_kind_of_episode(tmp_path):
-  statuses = [trajectory(0, s, status) for s, status in enumerate(types.STATUSES[:3])]
+  statuses = [trajectory(0, s, status) for s, status in enumerate([*types.Status][:3])]
   odd = [
     {'role': 'tool', 'content': 'out of the blue'},
     {'role': 'assistant', 'content': 'half a \ud800 pair \x00\x9b'},

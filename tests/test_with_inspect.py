@@ -27,7 +27,7 @@ print(json.dumps(whole))
 
 @pytest.mark.skipif(not INSPECT, reason='`make test-with-inspect` installs inspect_ai')
 def test_inspect_reads_a_log_that_was_converted(tmp_path):
-  group = [trajectory(0, s, status) for s, status in enumerate(types.STATUSES[:3])]
+  group = [trajectory(0, s, status) for s, status in enumerate([*types.Status][:3])]
   same = [trajectory(g, task_id='same') for g in (5, 6)]
   odd = [
     {'role': 'tool', 'content': 'out of the blue'},

@@ -6,7 +6,7 @@ Letters: V tokens of the vocabulary, Q automaton states, C classes of tokens.
 from collections.abc import Sequence
 import functools
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -271,7 +271,7 @@ def lift_to_tokens(
   stop_ids: Sequence[int],
   token_bytes: Sequence[bytes],
   vocab_size: int,
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
   """Converts an automaton over bytes to one over tokens, as fields of types.Automaton.
 
   A process calls it that imports no JAX.

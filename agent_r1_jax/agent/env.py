@@ -1,8 +1,8 @@
 """Environments: they answer the agent's replies and give rewards."""
 
+import abc
 import asyncio
-import collections
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 import copy
 import functools
 import json
@@ -21,6 +21,7 @@ from agent_r1_jax.agent.scoring import (
   add_score,
   bind_status,
   copy_containers,
+  count_calls,
   judge,
 )
 from agent_r1_jax.host import workers
@@ -34,44 +35,7 @@ ProcessReward = Callable[
 
 
 class Env(Protocol):
-  """One episode; plain attributes are its state.
-
-  An attribute `tools`, a sequence of Tool, is optional; their schemas go into the prompt.
-  Optional, too, is a method that judges an episode that a budget ended:
-
-    async def finish(self, status: str, reply: str | None) -> types.Step
-
-  `status` is one of types.BUDGET_STATUSES; `reply` is the unfinished reply, which `step`
-  has not seen, or None. The Step's reward is added to the last turn's, and its metrics to
-  the episode's. Without the method, such an episode keeps the rewards of its turns.
-
-  A third optional method gets, before `reset`, the number that the episode's randomness
-  comes from (run, rollout, task and sample decide it), so that a resumed run repeats it:
-
-    def set_seed(self, number: int) -> None
-
-  A fourth frees what the environment holds, such as a connection:
-
-    async def close(self) -> None
-
-  It is called once for every environment that make_env made, however the episode ended,
-  also where `reset` was never called or a run is stopped. A call that took too long may
-  still be running. What it raises is logged and counted, and changes no result.
-
-  A fifth says that the environment can be copied in the midst of an episode, for search
-  over turns (guided/search.py); copies are not closed:
-
-    def clone(self) -> Env
-
-  A sixth says which fields of config.Limits a task needs at least, by name, because its
-  own bounds are in them; a run with less is refused:
-
-    def least_limits(self, task: types.Task) -> Mapping[str, float]
-
-  Coroutines share an event loop with those of other episodes and must not block it; a
-  method that is a plain function runs in a thread and may block. A method that raises or
-  takes too long (config.Limits) marks the trajectory 'error'.
-  """
+  """What every environment has; BaseEnv says what else one may have."""
 
   def reset(
     self, task: types.Task
@@ -84,7 +48,95 @@ class Env(Protocol):
     ...
 
 
-class ToolEnv:
+class BaseEnv(abc.ABC):
+  """One episode; plain attributes are its state.
+
+  A subclass needs `reset` and `step`, and overrides what else it wants:
+
+    class Guess(env.BaseEnv):
+      def reset(self, task):
+        self.answer = task.answer
+        return [dict(message) for message in task.messages]
+
+      def step(self, reply):
+        return types.Step([], reward=float(reply == self.answer), done=True)
+
+  An object of another class with these two is an environment, too, and may have any of
+  the other methods.
+
+  Coroutines share an event loop with those of other episodes and must not block it; a
+  method that is a plain function runs in a thread and may block. A method that raises or
+  takes too long (config.Limits) gives the trajectory the status FAILED.
+
+  Attributes:
+    tools: Tools whose schemas go into the prompt.
+  """
+
+  tools: Sequence[tool_lib.Tool] = ()
+
+  @abc.abstractmethod
+  def reset(
+    self, task: types.Task
+  ) -> list[types.Message] | Awaitable[list[types.Message]]:
+    """Begins the episode and returns the first messages for the agent."""
+
+  @abc.abstractmethod
+  def step(self, reply: str) -> types.Step | Awaitable[types.Step]:
+    """Answers one reply."""
+
+  def finish(
+    self, status: types.Status, reply: str | None
+  ) -> types.Step | Awaitable[types.Step]:
+    """Judges an episode that a budget ended; by default its turns keep their rewards.
+
+    Args:
+      status: One of types.BUDGET_STATUSES.
+      reply: The unfinished reply, which `step` has not seen, or None.
+
+    Returns:
+      A step whose reward is added to the last turn's, and its metrics to the episode's.
+    """
+    return types.Step([], done=True)
+
+  def set_seed(self, number: int) -> None | Awaitable[None]:
+    """Gets, before `reset`, the number that the episode's randomness comes from.
+
+    Run, rollout, task and sample decide it, so that a resumed run repeats it.
+    """
+    return None
+
+  def close(self) -> None | Awaitable[None]:
+    """Frees what the environment holds, such as a connection.
+
+    It is called once for every environment that make_env made, however the episode ended,
+    also where `reset` was never called or a run is stopped. A call that took too long may
+    still be running. What it raises is logged and counted, and changes no result.
+    """
+    return None
+
+  def clone(self) -> Env | Awaitable[Env]:
+    """Copies the environment in the midst of an episode, for search over turns.
+
+    guided/search.py needs an environment that has it. Copies are not closed.
+    """
+    raise NotImplementedError
+
+  def least_limits(self, task: types.Task) -> Mapping[str, float]:
+    """Names fields of config.Limits with what a task needs of them at least.
+
+    A task's own bounds may be in them; a run with less is refused.
+    """
+    return {}
+
+
+def find_method(env: Any, name: str) -> Callable[..., Any] | None:
+  """Finds an optional method of an environment; None if it keeps BaseEnv's default."""
+  method = getattr(env, name, None)
+  is_default = getattr(method, '__func__', None) is getattr(BaseEnv, name)
+  return None if is_default else method
+
+
+class ToolEnv(BaseEnv):
   """The agent calls tools until it replies without a call; then the episode is done.
 
   Calls of one reply run concurrently, or one after another, and are answered in order.
@@ -133,7 +185,7 @@ class ToolEnv:
       in_order: Whether a call begins when the one before it has ended, because what it
         does may depend on that.
       reward_seconds: The time that each of reward, process_reward, metrics and parse may
-        take, including the wait for a thread; a longer call marks the trajectory 'error'.
+        take, including the wait for a thread; a longer call gives the status FAILED.
     """
     self.set_tools(tools)
     functions: dict[str, Any] = {'reward': reward}
@@ -201,7 +253,7 @@ class ToolEnv:
     # The process reward reads `messages`, so the answers are added before it.
     self.messages += messages
     step = types.Step(
-      copy_containers(messages), done=self._done, metrics=_count_calls(calls, results)
+      copy_containers(messages), done=self._done, metrics=count_calls(calls, results)
     )
     process_reward = functools.partial(self._process_reward, self)
     calls = calls[: len(results)]
@@ -292,7 +344,7 @@ class CloneableToolEnv(ToolEnv):
 
 async def call_optional(env: Env, name: str, *args) -> Any:
   """Calls an optional method of an environment; returns None if it has none."""
-  method = getattr(env, name, None)
+  method = find_method(env, name)
   return None if method is None else await workers.call(method, *args, name=name)
 
 
@@ -308,7 +360,7 @@ async def close_env(envs: list[Any], seconds: float, owner: str) -> bool:
     Whether it failed.
   """
   try:
-    method = getattr(envs.pop(), 'close', None)
+    method = find_method(envs.pop(), 'close')
   except IndexError:
     return False
   try:
@@ -336,34 +388,3 @@ def find_tool_error(messages: Sequence[types.Message], metric: str) -> str:
 def _make_message(call: Call, result: tool_lib.ToolResult) -> types.Message:
   name = {'name': call.name} if isinstance(call, calls_lib.ToolCall) else {}
   return {'role': 'tool', **name, 'content': [*result.parts] or result.text}
-
-
-def _count_calls(calls, results) -> dict[str, float]:
-  """Counts a turn's calls; a refused call counts as a tool error.
-
-  What is rare is counted only where it is: 'tool_retries'; calls of isolated tools as
-  'isolated_calls' and 'isolated/<tool>'; these, and calls whose tool raised or was late,
-  as 'tool_failures'; 'tool_outages'; and what was raised as 'tool_error/<tool>/<type>' or
-  'outage/<tool>/<type>'.
-  """
-  malformed = sum(isinstance(call, calls_lib.CallError) for call in calls)
-  failed = len(calls) - sum(result.ok for result in results)
-  isolated = [
-    call.name for call, result in zip(calls, results, strict=False) if result.isolated
-  ]
-  rare = collections.Counter(f'isolated/{name}' for name in isolated)
-  rare['isolated_calls'] = len(isolated)
-  for call, result in zip(calls, results, strict=False):
-    if result.error:
-      kind = 'outage' if result.outage else 'tool_error'
-      rare[f'{kind}/{call.name}/{result.error}'] += 1
-    rare['tool_failures'] += bool(result.error) or result.isolated
-    rare['tool_outages'] += result.outage
-  rare['tool_retries'] = sum(result.retries for result in results)
-  return {
-    **{name: float(count) for name, count in rare.items() if count},
-    'tool_calls': float(len(calls) - malformed),
-    'tool_errors': float(failed - malformed),
-    'tool_timeouts': float(sum(result.timed_out for result in results)),
-    'format_errors': float(malformed),
-  }

@@ -1,5 +1,6 @@
 """Calls users' reward functions and metrics, and adds what they say to a step."""
 
+import collections
 from collections.abc import Awaitable, Callable
 import contextvars
 import dataclasses
@@ -9,11 +10,12 @@ import math
 from typing import Any
 
 from agent_r1_jax import types
+from agent_r1_jax.agent.calls import CallError
 from agent_r1_jax.host import workers
 
 Score = float | dict[str, float]
 # (task, messages) -> score, sync or async; both are copies. A dict names the parts of a
-# sum. A parameter `status`, if there is one, gets how the episode ended: 'done', or one
+# sum. A parameter `status`, if there is one, gets how the episode ended: DONE, or one
 # of types.BUDGET_STATUSES, where the last message may be an unfinished reply.
 Reward = Callable[..., Score | Awaitable[Score]]
 Numbers = dict[str, float]
@@ -80,6 +82,37 @@ def add_score(step: types.Step, kind: str, task: types.Task, score: Score) -> No
   for name, part in parts.items():
     key = f'reward/{name}'
     step.metrics[key] = step.metrics.get(key, 0.0) + float(part)
+
+
+def count_calls(calls, results) -> dict[str, float]:
+  """Counts a turn's calls, as metrics; a refused call counts as a tool error.
+
+  What is rare is counted only where it is: 'tool_retries'; calls of isolated tools as
+  'isolated_calls' and 'isolated/<tool>'; these, and calls whose tool raised or was late,
+  as 'tool_failures'; 'tool_outages'; and what was raised as 'tool_error/<tool>/<type>' or
+  'outage/<tool>/<type>'.
+  """
+  malformed = sum(isinstance(call, CallError) for call in calls)
+  failed = len(calls) - sum(result.ok for result in results)
+  isolated = [
+    call.name for call, result in zip(calls, results, strict=False) if result.isolated
+  ]
+  rare = collections.Counter(f'isolated/{name}' for name in isolated)
+  rare['isolated_calls'] = len(isolated)
+  for call, result in zip(calls, results, strict=False):
+    if result.error:
+      kind = 'outage' if result.outage else 'tool_error'
+      rare[f'{kind}/{call.name}/{result.error}'] += 1
+    rare['tool_failures'] += bool(result.error) or result.isolated
+    rare['tool_outages'] += result.outage
+  rare['tool_retries'] = sum(result.retries for result in results)
+  return {
+    **{name: float(count) for name, count in rare.items() if count},
+    'tool_calls': float(len(calls) - malformed),
+    'tool_errors': float(failed - malformed),
+    'tool_timeouts': float(sum(result.timed_out for result in results)),
+    'format_errors': float(malformed),
+  }
 
 
 def bind_status(reward: Reward, status: str) -> Reward:

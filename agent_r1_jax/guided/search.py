@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.guided import choice
 from agent_r1_jax.rollout import faults
@@ -186,7 +187,7 @@ class Searcher:
       faults.EnvironmentFaultError: Its environment cannot be cloned, or raised.
     """
     self._root = episode
-    if not hasattr(episode.env, 'clone'):
+    if not env_lib.find_method(episode.env, 'clone'):
       raise faults.EnvironmentFaultError(
         f'search: {type(episode.env).__name__} has no method clone, by which an '
         'environment says that it can be copied; take a choice among replies '

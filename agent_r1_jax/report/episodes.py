@@ -157,7 +157,7 @@ def _describe(t: types.Trajectory, step: int, parse: calls.Parse) -> dict[str, A
     'step': step,
     'status': t.status,
     # An error is masked out of the update, and never scored 0.
-    'reward': None if t.status == 'error' else t.reward,
+    'reward': None if t.status == types.Status.FAILED else t.reward,
     'turn_rewards': [float(turn.reward) for turn in t.turns],
     'turn_tokens': [turn.stop - turn.start for turn in t.turns],
     'turn_segments': [turn.segment for turn in t.turns],

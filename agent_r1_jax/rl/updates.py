@@ -32,7 +32,7 @@ def learn(
   Args:
     train_state: The state after the last rollout. The arrays of its policy and critic
       are donated: they cannot be read after the call.
-    trajectories: The trajectories. None has the status 'error', and each has a turn.
+    trajectories: The trajectories. None has the status FAILED, and each has a turn.
     update_config: The run's constants.
     baselines: The reward of the greedy episode of each trajectory's task.
     prefixes: For each trajectory, tokens before its text that only the critic sees.

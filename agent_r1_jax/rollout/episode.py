@@ -40,7 +40,7 @@ class Episode:
     opening: The number of the trajectory's message with which the context began.
     schemas: The JSON schemas of the tools, for the prompt.
     transcript: Tokens, action mask, log-probs and turns so far.
-    status: One of types.STATUSES; None while the episode goes on.
+    status: How it ended; None while the episode goes on.
     unfinished: The text of the last reply, if it ran out of tokens; else None.
     reply: The reply of the last turn; None before the first.
     sampled: Under 'tokens', how many tokens were sampled; shared with all forks.
@@ -66,7 +66,7 @@ class Episode:
     self.opening = 0
     self.schemas: list[dict[str, Any]] = []
     self.transcript = transcript_lib.Transcript()
-    self.status: str | None = None
+    self.status: types.Status | None = None
     self.unfinished: str | None = None
     self.reply: request_lib.Chunk | None = None
     self.sampled, self.value = collections.Counter(), 0.0
@@ -94,16 +94,16 @@ class Episode:
         else:
           t.status = await self._play_turns(task, chooser)
           scored = t.status in types.BUDGET_STATUSES and self.transcript.turns
-          if scored and getattr(self.env, 'finish', None) is not None:
+          if scored and env_lib.find_method(self.env, 'finish'):
             self.add_reward(await self._call_env('finish', t.status, self.unfinished))
     except faults.EnvironmentFaultError as error:
-      t.status, t.error = 'error', str(error)
+      t.status, t.error = types.Status.FAILED, str(error)
       t.metrics[f'error/{error.name}'] = 1.0
       t.metrics['timeouts'] = float(isinstance(error.__cause__, workers.CallTimeoutError))
     except TimeoutError:
       if not clock.expired():
         raise
-      t.status, t.metrics['timeouts'] = 'error', 1.0
+      t.status, t.metrics['timeouts'] = types.Status.FAILED, 1.0
       t.metrics['error/LateEpisode'] = 1.0
       t.error = f'the episode took longer than {seconds:g} seconds (episode_seconds)'
     finally:
@@ -126,7 +126,9 @@ class Episode:
     if await self._close_env():
       t.metrics['close_failed'] = 1.0
 
-  async def _play_turns(self, task: types.Task, chooser: sockets.Chooser | None) -> str:
+  async def _play_turns(
+    self, task: types.Task, chooser: sockets.Chooser | None
+  ) -> types.Status:
     """Plays turn after turn, or has it chosen; returns the episode's status."""
     await self._reset(task)
     self._end_without_room()
@@ -158,11 +160,11 @@ class Episode:
     text = self.chat.decode(reply.tokens.tolist())
     t.messages.append({'role': 'assistant', 'content': str(text)})
     if not reply.stopped:
-      self.unfinished, self.status = text, 'truncated'
+      self.unfinished, self.status = text, types.Status.OUT_OF_TOKENS
       return
     step = self.add_reward(await self._call_env('step', text))
     if step.done:
-      self.status = 'done'
+      self.status = types.Status.DONE
       return
     with faults.of_environment():
       said = faults.copy_messages(step.messages)
@@ -177,7 +179,7 @@ class Episode:
         last, given = int(reply.tokens[-1]), {'history': history, 'tools': self.schemas}
         await self._encode(self.chat.encode_delta, step.messages, last, **given)
     if len(transcript.turns) == self.limits.max_turns:
-      self.status = 'max_turns'
+      self.status = types.Status.OUT_OF_TURNS
     else:
       self._end_without_room()
 
@@ -194,7 +196,7 @@ class Episode:
     """
     if self.status is not None or self._room >= 1:
       return
-    t, self.status = self.trajectory, 'truncated'
+    t, self.status = self.trajectory, types.Status.OUT_OF_TOKENS
     if not self.transcript.turns:
       n, slots = len(self.pending_ids), self.context.slots
       t.error = f'the prompt has {n} tokens, and a row {slots} (slots)'
@@ -256,7 +258,7 @@ class Episode:
     """Resets the environment and encodes the prompt."""
     t = self.trajectory
     self.transcript.begin()
-    if getattr(self.env, 'set_seed', None) is not None:
+    if env_lib.find_method(self.env, 'set_seed'):
       first, second = self.context.make_key('environment').tolist()
       await self._call_env('set_seed', first << 32 | second)
     messages = await self._call_env('reset', task)

@@ -108,6 +108,6 @@ def summarize(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
     **{name: mean_metric(trajectories, name) for name in names},
     **{
       f'status/{status}': float(np.mean([t.status == status for t in trajectories]))
-      for status in types.STATUSES
+      for status in types.Status
     },
   }

@@ -66,7 +66,7 @@ def select_usable(
     RuntimeError: Too many environments or tools raised; the message has the first error.
   """
   played = [t for group in groups for t in group]
-  errors = [t.error for t in played if t.status == 'error']
+  errors = [t.error for t in played if t.status == types.Status.FAILED]
   if len(errors) > max_error_rate * len(played):
     raise RuntimeError(
       f'{len(errors)} of {len(played)} episodes raised or were late, more than '
@@ -86,7 +86,7 @@ def select_usable(
     )
   if refilled:
     groups = [group for group in groups if not is_tied(group)]
-  masked = ('error', *(types.BUDGET_STATUSES if mask_truncated else ()))
+  masked = (types.Status.FAILED, *(types.BUDGET_STATUSES if mask_truncated else ()))
   # A trajectory whose prompt did not fit its row has no turns.
   chosen = [[t for t in g if t.status not in masked and t.turns] for g in groups]
   return [group for group in chosen if group]
@@ -113,5 +113,5 @@ def is_tied(group: Group) -> bool:
 
   A group of one episode is never tied: algorithms with one sample compare no group.
   """
-  rewards = [t.reward for t in group if t.status != 'error']
+  rewards = [t.reward for t in group if t.status != types.Status.FAILED]
   return not rewards or (len(group) > 1 and spans.tied(np.array(rewards)))

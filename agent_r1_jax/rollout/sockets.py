@@ -79,7 +79,7 @@ class Watcher:
 
   def see_episodes(self, step: int, played: Sequence[types.Trajectory]) -> None:
     """Gets all episodes of a rollout or an evaluation, as soon as they have ended."""
-    if errors := [t.error for t in played if t.status == 'error']:
+    if errors := [t.error for t in played if t.status == types.Status.FAILED]:
       self.print_line(f'Step {step}: {len(errors)} episodes failed. {errors[0]}')
 
   def log_rollout(
@@ -132,8 +132,8 @@ class Player(abc.ABC):
   """Plays episodes in its own way; make_env may make one (serve/program.py)."""
 
   @abc.abstractmethod
-  async def play(self, episode: Any, task: types.Task) -> str:
-    """Plays an episode to its end, and returns its status, one of types.STATUSES.
+  async def play(self, episode: Any, task: types.Task) -> types.Status:
+    """Plays an episode to its end, and returns its status.
 
     What is sampled goes into `episode.transcript`, messages into `episode.trajectory`,
     and rewards through `episode.add_reward`.

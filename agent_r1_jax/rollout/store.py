@@ -53,9 +53,8 @@ def make_trajectory(fields: Any, task: types.Task) -> types.Trajectory:
       'segments': [types.Segment(**part) for part in fields['segments']],
       'turns': [types.Turn(**part) for part in fields['turns']],
     }
-    restored = types.Trajectory(task=task, **fields | parts)
-    if restored.status not in types.STATUSES:
-      raise ValueError(f'the status is {restored.status!r}')
+    status = types.Status(fields['status'])
+    restored = types.Trajectory(task=task, **fields | parts | {'status': status})
     for segment in restored.segments:
       columns = {n: x for n, x in _fields(segment).items() if n not in _NO_COLUMNS}
       shapes = {np.shape(values) for values in columns.values()}

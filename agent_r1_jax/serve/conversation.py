@@ -89,15 +89,17 @@ class Conversation:
     self.metrics = collections.Counter(
       tool_calls=0, format_errors=0, forks=0, rewritten=0
     )
-    self.refused: str | None = None
+    self.refused: types.Status | None = None
     self.error: str | None = None
     self.memory: dict[str, Any] = {}
     self.reports: list[tuple[types.Turn, types.Step]] = []
 
   @property
-  def status(self) -> str:
+  def status(self) -> types.Status:
     """How the episode ended, if its program just ended."""
-    return self.refused or ('truncated' if self._last_reply_truncated else 'done')
+    return self.refused or (
+      types.Status.OUT_OF_TOKENS if self._last_reply_truncated else types.Status.DONE
+    )
 
   @property
   def slots(self) -> int:
@@ -179,9 +181,12 @@ class Conversation:
   def note_refusal(self, error: http.RefusedError):
     """Notes that a budget refused a reply: that is how the episode ends."""
     if error.code == MAX_TURNS:
-      self.refused = self.refused or 'max_turns'
+      self.refused = self.refused or types.Status.OUT_OF_TURNS
     elif error.code == sources.TOO_LONG:
-      self.refused, self.error = self.refused or 'truncated', f'{error} (slots)'
+      self.refused, self.error = (
+        self.refused or types.Status.OUT_OF_TOKENS,
+        f'{error} (slots)',
+      )
 
   async def _find(self, api_request: requests.ApiRequest) -> branches.Branch:
     """Finds the text that a request goes on from, or begins one.

@@ -68,7 +68,7 @@ class Program(sockets.Player):
     inner = getattr(self.run, 'least_limits', None)
     return inner(task) if inner else {}
 
-  async def play(self, episode: episode_lib.Episode, task: types.Task) -> str:
+  async def play(self, episode: episode_lib.Episode, task: types.Task) -> types.Status:
     """Runs the program against an endpoint of its own; returns the episode's status.
 
     If the endpoint has refused a reply for want of tokens or turns, an error that the
@@ -87,7 +87,7 @@ class Program(sockets.Player):
       output = await self._run(episode, conversation, task)
       if episode.transcript.turns:
         await self._score(episode, conversation, task, output)
-      elif conversation.refused == 'truncated':
+      elif conversation.refused == types.Status.OUT_OF_TOKENS:
         t.error, t.metrics['prompt_too_long'] = conversation.error, 1.0
       else:
         text = 'the program ended without a reply of the policy.'

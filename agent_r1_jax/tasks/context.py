@@ -57,7 +57,7 @@ class _Strategy:
 
   def least_limits(self, task: types.Task) -> Mapping[str, float]:
     """Those of what it wraps, if there are any."""
-    inner = getattr(self.env, 'least_limits', None)
+    inner = env_lib.find_method(self.env, 'least_limits')
     return inner(task) if inner else {}
 
   async def close(self):

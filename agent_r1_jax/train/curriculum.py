@@ -99,7 +99,7 @@ class TaskStream:
       return
     by_kind = collections.defaultdict(list)
     for group in groups:
-      rewards = [t.reward for t in group if t.status != 'error']
+      rewards = [t.reward for t in group if t.status != types.Status.FAILED]
       if len(rewards) > 1:
         by_kind[self._kind(group[0].task)].append(np.var(rewards))
     for kind, variances in by_kind.items():

@@ -108,7 +108,9 @@ class Schedule:
       self._engine, self._chat, {'': tasks}, decoding=decoding, **self._playing
     )['']
     pairs = [
-      (g, t) for g, t in zip(step_groups, greedy, strict=True) if t.status != 'error'
+      (g, t)
+      for g, t in zip(step_groups, greedy, strict=True)
+      if t.status != types.Status.FAILED
     ]
     return [g for g, _ in pairs], [t.reward for g, t in pairs for _ in g]
 

@@ -129,11 +129,12 @@ def check_times(
   Raises:
     ValueError: The message names the field and the task.
   """
-  if not hasattr(env, 'least_limits'):
+  least_limits = env_lib.find_method(env, 'least_limits')
+  if not least_limits:
     return
   for name, tasks in sets.items():
     for number, task in fingerprint.sample_tasks(tasks):
-      for field, least in env.least_limits(task).items():
+      for field, least in least_limits(task).items():
         if getattr(limits, field) < least:
           raise ValueError(
             f'limits.{field} is {getattr(limits, field):g}, and {name}[{number}] '
