@@ -100,12 +100,7 @@ class Learning:
     self.no_adapter = self.pad({'layers': {}})
 
   def start(self, shape: Shape) -> Run:
-    """Starts a run; its adapter changes nothing yet.
-
-    Raises:
-      ValueError: The rank is too high or too low.
-    """
-    self.check_rank(shape.rank)
+    """Starts a run, whose rank `check_rank` allows; its adapter changes nothing yet."""
     key = jax.random.key(shape.seed)
     added = lora.add(self._base, shape.rank, shape.targets, ALPHA, key)
     return self.resume(shape, lora.take(added))

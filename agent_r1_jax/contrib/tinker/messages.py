@@ -226,14 +226,10 @@ def write_forward_backward(
     columns: By name, an array [n] or [n, K] for each datum, float32.
     metrics: Named numbers; a name ends with how the client joins them, such as ':sum'.
   """
-  count = len(next(iter(columns.values())))
-  # A record has data of one K.
-  shape = lambda i: [arrays[i].shape[1:] for arrays in columns.values()]
-  records = [
-    _make_record({name: [arrays[i] for i in run] for name, arrays in columns.items()})
-    for _, group in itertools.groupby(range(count), shape)
-    for run in [[*group]]
-  ]
+  rows = [dict(zip(columns, x, strict=True)) for x in zip(*columns.values(), strict=True)]
+  # A record has data of one K, which is that of all columns.
+  shape = lambda row: next(iter(row.values())).shape[1:]
+  records = [_make_record([*group]) for _, group in itertools.groupby(rows, shape)]
   return make(
     'ForwardBackwardOutput',
     loss_fn_output_type='ArrayRecord',
@@ -242,20 +238,19 @@ def write_forward_backward(
   ).SerializeToString()
 
 
-def _make_record(columns: Mapping[str, Sequence[np.ndarray]]) -> Any:
+def _make_record(rows: Sequence[Mapping[str, np.ndarray]]) -> Any:
   fields = []
-  for name, arrays in columns.items():
-    offsets = np.cumsum([0, *(x.nbytes for x in arrays)]).astype('<i8')
+  for name in rows[0]:
+    arrays = [row[name] for row in rows]
     value = make(
       'BatchedTensor',
       data=b''.join(x.astype('<f4').tobytes() for x in arrays),
-      offsets=offsets.tobytes(),
+      offsets=np.cumsum([0, *(x.nbytes for x in arrays)]).astype('<i8').tobytes(),
       dtype=_FLOAT32,
       trailing_shape=arrays[0].shape[1:],
     )
     fields.append(make('BatchedTensorEntry', key=name, value=value))
-  count = len(next(iter(columns.values())))
-  return make('ArrayRecord', fields=fields, num_datums=count)
+  return make('ArrayRecord', fields=fields, num_datums=len(rows))
 
 
 def write_samples(

@@ -127,11 +127,12 @@ class _Handlers:
 
     fields = await _read_json(request, _check(wire.RetrieveFuture))
     result = await self._trainings.results.wait(fields.request_id)
+    if result is None:  # The client asks again at once.
+      again = {'type': 'try_again', 'queue_state': 'active'}
+      return http.answer_json(again | {'request_id': fields.request_id}, 408)
     if isinstance(result, bytes):
       return responses.Response(result, media_type=messages.MEDIA_TYPE)
-    # Without a result the client asks again at once.
-    again = {'type': 'try_again', 'queue_state': 'active'}
-    return result or http.answer_json(again | {'request_id': fields.request_id}, 408)
+    return result
 
   def weights_info(self, fields: wire.TinkerPath) -> dict:
     return catalog.describe_adapter(self._trainings.states.describe(fields.tinker_path))
