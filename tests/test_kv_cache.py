@@ -190,7 +190,7 @@ def test_the_cache_is_counted_in_bytes(family, tensor, heads):
   """Two heads are split over the chips that they can be split over."""
   shape = dataclasses.replace(tiny.config(family, 3), dtype='bfloat16')
   count = lambda numbers: footprint._count_cache(
-    tiny.run_config(rows=4, slots=32, tensor=tensor, cache=numbers), shape
+    tiny.run_config(rows=4, slots=32, cache=numbers).engine, tensor, shape
   )
   slots = 3 * 4 * 32 * heads
   assert count('model') == slots * 2 * 2 * 8

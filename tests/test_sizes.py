@@ -54,12 +54,12 @@ def compiled(monkeypatch) -> list[tuple]:
   """A compiler that knows one rule; gets what it was asked for."""
   calls = []
 
-  def lower(self, program, config):
-    calls.append(footprint._key(program, config))
+  def lower(self, program, sizes):
+    calls.append(footprint._key(program, sizes))
     if program != 'the gradient':
       return [0.1 * _GB]
-    layer = 0.8 if config.model.remat == 'none' else 0.05
-    tokens = config.batch.microbatch * config.batch.row_tokens / 1024
+    layer = 0.8 if sizes.remat == 'none' else 0.05
+    tokens = sizes.batch.microbatch * sizes.batch.row_tokens / 1024
     return [(0.2 + tokens * layer * self.models.policy.num_layers / 12) * _GB]
 
   monkeypatch.setattr(footprint.Footprint, 'lower', lower)
@@ -83,7 +83,7 @@ class TestChoose:
     chosen, holds = _choose(config_lib.Config(), _shape(name), _cpu(gb, cores=4))
     assert chosen.engine.slots % 128 == 0 == chosen.engine.rows % chosen.engine.replicas
     assert chosen.batch.row_tokens == chosen.engine.slots
-    if holds.measure(chosen, gb * _GB).bytes <= gb * _GB:
+    if holds.measure(footprint.Sizes.of(chosen), gb * _GB).bytes <= gb * _GB:
       assert f'of {gb}.0 GB' in sizes.check(chosen, holds)
       return
     engine = chosen.engine
@@ -152,8 +152,8 @@ class TestCompiler:
   def test_what_it_refuses_to_compile_does_not_fit(self, monkeypatch):
     """So a TPU's compiler does; any other error of it is ours."""
 
-    def lower(self, program, config):
-      if program == 'the gradient' and config.batch.microbatch > 1:
+    def lower(self, program, sizes):
+      if program == 'the gradient' and sizes.batch.microbatch > 1:
         raise jax.errors.JaxRuntimeError(f'{code}: Ran out of memory in hbm.')
       return [_GB]
 
@@ -182,8 +182,9 @@ class TestCompiler:
     sizes = {'rows': 32, 'slots': 1024, 'microbatch': 2, 'remat': 'none'}
     config = tiny.run_config(**sizes, optimizer=kind)
     config, holds = _choose(config, _shape(num_layers=3, dtype='bfloat16'), _cpu())
+    chosen = footprint.Sizes.of(config)
     for program in footprint._PROGRAMS:
-      assert 0 < holds._compile(program, config) < holds.bound(config), program
+      assert 0 < holds._compile(program, chosen) < holds.bound(chosen), program
 
   def test_its_programs_are_those_of_the_run(self, model, tmp_path, monkeypatch):
     """Else the run would compile them again."""
@@ -223,7 +224,9 @@ class TestCount:
     def peak(algorithm: Any = _GRPO, chips=1, **given):
       config = tiny.run_config(rows=16, slots=1024, **given)
       models, machine = footprint.Models(shape, algorithm), _gpu(chips=chips)
-      phases = footprint.Footprint(config, models, machine).list_phases(config, {})
+      phases = footprint.Footprint(config, models, machine).list_phases(
+        footprint.Sizes.of(config), {}
+      )
       return max(sum(parts.values()) for parts in phases.values())
 
     shape, parameters = _shape('qwen2.5-3b', dtype='bfloat16'), 4 * 3.086e9
@@ -240,7 +243,7 @@ class TestCount:
     config = tiny.run_config(rows=16, slots=1024, **given)
     models = footprint.Models(_shape(), _GRPO)
     counted = footprint.Footprint(config, models, _gpu(chips=2))
-    phases = counted.list_phases(config, {'sampling': 7.0})
+    phases = counted.list_phases(footprint.Sizes.of(config), {'sampling': 7.0})
     beside = 7.0 if ahead and not samplers else None
     for name in ('gradient', 'update'):
       assert phases[name].get('temporaries of sampling') == beside
@@ -264,7 +267,9 @@ class TestCount:
     def count(name, value):
       given = {'engine.rows': 32, 'engine.slots': 4096, name: value}
       config = fields.replace(config_lib.Config(), given)
-      phases = footprint.Footprint(config, models, _gpu()).list_phases(config, {})
+      phases = footprint.Footprint(config, models, _gpu()).list_phases(
+        footprint.Sizes.of(config), {}
+      )
       return list(phases.values())
 
     for change, numbers in read(choices).items():
@@ -313,8 +318,9 @@ class TestMachine:
     models = footprint.Models(shape, _GRPO)
     for chips, on_mesh in ((_cpu(), False), (machine, True)):
       holds = footprint.Footprint(config, models, chips, 1e9)
+      chosen = footprint.Sizes.of(config)
       for program in footprint._PROGRAMS:
-        texts = [lowered.as_text() for lowered in holds.lower(program, config)]
+        texts = [lowered.as_text() for lowered in holds.lower(program, chosen)]
         assert texts and all(('sdy.mesh' in x) == on_mesh for x in texts), program
 
   def test_control_groups_are_obeyed(self, tmp_path, monkeypatch):

@@ -40,6 +40,19 @@ _PROGRAMS = ('the gradient', 'sampling', 'the update')
 _OBVIOUS = 0.5
 
 
+class Sizes(NamedTuple):
+  """What is chosen for a run: the sizes of its programs, and what is recomputed."""
+
+  engine: config_lib.Engine
+  batch: config_lib.Batch
+  remat: str = 'none'  # As config.Model.remat.
+
+  @classmethod
+  def of(cls, config: config_lib.Config) -> 'Sizes':
+    """Returns the sizes of a configuration that has them all."""
+    return cls(config.engine, config.batch, config.model.remat or 'none')
+
+
 class Machine(NamedTuple):
   """The devices of a run."""
 
@@ -99,6 +112,8 @@ class Footprint:
     seconds: float = 0.0,
   ):
     """Counts what all sizes share. No compilation begins after `seconds` of them."""
+    self._mesh, self._schedule = config.mesh, config.schedule
+    self._optimizer = config.optimizer
     self.models, self.machine, self.missing = models, machine, set[str]()
     self._left, self._known = seconds, dict[tuple[str, str, int, int], float]()
     self._update_config: train_state.UpdateConfig | None = None
@@ -160,7 +175,7 @@ class Footprint:
     others = {'learned': learned, 'checkpoint': state.checkpoint_arrays(update_config)}
     return params, copy(params), parts | others
 
-  def measure(self, config: config_lib.Config, memory: float) -> Peak:
+  def measure(self, sizes: Sizes, memory: float) -> Peak:
     """Returns the phase of a step that holds most, if the run has these sizes.
 
     Nothing is compiled that cannot change whether the run takes at most `memory` bytes:
@@ -168,44 +183,47 @@ class Footprint:
     """
     temporaries: dict[str, float] = {}
     find_peak = lambda: max(
-      (Peak(*phase) for phase in self.list_phases(config, temporaries).items()),
+      (Peak(*phase) for phase in self.list_phases(sizes, temporaries).items()),
       key=lambda peak: peak.bytes,
     )
-    bound = {'temporaries, at most': self.bound(config)}
+    bound = {'temporaries, at most': self.bound(sizes)}
     peak = find_peak()
     if peak.bytes + sum(bound.values()) <= _OBVIOUS * self.machine.memory:
       return Peak(peak.phase, peak.parts | bound, is_bound=True)
     for program in _PROGRAMS if self.models.algorithm else ['sampling']:
       if peak.bytes <= memory:
-        temporaries[program] = self._compile(program, config)
+        temporaries[program] = self._compile(program, sizes)
         peak = find_peak()
     return peak
 
   def list_phases(
-    self, config: config_lib.Config, temporaries: Mapping[str, float]
+    self, sizes: Sizes, temporaries: Mapping[str, float]
   ) -> dict[str, dict[str, float]]:
     """Returns the parts that each phase of a step holds.
 
     With mesh.samplers the rollout's parts are on a chip that samples, and the others' on
     a chip that trains.
     """
-    c, schedule, state = self.models.policy, config.schedule, dict(self.parts)
+    c, schedule, state = self.models.policy, self._schedule, dict(self.parts)
     copy, learned = state.pop('copy'), state.pop('learned')
     written = {'copy for the checkpoint': state.pop('checkpoint')}
     takes = lambda program: {f'temporaries of {program}': temporaries.get(program, 0.0)}
     cpu = self.machine.platform == 'cpu'
     code = _PROCESS + _LAYER_CODE * c.num_layers
     process = {'the process itself': code} if cpu else {}
-    numbers = config.engine.weights if config.engine.rounds_weights else c.dtype
+    numbers = sizes.engine.weights if sizes.engine.rounds_weights else c.dtype
     numbers = self._frozen if self._frozen != 'float32' else numbers
-    engine = {f"engine's copy, {numbers}": copy, 'cache': _count_cache(config, c)}
+    engine = {
+      f"engine's copy, {numbers}": copy,
+      'cache': _count_cache(sizes.engine, self._mesh.tensor, c),
+    }
     if not self.models.algorithm:
       return {'rollout': process | engine | state | takes('sampling')}
-    moments, offloaded = f'state of {config.optimizer.kind}', {}
-    if config.optimizer.offload:
+    moments, offloaded = f'state of {self._optimizer.kind}', {}
+    if self._optimizer.offload:
       offloaded = {moments: state.pop(moments)}
     plays = trains = process | engine | state
-    if config.mesh.samplers:
+    if self._mesh.samplers:
       plays, trains = process | engine, process | state
     elif schedule.ahead:  # Rollouts are played while updates are computed.
       trains = trains | takes('sampling')
@@ -221,16 +239,16 @@ class Footprint:
     }
     return phases | ({'checkpoint': trains | written} if cpu else {})
 
-  def bound(self, config: config_lib.Config) -> float:
+  def bound(self, sizes: Sizes) -> float:
     """Returns more than the temporaries of any program: nothing is fused or freed.
 
     M tokens are computed at a time, each over S slots; the other letters as in
     models/decoder.py.
     """
-    c, engine, batch = self.models.policy, config.engine, config.batch
+    c, engine, batch = self.models.policy, sizes.engine, sizes.batch
     D, F, V, N, H = c.embed_dim, c.mlp_dim, c.vocab_size, c.num_heads, c.head_dim
     prefilled = engine.prefill_rows * engine.replicas * engine.prefill_tokens
-    learned = batch.microbatch / config.mesh.count_groups(self.machine.chips)
+    learned = batch.microbatch / self._mesh.count_groups(self.machine.chips)
     learned *= batch.row_tokens if self.models.algorithm else 0
     M, S = max(learned, engine.rows + prefilled), max(engine.slots, batch.row_tokens)
     layer = M * (10 * D + 6 * F + 16 * N * H + 4 * N * S)
@@ -238,12 +256,12 @@ class Footprint:
     logits = 4 * D * V + (8 * engine.rows + 4 * min(M, head.block_tokens(V))) * V
     return 4 * (c.num_layers * (layer + cache) + logits) + 8 * self.parts['learned']
 
-  def _compile(self, program: str, config: config_lib.Config) -> float:
+  def _compile(self, program: str, sizes: Sizes) -> float:
     """Returns the temporaries of a program, which it compiles if there is time.
 
     Else they are scaled from the largest of other sizes; nothing known counts as 0.
     """
-    _, _, rows, tokens = key = _key(program, config)
+    _, _, rows, tokens = key = _key(program, sizes)
     if key not in self._known and self._left <= 0:
       self.missing.add(program)
       scale = lambda r, t: min(1, rows / r) * min(1, tokens / t)
@@ -252,21 +270,21 @@ class Footprint:
     if key not in self._known:
       begin = time.monotonic()
       try:
-        size = max(_count_temporaries(lowered) for lowered in self.lower(program, config))
+        size = max(_count_temporaries(lowered) for lowered in self.lower(program, sizes))
       except jax.errors.JaxRuntimeError as error:
         if 'RESOURCE_EXHAUSTED' not in str(error):
           raise
         size = math.inf  # A TPU's compiler refuses what does not fit.
-      size *= config.engine.replicas if program == 'sampling' else 1
+      size *= sizes.engine.replicas if program == 'sampling' else 1
       # All processes have to choose the same sizes.
       shares = processes.gather([size, time.monotonic() - begin])
       self._known[key] = max(share[0] for share in shares)
       self._left -= max(share[1] for share in shares)
     return self._known[key]
 
-  def lower(self, program: str, config: config_lib.Config) -> list[Any]:
+  def lower(self, program: str, sizes: Sizes) -> list[Any]:
     """Lowers a program from shapes, on the mesh of the run."""
-    mesh, samplers = setup.split_chips(config.mesh, self.machine.absent)
+    mesh, samplers = setup.split_chips(self._mesh, self.machine.absent)
     if program == 'sampling':
       if chips := self.machine.absent_engine:
         mesh = sharding.make_mesh(tensor=len(chips), devices=chips)
@@ -274,12 +292,12 @@ class Footprint:
         mesh = sharding.make_replica_meshes(mesh, samplers)[0]
     with sharding.use_mesh(mesh):
       if program == 'sampling':
-        return lowering.lower_sampling(config, self.models.policy, self._copy, mesh)
+        return lowering.lower_sampling(sizes.engine, self.models.policy, self._copy, mesh)
       if program == 'the update':
-        return [lowering.lower_update(config.optimizer, self._params, mesh)]
+        return [lowering.lower_update(self._optimizer, self._params, mesh)]
       assert self._update_config
-      model = dataclasses.replace(self.models.policy, remat=config.model.remat or 'none')
-      batch = config.batch
+      model = dataclasses.replace(self.models.policy, remat=sizes.remat)
+      batch = sizes.batch
       shape = packing.MicrobatchShape(batch.microbatch, batch.row_tokens, batch.trees)
       changes: Any = {'model': model, 'shape': shape}
       update_config = dataclasses.replace(self._update_config, **changes)
@@ -292,8 +310,9 @@ def _on_chip(tree: Any, mesh: AbstractMesh) -> float:
   return float(sum(jax.tree.leaves(sizes)))
 
 
-def _count_cache(config: config_lib.Config, c: decoder.DecoderConfig) -> float:
-  engine, tensor = config.engine, config.mesh.tensor
+def _count_cache(
+  engine: config_lib.Engine, tensor: int, c: decoder.DecoderConfig
+) -> float:
   most = max(engine.prefill_tokens, drafts.count_most(engine.decode_steps, engine.drafts))
   ring = sizes_lib.count_window_slots(c, engine.slots, most)
   shape = c, engine.rows, engine.slots, engine.cache, ring
@@ -303,13 +322,12 @@ def _count_cache(config: config_lib.Config, c: decoder.DecoderConfig) -> float:
   return sum(x.size * x.dtype.itemsize / split(x.shape[1]) for x in arrays)
 
 
-def _key(program: str, config: config_lib.Config) -> tuple[str, str, int, int]:
+def _key(program: str, sizes: Sizes) -> tuple[str, str, int, int]:
   """Returns a program's name, its kind, its rows and its tokens."""
   if program == 'the gradient':
-    batch = config.batch
-    return program, config.model.remat, batch.microbatch, batch.row_tokens
+    return program, sizes.remat, sizes.batch.microbatch, sizes.batch.row_tokens
   if program == 'sampling':
-    return program, '', config.engine.rows, config.engine.slots
+    return program, '', sizes.engine.rows, sizes.engine.slots
   return program, '', 1, 1
 
 

@@ -46,12 +46,12 @@ def lower_update(config: config_lib.Optimizer, params: Any, mesh: Any) -> Any:
 
 
 def lower_sampling(
-  config: config_lib.Config, model: decoder.DecoderConfig, params: Any, mesh: Any
+  engine: config_lib.Engine, model: decoder.DecoderConfig, params: Any, mesh: Any
 ) -> list[Any]:
   """Lowers the largest decode and prefill of a replica."""
-  options: Any = dataclasses.asdict(config.engine)
+  options: Any = dataclasses.asdict(engine)
   del options['weights']  # As `params` are.
-  sizes = sizes_lib.make(model, **options | {'width': config.engine.width or None})
+  sizes = sizes_lib.make(model, **options | {'width': engine.width or None})
   cache: Any = jax.eval_shape(functools.partial(sizes.make_cache, model))
   if mesh is not None:
     place = lambda x: _place(x, mesh, sharding.cache_sharding(x.shape[1], mesh))

@@ -27,7 +27,7 @@ from agent_r1_jax.models.decoder import UNROLLED_LAYERS
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train.plan import footprint as footprint_lib
 from agent_r1_jax.train.plan import setup
-from agent_r1_jax.train.plan.footprint import Machine, Models
+from agent_r1_jax.train.plan.footprint import Machine, Models, Sizes
 
 REMAT = 'model.remat'
 _NAMES = (*config_lib.SIZES, REMAT)
@@ -168,7 +168,7 @@ def choose(
   """
   candidate, memory = config, _SHARE * footprint.machine.memory
   for candidate in _candidates(config, footprint.models, footprint.machine):
-    if footprint.measure(candidate, memory).bytes <= memory:
+    if footprint.measure(Sizes.of(candidate), memory).bytes <= memory:
       break
   return candidate
 
@@ -283,7 +283,7 @@ def check(
     ValueError: It does not fit; the message has the parts in GB and the fields to change.
   """
   memory = footprint.machine.memory
-  peak = footprint.measure(config, memory)
+  peak = footprint.measure(Sizes.of(config), memory)
   if peak.bytes > memory:
     raise ValueError(_describe_refusal(peak, footprint.machine, reused))
   names = _NAMES if footprint.models.algorithm else config_lib.SIZES
