@@ -6,10 +6,9 @@
 miniwiki by default. With `--data=DIR` (hotpotqa/, 2wikimultihopqa/ and musique/ of
 corpus.jsonl.gz and train.jsonl.gz each; third_party/fetch.py with these names makes
 third_party/downloads such a folder) it trains on the first two and tests on held-out rows
-of all three, from `--config.model.path=DIR`: an instruct model, or with --noinstruct what
-wikipedia.pretrain wrote. An instruct model reads five whole passages a search, for which
-`--config.engine.slots` must be larger: with Qwen's tokenizer half of the right
-demonstrations are above 1,100 tokens, 1 in 100 above 2,300.
+of all three, from an instruct model, `--config.model.path=DIR`. It reads five whole
+passages a search, for which `--config.engine.slots` must be larger: with Qwen's tokenizer
+half of the right demonstrations are above 1,100 tokens, 1 in 100 above 2,300.
 
 Each finished (method, seed) is one line of OUT/results.jsonl. Started again, the script
 goes on with the next, and a training cut short goes on from its checkpoint. Processes
@@ -37,7 +36,7 @@ from agent_r1_jax import fields, report, sft, train, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import weights
-from agent_r1_jax.retrieval import documents
+from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.tasks import qa, qa_data
@@ -56,9 +55,6 @@ _METHODS = flags.DEFINE_list('methods', [], 'Keys of METHODS, the default, and S
 _QUESTIONS = flags.DEFINE_integer('questions', 300, 'Questions of each set.')
 _RENDER = flags.DEFINE_string('render', '', 'Prefix of the .md, .png, .jsonl to write.')
 _DATA = flags.DEFINE_string('data', '', 'Real data; empty is miniwiki.')
-_INSTRUCT = flags.DEFINE_bool(
-  'instruct', True, 'For real data: whether --config.model.path follows instructions.'
-)
 _CFG = fields.define_flags(
   config_lib.Config(
     model=config_lib.Model(
@@ -231,7 +227,6 @@ def miniwiki_bench(config: config_lib.Config) -> Bench:
 def real_bench(config: config_lib.Config) -> Bench:
   """HotpotQA and 2WikiMultihopQA to train on, MuSiQue too to test on."""
   data = pathlib.Path(_DATA.value)
-  setting = settings.INSTRUCT if _INSTRUCT.value else settings.SMALL
   found, tasks, held = {}, [], {}
   for name in ('hotpotqa', '2wikimultihopqa', 'musique'):
     corpus, _ = qa_data.find(data / name)
@@ -239,23 +234,22 @@ def real_bench(config: config_lib.Config) -> Bench:
       found.setdefault((document.title, document.text), document)
     rows = list(qa_data.read_questions(data / name))
     held[name], rest = settings.split(rows, _QUESTIONS.value, seed=0)
-    tasks += [] if name == 'musique' else map(setting.agent_task, rest)
-  passages, retriever = settings.index(setting, list(found.values()))
-  tool = search.search_tool(retriever, k=setting.k, template=setting.template)
-  by_title = {document.title: document for document in passages}
-  find = functools.cache(lambda query: retriever.search([query], setting.k)[0])
-  render = lambda hits: documents.render(hits, setting.template)
+    tasks += [] if name == 'musique' else map(qa.agent_task, rest)
+  retriever = bm25.BM25(list(found.values()))
+  tool = search.search_tool(retriever, k=settings.PASSAGES)
+  by_title = {document.title: document for document in found.values()}
+  find = functools.cache(lambda query: retriever.search([query], settings.PASSAGES)[0])
 
   def demonstrations(seed):
     order = random.Random(f'demonstrations {seed}')
     while True:
       for task in order.sample(tasks, len(tasks)):
-        if messages := demos.demonstrate(task, by_title, find, render):
+        if messages := demos.demonstrate(task, by_title, find, documents.render):
           yield messages
 
   ask = lambda prompt: {name: [*map(prompt, rows)] for name, rows in held.items()}
-  rag = _with_passages(held, retriever, setting.rag_task)
-  prompts = {'agent': ask(setting.agent_task), 'direct': ask(setting.direct_task)}
+  rag = _with_passages(held, retriever, qa.rag_task)
+  prompts = {'agent': ask(qa.agent_task), 'direct': ask(qa.direct_task)}
   return _make_bench(config, tasks, prompts | {'rag': rag}, tool, demonstrations, {})
 
 
@@ -336,7 +330,6 @@ def claim(out: pathlib.Path) -> None:
   bench = {
     'data': place(_DATA.value) if real else 'miniwiki',
     'model': place(_CFG.value.model.path),
-    'instruct': real and _INSTRUCT.value,
     'questions': _QUESTIONS.value,
     'config': dataclasses.asdict(config),
   }

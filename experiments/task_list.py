@@ -16,6 +16,7 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.report import tables
+from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.tasks import games as games_lib
 from agent_r1_jax.tasks import mathematics, programming, qa, qa_data, reasoning
@@ -179,16 +180,14 @@ _QUESTIONS: dict[str, Any] = {
 
 def load_questions(name: str, source: Source) -> Benchmark:
   """Loads the rows that experiments.wikipedia.search holds out."""
-  setting = settings.setting_of(source.model)
   folder = source.data or qa_data.FETCHED.format(name)
-  passages, retriever = settings.open_folder(setting, folder)
+  corpus, _ = qa_data.find(folder)
+  passages = documents.read_corpus(corpus)
   tasks = settings.shuffle(list(qa_data.read_questions(folder)))[: source.limit or None]
-  if setting is settings.SMALL:
-    settings.check_unseen(source.model or setting.config.model.path, tasks)
   return Benchmark(
-    settings.methods(setting, {'': tasks}, retriever),
+    settings.methods({'': tasks}, bm25.BM25(passages)),
     **_QUESTIONS,
-    config=setting.config,
+    config=settings.CONFIG,
     made_of={'passages': fingerprint.digest([dataclasses.astuple(d) for d in passages])},
   )
 
@@ -203,9 +202,9 @@ def load_question_file(source: Source) -> Benchmark:
   tasks = settings.shuffle(qa_data.load(source.data))[: source.limit or None]
   retriever = retrievers.open_retriever(source.retriever, source.encoder)
   return Benchmark(
-    settings.methods(settings.INSTRUCT, {'': tasks}, retriever),
+    settings.methods({'': tasks}, retriever),
     **_QUESTIONS,
-    config=settings.INSTRUCT.config,
+    config=settings.CONFIG,
     made_of={'retriever': source.retriever, 'encoder': source.encoder},
   )
 

@@ -1,11 +1,11 @@
 """Right demonstrations of rows: a search for each passage that a row names."""
 
 from collections.abc import Callable, Mapping, Sequence
+import re
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.retrieval.documents import Document, Hit
-from experiments.wikipedia import reading
 
 
 def demonstrate(
@@ -29,7 +29,7 @@ def demonstrate(
   rest = [by_title[title] for title in titles if title in by_title]
   messages = list(task.messages)
   while rest:
-    named = [(d, n) for d in rest if (n := reading.mention(seen, reading.name(d.title)))]
+    named = [(d, n) for d in rest if (n := _mention(seen, _name(d.title)))]
     if not named:
       return None
     document, query = min(named, key=lambda pair: seen.find(pair[1]))
@@ -42,8 +42,19 @@ def demonstrate(
     seen += '\n' + render(hits)
     rest.remove(document)
   answer = task.answer[0]
-  written = answer if answer in ('yes', 'no') else reading.mention(seen, answer)
+  written = answer if answer in ('yes', 'no') else _mention(seen, answer)
   if written is None or len(messages) == len(task.messages):
     return None
   content = f'<answer> {written}</answer>'
   return [*messages, {'role': 'assistant', 'content': content}]
+
+
+def _name(title: str) -> str:
+  """A title without what tells it from its namesakes: 'Rush (band)' is called Rush."""
+  return re.sub(r' \([^()]*\)$', '', title)
+
+
+def _mention(text: str, words: str) -> str | None:
+  """Words as a text writes them, whatever the case; None if they are not in it."""
+  match = re.search(rf'(?<!\w){re.escape(words)}(?!\w)', text, re.IGNORECASE)
+  return match.group() if match else None

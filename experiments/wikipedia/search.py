@@ -1,68 +1,66 @@
-r"""Multi-turn RL with a search tool on real questions of several hops.
+r"""Multi-turn RL with a search tool on real questions of several hops: the paper's task.
 
-  D=$AGENT_R1_DATA/2wikimultihopqa
-  python -m experiments.wikipedia.pretrain --data=$D --vocab=2048
-  python -m experiments.wikipedia.search --data=$D
+  python -m experiments.wikipedia.search --data=$AGENT_R1_DATA/hotpotqa \
+    --config.model.path=DIR
 
-The first command makes a small base policy. The second prints a table: direct answer,
-Naive RAG, Base Tool Call and GRPO on the held-out rows. With `--rows=FILE` the table is
-of the rows of that file in place of the held-out ones; their passages must be in the
-corpus. Any folder of corpus.jsonl.gz and train.jsonl.gz will do as --data: HotpotQA,
-2WikiMultihopQA, MuSiQue.
+DIR is an instruct model in Hugging Face layout; its tokenizer and chat template are used
+(docs/memory.md has the command for one GPU of 80 GB). Any folder of corpus.jsonl.gz and
+train.jsonl.gz will do as --data: HotpotQA, 2WikiMultihopQA, MuSiQue.
 
-With an instruct model in Hugging Face layout it is the paper's experiment, with that
-model's tokenizer and chat template (docs/memory.md has the command for one GPU of 80 GB).
-What the two differ in stands in settings.py; `--config.<field>` changes either. A model
-with pretrain.py's rows.json beside its directory is the small one. Episodes of the table
-are kept in WORKDIR/episodes, and only missing ones are played.
+Prints a table: direct answer, Naive RAG, Base Tool Call and GRPO on the held-out rows.
+With `--rows=FILE` the table is of the rows of that file in place of the held-out ones;
+their passages must be in the corpus. Episodes of the table are kept in WORKDIR/episodes,
+and only missing ones are played.
 """
 
 import collections
 import dataclasses
+import functools
 import json
 import pathlib
 import time
 
 from absl import app, flags
-from ml_collections import config_flags
 import numpy as np
 
-from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import tables
+from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.rollout import evaluate
-from agent_r1_jax.tasks import qa_data
+from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.train import fingerprint
 from experiments import comparison, retrievers
-from experiments.wikipedia import rows as rows_lib
 from experiments.wikipedia import settings
 
-flags.adopt_module_key_flags(rows_lib)  # for --help
+_DATA = flags.DEFINE_string(
+  'data',
+  qa_data.FETCHED.format('2wikimultihopqa'),
+  'Folder of corpus and train.jsonl.gz.',
+)
+_SPLIT = flags.DEFINE_integer('split', 0, 'Seed of the split.')
+_HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Rows held out for the table.')
+_WATCHED = flags.DEFINE_integer('watched', 100, 'Rows to watch the training with.')
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/wikipedia', 'Directory of the run.')
 _RETRIEVER = flags.DEFINE_string(
   'retriever', '', 'What experiments.build_index made or serves; by default the corpus.'
 )
 _ENCODER = flags.DEFINE_string('encoder', '', 'Directory of the model of dense indexes.')
 _ROWS = flags.DEFINE_string('rows', '', 'File of other rows to score.')
-_UNTRAINED = flags.DEFINE_string(
-  'untrained', '', "Policy of the table's other rows; by default config.model.path."
-)
 _TYPES = flags.DEFINE_list('types', [], 'Types of rows to learn from; all by default.')
-_CFG = fields.define_flags(config_lib.Config())
+_CFG = fields.define_flags(settings.CONFIG)
 
 
 def main(_):
   runtime.quiet_logging()
-  given = config_flags.get_override_values(flags.FLAGS['config'])
-  setting = settings.setting_of(given.get('model.path', ''))
-  config = fields.replace(setting.config, given)
-  workdir, start = pathlib.Path(_WORKDIR.value), time.time()
-  passages, retriever = settings.open_folder(setting, rows_lib.DATA.value)
-  held_out, watched, rows = rows_lib.read()
-  base = _UNTRAINED.value or config.model.path
-  if setting is settings.SMALL:
-    settings.check_unseen(base, held_out + watched)
+  config, workdir, start = _CFG.value, pathlib.Path(_WORKDIR.value), time.time()
+  corpus, _ = qa_data.find(_DATA.value)
+  passages = documents.read_corpus(corpus)
+  held_out, watched, rows = settings.split(
+    list(qa_data.read_questions(_DATA.value)),
+    *(_HELD_OUT.value, _WATCHED.value),
+    seed=_SPLIT.value,
+  )
   if _ROWS.value:
     held_out = qa_data.load(_ROWS.value)
   rows = choose(rows, _TYPES.value)
@@ -70,35 +68,29 @@ def main(_):
 
   if _RETRIEVER.value:
     retriever = retrievers.open_retriever(_RETRIEVER.value, _ENCODER.value)
+  else:
+    retriever = bm25.BM25(passages)
   recall = comparison.recall(retriever, held_out)
   searched = [_RETRIEVER.value, _ENCODER.value, *map(dataclasses.astuple, passages)]
 
-  def play(config, model, rows):
-    return comparison.play(
-      config,
-      base if model == config.model.path else model,
-      rows,
-      workdir=workdir,
-      summarize=lambda sets: summarize(sets['']),
-      made_of=fingerprint.digest(searched),
-    )
-
-  ask = lambda tasks: [setting.agent_task(task) for task in tasks]
+  play = functools.partial(
+    comparison.play,
+    workdir=workdir,
+    summarize=lambda sets: summarize(sets['']),
+    made_of=fingerprint.digest(searched),
+  )
+  ask = lambda tasks: [qa.agent_task(task) for task in tasks]
   prepared = time.time() - start
   numbers, seconds = comparison.run(
     config,
     workdir,
     play,
-    settings.methods(setting, {'': held_out}, retriever),
+    settings.methods({'': held_out}, retriever),
     tasks=ask(rows),
     evals={'watched': ask(watched)},
-    algorithm=comparison.make_grpo(config, setting.kl),
+    algorithm=comparison.make_grpo(config, 0.001),
     label='GRPO',
   )
-  if setting is settings.SMALL:
-    # By which experiments.evaluate knows the trained policy as a small one, too.
-    seen = settings.rows_of(config.model.path).read_text()
-    settings.rows_of(str(workdir / 'model')).write_text(seen)
   report(workdir, numbers, recall, {'indices': prepared, **seconds})
 
 
