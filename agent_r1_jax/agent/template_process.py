@@ -44,7 +44,7 @@ TEST_TOOLS: Any = [
 ]
 
 
-class Renderer:
+class TemplateProcess:
   """A subprocess that renders a model's chat template.
 
   Attributes:
@@ -86,7 +86,7 @@ class Renderer:
 
 
 # A run has one template or two; each has a process for as long as it is here.
-find_renderer = functools.lru_cache(4)(Renderer)
+find_process = functools.lru_cache(4)(TemplateProcess)
 
 
 def _render(template: str, arguments: str, seconds: float) -> tuple[str, str]:

@@ -112,7 +112,7 @@ def load(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
   templates = tokenizer.chat_template or {}
   for template in templates.values() if isinstance(templates, dict) else [templates]:
     if template != CHATML and (
-      problem := template_process.find_renderer(template).problem
+      problem := template_process.find_process(template).problem
     ):
       raise ValueError(
         f'{directory}: its chat template {problem} on a conversation of a few words. '
@@ -315,7 +315,7 @@ def render(
   # The library, too, leaves out what is None.
   messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
   options = {**tokenizer.special_tokens_map, **options}
-  return template_process.find_renderer(template).render(
+  return template_process.find_process(template).render(
     [messages], list(tools) or None, options
   )
 

@@ -14,7 +14,7 @@ import numpy as np
 from agent_r1_jax import types
 
 
-class Reply(Protocol):
+class SampledReply(Protocol):
   """What the policy sampled, such as an engine's Chunk."""
 
   @property
@@ -65,7 +65,7 @@ class Passage:
     return sum(len(piece[0]) for piece in self._pieces)
 
   def add_turn(
-    self, observed: np.ndarray, reply: Reply, pictures: Sequence[np.ndarray] = ()
+    self, observed: np.ndarray, reply: SampledReply, pictures: Sequence[np.ndarray] = ()
   ) -> types.Turn:
     """Appends what the policy read, which is no action, and then what it sampled.
 
@@ -157,7 +157,7 @@ class Transcript:
     self,
     passage: Passage,
     observed: np.ndarray,
-    reply: Reply,
+    reply: SampledReply,
     pictures: Sequence[np.ndarray] = (),
   ) -> types.Turn:
     """Appends a turn to one of the passages; see Passage.add_turn."""

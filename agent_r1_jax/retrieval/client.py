@@ -108,7 +108,7 @@ class Remote:
       )
     except (TimeoutError, httpx2.TransportError) as error:
       raise _TransientError(f'{type(error).__name__}: {error}') from error
-    except bounded_http.TooLongError as error:
+    except bounded_http.LongAnswerError as error:
       raise RemoteError(f'{self._url}: {error}') from error
     text = f'status {status}: {body[:200].decode(errors="replace")}'
     if status in (408, 429) or status >= 500:

@@ -71,7 +71,7 @@ class RemoteSandbox:
         seconds=seconds + _EXTRA_SECONDS,
         max_bytes=32 * self._max_output * _BYTES_PER_CHARACTER,
       )
-    except bounded_http.TooLongError:  # Far longer than the output may be.
+    except bounded_http.LongAnswerError:  # Far longer than the output may be.
       return sandbox.Output('', 'output', time.monotonic() - start)
     except (httpx2.HTTPError, TimeoutError) as error:
       raise ConnectionError(

@@ -8,7 +8,7 @@ from typing import Any
 Answer = tuple[int, Mapping[str, str], bytes]
 
 
-class TooLongError(ValueError):
+class LongAnswerError(ValueError):
   """The answer has more bytes than are wanted."""
 
 
@@ -35,7 +35,7 @@ def post(client: Any, url: str, fields: Any, *, seconds: float, max_bytes: int) 
 
   Raises:
     TimeoutError: It took longer.
-    TooLongError: The body is longer.
+    LongAnswerError: The body is longer.
     httpx2.HTTPError: Another failure.
   """
   import httpx2
@@ -52,7 +52,7 @@ def post(client: Any, url: str, fields: Any, *, seconds: float, max_bytes: int) 
       for piece in response.iter_bytes():
         body += piece
         if len(body) > max_bytes:
-          raise TooLongError(f'sent more than {max_bytes} bytes')
+          raise LongAnswerError(f'sent more than {max_bytes} bytes')
         if time.monotonic() > end:  # httpx2 bounds each read, and not their sum.
           raise httpx2.ReadTimeout('the answer came too slowly')
       return response.status_code, response.headers, bytes(body)

@@ -162,7 +162,7 @@ class ServedEnv(env.ToolEnv):
     limits: Any = {'seconds': self._seconds, 'max_bytes': _MAX_BYTES}
     try:
       answer = bounded_http.post(self._client, f'{self._url}/{path}', fields, **limits)
-    except (httpx2.HTTPError, TimeoutError, bounded_http.TooLongError) as error:
+    except (httpx2.HTTPError, TimeoutError, bounded_http.LongAnswerError) as error:
       raise ConnectionError(f'{self._url}/{path}: {error or repr(error)}') from error
     return answer[0], answer[2].decode(errors='replace')
 
