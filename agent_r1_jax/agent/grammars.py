@@ -8,7 +8,6 @@ import base64
 from collections.abc import Callable, Mapping, Sequence
 import io
 import os
-import signal
 from typing import Any
 import zlib
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from agent_r1_jax.agent import byte_automata, json_grammar, json_texts, tool_schema
 from agent_r1_jax.agent.byte_automata import ByteAutomaton
+from agent_r1_jax.host import isolated
 
 # Seconds of a processor until the states of a grammar are known, and can be limited; a
 # string of 3,000 characters takes one.
@@ -41,11 +41,8 @@ def make_encoded(
   """
   # The engine and its event loop come first.
   os.setpriority(os.PRIO_PROCESS, 0, 10)
-  signal.setitimer(signal.ITIMER_PROF, processor_seconds)  # Its signal ends the process.
-  try:
+  with isolated.limit_processor(processor_seconds):
     automaton = make(*args)
-  finally:
-    signal.setitimer(signal.ITIMER_PROF, 0)
   file = io.BytesIO()
   np.savez(file, **byte_automata.lift_to_tokens(automaton, *vocabulary))
   return base64.b64encode(zlib.compress(file.getvalue(), 1)).decode()

@@ -8,8 +8,9 @@ pictures.py calls `read` in a process of its own.
 import base64
 import io
 import math
-import signal
 from typing import Any
+
+from agent_r1_jax.host import isolated
 
 MAX_BYTES = 20 << 20
 MAX_PIXELS = 64 << 20  # 192 MiB as colours, and twice that where there is transparency.
@@ -178,9 +179,6 @@ def read(data: bytes, seconds: float, *bounds: int) -> tuple[int, int, str]:
   Returns:
     H, W, and the bytes of what `resize` makes of it with the bounds, as base64.
   """
-  signal.setitimer(signal.ITIMER_PROF, seconds)
-  try:
+  with isolated.limit_processor(seconds):
     pixels = resize(decode(data), *bounds)
-  finally:
-    signal.setitimer(signal.ITIMER_PROF, 0)
   return *pixels.shape[:2], base64.b64encode(pixels).decode()

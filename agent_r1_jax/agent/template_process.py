@@ -101,15 +101,13 @@ def _render(template: str, arguments: str, seconds: float) -> tuple[str, str]:
   import jinja2
 
   given = json.loads(arguments)
-  signal.setitimer(signal.ITIMER_PROF, seconds)
   try:
-    return ('', _test(template)) if given is None else (_apply(template, *given), '')
+    with isolated.limit_processor(seconds):
+      return ('', _test(template)) if given is None else (_apply(template, *given), '')
   except MemoryError:
     return '', f'took more than {_MEMORY_MB} MiB'
   except (jinja2.TemplateError, TypeError) as error:
     return '', str(error)
-  finally:
-    signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _apply(template: str, conversations, tools, options: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ interpreter: every thread stops, the engine's too. A subprocess can be killed:
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import ctypes
 import errno
@@ -213,6 +213,19 @@ class _Process:
     reason = ': it needed more memory than it may have' if status == errno.ENOMEM else ''
     text = f'the process of {self._name} ended with status {status} before it answered'
     return LostError(text + reason, status)
+
+
+@contextlib.contextmanager
+def limit_processor(seconds: float) -> Iterator[None]:
+  """Lets a signal end this process after so many seconds of a processor in the block.
+
+  A busy machine then refuses nothing that an idle one does not.
+  """
+  signal.setitimer(signal.ITIMER_PROF, seconds)
+  try:
+    yield
+  finally:
+    signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def start_module(module: str, descriptor: int, *arguments: str) -> subprocess.Popen:
