@@ -41,8 +41,8 @@ from agent_r1_jax.web import http
 MAX_TURNS = 'max_turns'  # The code of a refusal for want of replies.
 
 
-class Conversation:
-  """The requests of one episode; a source of serve/server.py.
+class Conversation(sources.Source):
+  """The requests of one episode; the policy replies, whatever a request calls it.
 
   Attributes:
     metrics: Counts of tool_calls, format_errors, forks, rewritten pasts, and, where there
@@ -50,11 +50,7 @@ class Conversation:
     refused: The status that a budget gave the episode, when it refused a request.
     error: Why there was no room for the first prompt.
     reports: The rewards that the program reported, with the turn that each belongs to.
-    adapters: Empty: the policy that is trained replies, whatever a request calls it.
-    memory: What dialects keep of the episode; it goes with it.
   """
-
-  adapters = ()
 
   def __init__(
     self,
@@ -75,6 +71,7 @@ class Conversation:
       max_turns: The most replies.
       max_turn_tokens: The most tokens of a reply.
     """
+    super().__init__(context.slots)
     self._chat, self._task, self._context = chat, task, context
     self._transcript = transcript
     self._max_turns, self._max_turn_tokens = max_turns, max_turn_tokens
@@ -91,7 +88,6 @@ class Conversation:
     )
     self.refused: types.Status | None = None
     self.error: str | None = None
-    self.memory: dict[str, Any] = {}
     self.reports: list[tuple[types.Turn, types.Step]] = []
 
   @property
@@ -100,11 +96,6 @@ class Conversation:
     return self.refused or (
       types.Status.OUT_OF_TOKENS if self._last_reply_truncated else types.Status.DONE
     )
-
-  @property
-  def slots(self) -> int:
-    """The most tokens of a text."""
-    return self._context.slots
 
   async def submit(
     self, api_request: requests.ApiRequest, automata: Sequence[types.Automaton]

@@ -81,6 +81,10 @@ class Stream:
     """Writes the end of an answer that cannot go on."""
     raise NotImplementedError
 
+  def write(self, sampled: int) -> dict[str, Any]:
+    """Writes the whole answer when all parts have come, if it was not streamed."""
+    raise NotImplementedError
+
 
 class Dialect:
   """A dialect.
@@ -112,7 +116,10 @@ class Dialect:
 
   def write(self, head: Head, parts: Sequence[Part], sampled: int) -> dict[str, Any]:
     """Writes an answer: a part for each reply, with its whole text and log-probs."""
-    raise NotImplementedError
+    stream = self.stream(head)
+    for part in parts:
+      stream.add(part)
+    return stream.write(sampled)
 
   def stream(self, head: Head) -> Stream:
     """Begins an answer that is sent as it is sampled."""

@@ -147,7 +147,18 @@ class _Message(TypedDict):
   reasoning_content: NotRequired[str | None]
 
 
-class _Request(pydantic.BaseModel):
+class Body(pydantic.BaseModel):
+  """The body of a request; null stands for a field that is left out."""
+
+  model_config = pydantic.ConfigDict(strict=True)
+
+  @pydantic.model_validator(mode='before')
+  @classmethod
+  def _leave_out_null(cls, fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+class _Request(Body):
   """What both kinds of requests ask for.
 
   Attributes:
@@ -161,8 +172,6 @@ class _Request(pydantic.BaseModel):
     json_schema: What the reply must be, as a JSON schema.
     session: Which of a client's conversations it belongs to, by its X-Session-ID.
   """
-
-  model_config = pydantic.ConfigDict(strict=True)
 
   model: str | None = None
   max_tokens: int | None = Field(None, ge=1, le=_MAX)
@@ -187,11 +196,6 @@ class _Request(pydantic.BaseModel):
   presence_penalty: Unsupported = None
   frequency_penalty: Unsupported = None
   logit_bias: Unsupported = None
-
-  @pydantic.model_validator(mode='before')
-  @classmethod
-  def _leave_out_null(cls, fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
 
   @property
   def sampling(self) -> config_lib.Sampling:

@@ -49,11 +49,6 @@ class Server:
   """The handlers of requests, for whoever `find` says that a client is.
 
   Attributes:
-    find: (episode or None, key) -> the source of a client's replies; raises
-      RefusedError.
-    chat: Encodes messages with the policy's tokenizer.
-    name: The policy's name.
-    seconds: The most seconds of a reply.
     metrics: What is counted.
     replies: Those that are under way.
   """
@@ -73,7 +68,8 @@ class Server:
     """Makes the handlers.
 
     Args:
-      find: See the class.
+      find: (episode or None, key) -> the source of a client's replies; raises
+        RefusedError.
       chat: Encodes messages with the policy's tokenizer.
       vocab_size: Tokens of the policy.
       name: The policy's name.
@@ -82,8 +78,8 @@ class Server:
       restrict: Whether schemas and required calls restrict replies.
       dialects: What is spoken besides chat completions and completions.
     """
-    self.find, self.metrics = find, answer_lib.Metrics()
-    self.chat, self.name, self.seconds = chat, name, seconds
+    self._find, self.metrics = find, answer_lib.Metrics()
+    self._chat, self._name, self._seconds = chat, name, seconds
     self._max_replies, self._restrict = max_replies, restrict
     self._dialects = completions.CHAT, completions.TEXT, *dialects
     self.replies = fairness.Shares()
@@ -93,16 +89,16 @@ class Server:
     """Begins the replies to one request; returns what sends them."""
     began, source = time.perf_counter(), self.find_source(request)
     asked, generations = await self._begin(dialect, source, request)
-    name = generations[0].request.adapter or self.name
+    name = generations[0].request.adapter or self._name
     prompts = [len(g.text) for g in generations[:: asked.request.n]]
     return answer_lib.Answer(
       dialect,
       dialect_lib.Head(asked, name, next(replies.numbers), sum(prompts)),
       source,
       generations,
-      chat=self.chat,
+      chat=self._chat,
       metrics=self.metrics,
-      seconds=self.seconds,
+      seconds=self._seconds,
       began=began,
       on_end=functools.partial(self._end_replies, http.client.get(), len(generations)),
     )
@@ -155,7 +151,7 @@ class Server:
     if scheme.lower() != 'bearer':
       key = request.headers.get('x-api-key', '')
     key = key.strip()
-    return self.find(request.path_params.get('episode'), key)
+    return self._find(request.path_params.get('episode'), key)
 
   def make_route(
     self,
@@ -174,7 +170,7 @@ class Server:
     """Makes the routes under a prefix."""
 
     async def models(request):
-      names = self.name, *self.find_source(request).adapters
+      names = self._name, *self.find_source(request).adapters
       asked = request.path_params.get('name')
       if asked not in (None, *names):
         text = f'there is no model {asked!r:.120}; there are: {", ".join(names)}'

@@ -8,7 +8,7 @@ long ones in threads; these are few, because encoding takes many times a text's 
 import asyncio
 from collections.abc import Callable, MutableMapping, Sequence
 import functools
-from typing import Any, Protocol
+from typing import Any
 import weakref
 
 import numpy as np
@@ -26,66 +26,55 @@ _MAX_CHARACTERS = 1 << 14  # Of texts that are encoded at once, which takes mill
 _TURNS: MutableMapping[Any, fairness.Turns] = weakref.WeakKeyDictionary()
 
 
-class Source(Protocol):
+class Source:
   """Where the replies to a client's requests come from.
 
   Attributes:
     slots: The most tokens of a conversation and its reply.
-    adapters: The names of the policy's adapters, which requests may ask.
     memory: What dialects keep for later requests, by names of their own.
   """
 
-  memory: dict[str, Any]
-
-  @property
-  def slots(self) -> int:
-    """See the class."""
-    ...
+  def __init__(self, slots: int):
+    self.slots = slots
+    self.memory: dict[str, Any] = {}
 
   @property
   def adapters(self) -> Sequence[str]:
-    """See the class."""
-    ...
+    """The names of the policy's adapters, which requests may ask; by default none."""
+    return ()
 
   def note_refusal(self, error: http.RefusedError):
     """Is called when a request for replies is refused; a count of tokens is none."""
-    ...
 
   async def submit(
     self, api_request: requests.ApiRequest, automata: Sequence[types.Automaton]
   ) -> list[request_lib.Generation]:
     """Begins `api_request.n` replies; raises RefusedError if there can be none."""
-    ...
+    raise NotImplementedError
 
   async def count(self, api_request: requests.ApiRequest) -> int:
     """Counts the tokens before the reply that a request would get."""
-    ...
+    raise NotImplementedError
 
   def accept(self, generation: request_lib.Generation, reply: replies.Reply):
     """Is called with a complete reply, before the client gets it."""
-    ...
 
   def close(self, generation: request_lib.Generation):
     """Is called when a reply has ended, in whatever way."""
-    ...
 
 
-class StatelessSource:
+class StatelessSource(Source):
   """Answers each request by itself, whoever asks."""
 
   def __init__(self, engine: engine_lib.Engine, chat: chat_lib.Chat, name: str):
     """Makes a source; clients call the policy without an adapter by its name."""
+    super().__init__(engine.sizes.slots)
     self._engine, self._chat, self._name = engine, chat, name
-    self.slots = engine.sizes.slots
-    self.memory: dict[str, Any] = {}
 
   @property
   def adapters(self) -> Sequence[str]:
     """The adapters that the engine has now."""
     return self._engine.adapters.names
-
-  def note_refusal(self, error: http.RefusedError):
-    """Notes nothing."""
 
   async def submit(self, api_request, automata):
     """Encodes the conversation; what the cache holds of it is not computed again."""
@@ -160,9 +149,6 @@ class StatelessSource:
       text = f'the model {model!r:.80} does not exist; there are: {names}'
       raise http.RefusedError(404, text, 'model_not_found')
     return model
-
-  def accept(self, generation, reply):
-    """Keeps nothing."""
 
   def close(self, generation):
     """Lets others have the row; the next request may still copy from it."""

@@ -1,10 +1,8 @@
 """Anthropic's Messages: how requests are read, and their answers written."""
 
-from collections.abc import Sequence
 import json
 from typing import Annotated, Any
 
-import pydantic
 from pydantic import AfterValidator, Field
 
 from agent_r1_jax.contrib.dialects import thinking
@@ -161,13 +159,11 @@ def _read_output(config: dict[str, Any]) -> dict[str, Any] | None:
 _Object = dict[str, Any]
 
 
-class _Body(pydantic.BaseModel):
+class _Body(requests.Body):
   """What Messages have and chat completions do not; the other fields are theirs.
 
   Each message has become a list of messages of chat completions.
   """
-
-  model_config = pydantic.ConfigDict(strict=True)
 
   max_tokens: int
   messages: Annotated[
@@ -198,7 +194,6 @@ class _Messages(dialect_lib.Dialect):
 
   def read(self, fields, memory, counts=False):
     """Reads a request, and makes one of chat completions of it."""
-    fields = {name: value for name, value in fields.items() if value is not None}
     body = http.check_fields(_Body, fields | ({'max_tokens': 1} if counts else {}))
     messages: list[Any] = [message for some in body.messages for message in some]
     if body.system:
@@ -211,19 +206,6 @@ class _Messages(dialect_lib.Dialect):
     if body.output_config is not None:
       chat['response_format'] = body.output_config
     return dialect_lib.Asked(http.check_fields(requests.ChatRequest, chat), body)
-
-  def write(
-    self, head: dialect_lib.Head, parts: Sequence[dialect_lib.Part], sampled: int
-  ):
-    """Writes the one reply."""
-    (part,) = parts
-    assert part.reply
-    split = thinking.Split(bool(head.asked.body.thinking))
-    blocks = [_start_block(kind, text) for kind, text in split.add(part.text, True)]
-    blocks = _join_thoughts(blocks, split)
-    for name, arguments in part.reply.calls:
-      blocks.append(_start_call(name) | {'input': call_arguments.make_object(arguments)})
-    return _write_message(head, blocks, sampled) | _write_end(part.reply)
 
   def stream(self, head: dialect_lib.Head) -> dialect_lib.Stream:
     """Begins a stream of blocks."""
@@ -240,36 +222,6 @@ class _Messages(dialect_lib.Dialect):
     return {'input_tokens': tokens}
 
 
-def _join_thoughts(blocks: list[dict[str, Any]], split: thinking.Split):
-  """Joins the pieces of the thoughts, and signs them."""
-  thoughts = [block['thinking'] for block in blocks if block['type'] == 'thinking']
-  others = [block for block in blocks if block['type'] != 'thinking']
-  if not thoughts:
-    return others
-  return [_start_block('thinking', ''.join(thoughts)) | _sign(split), *others]
-
-
-def _sign(split: thinking.Split) -> dict[str, str]:
-  return {'signature': 'complete' if split.is_closed else _CUT}
-
-
-def _start_block(kind: str, text: str = '') -> dict[str, Any]:
-  more = {'signature': ''} if kind == 'thinking' else {}
-  return {'type': kind, kind: text} | more
-
-
-def _start_call(name: str) -> dict[str, Any]:
-  id_ = f'toolu_{next(replies.numbers)}'
-  return {'type': 'tool_use', 'id': id_, 'name': name, 'input': {}}
-
-
-def _write_message(head: dialect_lib.Head, blocks: list, sampled: int) -> dict[str, Any]:
-  usage = {'input_tokens': head.prompt_tokens, 'output_tokens': sampled}
-  fields = {'id': f'msg_{head.number}', 'type': 'message', 'role': 'assistant'}
-  fields |= {'model': head.model, 'content': blocks, 'usage': usage}
-  return fields | {'stop_reason': None, 'stop_sequence': None}
-
-
 def _write_end(reply: replies.Reply) -> dict[str, Any]:
   reason = _REASONS[reply.reason]
   if reply.stop is not None and reason == 'end_turn':
@@ -282,31 +234,37 @@ class _Stream(dialect_lib.Stream):
   """The events of one message."""
 
   def __init__(self, head: dialect_lib.Head):
-    self._head, self._index, self._open = head, 0, None
+    self._head = head
     self._split = thinking.Split(bool(head.asked.body.thinking))
-    self._end: dict[str, Any] = {}
+    # The blocks so far; the kind of the last one while it is open.
+    self._content: list[dict[str, Any]] = []
+    self._open: str | None = None
+    self._end: dict[str, Any] = {'stop_reason': None, 'stop_sequence': None}
 
   def begin(self):
-    return [_event('message_start', message=_write_message(self._head, [], 0))]
+    return [_event('message_start', message=self.write(0))]
 
   def add(self, part: dialect_lib.Part):
     events = []
     for kind, text in self._split.add(part.text, part.reply is not None):
       if kind != self._open:
-        events += self._close()
-        self._open = kind
-        events.append(self._block('start', content_block=_start_block(kind)))
+        signed = {'signature': ''} if kind == 'thinking' else {}
+        events += [*self._close(), self._start(kind, {kind: ''} | signed)]
       if text:
-        events.append(self._delta({'type': f'{kind}_delta', kind: text}))
+        self._content[-1][kind] += text
+        events.append(self._delta(f'{kind}_delta', {kind: text}))
     if part.reply:
       events += self._close()
       self._end = _write_end(part.reply)
       for name, arguments in part.reply.calls:
-        self._open = 'tool_use'
-        events.append(self._block('start', content_block=_start_call(name)))
-        text = json.dumps(call_arguments.make_object(arguments))
-        events.append(self._delta({'type': 'input_json_delta', 'partial_json': text}))
-        events += self._close()
+        id_, given = (
+          f'toolu_{next(replies.numbers)}',
+          call_arguments.make_object(arguments),
+        )
+        events.append(self._start('tool_use', {'id': id_, 'name': name, 'input': {}}))
+        self._content[-1]['input'] = given
+        text = {'partial_json': json.dumps(given)}
+        events += [self._delta('input_json_delta', text), *self._close()]
     return events
 
   def finish(self, sampled: int):
@@ -319,21 +277,36 @@ class _Stream(dialect_lib.Stream):
   def fail(self, error: http.RefusedError):
     return [dialect_lib.Event('error', MESSAGES.describe(error))]
 
+  def write(self, sampled: int) -> dict[str, Any]:
+    head = self._head
+    usage = {'input_tokens': head.prompt_tokens, 'output_tokens': sampled}
+    fields = {'id': f'msg_{head.number}', 'type': 'message', 'role': 'assistant'}
+    fields |= {'model': head.model, 'content': [*self._content], 'usage': usage}
+    return fields | self._end
+
+  def _start(self, kind: str, fields: dict[str, Any]) -> dialect_lib.Event:
+    block = {'type': kind} | fields
+    self._open = kind
+    self._content.append(block)
+    return self._block('start', content_block=dict(block))  # It will be changed.
+
   def _close(self) -> list[dialect_lib.Event]:
     """Ends the block that is open, if one is."""
-    if self._open is None:
-      return []
-    events = [self._block('stop')]
+    events = []
     if self._open == 'thinking':
-      events.insert(0, self._delta({'type': 'signature_delta'} | _sign(self._split)))
-    self._open, self._index = None, self._index + 1
+      signed = {'signature': 'complete' if self._split.is_closed else _CUT}
+      self._content[-1] |= signed
+      events.append(self._delta('signature_delta', signed))
+    if self._open:
+      events.append(self._block('stop'))
+    self._open = None
     return events
 
-  def _delta(self, delta: dict[str, Any]) -> dialect_lib.Event:
-    return self._block('delta', delta=delta)
+  def _delta(self, kind: str, fields: dict[str, Any]) -> dialect_lib.Event:
+    return self._block('delta', delta={'type': kind} | fields)
 
   def _block(self, kind: str, **fields: Any) -> dialect_lib.Event:
-    return _event(f'content_block_{kind}', index=self._index, **fields)
+    return _event(f'content_block_{kind}', index=len(self._content) - 1, **fields)
 
 
 def _event(kind: str, **fields: Any) -> dialect_lib.Event:

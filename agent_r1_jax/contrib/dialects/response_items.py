@@ -77,23 +77,14 @@ def join_replies(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
   return result
 
 
-def write_thoughts(text: str, is_closed: bool, status: str = '') -> dict[str, Any]:
-  """Writes what the policy thought."""
-  status = status or ('completed' if is_closed else 'incomplete')
-  content = [{'type': 'reasoning_text', 'text': text}]
-  return _start('reasoning', 'rs', status) | {'summary': [], 'content': content}
-
-
-def write_text(text: str, logprobs: list | None, status: str) -> dict[str, Any]:
-  """Writes the message of a reply."""
-  content = [write_part(text, logprobs)]
-  return _start('message', 'msg', status) | {'role': 'assistant', 'content': content}
-
-
-def write_part(text: str, logprobs: list | None) -> dict[str, Any]:
-  """Writes the text of a message."""
-  part = {'type': 'output_text', 'text': text, 'annotations': []}
-  return part | {'logprobs': logprobs or []}
+def start(kind: str) -> dict[str, Any]:
+  """Writes the beginning of what the policy thinks ('thinking') or says ('text')."""
+  if kind == 'thinking':
+    content = [{'type': 'reasoning_text', 'text': ''}]
+    return _start('reasoning', 'rs', 'in_progress') | {'summary': [], 'content': content}
+  part = {'type': 'output_text', 'text': '', 'annotations': [], 'logprobs': []}
+  item = _start('message', 'msg', 'in_progress')
+  return item | {'role': 'assistant', 'content': [part]}
 
 
 def write_call(name: str, arguments: Any) -> dict[str, Any]:

@@ -4,22 +4,22 @@ A response is kept for `previous_response_id`, unless the client says `store: fa
 the source of its replies, so those of an episode go with it (kept_responses.py).
 """
 
-from collections.abc import Sequence
 import secrets
 import time
 from typing import Annotated, Any, NamedTuple
 
-import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from agent_r1_jax.contrib.dialects import kept_responses, response_items, thinking
 from agent_r1_jax.serve import dialect as dialect_lib
-from agent_r1_jax.serve import replies, requests
+from agent_r1_jax.serve import requests
 from agent_r1_jax.web import http
 
 _LOGPROBS = 'message.output_text.logprobs'
 # What `include` may name; there is nothing encrypted to leave out.
 _INCLUDES = _LOGPROBS, 'reasoning.encrypted_content'
+# What the content of an item is called in events.
+_CONTENT = {'thinking': 'reasoning_text', 'text': 'output_text'}
 
 
 def _read_input(given: Any) -> Any:
@@ -85,10 +85,8 @@ _Metadata = Annotated[
 ]
 
 
-class _Body(pydantic.BaseModel):
+class _Body(requests.Body):
   """What Responses have and chat completions do not; the other fields are theirs."""
-
-  model_config = pydantic.ConfigDict(strict=True)
 
   input: Annotated[
     list[_Object], Field(min_length=1, fail_fast=True), BeforeValidator(_read_input)
@@ -135,7 +133,6 @@ class _Responses(dialect_lib.Dialect):
   def read(self, fields, memory, counts=False):
     """Reads a request, and makes one of chat completions of it."""
     kept = memory.setdefault(self.path, kept_responses.KeptResponses())
-    fields = {name: value for name, value in fields.items() if value is not None}
     body = http.check_fields(_Body, fields)
     if body.previous_response_id is not None:
       body.input = [*kept.recall(body.previous_response_id), *body.input]
@@ -161,15 +158,6 @@ class _Responses(dialect_lib.Dialect):
     request = http.check_fields(requests.ChatRequest, chat)
     return dialect_lib.Asked(request, _Asked(body, kept if body.store else None))
 
-  def write(
-    self, head: dialect_lib.Head, parts: Sequence[dialect_lib.Part], sampled: int
-  ):
-    """Writes the one reply."""
-    stream = _Stream(head)
-    for part in parts:
-      stream.add(part)
-    return stream.finish(sampled)[-1].data['response']
-
   def stream(self, head: dialect_lib.Head) -> dialect_lib.Stream:
     """Begins a stream of items."""
     return _Stream(head)
@@ -194,7 +182,7 @@ class _Stream(dialect_lib.Stream):
     self._text, self._logprobs = '', []
     # Log-probs of tokens whose text has not come yet.
     self._waiting: list[dict[str, Any]] = []
-    self._reply: replies.Reply | None = None
+    self._is_cut = False
 
   def begin(self):
     """Writes the response without any output."""
@@ -211,24 +199,26 @@ class _Stream(dialect_lib.Stream):
     for kind, text in self._split.add(part.text, part.reply is not None):
       events += self._extend(kind, text)
     if part.reply:
-      self._reply = part.reply
+      self._is_cut = part.reply.reason == 'length'
       is_empty = not (part.reply.calls or self._output)
       if is_empty or (self._open == 'text' and self._waiting):
         events += self._extend('text', '')
-      events += self._close(part.reply.reason == 'length')
+      events += self._close(self._is_cut)
       for call in part.reply.calls:
         events += self._add_call(response_items.write_call(*call))
     return events
 
   def finish(self, sampled: int):
+    """Writes the whole response."""
+    response = self.write(sampled)
+    return [self._event(response['status'], response=response)]
+
+  def write(self, sampled: int):
     """Writes the whole response, and keeps it if it may be gone on from."""
-    assert self._reply
-    status = 'incomplete' if self._reply.reason == 'length' else 'completed'
-    response = self._write(status, sampled)
     if self._kept:
       items = [*self._body.input, *self._output]
       self._kept.keep(self._name, items, self._body.previous_response_id)
-    return [self._event(status, response=response)]
+    return self._write('incomplete' if self._is_cut else 'completed', sampled)
 
   def fail(self, error: http.RefusedError):
     """Writes the response as it is, with the error."""
@@ -242,42 +232,34 @@ class _Stream(dialect_lib.Stream):
     if kind != self._open:
       events += self._close(False)
       self._open, self._text, self._logprobs = kind, '', []
-      item = self._start(kind)
+      item = response_items.start(kind)
       self._output.append(item)
       # Its content comes as a part of its own.
       events.append(self._event('output_item.added', item=item | {'content': []}))
-      events.append(self._part_event('added', item['content'][0]))
+      events.append(self._within('content_part.added', part=item['content'][0]))
     self._text += text
     self._logprobs += logprobs
     if text or logprobs:
       more = {'logprobs': logprobs} if kind == 'text' else {}
-      events.append(self._content_event('delta', delta=text, **more))
+      events.append(self._within(f'{_CONTENT[kind]}.delta', delta=text, **more))
     return events
-
-  def _start(self, kind: str) -> dict[str, Any]:
-    if kind == 'thinking':
-      return response_items.write_thoughts('', False, 'in_progress')
-    return response_items.write_text('', None, 'in_progress')
 
   def _close(self, is_cut: bool) -> list[dialect_lib.Event]:
     """Ends the item that is open, if one is."""
     if self._open is None:
       return []
-    item, status = self._output[-1], 'incomplete' if is_cut else 'completed'
-    if self._open == 'thinking':
-      done = response_items.write_thoughts(self._text, self._split.is_closed)
-      more = {}
-    else:
-      done = response_items.write_text(self._text, self._logprobs, status)
-      more = {'logprobs': self._logprobs}
-    self._output[-1] = item = done | {'id': item['id']}
-    events = [
-      self._content_event('done', text=self._text, **more),
-      self._part_event('done', item['content'][0]),
+    kind, self._open = self._open, None
+    is_cut = is_cut if kind == 'text' else not self._split.is_closed
+    more = {'logprobs': self._logprobs} if kind == 'text' else {}
+    # A new one: what was written of it before is not encoded yet.
+    item: Any = self._output[-1] | {'status': 'incomplete' if is_cut else 'completed'}
+    content = item['content'][0] | {'text': self._text} | more
+    self._output[-1] = item = item | {'content': [content]}
+    return [
+      self._within(f'{_CONTENT[kind]}.done', text=self._text, **more),
+      self._within('content_part.done', part=content),
       self._event('output_item.done', item=item),
     ]
-    self._open = None
-    return events
 
   def _add_call(self, item: dict[str, Any]) -> list[dialect_lib.Event]:
     self._output.append(item)
@@ -291,14 +273,10 @@ class _Stream(dialect_lib.Stream):
       self._event('output_item.done', item=item),
     ]
 
-  def _content_event(self, kind: str, **fields: Any) -> dialect_lib.Event:
-    name = 'reasoning_text' if self._open == 'thinking' else 'output_text'
+  def _within(self, kind: str, **fields: Any) -> dialect_lib.Event:
+    """Writes an event of the content of the last item."""
     place = {'item_id': self._output[-1]['id'], 'content_index': 0}
-    return self._event(f'{name}.{kind}', **place, **fields)
-
-  def _part_event(self, kind: str, part: dict[str, Any]) -> dialect_lib.Event:
-    place = {'item_id': self._output[-1]['id'], 'content_index': 0}
-    return self._event(f'content_part.{kind}', **place, part=part)
+    return self._event(kind, **place, **fields)
 
   def _event(self, kind: str, **fields: Any) -> dialect_lib.Event:
     name = f'response.{kind}'
