@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 import contextlib
+import dataclasses
 import functools
 import json
 import time
@@ -55,43 +56,38 @@ class Metrics:
     return http.answer_json(dialect.describe(error), error.status, error.headers)
 
 
+@dataclasses.dataclass(eq=False)
 class Answer:
-  """Sends the replies to one request, unless its client goes before that."""
+  """Sends the replies to one request, unless its client goes before that.
 
-  def __init__(
-    self,
-    dialect: dialect_lib.Dialect,
-    head: dialect_lib.Head,
-    source: sources.Source,
-    generations: Sequence[request_lib.Generation],
-    *,
-    chat: chat_lib.Chat,
-    metrics: Metrics,
-    seconds: float,
-    began: float,
-    on_end: Callable[[], None],
-  ):
-    """Makes the answer.
+  Attributes:
+    dialect: How it is written.
+    head: What is known of the answer.
+    source: Where the replies come from.
+    generations: The replies, which have begun.
+    chat: Decodes them.
+    metrics: What is counted.
+    seconds: The most seconds of them.
+    began: When the request came, of time.perf_counter.
+    on_end: Is called when no reply is under way any longer.
+  """
 
-    Args:
-      dialect: How it is written.
-      head: What is known of the answer.
-      source: Where the replies come from.
-      generations: The replies, which have begun.
-      chat: Decodes them.
-      metrics: What is counted.
-      seconds: The most seconds of them.
-      began: When the request came, of time.perf_counter.
-      on_end: Is called when no reply is under way any longer.
-    """
-    self._dialect, self._head, self._source = dialect, head, source
-    self._generations, self._began = generations, began
-    self._chat, self._metrics, self._seconds = chat, metrics, seconds
-    self._on_end, self._sampled = on_end, 0
-    self._api_request = asked = head.asked.request
+  dialect: dialect_lib.Dialect
+  head: dialect_lib.Head
+  source: sources.Source
+  generations: Sequence[request_lib.Generation]
+  chat: chat_lib.Chat
+  metrics: Metrics
+  seconds: float
+  began: float
+  on_end: Callable[[], None]
+
+  def __post_init__(self):
+    self._sampled, self._api_request = 0, self.head.asked.request
+    asked = self._api_request
     # Whether the answer has the log-probs of prompts, and so many that it takes long.
     self._echoes = asked.echo and asked.top_logprobs is not None
-    count = head.prompt_tokens * asked.n * (1 + (asked.top_logprobs or 0))
+    count = self.head.prompt_tokens * asked.n * (1 + (asked.top_logprobs or 0))
     self._is_long = self._echoes and count > _MAX_LOGPROBS
 
   async def __call__(self, scope, receive, send):
@@ -102,21 +98,19 @@ class Answer:
     try:
       await asyncio.wait(
         [work, disconnected],
-        timeout=self._seconds + _SEND_SECONDS,
+        timeout=self.seconds + _SEND_SECONDS,
         return_when=asyncio.FIRST_COMPLETED,
       )
       # It is cancelled where its time is up and the client does not read.
       if work.done() and not work.cancelled():
         work.result()
       else:
-        self._metrics.vanished.inc()
+        self.metrics.vanished.inc()
     finally:
       disconnected.cancel()
       work.cancel()
-      for generation in self._generations:
-        generation.cancel()
-        self._source.close(generation)
-      self._on_end()
+      self.source.cancel(self.generations)
+      self.on_end()
 
   async def _follow(self) -> AsyncGenerator[dialect_lib.Part, None]:
     """Yields parts of the replies.
@@ -124,20 +118,20 @@ class Answer:
     All replies are sampled at the same time; they are yielded one after the other. So
     only the first is timed: tokens of the others are here late.
     """
-    metrics, prompt = self._metrics, []
-    async with asyncio.timeout(self._seconds):
-      for index, generation in enumerate(self._generations):
-        choice = replies.Choice(index, generation, self._api_request, self._chat)
+    metrics, prompt = self.metrics, []
+    async with asyncio.timeout(self.seconds):
+      for index, generation in enumerate(self.generations):
+        choice = replies.Choice(index, generation, self._api_request, self.chat)
         first = 0.0
         async for chunk in generation:
           if not (first or index):
             first = time.perf_counter()
-            metrics.first.observe(first - self._began)
+            metrics.first.observe(first - self.began)
           is_first, text = not choice.tokens, choice.add(chunk)
           logprobs = choice.write_logprobs(chunk)
           if self._echoes and is_first:
             if index % self._api_request.n == 0:  # The others have the same prompt.
-              write = functools.partial(replies.write_prompt, generation, self._chat)
+              write = functools.partial(replies.write_prompt, generation, self.chat)
               prompt = await self._write(write)
             logprobs = [*prompt, *(logprobs or ())]
           yield dialect_lib.Part(index, text, logprobs, None)
@@ -147,9 +141,9 @@ class Answer:
         reply, rest = choice.finish()
         self._sampled += len(choice.tokens)
         # Before the client hears of it, and asks for more.
-        self._source.accept(generation, reply)
+        self.source.accept(generation, reply)
         yield dialect_lib.Part(index, rest, None, reply)
-    metrics.tokens.labels('prompt').inc(self._head.prompt_tokens)
+    metrics.tokens.labels('prompt').inc(self.head.prompt_tokens)
     metrics.tokens.labels('reply').inc(self._sampled)
 
   async def _write(self, fn: Callable[[], Any]) -> Any:
@@ -167,11 +161,11 @@ class Answer:
             whole = part._replace(text=part.reply.text)
             parts.append(whole._replace(logprobs=scored if wanted else None))
             scored = []
-      write = lambda: self._dialect.write(self._head, parts, self._sampled)
+      write = lambda: self.dialect.write(self.head, parts, self._sampled)
       answer = await self._write(lambda: http.answer_json(write()))
-      self._metrics.answers.labels(200).inc()
+      self.metrics.answers.labels(200).inc()
     except (TimeoutError, http.RefusedError) as error:
-      answer = self._metrics.refuse(self._dialect, self._make_error(error))
+      answer = self.metrics.refuse(self.dialect, self._make_error(error))
     await answer(scope, receive, send)
 
   async def _send_stream(self, scope, receive, send):
@@ -182,7 +176,7 @@ class Answer:
       if body:
         await send({'type': 'http.response.body', 'body': body, 'more_body': more})
 
-    status, stream = 200, self._dialect.stream(self._head)
+    status, stream = 200, self.dialect.stream(self.head)
     try:
       await write(_encode(stream.begin))
       async with contextlib.aclosing(self._follow()) as follow:
@@ -194,13 +188,13 @@ class Answer:
     except (TimeoutError, http.RefusedError) as caught:
       error = self._make_error(caught)
       status, end = error.status, _encode(stream.fail, error)
-    self._metrics.answers.labels(status).inc()
+    self.metrics.answers.labels(status).inc()
     await write(end, more=False)
 
   def _make_error(self, error: Exception) -> http.RefusedError:
     if isinstance(error, http.RefusedError):
       return error
-    return http.RefusedError(504, f'no reply within {self._seconds:g} seconds')
+    return http.RefusedError(504, f'no reply within {self.seconds:g} seconds')
 
 
 async def _wait_until_disconnected(receive):

@@ -18,15 +18,14 @@ class _Completions(dialect_lib.Dialect):
     path: See dialect.Dialect.
     model: What the body of a request is read as.
     name: What the kind is called in answers.
-    choice: (text, calls, log-probs) -> the fields of a complete choice.
-    delta: The same of a part of one that is streamed.
+    choice: (text, calls, log-probs, whether it is a part of one that is streamed) -> the
+      fields of a choice.
   """
 
   path: str
   model: type[requests.ApiRequest]
   name: str
   choice: Callable[..., dict[str, Any]]
-  delta: Callable[..., dict[str, Any]]
 
   def read(self, fields, memory, counts=False):
     """The body is the request."""
@@ -35,7 +34,7 @@ class _Completions(dialect_lib.Dialect):
 
   def write(self, head: dialect_lib.Head, parts: Sequence[Any], sampled: int):
     """Writes all choices."""
-    choices = [self._number(part, self.choice, part.reply.text) for part in parts]
+    choices = [self._number(part) for part in parts]
     return self.frame(head, choices, self.name, usage=_count_usage(head, sampled))
 
   def stream(self, head: dialect_lib.Head) -> dialect_lib.Stream:
@@ -47,9 +46,10 @@ class _Completions(dialect_lib.Dialect):
     fields = {'id': f'reply-{head.number}', 'object': kind, 'created': int(time.time())}
     return fields | {'model': head.model, 'choices': choices} | more
 
-  def _number(self, part: dialect_lib.Part, write: Callable, text: str) -> dict[str, Any]:
+  def _number(self, part: dialect_lib.Part, is_part: bool = False) -> dict[str, Any]:
     reply = part.reply
-    written = write(text, reply.calls if reply else (), part.logprobs)
+    calls = reply.calls if reply else ()
+    written = self.choice(part.text, calls, part.logprobs, is_part)
     reason = {'finish_reason': reply.reason if reply else None}
     return {'index': part.index} | written | reason
 
@@ -60,7 +60,7 @@ class _Stream(dialect_lib.Stream):
     self._begun: set[int] = set()
 
   def add(self, part: dialect_lib.Part):
-    choice = self.dialect._number(part, self.dialect.delta, part.text)
+    choice = self.dialect._number(part, is_part=True)
     if part.index in self._begun:  # Clients join the parts, and would join the roles.
       choice.get('delta', {}).pop('role', None)
     self._begun.add(part.index)
@@ -101,25 +101,17 @@ def _write_calls(tool_calls: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
   ]
 
 
-def _write_chat_logprobs(logprobs: list | None) -> dict[str, Any] | None:
-  return None if logprobs is None else {'content': logprobs, 'refusal': None}
-
-
 def _write_chat_choice(
-  text: str, tool_calls: Sequence, logprobs: list | None
+  text: str, tool_calls: Sequence, logprobs: list | None, is_part: bool = False
 ) -> dict[str, Any]:
-  message = {'role': 'assistant', 'content': text or (None if tool_calls else '')}
-  message |= {'tool_calls': _write_calls(tool_calls)} if tool_calls else {}
-  return {'message': message, 'logprobs': _write_chat_logprobs(logprobs)}
-
-
-def _write_chat_delta(
-  text: str, tool_calls: Sequence, logprobs: list | None
-) -> dict[str, Any]:
-  delta = {'role': 'assistant', 'content': text}
-  numbered = [{'index': i} | call for i, call in enumerate(_write_calls(tool_calls))]
-  delta |= {'tool_calls': numbered} if tool_calls else {}
-  return {'delta': delta, 'logprobs': _write_chat_logprobs(logprobs)}
+  message: dict[str, Any] = {'role': 'assistant', 'content': text}
+  if tool_calls:
+    message['content'] = text if is_part else text or None
+    calls = _write_calls(tool_calls)
+    numbered = [{'index': i} | call for i, call in enumerate(calls)]
+    message['tool_calls'] = numbered if is_part else calls
+  columns = None if logprobs is None else {'content': logprobs, 'refusal': None}
+  return {'delta' if is_part else 'message': message, 'logprobs': columns}
 
 
 def _name_token(item: dict[str, Any]) -> str:
@@ -132,7 +124,7 @@ def _name_token(item: dict[str, Any]) -> str:
 
 
 def _write_text_choice(
-  text: str, tool_calls: Sequence, logprobs: list | None
+  text: str, tool_calls: Sequence, logprobs: list | None, is_part: bool = False
 ) -> dict[str, Any]:
   columns = None
   if logprobs is not None:
@@ -155,12 +147,10 @@ CHAT = _Completions(
   requests.ChatRequest,
   'chat.completion',
   _write_chat_choice,
-  _write_chat_delta,
 )
 TEXT = _Completions(
   '/v1/completions',
   requests.TextRequest,
   'text_completion',
-  _write_text_choice,
   _write_text_choice,
 )

@@ -77,7 +77,6 @@ class Conversation(sources.Source):
     self._max_turns, self._max_turn_tokens = max_turns, max_turn_tokens
     self._branches: list[branches.Branch] = []
     self._sampled: dict[request_lib.Generation, branches.Branch] = {}
-    self._key_ids: set[tuple[bytes, int]] = set()
     self._last_reply_truncated = False
     self._last_turns: dict[str, types.Turn] = {}  # By session.
     self._closed = False
@@ -115,9 +114,7 @@ class Conversation(sources.Source):
         for _ in range(api_request.n):
           begun.append(await self._submit_one(api_request, automata))
     except BaseException:
-      for generation in begun:
-        generation.cancel()
-        self.close(generation)
+      self.cancel(begun)
       raise
     return begun
 
@@ -261,8 +258,8 @@ class Conversation(sources.Source):
     dropped and is made again gets its old key, and no two texts have the same.
     """
     digest = hashlib.sha256(np.asarray(ids, np.int32).tobytes()).digest()
-    number = next(n for n in itertools.count() if (digest, n) not in self._key_ids)
-    self._key_ids.add((digest, number))
+    taken = {branch.key_id for branch in self._branches}
+    number = next(n for n in itertools.count() if (digest, n) not in taken)
     named = (digest.hex(), number) if number or not own else (0,)
     return self._context.make_key(*named), (digest, number)
 
@@ -303,7 +300,6 @@ class Conversation(sources.Source):
     if not branch.passage.turns:
       self._branches.remove(branch)
       self._transcript.drop(branch.passage)
-      self._key_ids.remove(branch.key_id)
       self._close_unused(branch.text)
 
   def _close_unused(self, text: request_lib.Text | None):

@@ -82,9 +82,8 @@ class Choice:
     starts = [i for s in self._held_back if (i := self._unsent.find(s)) >= 0]
     self._ended = bool(starts)
     # What may be the beginning of a stop string or of a call is held back.
-    beginnings = (s[:n] for s in self._held_back for n in range(1, len(s)))
-    cuts = [len(text) for text in beginnings if self._unsent.endswith(text)]
-    length = min(starts) if starts else len(self._unsent) - max(cuts, default=0)
+    begun = count_beginning(self._unsent, self._held_back)
+    length = min(starts, default=len(self._unsent) - begun)
     text, self._unsent = self._unsent[:length], self._unsent[length:]
     self._sent += length
     return text
@@ -116,6 +115,12 @@ class Choice:
     if self._api_request.max_tokens == 0:
       return []
     return write_logprobs(chunk, self._chat)
+
+
+def count_beginning(text: str, strings: Iterable[str]) -> int:
+  """Counts the characters at a text's end that may begin one of some strings."""
+  beginnings = (s[:n] for s in strings for n in range(1, len(s)))
+  return max((len(begun) for begun in beginnings if text.endswith(begun)), default=0)
 
 
 def _name_call(call: calls.Call, reply: str) -> tuple[str, dict[str, Any] | str]:

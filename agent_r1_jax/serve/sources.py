@@ -62,6 +62,12 @@ class Source:
   def close(self, generation: request_lib.Generation):
     """Is called when a reply has ended, in whatever way."""
 
+  def cancel(self, generations: Sequence[request_lib.Generation]):
+    """Ends replies, if they have not ended, and closes them."""
+    for generation in generations:
+      generation.cancel()
+      self.close(generation)
+
 
 class StatelessSource(Source):
   """Answers each request by itself, whoever asks."""
@@ -106,9 +112,7 @@ class StatelessSource(Source):
           )
           begun.append(self._engine.submit(request))
     except ValueError:  # One of several prompts has what the policy does not know.
-      for generation in begun:
-        generation.cancel()
-        self.close(generation)
+      self.cancel(begun)
       raise
     return begun
 

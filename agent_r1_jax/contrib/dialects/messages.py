@@ -52,22 +52,16 @@ def _read_user(content: Any) -> list[dict[str, Any]]:
   """Reads a message of the user; each result of a tool becomes a message of its own."""
   if not isinstance(content, list):
     return [{'role': 'user', 'content': _read_content(content)}]
-  result, parts = [], []
-
-  def add_parts():
-    if parts:
-      result.append({'role': 'user', 'content': [*parts]})
-      parts.clear()
-
+  result: list[dict[str, Any]] = []
   for block in content:
     match block:
       case {'type': 'tool_result', 'tool_use_id': str(id_)}:
-        add_parts()
         said = _read_content(block.get('content'))
         result.append({'role': 'tool', 'tool_call_id': id_, 'content': said})
       case _:
-        parts.append(_read_part(block))
-  add_parts()
+        if not result or result[-1]['role'] != 'user':
+          result.append({'role': 'user', 'content': []})
+        result[-1]['content'].append(_read_part(block))
   return result
 
 

@@ -5,6 +5,8 @@ read them from there. Nothing is lost on the way: what is joined is what was spl
 for white space before it.
 """
 
+from agent_r1_jax.serve import replies
+
 _OPENING, _CLOSING = '<think>', '</think>'
 
 
@@ -39,19 +41,13 @@ class Split:
       if closing:
         self._state, self._held, self.is_closed = 'text', after, True
       else:
-        kept = 0 if is_last else _count_beginning(thought)
+        kept = 0 if is_last else replies.count_beginning(thought, [_CLOSING])
         thought, self._held = thought[: len(thought) - kept], thought[-kept:] * bool(kept)
       found.append(('thinking', thought))
     if self._state == 'text':
       found.append(('text', self._held))
       self._held = ''
     return [(kind, more) for kind, more in found if more or kind == 'thinking']
-
-
-def _count_beginning(text: str) -> int:
-  """Counts the characters at a text's end that may begin the closing tag."""
-  sizes = range(len(_CLOSING) - 1, 0, -1)
-  return next((n for n in sizes if text.endswith(_CLOSING[:n])), 0)
 
 
 def join(thoughts: str, is_closed: bool) -> str:

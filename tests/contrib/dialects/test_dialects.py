@@ -21,7 +21,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.contrib import dialects
 from agent_r1_jax.contrib.dialects import kept_responses, thinking
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.serve import call_arguments, requests
+from agent_r1_jax.serve import call_arguments, requests, sources
 from agent_r1_jax.serve import server as server_lib
 from agent_r1_jax.web import http
 
@@ -38,15 +38,13 @@ CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "%s"}}\n</tool_ca
 BROKEN = '<tool_call>\n{"name": "search", "arguments": {"query": }}\n</tool_call>'
 
 
-class Scripted:
+class Scripted(sources.Source):
   """A source of given replies: the server, its dialects and the clients are real."""
 
-  slots, adapters = 1 << 12, ()
-
   def __init__(self):
+    super().__init__(1 << 12)
     self.text, self.is_cut = '', False
     self.asked, self.replies = [], []
-    self.memory = {}
 
   async def submit(self, api_request, automata):
     self.asked.append(api_request)
@@ -68,12 +66,6 @@ class Scripted:
 
   def accept(self, generation, reply):
     self.replies.append(reply)
-
-  def close(self, generation):
-    pass
-
-  def note_refusal(self, error):
-    pass
 
 
 _run_programs = functools.partial(serving.run_programs, dialects=dialects.ALL)
