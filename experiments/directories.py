@@ -1,7 +1,7 @@
 r"""Trains an agent on tasks that are directories (docs/directories.md), or checks these.
 
-  python -m experiments.directories --data=runs/repairs --check_only
-  python -m experiments.directories --data=runs/repairs --workdir=runs/mended \
+  python -m experiments.directories --data=my-tasks --check_only
+  python -m experiments.directories --data=my-tasks --workdir=runs/mine \
     --config.model.path=Qwen2.5-Coder-3B-Instruct
 
 Before a run every task is played twice: its solution has to score 1, and doing nothing 0.
