@@ -21,6 +21,7 @@ from agent_r1_jax.models import decoder, lora, quantization, sharding
 from agent_r1_jax.rl import algorithms, learner, updates
 from agent_r1_jax.rollout import evaluate, groups, rollout, sockets
 from agent_r1_jax.train import curriculum, preflight, prepare, schedule, task_checks
+from agent_r1_jax.train.plan import plan as plan_lib
 
 
 @preemption.watch()
@@ -82,15 +83,23 @@ def run(
   preflight.check_config(config, algorithm)
   watcher.check(config)
   task_checks.check_sets(tasks, evals)
+  evals = evals or {}
   with prepare.open_run(
-    config,
+    # Not in a variable, which would keep the first parameters alive.
+    *plan_lib.make(
+      config,
+      workdir,
+      tasks=tasks,
+      make_env=make_env,
+      algorithm=algorithm,
+      evals=evals,
+      privileged=privileged,
+      guides=guides or {},
+    ),
     workdir,
-    tasks=tasks,
     make_env=make_env,
-    algorithm=algorithm,
-    evals=evals or {},
+    evals=evals,
     privileged=privileged,
-    guides=guides or {},
     label=label,
     watcher=watcher,
   ) as run:

@@ -3,14 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-from typing import Any
 
-from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.host import preemption, runtime
-from agent_r1_jax.rl import algorithms
 from agent_r1_jax.rl import train_state as train_state_lib
 from agent_r1_jax.rollout import rollout, sockets
 from agent_r1_jax.train import run_files, schedule
@@ -44,34 +40,23 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(
-  config: config_lib.Config,
+  plan: plan_lib.Plan,
+  state: train_state_lib.TrainState,
+  engine: engine_lib.Engine,
   workdir: str,
   *,
-  tasks: Sequence[types.Task],
   make_env: rollout.MakeEnv,
-  algorithm: algorithms.Algorithm,
   evals: Mapping[str, Sequence[types.Task]],
   privileged: Callable[[types.Task], str] | None,
-  guides: Mapping[guide_lib.Guide, Any],
   label: str,
   watcher: sockets.Watcher,
 ) -> Iterator[Run]:
-  """Plans and opens a training run, restored from its newest checkpoint if there is one.
+  """Opens a training run, restored from its newest checkpoint if there is one.
 
-  Inside `with` the workdir is locked and the engine is open. The arguments and the errors
-  are those of `loop.run`. As many errors as possible are raised before the workdir is
-  made.
+  Inside `with` the workdir is locked and the engine is open. The first arguments are what
+  plan.make returns; nobody else may hold the state, whose arrays are freed as the run
+  makes new ones. The others, and the errors, are those of `loop.run`.
   """
-  plan, state, engine = plan_lib.make(
-    config,
-    workdir,
-    tasks=tasks,
-    make_env=make_env,
-    algorithm=algorithm,
-    evals=evals,
-    privileged=privileged,
-    guides=guides,
-  )
   with contextlib.ExitStack() as stack:
     # Inside train.run this is the watch that began with it.
     signals = stack.enter_context(preemption.watch())

@@ -72,8 +72,8 @@ def make(
 ) -> tuple[Plan, train_state_lib.TrainState, engine_lib.Engine]:
   """Plans a run; the arguments and the errors are those of `loop.run`.
 
-  Checks the tasks by an environment, chooses the sizes, loads the models. The workdir is
-  only read.
+  Checks the tasks by an environment, chooses the sizes, loads the models. As many errors
+  as possible are raised here, where the workdir is only read.
 
   Returns:
     The plan, the train state before the first step, and the engine, which is not open.
