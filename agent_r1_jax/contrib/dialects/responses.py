@@ -6,7 +6,7 @@ the source of its replies, so those of an episode go with it (kept_responses.py)
 
 import secrets
 import time
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -118,13 +118,6 @@ class _Body(requests.Body):
 _SAME = 'model', 'temperature', 'top_k', 'top_p', 'min_p', 'seed', 'stream'
 
 
-class _Asked(NamedTuple):
-  """A request, and where its answer is kept, if later ones may go on from it."""
-
-  fields: _Body
-  kept: kept_responses.KeptResponses | None
-
-
 class _Responses(dialect_lib.Dialect):
   path = '/v1/responses'
   count_path = '/v1/responses/input_tokens'
@@ -156,7 +149,8 @@ class _Responses(dialect_lib.Dialect):
     if body.top_logprobs or _LOGPROBS in body.include:
       chat |= {'logprobs': True, 'top_logprobs': body.top_logprobs}
     request = http.check_fields(requests.ChatRequest, chat)
-    return dialect_lib.Asked(request, _Asked(body, kept if body.store else None))
+    # With the place where the answer is kept, if later requests may go on from it.
+    return dialect_lib.Asked(request, (body, kept if body.store else None))
 
   def stream(self, head: dialect_lib.Head) -> dialect_lib.Stream:
     """Begins a stream of items."""
@@ -290,7 +284,7 @@ class _Stream(dialect_lib.Stream):
     body, request = self._body, self._head.asked.request
     usage = None if sampled is None else _count_usage(self._head, sampled)
     cut = {'reason': 'max_output_tokens'} if status == 'incomplete' else None
-    tools = [tool['function'] | {'type': 'function'} for tool in body.tools]
+    fixed = {'type': 'function', 'strict': False}
     return {
       'id': self._name,
       'object': 'response',
@@ -309,7 +303,7 @@ class _Stream(dialect_lib.Stream):
       'temperature': request.temperature,
       'top_p': request.top_p,
       'tool_choice': _write_tool_choice(body.tool_choice),
-      'tools': [{'strict': False} | tool for tool in tools],
+      'tools': [fixed | tool['function'] for tool in body.tools],
       'max_output_tokens': body.max_output_tokens,
       'truncation': body.truncation,
     }
