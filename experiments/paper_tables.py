@@ -42,8 +42,8 @@ from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
 from agent_r1_jax.train import metrics
-from experiments import comparison, paper_report
-from experiments import results as results_lib
+from experiments import comparison
+from experiments import tables as tables_lib
 from experiments.miniwiki import tasks as miniwiki
 from experiments.wikipedia import demos, settings
 
@@ -277,11 +277,11 @@ def main(_):
   runtime.quiet_logging()
   out = pathlib.Path(_OUT.value)
   if _RENDER.value:
-    found = results_lib.read(out / 'results.jsonl')
+    found = tables_lib.read_lines(out / 'results.jsonl')
     if not found:
       raise app.UsageError(f'--out={out} has no results yet: run without --render first')
     target = pathlib.Path(_RENDER.value)
-    return paper_report.render(found, target, [*METHODS], [*STEADY])
+    return tables_lib.render_paper(found, target, [*METHODS], [*STEADY])
   out.mkdir(parents=True, exist_ok=True)
   methods = METHODS | STEADY
   if unknown := set(_METHODS.value) - set(methods):
@@ -298,7 +298,7 @@ def main(_):
       # Greedy episodes of one policy are the same whatever the seed.
       seed_of = 0 if method in _UNTRAINED else seed
       key, path = {'method': method, 'seed': seed_of}, out / 'results.jsonl'
-      if results_lib.contains(path, key):
+      if tables_lib.contains(path, key):
         continue
       workdir = out / re.sub(r'\W+', '-', f'{method} seed {seed_of}')
       before, start = _seconds(workdir), time.time()
@@ -313,7 +313,7 @@ def main(_):
         'machine': f'{platform.machine()}, {platform.python_version()}',
         'steps': bench.config.schedule.steps,
       }
-      results_lib.add(path, result)
+      tables_lib.add_line(path, result)
       print(method, seed_of, {n: s['all']['mean'] for n, s in result['sets'].items()})
       shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)
 

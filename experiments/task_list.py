@@ -22,7 +22,8 @@ from agent_r1_jax.tasks import games as games_lib
 from agent_r1_jax.tasks import mathematics, programming, qa, qa_data, reasoning
 from agent_r1_jax.tools import calculator, python, sandbox
 from agent_r1_jax.train import fingerprint
-from experiments import comparison, react, retrievers, scores
+from experiments import comparison, react, retrievers
+from experiments import tables as tables_lib
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
 from experiments.wikipedia import settings
@@ -348,7 +349,7 @@ TASKS: dict[str, Callable[[Source], Benchmark]] = {
 
 
 def summarize(played: Played, benchmark: Benchmark, n: int) -> dict[str, dict[str, Any]]:
-  """Returns the numbers of each method and set; see scores.estimate."""
+  """Returns the numbers of each method and set; see tables.estimate."""
   numbers: dict[str, dict[str, Any]] = {}
   for method, sets in played.items():
     for name, episodes in sets.items():
@@ -357,7 +358,7 @@ def summarize(played: Played, benchmark: Benchmark, n: int) -> dict[str, dict[st
       answers = benchmark.answers and [
         benchmark.answers([last_reply(t) for t in group]) for group in groups
       ]
-      found = scores.estimate(np.reshape(right, (-1, n)), answers)
+      found = tables_lib.estimate(np.reshape(right, (-1, n)), answers)
       costs = evaluate.summarize(episodes)
       rest = {m: costs.get(m, 0.0) for m in (*benchmark.rest, *COSTS)}
       numbers.setdefault(method, {})[name] = {'tasks': len(groups), **found, **rest}

@@ -28,8 +28,7 @@ from agent_r1_jax.rollout import rollout
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
 from agent_r1_jax.train.plan import sizes
-from experiments import model_formats
-from experiments import scores as scores_lib
+from experiments import model_formats, tables
 from experiments.miniwiki import search as quickstart  # noqa: F401, defines the flags
 from experiments.miniwiki import tasks as miniwiki
 from experiments.worlds import all_worlds
@@ -144,8 +143,8 @@ def report(name: str, scores, rewards, groups, chosen) -> float:
   """Prints what scores know of the rewards of the chosen ones; returns the AUC."""
   scores, rewards, groups = scores[chosen], rewards[chosen], groups[chosen]
   success = rewards > _LIMIT
-  auc = scores_lib.auc(scores, success)
-  margins = scores_lib.pair_margins(scores, rewards, groups)
+  auc = tables.auc(scores, success)
+  margins = tables.pair_margins(scores, rewards, groups)
   print(
     f'\n{name}: {len(scores)} trajectories, {success.mean():.1%} successes, AUC '
     f'{auc:.3f}; of {len(margins)} pairs of one task {(margins > 0).mean():.1%} are '
@@ -163,7 +162,7 @@ def report(name: str, scores, rewards, groups, chosen) -> float:
     # Its probabilities are those of the order of a pair; each pair counts both ways.
     said = 1 / (1 + np.exp(np.append(-margins, margins)))
     seen = np.arange(2 * len(margins)) < len(margins)
-  error, rows = scores_lib.calibration(said, seen)
+  error, rows = tables.calibration(said, seen)
   print(
     f'expected calibration error {error:.3f}\n\n| said | seen | count |\n|---|---|---|'
   )

@@ -125,7 +125,7 @@ _COMMANDS = {
   'experiments.plot typo=none-*': 'give LABEL=PATTERN',
   'experiments.serve_retriever --index=none': 'there is no such file; give another',
   'experiments.games --kind=files --name=none': 'none is no game: .*No such file',
-  'experiments.seeds none': 'none has no table.json: it is no workdir',
+  'experiments.tables none': 'none has no table.json: it is no workdir',
   'third_party.fetch x': "no entry 'x'; there are hotpotqa",
 }
 _ROWS = {**_FLAGS, **_CHANGES, **_ENVIRONMENTS, **_COMMANDS}

@@ -14,7 +14,7 @@ import pytest
 import script
 
 from agent_r1_jax.models import weights
-from experiments import results
+from experiments import tables
 from experiments.miniwiki import tasks as miniwiki
 
 METHODS = (
@@ -108,7 +108,7 @@ def test_every_kind_of_method_gives_a_line_and_lines_give_tables(tmp_path):
   done = run(*small, f'--methods={METHODS}')
   assert done.returncode == 0, done.stderr[-3000:]
   assert json.loads((tmp_path / 'bench.json').read_text())['model'] == str(model)
-  lines = results.read(tmp_path / 'results.jsonl')
+  lines = tables.read_lines(tmp_path / 'results.jsonl')
   assert [line['method'] for line in lines] == METHODS.split(',')
   for line in lines:
     assert len(line['sets']) == 3
@@ -122,7 +122,7 @@ def test_every_kind_of_method_gives_a_line_and_lines_give_tables(tmp_path):
     line['seed'] = 1
     line['sets']['miniwiki-2wiki']['all']['mean'] = 1.0
   for line in (plain, *another):
-    results.add(tmp_path / 'results.jsonl', line)
+    tables.add_line(tmp_path / 'results.jsonl', line)
   target = tmp_path / 'docs' / 'tables'
   done = run(f'--out={tmp_path}', f'--render={target}')
   assert done.returncode == 0, done.stderr[-3000:]
@@ -201,16 +201,24 @@ def test_a_killed_table_goes_on_with_the_method_cut_short(tmp_path):
   path = tmp_path / 'results.jsonl'
   killed = run(*flags, code=TABLE)
   assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
-  assert [line['method'] for line in results.read(path)] == ['first']
+  assert [line['method'] for line in tables.read_lines(path)] == ['first']
   # What its training goes on from.
   assert (tmp_path / 'second-seed-0' / 'checkpoints').is_dir()
   done = run(*flags, code=TABLE)
   assert done.returncode == 0, done.stderr[-3000:]
   ran = (tmp_path / 'ran').read_text().splitlines()
   assert ran == ['first 0', 'second 0', 'second 0', 'third 0']
-  assert [line['method'] for line in results.read(path)] == ['first', 'second', 'third']
+  assert [line['method'] for line in tables.read_lines(path)] == [
+    'first',
+    'second',
+    'third',
+  ]
   # The time before the kill counts.
-  assert [line['seconds'] >= 5000 for line in results.read(path)] == [False, True, False]
+  assert [line['seconds'] >= 5000 for line in tables.read_lines(path)] == [
+    False,
+    True,
+    False,
+  ]
   assert not (tmp_path / 'second-seed-0' / 'checkpoints').exists()
 
 

@@ -17,7 +17,7 @@ from agent_r1_jax.guided import reward_training as reward_model
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import packing
 from agent_r1_jax.tasks import rewards as rewards_lib
-from experiments import scores as scores_lib
+from experiments import tables as tables_lib
 
 # Two groups; the pairs are (0, 1), (0, 2) and (3, 4).
 SCORES = np.array([0.5, -0.25, 1.0, 2.0, 0.0])
@@ -136,11 +136,11 @@ def test_a_score_is_the_value_after_the_last_token_and_its_own():
 def test_what_is_known_of_rewards_by_hand():
   success = np.array([True, False, True, False])
   # Of four pairs three are right and one is a tie.
-  assert scores_lib.auc(np.array([2.0, 1.0, 1.0, 0.0]), success) == 3.5 / 4
-  assert np.isnan(scores_lib.auc(np.ones(2), np.ones(2, bool)))
-  margins = scores_lib.pair_margins(SCORES, REWARDS, GROUPS)
+  assert tables_lib.auc(np.array([2.0, 1.0, 1.0, 0.0]), success) == 3.5 / 4
+  assert np.isnan(tables_lib.auc(np.ones(2), np.ones(2, bool)))
+  margins = tables_lib.pair_margins(SCORES, REWARDS, GROUPS)
   assert sorted(margins) == [-0.5, 0.75, 2.0]
-  error, rows = scores_lib.calibration(np.array([0.1, 0.15, 0.9, 1.0]), success)
+  error, rows = tables_lib.calibration(np.array([0.1, 0.15, 0.9, 1.0]), success)
   assert [n for *_, n in rows] == [2, 2] and rows[1][:2] == (0.95, 0.5)
   assert error == pytest.approx((abs(0.125 - 0.5) + abs(0.95 - 0.5)) / 2)
 
@@ -264,4 +264,4 @@ def test_learning_ranks_what_it_has_seen():
     groups_per_step=4,
   )
   scores = reward_model.score(params, texts, config=config, shape=SHAPE)
-  assert scores_lib.auc(scores, rewards > 0.5) > 0.95
+  assert tables_lib.auc(scores, rewards > 0.5) > 0.95

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from experiments import scores
+from experiments import tables
 
 
 @pytest.mark.parametrize('n, k', [(1, 1), (4, 1), (4, 2), (5, 3), (6, 6)])
@@ -13,13 +13,13 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k(n, k):
   for correct in range(n + 1):
     samples = [1] * correct + [0] * (n - correct)
     choices = [max(chosen) for chosen in itertools.combinations(samples, k)]
-    assert scores.pass_at_k(n, correct, k) == pytest.approx(np.mean(choices))
+    assert tables.pass_at_k(n, correct, k) == pytest.approx(np.mean(choices))
 
 
 @pytest.mark.parametrize('n, correct, k', [(5, 2, 0), (5, 2, 6), (5, 6, 1), (5, -1, 1)])
 def test_pass_at_k_refuses_what_cannot_be(n, correct, k):
   with pytest.raises(ValueError, match=f'k={k} must be in'):
-    scores.pass_at_k(n, correct, k)
+    tables.pass_at_k(n, correct, k)
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,13 @@ def test_pass_at_k_refuses_what_cannot_be(n, correct, k):
   ],
 )
 def test_majority(right, answers, expected):
-  assert scores.majority(right, answers) == pytest.approx(expected)
+  assert tables.majority(right, answers) == pytest.approx(expected)
 
 
 def test_the_estimates_of_two_tasks_by_hand():
   right = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
   answers = [['x', 'y', 'y', None], ['x', 'x', 'y', 'z']]
-  assert scores.estimate(right, answers) == pytest.approx(
+  assert tables.estimate(right, answers) == pytest.approx(
     {
       'mean': 3 / 8,
       'best': 1.0,
@@ -58,7 +58,7 @@ def test_the_estimates_of_two_tasks_by_hand():
 
 
 def test_one_task_has_no_standard_error_and_three_samples_no_pass_at_4():
-  found = scores.estimate(np.array([[0.0, 0.5, 1.0]]))
+  found = tables.estimate(np.array([[0.0, 0.5, 1.0]]))
   assert found == pytest.approx(
     {'mean': 0.5, 'best': 1.0, 'pass@1': 1 / 3, 'pass@2': 2 / 3}
   )

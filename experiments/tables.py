@@ -1,0 +1,311 @@
+r"""Results of experiments: their file, statistics of scores, and tables of several seeds.
+
+  for s in 0 1 2; do
+    python -m experiments.miniwiki.search --workdir=runs/seed$s --config.seed=$s
+  done
+  python -m experiments.tables --out=runs/seeds runs/seed0 runs/seed1 runs/seed2
+  python -m experiments.plot 'GRPO=runs/seed*' --out=runs/seeds_curves
+
+The arguments are directories with a table.json, such as those of
+experiments.miniwiki.search, or runs/lake*/grpo of experiments.worlds.learn. A method has
+a row for each run and their mean, or one row if all runs have the same numbers of it.
+"""
+
+import collections
+from collections.abc import Hashable, Mapping, Sequence
+import json
+import math
+import os
+import pathlib
+from typing import Any
+import warnings
+
+from absl import app, flags
+from jaxtyping import Bool, Float
+import numpy as np
+
+from agent_r1_jax.host import refusals
+from agent_r1_jax.report import plots, tables
+from experiments import comparison
+
+
+def main(argv):
+  refusals.install()
+  workdirs = [pathlib.Path(name) for name in argv[1:]]
+  if not workdirs:
+    raise app.UsageError('name the working directories of the runs')
+  if unfinished := [w for w in workdirs if not (w / 'table.json').is_file()]:
+    raise ValueError(
+      f'{unfinished[0]} has no table.json: it is no workdir of '
+      'experiments.miniwiki.search or of an algorithm in experiments.worlds.learn, or '
+      'the run has not ended.'
+    )
+  found = [json.loads((w / 'table.json').read_text()) for w in workdirs]
+  runs = dict(zip(name_runs(workdirs), found, strict=True))
+  if len(runs) < len(workdirs) or any(table.keys() != found[0].keys() for table in found):
+    raise ValueError(
+      'a run is named twice, or the runs have other methods; name seeds of one command.'
+    )
+  text = '\n'.join(
+    f'### {kind}\n\n{format_kind(runs, kind)}\n' for kind in list_kinds(runs)
+  )
+  out = pathlib.Path(f'{flags.FLAGS.out}.md')
+  out.parent.mkdir(parents=True, exist_ok=True)
+  out.write_text(text)
+  print(text)
+
+
+def name_runs(workdirs: Sequence[pathlib.Path]) -> list[str]:
+  """Returns the first part of the paths that tells all of them apart, or the paths."""
+  if len(workdirs) == 1:
+    return [workdirs[0].name]
+  parts = zip(*(workdir.parts for workdir in workdirs), strict=False)
+  whole = [str(workdir) for workdir in workdirs]
+  return next(([*part] for part in parts if len({*part}) == len(part)), whole)
+
+
+def list_kinds(runs: Mapping[str, Any]) -> list[str]:
+  """Returns the kinds of tasks of the first run, in their order."""
+  table = next(iter(runs.values()))
+  return list(dict.fromkeys(k for row in table.values() for s in row.values() for k in s))
+
+
+def format_kind(runs: Mapping[str, Any], kind: str) -> str:
+  """Formats the table of a kind of tasks."""
+  first = next(iter(runs.values()))
+  cells: dict[str, dict[str, tables.Cell]] = {}
+  for method, row in first.items():
+    sets = [s for s in row if row[s][kind]['count']]
+    if all(table.get(method) == row for table in runs.values()):
+      cells[method] = {s: comparison.count(row[s][kind]) for s in sets}
+      continue
+    for run, table in runs.items():
+      found = table[method]
+      cells[f'{method}, {run}'] = {s: comparison.count(found[s][kind]) for s in sets}
+    means = {s: [table[method][s][kind]['mean'] for table in runs.values()] for s in sets}
+    cells[f'{method}, mean'] = {s: sum(m) / len(m) for s, m in means.items()}
+  return tables.format_table(cells, list(next(iter(first.values()))))
+
+
+def add_line(path: str | os.PathLike, line: Mapping[str, Any]) -> None:
+  """Appends a line; several processes may write to the same file."""
+  pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+  # A kill may have truncated the line before: this one must not be joined to it. One call
+  # to write appends the line as a whole, whoever else writes.
+  with open(path, 'ab', buffering=0) as file:
+    file.write(f'\n{json.dumps(line)}\n'.encode())
+    os.fsync(file.fileno())
+
+
+def read_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
+  """Reads the lines, oldest first; skips what was truncated, with a warning."""
+  path, lines = pathlib.Path(path), []
+  text = path.read_text(encoding='utf-8') if path.exists() else ''
+  for number, line in enumerate(text.splitlines(), 1):
+    try:
+      lines += [json.loads(line)] if line else []
+    except ValueError:
+      warnings.warn(
+        f'{path}: line {number} is no JSON and is left out; the process that wrote it '
+        'was probably killed, and what the line held is measured again.',
+        stacklevel=2,
+      )
+  return lines
+
+
+def contains(path: str | os.PathLike, key: Mapping[str, Any]) -> bool:
+  """Returns whether a line has all fields of `key`."""
+  return any(key.items() <= line.items() for line in read_lines(path))
+
+
+def estimate(
+  scores: Float[np.ndarray, 'tasks n'],
+  answers: Sequence[Sequence[Hashable | None]] | None = None,
+) -> dict[str, float]:
+  """Computes statistics of n samples of each task.
+
+  Args:
+    scores: The score of each sample; 1 is right.
+    answers: The answer of each sample, None without one. Answers that mean the same must
+      be equal.
+
+  Returns:
+    'mean', 'best' (the mean of each task's best score) and 'pass@k' for k = 1, 2, 4, ...
+    up to n; 'majority' if there are answers; with two tasks or more also 'error', the
+    standard error of the mean. It is over tasks, because the samples of one task are not
+    independent of each other.
+  """
+  tasks, n = scores.shape
+  right = (scores >= 1.0).sum(axis=1)
+  estimates = {'mean': float(scores.mean()), 'best': float(scores.max(axis=1).mean())}
+  if tasks > 1:
+    estimates['error'] = float(scores.mean(axis=1).std(ddof=1) / tasks**0.5)
+  if answers is not None:
+    votes = [majority(*pair) for pair in zip(scores, answers, strict=True)]
+    estimates['majority'] = float(np.mean(votes))
+  for k in (2**i for i in range(n.bit_length())):
+    estimates[f'pass@{k}'] = float(np.mean([pass_at_k(n, int(c), k) for c in right]))
+  return estimates
+
+
+def majority(scores: Sequence[float], answers: Sequence[Hashable | None]) -> float:
+  """Returns the score of the most frequent answer; 0 if there is none.
+
+  If several are equally frequent, one is drawn at random, and this returns the expected
+  score. So majority@1 is mean@1, and majority@2 is mean@2 if every sample has an answer.
+
+  Args:
+    scores: The score of each sample.
+    answers: The answer of each sample; samples without one (None) do not vote.
+  """
+  votes = collections.Counter(answer for answer in answers if answer is not None)
+  most = max(votes.values(), default=0)
+  chosen = [
+    score
+    for score, answer in zip(scores, answers, strict=True)
+    if answer is not None and votes[answer] == most
+  ]
+  # All these answers are equally frequent, so each of them has the same weight.
+  return float(np.mean(chosen)) if chosen else 0.0
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+  """Estimates the chance that one of k samples is right: 1 - C(n - c, k) / C(n, k).
+
+  The unbiased estimator of the Codex paper (arXiv 2107.03374, section 2.1).
+
+  Args:
+    n: Samples of a task.
+    correct: How many of them are right.
+    k: At most n.
+  """
+  if not 1 <= k <= n or not 0 <= correct <= n:
+    raise ValueError(f'k={k} must be in [1, n={n}], correct={correct} in [0, n={n}].')
+  return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def auc(scores: Float[np.ndarray, 'n'], success: Bool[np.ndarray, 'n']) -> float:
+  """Returns the probability that a success scores above a failure, ties counted as half.
+
+  The area under the ROC curve is Mann and Whitney's U over the number of pairs. NaN if
+  there are only successes or only failures.
+  """
+  from scipy import stats
+
+  wins, losses = int(success.sum()), int((~success).sum())
+  if not wins * losses:
+    return float('nan')
+  ranks = stats.rankdata(scores)[success].sum()
+  return float((ranks - wins * (wins + 1) / 2) / (wins * losses))
+
+
+def pair_margins(scores, rewards, groups) -> Float[np.ndarray, 'pairs']:
+  """Returns sᵢ - sⱼ for each pair of one group with rᵢ > rⱼ."""
+  better = (groups[:, None] == groups) & (rewards[:, None] > rewards)
+  return (scores[:, None] - scores)[better]
+
+
+def calibration(
+  probabilities: Float[np.ndarray, 'n'], success: Bool[np.ndarray, 'n'], bins: int = 10
+) -> tuple[float, list[tuple[float, float, int]]]:
+  """Compares probabilities of success with frequencies, in bins of equal width.
+
+  Returns:
+    The expected calibration error, Σ_b n_b/n |mean probability - share of successes|
+    (Guo et al. 2017, arXiv 1706.04599, with the probability of success in place of the
+    confidence), and for each bin that is not empty both numbers and n_b.
+  """
+  bin_of = np.minimum((probabilities * bins).astype(int), bins - 1)
+  rows = [
+    (
+      float(probabilities[inside].mean()),
+      float(success[inside].mean()),
+      int(inside.sum()),
+    )
+    for inside in (bin_of == b for b in np.unique(bin_of))
+  ]
+  error = sum(n * abs(mean - share) for mean, share, n in rows) / max(len(success), 1)
+  return error, rows
+
+
+def render_paper(
+  lines: Sequence[dict[str, Any]],
+  target: pathlib.Path,
+  methods: Sequence[str],
+  steady: Sequence[str],
+) -> None:
+  """Writes the tables (.md), the curves (.png) and the numbers they are of (.jsonl).
+
+  Args:
+    lines: The results.
+    target: Prefix of the files.
+    methods: The methods of the paper's tables, in their order; masks are in parentheses.
+    steady: Those that may keep GRPO from collapsing, which have a table of their own.
+  """
+  order = {method: i for i, method in enumerate([*methods, *steady])}
+  lines = sorted(lines, key=lambda r: (order[r['method']], r['seed']))
+  of = {m: [r for r in lines if r['method'] == m] for m in order}
+  of = {method: rows for method, rows in of.items() if rows}
+  sets = list(lines[0]['sets'])
+  chosen_for = {
+    'Table 3: methods': [m for m in of if '(' not in m and m not in steady],
+    'Table 4: masks': [m for m in of if m in ('PPO', 'GRPO') or '(' in m],
+  }
+  if {*steady} & of.keys():
+    chosen_for['Against collapse'] = [m for m in of if m == 'GRPO' or m in steady]
+  parts = []
+  for title, chosen in chosen_for.items():
+    kinds = list(lines[0]['sets'][sets[0]])
+    for kind in kinds:
+      rows = {m: _average_seeds(of[m], sets, kind) for m in chosen}
+      columns = [*sets, 'average', 'seeds', 'minutes a seed']
+      parts.append(f'### {title}, {kind}\n\n{tables.format_table(rows, columns)}\n')
+  target.parent.mkdir(parents=True, exist_ok=True)
+  target.with_suffix('.md').write_text('\n'.join(parts))
+  target.with_suffix('.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in lines))
+  print('\n'.join(parts))
+  learned = {m: r for m, r in of.items() if r[0]['rewards'] and m not in steady}
+  if learned:
+    _plot_rewards(learned, target.with_suffix('.png'))
+
+
+def _average_seeds(rows, sets, kind) -> dict[str, Any]:
+  """A method's cells: the mean over seeds, and its 95 % interval (Student's t)."""
+  cells: dict[str, Any] = {}
+  means = [[r['sets'][s][kind]['mean'] for s in sets] for r in rows]
+  counts = [rows[0]['sets'][s][kind]['count'] for s in sets]
+  for name, values, n in zip(sets, zip(*means, strict=True), counts, strict=True):
+    if n:
+      alone = tables.Count(round(values[0] * n), n)
+      cells[name] = (
+        tables.Interval(*tables.mean_interval(values)) if len(rows) > 1 else alone
+      )
+  if all(counts):
+    average = [float(np.mean(m)) for m in means]
+    cells['average'] = (
+      tables.Interval(*tables.mean_interval(average)) if len(rows) > 1 else average[0]
+    )
+  cells['seeds'] = str(len(rows))
+  cells['minutes a seed'] = f'{np.mean([r["seconds"] for r in rows]) / 60:.1f}'
+  return cells
+
+
+def _plot_rewards(learned, path) -> None:
+  """The reward in training of every method, with the seeds' spread."""
+  seeds: dict[int, dict[int, dict[str, float]]] = {}
+  for method, rows in learned.items():
+    for r in rows:
+      for step, reward in enumerate(r['rewards'], 1):
+        line = seeds.setdefault(r['seed'], {}).setdefault(step, {'step': step})
+        line[method] = reward
+  plain = [m for m in learned if '(' not in m]
+  panels = {'Methods': plain}
+  for name in ('PPO', 'GRPO'):
+    panels[f'{name} and its masks'] = [m for m in learned if m.split(' (')[0] == name]
+  runs = [list(lines.values()) for lines in seeds.values()]
+  plots.plot_curves(runs, path, panels=panels, title='Reward in training')
+
+
+if __name__ == '__main__':
+  flags.DEFINE_string('out', 'runs/seeds', 'Prefix of the .md written.')
+  app.run(main)
