@@ -50,7 +50,7 @@ def _trajectory(group=0, sample=0, metrics=None):
   messages = [*_TASK.messages, {'role': 'assistant', 'content': 'é\ud83d 😀\x00'}]
   metrics = metrics or {'em': np.float32(0.1), 'inf': float('inf')}
   return types.Trajectory(
-    _TASK, group, sample, segments, turns, messages, 'done', metrics
+    _TASK, group, sample, segments, turns, messages, types.Status.DONE, metrics
   )
 
 
