@@ -1,7 +1,8 @@
 """The data that rooms pass to each other: records on the host, and the device's batch.
 
 Task -> Trajectory (text and tokens, on the host) -> Batch (packed arrays, on devices).
-Letters: B packed rows, T tokens and E entries of each.
+Letters: B packed rows, T tokens and E entries of each, F features of pictures' tokens, D
+embed, L layers, k experts of a token.
 """
 
 from collections.abc import Iterable, Sequence
@@ -284,50 +285,80 @@ class Automaton:
     return kinds_Q, np.stack(masks_KW).astype(np.uint32, copy=False)
 
 
-class Tree(NamedTuple):
-  """The text of packed rows in which what several segments begin with is once.
+class Segments(NamedTuple):
+  """Whole segments in packed rows: a token sees those of its segment, up to itself."""
 
-  rl/prefix_trees.py has an example. T tokens of a packed row, E entries of the batch.
+  ids: Int[Array, 'B T']  # 1, 2, ... within a packed row; 0 is padding.
+
+
+class Tree(NamedTuple):
+  """Prefix trees in packed rows: what several segments begin with is there once.
+
+  rl/prefix_trees.py has an example.
+
+  Attributes:
+    parents: The column of the token before each; its own for a first token.
+    ends: The column after the token's last descendant: position t sees position s if
+      s <= t < ends[s].
+  """
+
+  parents: Int[Array, 'B T']
+  ends: Int[Array, 'B T']
+
+
+class Pictures(NamedTuple):
+  """The pictures in rows; rl/picture_rows.py and engine/sight.py make them.
+
+  Attributes:
+    coordinates: The time, row and column by which M-RoPE turns each token; see
+      models/picture_places.locate.
+    index: The feature of each token, -1 for text. With `patches` it counts in the row,
+      else in all `features`. None, as are both of these, where there is text only, which
+      may follow pictures.
+    features: The embeddings of pictures' tokens, where they are known already.
+    patches: The patches of each row's pictures, as models/picture_patches.PatchBatch, of
+      which the vision tower makes the features.
+  """
+
+  coordinates: Int[Array, 'B T 3']
+  index: Int[Array, 'B T'] | None = None
+  features: Float[Array, 'F D'] | None = None
+  patches: Any = None
+
+
+class Rows(NamedTuple):
+  """All that a model reads: packed rows, or the next tokens of cached ones.
+
+  What is optional is set where it arises, and read by the layer that uses it.
 
   Attributes:
     tokens: Token ids.
-    positions: Position of each token in its segments, from 0.
-    parents: The column of the token before; its own for a first token.
-    ends: The column after the token's last descendant: position t sees position s if
-      s <= t < ends[s].
-    nodes: For each entry the column of its token.
+    positions: The position of each token in its segment, from 0; in a cache, the slot
+      that it is written to, or kv_cache.NOWHERE.
+    sees: Which tokens of a packed row see which; None in a cache, whose rows are one
+      text each.
+    pictures: The pictures that tokens stand for, if there are any.
+    routes: The experts that compute each token, and NO_EXPERT where the router chooses;
+      None if it always does.
+    adapters: The adapter of each row, as models/lora.Adapters; None if it has none.
   """
 
   tokens: Int[Array, 'B T']
   positions: Int[Array, 'B T']
-  parents: Int[Array, 'B T']
-  ends: Int[Array, 'B T']
-  nodes: Int[Array, 'B E']
-
-
-class Pictures(NamedTuple):
-  """The pictures of packed rows; rl/picture_rows.py makes it.
-
-  Attributes:
-    patches: The patches of each row's pictures, as models/picture_patches.PatchBatch.
-    index: The token of the row's pictures that each token of the text is; -1 for text.
-    coordinates: The three numbers by which M-RoPE turns each token.
-  """
-
-  patches: Any
-  index: Int[Array, 'B T']
-  coordinates: Int[Array, 'B T 3']
+  sees: Segments | Tree | None = None
+  pictures: Pictures | None = None
+  routes: Int[Array, 'B T L k'] | None = None
+  adapters: Any = None
 
 
 class Batch(NamedTuple):
-  """Packed rows on the device; several segments share one.
+  """Packed rows on the device, and the entries of their loss.
 
-  Without a tree, an entry is a token: T = E columns hold the whole segments. With one,
-  models read the tree, and the other fields have an entry for each token with a loss.
+  An entry is a token of a segment. A token that segments share, in trees, has an entry
+  for each of them; without trees, entries and tokens have the same columns.
 
   Attributes:
-    tokens: Token ids.
-    positions: Position of each token in its segment, from 0.
+    rows: What models read.
     segment_ids: 1, 2, ... within a packed row; 0 is padding.
     action_mask: True where the policy sampled the token (the paper's action mask).
     old_logprobs: log π_old, from which the ratio of a loss is formed: the behaviour
@@ -341,14 +372,10 @@ class Batch(NamedTuple):
     correction: Importance weights of stale trajectories; they multiply the policy loss.
     values: The critic's values at rollout, if there is a critic.
     returns: The critic's targets, if there is a critic.
-    tree: The text that models read, if it is not that of the entries.
-    pictures: The pictures of the text that models read, if it has any.
-    routes: The experts that compute each token of the text that models read, and
-      NO_EXPERT where the router chooses; None if it always does.
+    columns: The column of each entry's token in its row; None if it is the entry's own.
   """
 
-  tokens: Int[Array, 'B E']
-  positions: Int[Array, 'B E']
+  rows: Rows
   segment_ids: Int[Array, 'B E']
   action_mask: Bool[Array, 'B E']
   old_logprobs: Float[Array, 'B E']
@@ -359,6 +386,4 @@ class Batch(NamedTuple):
   correction: Float[Array, 'B E'] | None = None
   values: Float[Array, 'B E'] | None = None
   returns: Float[Array, 'B E'] | None = None
-  tree: Tree | None = None
-  pictures: Pictures | None = None
-  routes: Int[Array, 'B T L k'] | None = None
+  columns: Int[Array, 'B E'] | None = None

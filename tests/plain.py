@@ -8,6 +8,7 @@ import episodes
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
@@ -128,8 +129,7 @@ class Scores(NamedTuple):
 
 def direct(params: decoder.Params, tokens: Any) -> tuple[jax.Array, ...]:
   """Computes the fields of Scores for rows [B, T] of one text each."""
-  ones = jnp.ones_like(tokens)
-  x = decoder.hidden(params, CONFIG, tokens, jnp.cumsum(ones, axis=1) - 1, ones)
+  x = decoder.hidden(params, CONFIG, tiny.rows(tokens))
   log_p = jax.nn.log_softmax(x[:, :-1] @ params['lm_head']['kernel'] / TEMPERATURE)
   chosen = jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)[..., 0]
   entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
@@ -166,12 +166,19 @@ def score(params: decoder.Params, segments: Iterable[types.Segment]) -> Scores:
   """Scores texts of at most 32 tokens."""
   segments = list(segments)
   where, batch = padded(segments, _PADDED)
-  columns = (where.extract(np.asarray(x)) for x in _direct(params, batch.tokens))
+  columns = (where.extract(np.asarray(x)) for x in _direct(params, batch.rows.tokens))
   return Scores(*(by_segment(segments, column) for column in columns))
 
 
 def segments_of(trajectories_) -> list[types.Segment]:
   return [s for t in trajectories_ for s in t.segments]
+
+
+def tokens_of_entries(batch: types.Batch) -> np.ndarray:
+  """The token of each entry, [B, E]."""
+  tokens = np.asarray(batch.rows.tokens)
+  columns = batch.columns
+  return tokens if columns is None else np.take_along_axis(tokens, columns, axis=1)
 
 
 def whole(batches: Iterable[types.Batch]) -> types.Batch:

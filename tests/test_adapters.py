@@ -23,6 +23,7 @@ import serving
 import tiny
 
 from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import (
   decoder,
@@ -164,9 +165,8 @@ class TestTokens:
 
     @functools.partial(jax.jit, static_argnames='c')
     def extend(params, adapters=None, c=shape):
-      x, _ = decoder.extend(
-        params, c, tokens, positions, kv_cache.empty(c, 2, 8), adapters
-      )
+      rows = types.Rows(tokens, positions, adapters=adapters)
+      x, _ = decoder.extend(params, c, rows, kv_cache.empty(c, 2, 8))
       return x.astype(jnp.float32)
 
     plain, merged = (sampling_params.unstack(x, shape) for x in (base, adapted))

@@ -8,6 +8,7 @@ import episodes
 import jax
 import numpy as np
 import pytest
+import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.rl import (
@@ -43,8 +44,7 @@ def _inputs():
   g, mask = episodes.golden(), episodes.golden_mask()
   counts = np.arange(24) * np.ones((12, 1), np.int32)
   batch = types.Batch(
-    tokens=counts,
-    positions=counts,
+    rows=tiny.rows(counts, counts),
     segment_ids=np.ones((12, 24), np.int32),
     action_mask=mask,
     old_logprobs=g['in/old_logp'],
@@ -204,7 +204,8 @@ def _loss_at(algorithm, ratio, advantage):
   one = lambda x: np.full((1, 1), x)
   stats = losses.TokenStats(one(np.log(ratio) - 2.0), one(0.0))
   ids = np.ones((1, 1), np.int32)
-  batch = types.Batch(ids, ids - 1, ids, ids > 0, one(-2.0), one(advantage), one(1.0))
+  numbers = map(one, (-2.0, advantage, 1.0))
+  batch = types.Batch(tiny.rows(ids, ids - 1, ids), ids, ids > 0, *numbers)
   return float(_loss(algorithm.loss)(stats, batch)[0, 0])
 
 

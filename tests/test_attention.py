@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from agent_r1_jax import types
 from agent_r1_jax.models import attention, attention_kernels, sharding
 
 
@@ -56,6 +57,11 @@ def forest(T, seed):
   return ends
 
 
+def tree(ends):
+  """What rows of trees see; attention reads no parents."""
+  return types.Tree(jnp.zeros_like(ends), jnp.asarray(ends))
+
+
 def assert_plain(
   attend,
   *,
@@ -94,7 +100,8 @@ def assert_plain(
 
     return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)
 
-  mine = both(attend, [ids] if ends is None else [None, ends])
+  sees = types.Segments(ids) if ends is None else tree(ends)
+  mine = both(attend, [sees])
   for x, y in zip(
     *map(jax.tree.leaves, (mine, both(functools.partial(plain, cap=cap), [visible]))),
     strict=True,
@@ -134,11 +141,11 @@ def test_blocks_before_the_window_are_not_read():
   spoilt, ids = v.at[:, :64].set(jnp.nan), jnp.ones((1, 256), int)
   local = attention.Local(True, jnp.arange(256)[None])
   attend = functools.partial(attention.packed, rules=attention.Rules(window=64))
-  out = attend(q, k, spoilt, ids, local=local)
+  out = attend(q, k, spoilt, types.Segments(ids), local=local)
   # Token 126 sees token 63, so that its block reads the spoilt one; the next does not.
   np.testing.assert_array_equal(np.isnan(out[0]).any((1, 2)), np.arange(256) < 128)
   everything = local._replace(slides=False)
-  assert np.isnan(attend(q, k, spoilt, ids, local=everything)).all()
+  assert np.isnan(attend(q, k, spoilt, types.Segments(ids), local=everything)).all()
 
 
 def test_blocks_that_nothing_sees_are_not_read():
@@ -146,8 +153,7 @@ def test_blocks_that_nothing_sees_are_not_read():
   q, k, v, _ = inputs(1, 256, 2, 1, 32)
   ids = jnp.asarray(np.arange(256) // 64 + 1)[None]
   spoilt = k.at[:, 64:128].set(jnp.nan)
-  out = attention.packed(q, spoilt, v, ids)
-  clean = attention.packed(q, k, v, ids)
+  out, clean = (attention.packed(q, x, v, types.Segments(ids)) for x in (spoilt, k))
   assert np.isnan(out[:, 64:128]).all()
   np.testing.assert_array_equal(out[:, :64], clean[:, :64])
   np.testing.assert_array_equal(out[:, 128:], clean[:, 128:])
@@ -155,7 +161,8 @@ def test_blocks_that_nothing_sees_are_not_read():
 
 @pytest.mark.parametrize('H', [128, 64])
 def test_the_kernel_for_tpus_is_the_plain_attention(H):
-  interpreted = functools.partial(attention_kernels.splash, interpret=True)
+  splash = functools.partial(attention_kernels.splash, interpret=True)
+  interpreted = lambda q, k, v, sees: splash(q, k, v, sees.ids)
   assert_plain(interpreted, H=H, rtol=1e-4, atol=1e-4)
 
 
@@ -163,9 +170,9 @@ def test_the_kernel_for_tpus_is_the_plain_attention(H):
 def test_the_kernel_for_tpus_with_a_window_and_a_cap(slides):
   """In a layer that does not slide, the window changes nothing."""
 
-  def attend(q, k, v, ids, rules, local=None):
+  def attend(q, k, v, sees, rules, local=None):
     layer = jnp.asarray(slides), 100, rules.cap
-    return attention_kernels.splash(q, k, v, ids, *layer, interpret=True)
+    return attention_kernels.splash(q, k, v, sees.ids, *layer, interpret=True)
 
   window = 100 if slides else 0
   assert_plain(attend, H=64, window=window, cap=0.7, rtol=1e-4, atol=1e-4)
@@ -201,7 +208,7 @@ def test_the_kernel_for_trees_on_tpus_reads_no_block_that_nothing_sees(tpu):
   q, k, v, slope = inputs(1, 384, 2, 1, 64)
   ends = jnp.asarray(np.repeat([384, 256, 384], 128), jnp.int32)[None]
 
-  attend = lambda q, k, v: attention.packed(q, k, v, None, ends)
+  attend = lambda q, k, v: attention.packed(q, k, v, tree(ends))
 
   @jax.jit
   def both(k, v):
@@ -267,8 +274,9 @@ def test_it_lowers_for_cuda(gpu, dtype, H, tokens, fused):
   """Forward and backward by cuDNN where it can, else by XLA; with no Pallas."""
   q, k, v, _ = (jax.ShapeDtypeStruct((1, tokens, n, H), dtype) for n in (4, 2, 2, 4))
   ids = jax.ShapeDtypeStruct((1, tokens), 'int32')
-  total = lambda q, k, v, ids: attention.packed(q, k, v, ids).astype(jnp.float32).sum()
-  traced = jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(q, k, v, ids)
+  total = lambda *args: attention.packed(*args).astype(jnp.float32).sum()
+  gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+  traced = gradient.trace(q, k, v, types.Segments(ids))
   text = traced.lower(lowering_platforms=('cuda',)).as_text()
   assert ('__cudnn$fmha' in text, 'Backward' in text) == (fused, fused)
   assert 'triton' not in text and 'mosaic' not in text
@@ -351,7 +359,7 @@ def test_pages_are_for_tpus_bfloat16_and_whole_tiles(
 def test_each_chip_gets_heads_with_their_keys(heads, chips, dealt):
   """Chips that compute their heads alone give together what one gives."""
   q, k, v, _ = inputs(2, 5, *heads, 4)
-  ids = jnp.asarray([[1, 1, 1, 2, 2], [1, 2, 2, 2, 0]])
+  ids = types.Segments(jnp.asarray([[1, 1, 1, 2, 2], [1, 2, 2, 2, 0]]))
   arrays = attention._split_heads(q, k, v, chips)
   assert (arrays[0].shape[2], arrays[1].shape[2]) == dealt
   parts = zip(*(jnp.split(x, chips, axis=2) for x in arrays), strict=True)

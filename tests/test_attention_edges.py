@@ -89,7 +89,7 @@ def test_training_by_xla(monkeypatch, platform, slides, T, trees):
       return self.positions - (windows - 1)
 
   local = OfRows(True, jnp.asarray(positions)) if slides else None
-  attend = lambda q, k, v: attention.packed(q, k, v, None, jnp.asarray(ends), local)
+  attend = lambda q, k, v: attention.packed(q, k, v, test_attention.tree(ends), local)
   assert_rows(attend, near if slides else sees, (2, 1), 8)
 
 
@@ -97,7 +97,7 @@ def test_training_along_trees_on_tpus(monkeypatch):
   monkeypatch.setattr(sharding, 'platform', lambda: 'tpu')
   ends, _, sees, _, _ = draw_rows(6, 384, 128, trees=True, seed=0)
   with pltpu.force_tpu_interpret_mode():
-    attend = lambda q, k, v: attention.packed(q, k, v, None, jnp.asarray(ends))
+    attend = lambda q, k, v: attention.packed(q, k, v, test_attention.tree(ends))
     assert_rows(attend, sees, (1, 1), 64)
 
 

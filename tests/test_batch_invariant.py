@@ -15,7 +15,7 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.models import attention, batch_invariant, kv_cache, sampling_params
+from agent_r1_jax.models import attention, batch_invariant, kv_cache, ops, sampling_params
 from agent_r1_jax.rl import algorithms, learner, packing, table
 
 _TEMPERATURE = 0.7
@@ -86,7 +86,8 @@ def _score_by_calls(config, params, texts) -> list[types.Segment]:
 
   @jax.jit
   def call(params, cache, tokens, positions):
-    x, cache = batch_invariant.extend(params, config, tokens, positions, cache)
+    rows = types.Rows(tokens, positions)
+    x, cache = batch_invariant.extend(params, config, rows, cache)
     scaled = batch_invariant.logits(params, config, x) / jnp.full((1, 1, 1), _TEMPERATURE)
     found = batch_invariant.log_softmax(scaled.reshape(-1, tiny.VOCAB))
     return found.reshape(scaled.shape), cache
@@ -198,7 +199,12 @@ def test_optimized_programs_score_few_tokens_and_many_alike(dtype):
 
 
 def test_the_gradient_is_that_of_the_ordinary_code():
-  join = batch_invariant.with_gradient_of(jnp.sin, jnp.floor)
+  config = _config('float32')
+
+  def compute(x, config):
+    return jnp.floor(x) if config.batch_invariant else jnp.sin(x)
+
+  join = ops.choose(config).differentiate(compute, config)
   value, slope = jax.value_and_grad(join)(1.5)
   assert value == 1.0 and slope == pytest.approx(np.cos(1.5))
 

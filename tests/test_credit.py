@@ -53,9 +53,9 @@ def _unpacked(batches, segments, shape=plain.SHAPE):
   where = packing.plan_layout(
     lengths, row_tokens=shape.row_tokens, row_multiple=shape.rows
   )
-  assert {b.tokens.shape for b in batches} == {shape[:2]}
+  assert {b.weights.shape for b in batches} == {shape[:2]}
   fields = plain.whole(batches)
-  return types.Batch(*(x if x is None else where.extract(x) for x in fields))
+  return jax.tree.map(where.extract, fields)
 
 
 def _score(params, trajectories):
@@ -310,7 +310,9 @@ def test_the_critic_sees_the_prefix_before_every_segment():
   options = {'shape': plain.SHAPE, 'prefixes': prefixes}
   batches, _ = credit.make_critic_minibatch(table, range(14), algorithm, **options)
   batch = _unpacked(batches, views)
-  np.testing.assert_array_equal(batch.tokens, np.concatenate([v.tokens for v in views]))
+  np.testing.assert_array_equal(
+    batch.rows.tokens, np.concatenate([v.tokens for v in views])
+  )
   weights = table.action_mask / table.action_mask.sum()
   for column, expected in (
     (batch.weights, weights),
@@ -322,7 +324,7 @@ def test_the_critic_sees_the_prefix_before_every_segment():
     assert not any(a[: len(p)].any() for a, p in zip(split, before))
   # The policy never sees it.
   batches, _ = credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
-  tokens = _unpacked(batches, plain.segments_of(ts)).tokens
+  tokens = _unpacked(batches, plain.segments_of(ts)).rows.tokens
   np.testing.assert_array_equal(tokens, table.tokens)
 
 
@@ -378,7 +380,8 @@ def test_minibatch_has_every_number_at_its_token(members, aggregate):
   segments = plain.segments_of(chosen)
   batch = _unpacked(batches, segments, shape)
   rows = np.concatenate([np.flatnonzero(table.trajectory == i) for i in members])
-  for name in ('tokens', 'action_mask', *names):
+  np.testing.assert_array_equal(batch.rows.tokens, table.tokens[rows])
+  for name in ('action_mask', *names):
     np.testing.assert_array_equal(getattr(batch, name), getattr(table, name)[rows])
   # The denominators are those of these members.
   counts = np.array([sum(s.action_mask.sum() for s in t.segments) for t in chosen])

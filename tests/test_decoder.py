@@ -7,7 +7,9 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+import tiny
 
+from agent_r1_jax import types
 from agent_r1_jax.models import decoder, families, kv_cache, sampling_params, weights
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
@@ -25,7 +27,7 @@ def _model(family):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _jitted(params, config, tokens, positions, segment_ids):
-  x = decoder.hidden(params, config, tokens, positions, segment_ids)
+  x = decoder.hidden(params, config, tiny.rows(tokens, positions, segment_ids))
   return decoder.logits(params, config, x)
 
 
@@ -75,7 +77,7 @@ def test_the_cache_gives_the_logits_of_transformers(family):
     places[row, len(text) :] = kv_cache.NOWHERE
   for start in range(0, slots, 12):
     chunk = slice(start, start + 12)
-    x, cache = extend(tokens[:, chunk], places[:, chunk], cache)
+    x, cache = extend(types.Rows(tokens[:, chunk], places[:, chunk]), cache)
     found.append(decoder.logits(layers, config, x))
   found = np.concatenate(found, axis=1)
   for logits, (text, expected) in zip(found, rows, strict=True):

@@ -132,13 +132,14 @@ def test_loads_are_of_the_text_alone_and_balance_is_measured():
   tokens = jnp.array([[5, 6, 7, 5, 6, 8, 0, 0]], jnp.int32)
   positions = jnp.array([[0, 1, 2, 0, 1, 2, 0, 0]], np.int32)
   ids = jnp.array([[1, 1, 1, 2, 2, 2, 0, 0]], np.int32)
-  _, loads = decoder.hidden_and_loads(params, config, tokens, positions, ids)
+  _, loads = decoder.hidden_and_loads(params, config, tiny.rows(tokens, positions, ids))
   assert loads.shape == (2, 8)
   np.testing.assert_array_equal(loads.sum(1), [6 * 2] * 2)
   tree = jnp.array([[5, 6, 7, 8, 0, 0, 0, 0]], np.int32)
   places = jnp.array([[0, 1, 2, 2, 0, 0, 0, 0]], np.int32)
   ends = jnp.array([[4, 4, 3, 4, 5, 6, 7, 8]], np.int32)
-  _, of_tree = decoder.hidden_and_loads(params, config, tree, places, None, ends)
+  rows = types.Rows(tree, places, types.Tree(places, ends))  # It reads no parents.
+  _, of_tree = decoder.hidden_and_loads(params, config, rows)
   np.testing.assert_array_equal(of_tree.sum(1), [4 * 2] * 2)
   found = learner._measure_balance(jnp.asarray([[4.0, 0, 0, 0], [1.0, 1, 2, 0]]))
   assert found['expert_max_load'] == (4 + 2) / 2 and found['expert_idle'] == 4 / 8

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.rl import kl, losses
@@ -118,7 +119,8 @@ def test_k3_in_the_loss_is_the_peers(key, coef, dual_clip):
   weights = jnp.asarray(mask / mask.sum())
   # Of the batch, only what a surrogate reads.
   batch = types.Batch(
-    *[jnp.zeros(mask.shape, jnp.int32)] * 3,
+    rows=tiny.rows(jnp.zeros(mask.shape, jnp.int32)),
+    segment_ids=jnp.zeros(mask.shape, jnp.int32),
     action_mask=jnp.asarray(mask),
     old_logprobs=jnp.asarray(g['in/old_logp']),
     advantages=jnp.asarray(advantages),

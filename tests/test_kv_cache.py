@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import attention, decoder, kv_cache, sampling_params
 from agent_r1_jax.train.plan import footprint, setup
@@ -95,8 +96,8 @@ def test_logits_are_those_of_dequantised_keys_and_values(monkeypatch, family):
   def compute(cache):
     found = []
     for part in (slice(0, 9), slice(9, 12)):
-      text = tokens[:, part], positions[:, part]
-      x, cache = decoder.extend(params, shape, *text, cache)
+      rows = types.Rows(tokens[:, part], positions[:, part])
+      x, cache = decoder.extend(params, shape, rows, cache)
       found.append(decoder.logits(params, shape, x))
     return jnp.concatenate(found, axis=1), cache
 
@@ -125,7 +126,7 @@ def _score(params, tokens, numbers='int8'):
   """The log-probs of a text that one call computes, [S]; what follows it is dropped."""
   at = jnp.arange(_S)[None]
   cache = kv_cache.empty(_SHAPE, 1, _S, numbers)
-  x, _ = decoder.extend(params, _SHAPE, tokens[None], at, cache)
+  x, _ = decoder.extend(params, _SHAPE, types.Rows(tokens[None], at), cache)
   every = jax.nn.log_softmax(decoder.logits(params, _SHAPE, x))[0, :-1]
   return jnp.take_along_axis(every, tokens[1:, None], axis=1)[:, 0]
 

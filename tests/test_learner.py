@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import plain
 import pytest
+import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
@@ -36,8 +37,7 @@ _PPO = algorithms.ppo(
   aggregate=aggregation.seq_mean_token_mean,
 )
 # Every field of a batch that is a number of a token.
-_OTHERS = ('weights', 'tree', 'pictures', 'routes')
-_NUMBERS = tuple(x for x in types.Batch._fields[4:] if x not in _OTHERS)
+_NUMBERS = tuple(x for x in types.Batch._fields[3:-1] if x != 'weights')
 _SURROGATES = {
   name: make()
   for name, make in inspect.getmembers(losses, inspect.isfunction)
@@ -143,7 +143,7 @@ def test_the_gradient_is_that_of_the_plain_formula():
   old = np.concatenate(old)
 
   def formula(params):
-    logprobs, _, values, _ = plain.direct(params, jnp.asarray(padded.tokens))
+    logprobs, _, values, _ = plain.direct(params, jnp.asarray(padded.rows.tokens))
     ratio = jnp.exp(logprobs - where.place(old, np.float32))
     a = where.place(adv, np.float32)
     loss = jnp.maximum(-a * ratio, -a * jnp.clip(ratio, 0.8, 1.2))
@@ -190,14 +190,15 @@ def test_no_gradient_comes_from_padding_and_from_what_no_action_follows():
   batches, changed, late = _batches(), [], 0
   for batch in batches:
     # Backwards in each row: is there an action of the same segment later on?
-    follows = np.zeros(batch.tokens.shape, bool)
+    follows = np.zeros(batch.weights.shape, bool)
     for t in reversed(range(31)):
       same = batch.segment_ids[:, t] == batch.segment_ids[:, t + 1]
       later = batch.action_mask[:, t + 1] | follows[:, t + 1]
       follows[:, t] = same & later & (batch.segment_ids[:, t] > 0)
     free = ~follows & ~batch.action_mask
     late += (free & (batch.segment_ids > 0)).sum()
-    changed.append(batch._replace(tokens=np.where(free, 63 - batch.tokens, batch.tokens)))
+    tokens = np.where(free, 63 - batch.rows.tokens, batch.rows.tokens)
+    changed.append(batch._replace(rows=batch.rows._replace(tokens=tokens)))
   assert late > 3
   plain.equal(_gradient(changed), _expected())
 
@@ -215,7 +216,7 @@ def _made_up(seed=0):
   weights = np.where(weighs, rng.uniform(0.1, 1, (2, 8)), 0).astype(np.float32)
   numbers = {name: draw() for name in _NUMBERS} | {'kl_weights': 0.1 * weights}
   numbers['old_logprobs'] -= 1
-  batch = types.Batch(ids, ids, ids, weighs, weights=weights, **numbers)
+  batch = types.Batch(tiny.rows(ids, ids, ids), ids, weighs, weights=weights, **numbers)
   return params, batch
 
 
@@ -402,8 +403,7 @@ def test_bfloat16_is_for_activations_only():
   def step(params):
     state = learner.init(params, adam)
     grads, _ = learner._gradient(params, batch, **options)
-    text = (batch.tokens, batch.positions, batch.segment_ids)
-    x = decoder.hidden(params, half, *map(jnp.asarray, text))
+    x = decoder.hidden(params, half, jax.tree.map(jnp.asarray, batch.rows))
     return x, grads, learner._apply(state, grads, optimizer=adam)
 
   x, grads, state = jax.eval_shape(step, plain.policy())

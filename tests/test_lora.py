@@ -112,7 +112,7 @@ def test_the_merged_policy_is_the_adapted_one_to_the_last_bit(dtype):
 
   @jax.jit
   def hidden(params):
-    return decoder.hidden(params, shape, text, places, jnp.ones_like(text))
+    return decoder.hidden(params, shape, tiny.rows(text, places))
 
   plain.equal(hidden(lora.merge(adapted)), hidden(adapted))
   assert not np.array_equal(hidden(adapted), hidden(params))
@@ -127,13 +127,12 @@ def test_adapters_of_a_bfloat16_policy_have_gradients_on_a_cpu(frozen):
     params = quantization.freeze(params, shape, frozen)
   adapted = _adapted(params, rank=4)
   text = jnp.arange(256)[None] * 7 % tiny.VOCAB
-  ones = jnp.ones_like(text)
 
   @jax.jit
   @jax.grad
   def differentiate(learned):
     params = lora.join(learned, lora.split(adapted)[1])
-    hidden = decoder.hidden(params, shape, text, jnp.arange(256)[None], ones)
+    hidden = decoder.hidden(params, shape, tiny.rows(text))
     return hidden.astype(jnp.float32).sum()
 
   found = jax.tree.leaves(differentiate(lora.split(adapted)[0]))
@@ -178,7 +177,9 @@ def _residuals(params, config):
   text = jnp.zeros((1, 16), jnp.int32)
 
   def hidden(learned):
-    return decoder.hidden(lora.join(learned, frozen), config, text, text, text + 1)
+    return decoder.hidden(
+      lora.join(learned, frozen), config, tiny.rows(text, text, text + 1)
+    )
 
   _, backward = jax.eval_shape(lambda p: jax.vjp(hidden, p), learned)
   return sum(x.size for x in jax.tree.leaves(backward))

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.test_util import check_grads
 import numpy as np
 import pytest
+import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.rl import aggregation, losses, packing, table
@@ -46,8 +47,7 @@ def _batch(logprobs, advantages, weights=None, segment_ids=None, **numbers):
   B, T = logprobs.shape
   numbers.update(old_logprobs=logprobs, advantages=advantages)
   return types.Batch(
-    tokens=jnp.zeros((B, T), jnp.int32),
-    positions=jnp.zeros((B, T), jnp.int32),
+    rows=tiny.rows(jnp.zeros((B, T), jnp.int32)),
     segment_ids=jnp.ones((B, T), jnp.int32) if segment_ids is None else segment_ids,
     action_mask=jnp.ones((B, T), bool),
     weights=jnp.ones((B, T)) if weights is None else weights,

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -80,28 +81,29 @@ def test_pack(lengths, multiple):
   batch = packing.pack(table.from_segments(segments), where)
   padding = batch.segment_ids == 0
   assert padding.sum() == where.rows * 32 - sum(lengths)
-  for name in ('tokens', 'positions', 'action_mask', 'old_logprobs'):
-    assert (getattr(batch, name)[padding] == 0).all()
+  columns = *batch.rows[:2], *batch[1:4]
+  for column in columns:
+    assert (column[padding] == 0).all()
   assert not batch.advantages.any() and not batch.weights.any()
-  assert set(batch[7:]) == {None}
+  assert set(batch[6:]) == set(batch.rows[3:]) == {None}
   edges = np.cumsum(lengths, dtype=int)[:-1]
-  columns = (np.split(where.extract(x), edges) for x in batch[:5])
-  for s, tokens, positions, ids, mask, logprobs in zip(segments, *columns):
+  parts = (np.split(where.extract(x), edges) for x in columns)
+  for s, tokens, positions, ids, mask, logprobs in zip(segments, *parts):
     np.testing.assert_array_equal(tokens, s.tokens)
     np.testing.assert_array_equal(positions, np.arange(len(s.tokens)))
     np.testing.assert_array_equal(mask, s.action_mask)
     np.testing.assert_array_equal(logprobs, s.behaviour_logprobs)
     assert len(set(ids)) == 1
   # 1, 2, 3, ...: no two segments of a row share a number.
-  for ids, positions in zip(batch.segment_ids, batch.positions):
+  for ids, positions in zip(batch.segment_ids, batch.rows.positions):
     starts = ids[(positions == 0) & (ids > 0)]
     assert sorted(starts) == list(range(1, len(starts) + 1))
-  dtypes = [str(x.dtype) for x in batch[:5]]
+  dtypes = [str(x.dtype) for x in columns]
   assert dtypes == ['int32', 'int32', 'int32', 'bool', 'float32']
 
 
 def test_every_column_that_a_batch_has_a_field_for_is_packed():
-  names = types.Batch._fields[4:-3]
+  names = types.Batch._fields[3:-1]
   segments = _segments([5, 7, 9])
   columns = {name: np.arange(21) + 100.0 * i for i, name in enumerate(names)}
   text = dataclasses.replace(table.from_segments(segments), **columns)
@@ -121,9 +123,6 @@ def test_microbatches_are_the_batch():
     text, packing.MicrobatchShape(2, 32, trees=False)
   )
   assert len(parts) == 3 and same == where
-  for whole, *of_parts in zip(batch, *parts):
-    if whole is None:
-      assert set(of_parts) == {None}
-    else:
-      assert {x.shape for x in of_parts} == {(2, 32)}
-      np.testing.assert_array_equal(np.concatenate(of_parts), whole)
+  for whole, *of_parts in zip(*map(jax.tree.leaves, (batch, *parts)), strict=True):
+    assert {x.shape for x in of_parts} == {(2, 32)}
+    np.testing.assert_array_equal(np.concatenate(of_parts), whole)

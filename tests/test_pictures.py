@@ -197,7 +197,7 @@ def test_a_conversation_of_supervised_text_has_pictures(chat):
   np.testing.assert_array_equal(segment.pictures, [np.asarray(image())])
   config = sft.Config(steps=2, rows=1, row_tokens=64)
   (batch,) = sft.batches([segment], config, tiny.VISION)
-  shown = batch.tokens >= types.FIRST_PICTURE_ID
+  shown = batch.rows.tokens >= types.FIRST_PICTURE_ID
   assert shown.sum() == 6 and (batch.weights[shown] == 0).all()
 
 

@@ -36,7 +36,7 @@ def _prefixes(texts) -> set[tuple[int, ...]]:
   return {tuple(t[: i + 1].tolist()) for t in texts for i in range(len(t))}
 
 
-def _read(tree: types.Tree, row: int, column: int) -> list[int]:
+def _read(tree, row: int, column: int) -> list[int]:
   """The tokens from the root to a column."""
   out = [column]
   while tree.parents[row, out[0]] != out[0]:
@@ -61,8 +61,9 @@ def test_the_path_to_a_token_is_its_text_and_the_tokens_it_sees(
 ):
   table = _table(texts)
   layout = prefix_trees.plan(table, row_tokens=row_tokens, row_multiple=multiple)
-  tree = layout.tree(table.tokens)
-  assert len(tree.tokens) % multiple == 0 and len(tree.tokens) >= 1
+  rows, _ = layout.pack_rows(table.tokens)
+  tree = rows.sees
+  assert len(rows.tokens) % multiple == 0 and len(rows.tokens) >= 1
   columns = np.arange(row_tokens)
   sees = (columns[None] <= columns[:, None])[None] & (
     columns[None, :, None] < tree.ends[:, None]
@@ -72,16 +73,16 @@ def test_the_path_to_a_token_is_its_text_and_the_tokens_it_sees(
     for i in range(len(text)):
       row, column = divmod(int(layout.index[n]), row_tokens)
       path = _read(tree, row, column)
-      assert tree.tokens[row, path].tolist() == text[: i + 1].tolist()
-      assert tree.positions[row, column] == i == len(path) - 1
+      assert rows.tokens[row, path].tolist() == text[: i + 1].tolist()
+      assert rows.positions[row, column] == i == len(path) - 1
       assert np.flatnonzero(sees[row, column]).tolist() == path
       n += 1
-  used = np.zeros(tree.tokens.size, bool)
+  used = np.zeros(rows.tokens.size, bool)
   used[layout.index] = True
-  padding = ~used.reshape(tree.tokens.shape)
+  padding = ~used.reshape(rows.tokens.shape)
   itself = np.broadcast_to(columns[:, None] == columns, sees.shape)
   assert (sees[padding] == itself[padding]).all()
-  np.testing.assert_array_equal(layout.extract(np.arange(tree.tokens.size)), layout.index)
+  np.testing.assert_array_equal(layout.extract(np.arange(rows.tokens.size)), layout.index)
 
 
 @pytest.mark.parametrize('seed', range(5))
@@ -119,17 +120,17 @@ def test_entries_are_the_weighted_tokens_and_at_most_two_for_each_column():
   table = dataclasses.replace(_table(texts, weights), advantages=np.arange(70.0))
   layout = prefix_trees.plan(table, row_tokens=10)
   batch = packing.pack(table, layout)
-  tree = batch.tree
-  assert tree is not None
+  assert isinstance(batch.rows.sees, types.Tree)
   # 42 entries, of which a row has room for 20: three segments each.
-  assert batch.weights.shape == (3, 20) and tree.tokens.shape == (3, 10)
+  assert batch.weights.shape == (3, 20) and batch.rows.tokens.shape == (3, 10)
   entered = batch.weights != 0
   np.testing.assert_array_equal(
     np.sort(batch.advantages[entered]), table.advantages[weights > 0]
   )
+  # In this table a token is its position, and advantages count its tokens.
   for name in ('tokens', 'positions'):
-    own = np.take_along_axis(getattr(tree, name), tree.nodes, axis=1)
-    np.testing.assert_array_equal(getattr(batch, name)[entered], own[entered])
+    own = np.take_along_axis(getattr(batch.rows, name), batch.columns, axis=1)
+    np.testing.assert_array_equal(own[entered], batch.advantages[entered] % 10)
   for ids, advantages in zip(batch.segment_ids, batch.advantages, strict=True):
     segment = advantages[ids > 0] // 10
     np.testing.assert_array_equal(ids[ids > 0], 1 + segment - segment[0])
@@ -289,7 +290,7 @@ def test_the_kernel_for_tpus_gives_the_gradient_of_whole_rows(monkeypatch):
   monkeypatch.setattr(pl, 'pallas_call', interpreted)
   with jax.set_mesh(mesh):
     batches = make(1, 128)
-    assert all(batch.tree is not None for batch in batches)
+    assert all(isinstance(batch.rows.sees, types.Tree) for batch in batches)
     ours, sums = learn(batches)
   plain.close(ours, expected, 5e-5)
   np.testing.assert_allclose(sums['loss'], whole['loss'], rtol=1e-4, atol=1e-6)
@@ -306,11 +307,11 @@ def test_what_a_sibling_says_changes_nothing():
   before = jax.jit(stats)(batch)
   for text in range(0, len(texts), 5):
     # Other tokens in all columns that do not belong to this text.
-    own = np.zeros(batch.tree.tokens.size, bool)
+    own = np.zeros(batch.rows.tokens.size, bool)
     own[layout.index[table.segment == text]] = True
-    own = own.reshape(batch.tree.tokens.shape)
-    tokens = np.where(own, batch.tree.tokens, 63 - batch.tree.tokens)
-    after = jax.jit(stats)(batch._replace(tree=batch.tree._replace(tokens=tokens)))
+    own = own.reshape(batch.rows.tokens.shape)
+    tokens = np.where(own, batch.rows.tokens, 63 - batch.rows.tokens)
+    after = jax.jit(stats)(batch._replace(rows=batch.rows._replace(tokens=tokens)))
     for a, b in zip(after, before, strict=True):
       np.testing.assert_array_equal(np.asarray(a)[own], np.asarray(b)[own])
 
@@ -323,5 +324,5 @@ def test_without_a_kernel_for_trees_rows_are_whole_and_it_is_said_once(
   table = _table(_texts(9))
   for _ in range(3):
     batches, layout = packing.pack_microbatches(table, TREES)
-  assert isinstance(layout, packing.Layout) and batches[0].tree is None
+  assert isinstance(layout, packing.Layout) and batches[0].columns is None
   assert len(caplog.records) == 1 and 'batch.trees' in caplog.text

@@ -24,9 +24,8 @@ def _choose(shape, params, tokens):
   cache = kv_cache.empty(shape, 1, len(tokens))
   at = np.arange(len(tokens), dtype=np.int32)[None]
   copy = sampling_params.unstack(params, shape)
-  _, cache = jax.jit(decoder.extend, static_argnums=1)(
-    copy, shape, tokens[None], at, cache
-  )
+  extend = jax.jit(decoder.extend, static_argnums=1)
+  _, cache = extend(copy, shape, types.Rows(tokens[None], at), cache)
   return np.stack([layer.experts[0].T for layer in cache], axis=1)
 
 
@@ -90,13 +89,10 @@ def test_the_learner_computes_each_token_by_the_experts_of_its_column(trees):
   assert (table.routes[6:] == types.NO_EXPERT).all()
   shape = packing.MicrobatchShape(1, 12, trees)
   (batch,), layout = packing.pack_microbatches(table, shape)
-  assert (batch.tree is not None) == trees and layout.computed == (6 if trees else 9)
-  text = (batch.tokens, batch.positions, batch.segment_ids, None)
-  if trees:
-    text = (batch.tree.tokens, batch.tree.positions, None, batch.tree.ends)
-  options = {'routes': batch.routes}
+  assert isinstance(batch.rows.sees, types.Tree if trees else types.Segments)
+  assert layout.computed == (6 if trees else 9)
   run = jax.jit(decoder.hidden_and_loads, static_argnums=1)
-  _, loads = run(tiny.params(SHAPE), SHAPE, *text, **options)
+  _, loads = run(tiny.params(SHAPE), SHAPE, batch.rows)
   free = 1 if trees else 4
   for layer, counts in enumerate(np.asarray(loads)):
     named = np.bincount([layer, layer + 2], minlength=E) * 5
@@ -156,7 +152,7 @@ def test_a_run_replays_what_it_sampled(replay, tmp_path, monkeypatch, no_curves)
   def make_minibatch(table, *args, **kwargs):
     tables.append(table)
     batches, metrics = made(table, *args, **kwargs)
-    assert all((batch.routes is None) != replay for batch in batches)
+    assert all((batch.rows.routes is None) != replay for batch in batches)
     return batches, metrics
 
   made = credit.make_minibatch

@@ -135,7 +135,7 @@ def _log_softmax(text, temperature):
 
   @jax.jit
   def logits(tokens):
-    hidden = decoder.hidden(params, config, tokens, positions, jnp.ones_like(tokens))
+    hidden = decoder.hidden(params, config, tiny.rows(tokens, positions))
     rows = decoder.logits(sampling_params.unstack(params, config), config, hidden[0])
     return jax.nn.log_softmax(rows / temperature)
 

@@ -92,8 +92,8 @@ def test_a_step_has_the_gradient_of_all_scores_however_they_are_batched(name):
   used = (positions < lengths[:, None]).astype(np.int32)
 
   def whole(params):
-    rows_of = map(jnp.array, (rows, positions, used))
-    values = decoder.values(params, decoder.hidden(params, config, *rows_of))
+    packed = tiny.rows(*map(jnp.array, (rows, positions, used)))
+    values = decoder.values(params, decoder.hidden(params, config, packed))
     return _loss(name, values[np.arange(5), lengths - 1])
 
   loss, gradient = jax.jit(jax.value_and_grad(whole))(_params(config))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import test_slot_attention
 
+from agent_r1_jax import types
 from agent_r1_jax.models import (
   attention,
   attention_kernels,
@@ -64,11 +65,11 @@ def test_rows_on_an_h100_attend_by_it(monkeypatch, trees):
   spans = jnp.repeat(jnp.asarray([[1, 2, 0]]), jnp.asarray([60, 190, 6]), axis=1)
   spans = block_attention.find_ends(spans) if trees else spans
   q, k, v, _ = inputs(256, 2, 1, 64)
-  given = (None, spans) if trees else (spans, None)
-  plain = attention.packed(q, k, v, *given)
+  sees = types.Tree(spans, spans) if trees else types.Segments(spans)
+  plain = attention.packed(q, k, v, sees)
   monkeypatch.setattr(sharding, 'platform', lambda: 'gpu')
   monkeypatch.setattr(sharding, 'device_kind', lambda: 'NVIDIA H100 80GB HBM3')
-  np.testing.assert_array_equal(attention.packed(q, k, v, *given), plain)
+  np.testing.assert_array_equal(attention.packed(q, k, v, sees), plain)
   assert attention_kernels.knows_spans(q)
   for other in (q[:, :192], q[..., :32], q.astype(jnp.float32)):
     assert not attention_kernels.knows_spans(other)

@@ -109,9 +109,9 @@ def _segments(lengths):
 def _seen(batch):
   """The first and last token of each segment, in the order of the stream."""
   used = batch.segment_ids > 0
-  starts = used & (batch.positions == 0)
+  starts = used & (batch.rows.positions == 0)
   nexts = np.pad(starts[:, 1:] | ~used[:, 1:], ((0, 0), (0, 1)), constant_values=True)
-  firsts, lasts = (np.sort(batch.tokens[x]) for x in (starts, used & nexts))
+  firsts, lasts = (np.sort(batch.rows.tokens[x]) for x in (starts, used & nexts))
   return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
 
@@ -122,14 +122,14 @@ def test_batches_lose_and_repeat_nothing(rows, seed):
   lengths = rng.integers(2, 26, 60)
   config = sft.Config(rows=rows, row_tokens=20)
   made = list(sft.batches(_segments(lengths), config))
-  assert {b.tokens.shape for b in made} == {(rows, 20)}
+  assert {b.weights.shape for b in made} == {(rows, 20)}
   expected = [
     (s.tokens[0], s.tokens[-1]) for s in _segments(lengths) if len(s.tokens) <= 20
   ]
   assert 0 < len(expected) < 60
   # In order: a batch is filled from the front of the stream.
   assert list(itertools.chain(*map(_seen, made))) == expected
-  tokens = np.concatenate([b.tokens[b.segment_ids > 0] for b in made])
+  tokens = np.concatenate([b.rows.tokens[b.segment_ids > 0] for b in made])
   assert len(set(tokens)) == len(tokens) == sum(n for n in lengths if n <= 20)
 
 
@@ -176,7 +176,7 @@ def test_tokens_of_replies_share_the_weight_with_others_by_their_part(other_weig
   # What likelihood multiplies: w A, whose sum over the batch is 1.
   share = batch.weights * batch.advantages
   np.testing.assert_allclose(share.sum(), 1, rtol=1e-6)
-  first, used = batch.positions == 0, batch.segment_ids > 0
+  first, used = batch.rows.positions == 0, batch.segment_ids > 0
   assert (share[first] == 0).all() and (share[~used] == 0).all()
   # Of 4 + 3 + 1 replies' tokens each weighs 1, of the 3 + 2 + 0 others a part of it.
   each = 1 / (8 + 5 * other_weight)

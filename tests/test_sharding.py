@@ -128,7 +128,8 @@ rows, trees = (
   packing.pack_microbatches(tokens, packing.MicrobatchShape(2 * B, T, of_trees))[0][0]
   for of_trees in (False, True)
 )
-assert trees.tree is not None and rows.tree is None
+assert isinstance(trees.rows.sees, types.Tree)
+assert isinstance(rows.rows.sees, types.Segments)
 loss = learner.objective(algorithms.grpo())
 
 def check(family, batch, sizes, **fields):
@@ -136,9 +137,10 @@ def check(family, batch, sizes, **fields):
   params = jax.device_get(tiny.params(config))
   options = dict(config=config, loss=loss, temperature=0.7)
   if config.num_experts:  # Replayed, where the first is known.
-    shape = *(batch.tree or batch).tokens.shape, config.num_layers, 2
+    shape = *batch.rows.tokens.shape, config.num_layers, 2
     routes = rng.integers(-1, config.num_experts, shape).astype(np.int8)
-    batch = batch._replace(routes=np.where(routes[..., :1] < 0, np.int8(-1), routes))
+    routes = np.where(routes[..., :1] < 0, np.int8(-1), routes)
+    batch = batch._replace(rows=batch.rows._replace(routes=routes))
   want, sums = jax.device_get(learner._gradient(params, batch, **options))
   mesh = sharding.make_mesh(**sizes)
   where = sharding.make_shardings(params, mesh)
@@ -154,8 +156,8 @@ def check(family, batch, sizes, **fields):
     assert x.addressable_shards[0].data.shape == at.shard_shape(x.shape)
   # The engine's replica: experts and heads on two chips.
   layers = sampling_params.unstack(jax.device_put(params), config)
-  args = np.arange(12, dtype=np.int32).reshape(2, 6), np.tile(np.arange(6), (2, 1))
-  extend = jax.jit(lambda p, c: decoder.extend(p, config, *args, c)[0])
+  text = np.arange(12, dtype=np.int32).reshape(2, 6), np.tile(np.arange(6), (2, 1))
+  extend = jax.jit(lambda p, c: decoder.extend(p, config, types.Rows(*text), c)[0])
   # A number between two integers may be rounded to the other one on two chips.
   numbers, atol = ('int8', 5e-3) if family == 'gemma2' else ('model', 1e-4)
   want = extend(layers, kv_cache.empty(config, 2, 16, numbers))
@@ -234,7 +236,7 @@ columns['weights'] = tokens.action_mask / len(tokens)
 tokens = dataclasses.replace(tokens, **columns)
 made, layout = packing.pack_microbatches(tokens, packing.MicrobatchShape(B, T))
 trees = made[0]
-assert trees.tree is not None and layout.computed < len(tokens)
+assert isinstance(trees.rows.sees, types.Tree) and layout.computed < len(tokens)
 params = jax.device_get(tiny.params(config))
 params['value_head'] = {'kernel': normal(config.embed_dim, 1), 'bias': normal(1)}
 # A large eps: else Adam's first step is the gradient's sign, and noise where that is 0.
@@ -307,7 +309,7 @@ for params, sizes in (
 update_config = sft.Config(steps=3, rows=B, row_tokens=T, learning_rate=1e-2, warmup=1)
 texts = [
   types.Segment(tokens[:n], np.arange(n) > 2, np.zeros(n, np.float32))
-  for tokens in batch.tokens
+  for tokens in batch.rows.tokens
   for n in (9, 14, 20)
 ]
 losses, scores = [], []

@@ -167,8 +167,8 @@ def test_a_group_in_a_row_shares_its_picture():
   ]
   shape = packing.MicrobatchShape(1, 32, True, _CONFIG.vision)
   ((batch,), _) = packing.pack_microbatches(table.from_segments(segments), shape)
-  assert batch.pictures.patches.patches.shape == (1, 32, 48)
-  assert (batch.pictures.patches.pictures == 1).sum() == 4 * 6
-  assert (batch.pictures.index >= 0).sum() == 6
+  assert batch.rows.pictures.patches.patches.shape == (1, 32, 48)
+  assert (batch.rows.pictures.patches.pictures == 1).sum() == 4 * 6
+  assert (batch.rows.pictures.index >= 0).sum() == 6
   with pytest.raises(ValueError, match=r'give MicrobatchShape\(vision='):
     packing.pack_microbatches(table.from_segments(segments), shape._replace(vision=None))

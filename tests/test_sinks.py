@@ -174,7 +174,7 @@ def test_named_steps_are_traced(tmp_path):
 
   @jax.jit
   def read(params):
-    x = decoder.hidden(params, config, tokens, jnp.arange(8)[None], tokens + 1)
+    x = decoder.hidden(params, config, tiny.rows(tokens))
     return decoder.logits(params, config, x)
 
   for step in (1, 2):

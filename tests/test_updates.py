@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import plain
 import pytest
+import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
@@ -88,7 +89,8 @@ def steps(monkeypatch):
 
 
 def _tokens(batches):
-  return sorted(t for b in batches for t in b.tokens[b.segment_ids > 0].tolist())
+  entered = (plain.tokens_of_entries(b)[b.segment_ids > 0] for b in batches)
+  return sorted(np.concatenate([*entered]).tolist())
 
 
 def test_every_epoch_goes_through_all_trajectories(steps):
@@ -307,7 +309,7 @@ def test_reference_is_scored_with_its_shape_and_the_runs_temperature(steps, monk
 
   def logprobs(params, batch, **kwargs):
     asked.append((params, kwargs))
-    return np.zeros(batch.tokens.shape)
+    return np.zeros(batch.weights.shape)
 
   monkeypatch.setattr(learner, 'logprobs', logprobs)
   larger = dataclasses.replace(plain.CONFIG, num_layers=3)
@@ -373,8 +375,7 @@ _PROMPTS = np.array([[3], [17], [40], [61]], np.int32)
 @jax.jit
 def _replies(params):
   """log π of the replies of one token to each of the prompts, [4, V]."""
-  zeros = jnp.zeros_like(_PROMPTS)
-  x = decoder.hidden(params, plain.CONFIG, jnp.asarray(_PROMPTS), zeros, zeros + 1)[:, 0]
+  x = decoder.hidden(params, plain.CONFIG, tiny.rows(jnp.asarray(_PROMPTS)))[:, 0]
   return jax.nn.log_softmax(x @ params['lm_head']['kernel'] / plain.TEMPERATURE)
 
 

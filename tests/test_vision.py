@@ -16,6 +16,7 @@ import safetensors.numpy
 import script
 import tiny
 
+from agent_r1_jax import types
 from agent_r1_jax.agent import pictures
 from agent_r1_jax.models import (
   decoder,
@@ -115,8 +116,8 @@ def _pack_rows(*numbers):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _logits(params, config, text, places, index, features):
-  pictures = decoder.Pictures(places, index, features)
-  x = decoder.hidden(params, config, *text, pictures=pictures)
+  pictures = types.Pictures(places, index, features)
+  x = decoder.hidden(params, config, tiny.rows(*text)._replace(pictures=pictures))
   return decoder.logits(params, config, x)
 
 
@@ -256,18 +257,19 @@ def test_the_cache_gives_the_logits_of_transformers():
   positions = positions.astype(np.int32)
 
   @jax.jit
-  def extend(tokens, positions, cache, pictures):
-    x, cache = decoder.extend(layers, config, tokens, positions, cache, pictures=pictures)
+  def extend(rows, cache):
+    x, cache = decoder.extend(layers, config, rows, cache)
     return decoder.logits(layers, config, x), cache
 
   found, first = [], 64
   assert (index[:, first:] < 0).all() and first % 8 == 0
   for start in [*range(0, first, 8), *range(first, lengths[0])]:
     part = slice(start, start + (8 if start < first else 1))
-    where = decoder.Pictures(places[:, part], index[:, part], features)
+    where = types.Pictures(places[:, part], index[:, part], features)
     if start >= first:  # A decode has coordinates only.
-      where = decoder.Pictures(places[:, part])
-    out, cache = extend(tokens[:, part], positions[:, part], cache, where)
+      where = types.Pictures(places[:, part])
+    text = types.Rows(tokens[:, part], positions[:, part], pictures=where)
+    out, cache = extend(text, cache)
     found.append(out)
   found = np.concatenate(found, axis=1)
   for logits, length, row in zip(found, lengths, rows, strict=True):
@@ -280,9 +282,10 @@ def test_text_is_that_of_qwen2():
   plain = dataclasses.replace(config, family='qwen2', vision=None, mrope_section=())
   text, (places, _), _ = _pack_rows(-1, -1)
   hidden = jax.jit(decoder.hidden, static_argnums=1)
-  expected = hidden(params, plain, *text)
-  np.testing.assert_array_equal(hidden(params, config, *text), expected)
-  found = hidden(params, config, *text, pictures=decoder.Pictures(places))
+  rows = tiny.rows(*text)
+  expected = hidden(params, plain, rows)
+  np.testing.assert_array_equal(hidden(params, config, rows), expected)
+  found = hidden(params, config, rows._replace(pictures=types.Pictures(places)))
   np.testing.assert_array_equal(found, expected)
 
 
@@ -378,6 +381,7 @@ import jax, numpy as np
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 import tiny
+from agent_r1_jax import types
 from agent_r1_jax.models import decoder, picture_patches, sharding, vision
 
 config = tiny.config('qwen2_5_vl', layers=1)
@@ -401,11 +405,10 @@ places = np.stack([positions, positions // 2, positions % 7], axis=-1)
 @jax.jit
 def gradient(params, batch, tokens, index):
   def loss(params):
-    seen = decoder.Pictures(places, index, vision.features(params, config, batch))
-    ids = positions * 0 + 1
-    return jax.numpy.square(
-      decoder.hidden(params, config, tokens, positions, ids, pictures=seen)[:, :, 0]
-    ).mean()
+    seen = types.Pictures(places, index, vision.features(params, config, batch))
+    sees = types.Segments(positions * 0 + 1)
+    rows = types.Rows(tokens, positions, sees, seen)
+    return jax.numpy.square(decoder.hidden(params, config, rows)[:, :, 0]).mean()
   return jax.value_and_grad(loss)(params)
 
 want, want_gradient = gradient(params, batch, tokens, index)

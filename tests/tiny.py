@@ -10,6 +10,7 @@ from typing import Any
 import zlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from agent_r1_jax import config as config_lib
@@ -165,6 +166,14 @@ def engine(
 def stop(ids: Sequence[int] | None = None) -> types.Automaton:
   """Ends a reply at these tokens; by default at those of `chat`."""
   return automata.stop(chat().stop_ids if ids is None else ids, VOCAB)
+
+
+def rows(tokens: Any, positions: Any = None, ids: Any = None) -> types.Rows:
+  """Packed rows, by default of one segment each."""
+  if positions is None:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  ids = jnp.ones_like(positions) if ids is None else ids
+  return types.Rows(tokens, positions, types.Segments(ids))
 
 
 def learned(

@@ -13,6 +13,7 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
+from agent_r1_jax.models import kv_cache
 
 
 def take_turns(actives: 'Sequence[ActiveRequest]') -> 'list[ActiveRequest]':
@@ -135,8 +136,11 @@ class ActiveRequest:
 
 def make_prefill_batch(
   rows: Sequence[rows_lib.Row], size: int, tokens: int, unused_row: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-  """Makes the arguments of `programs.prefill`: rows, start, tokens and count, in numpy.
+) -> tuple[np.ndarray, types.Rows, np.ndarray]:
+  """Makes the arguments index and rows of `programs.prefill`, in numpy.
+
+  Returns:
+    These, and how many tokens of each entry are prefilled.
 
   Args:
     rows: Rows whose next tokens are prefilled.
@@ -144,14 +148,16 @@ def make_prefill_batch(
     tokens: The most tokens of a row (T).
     unused_row: The row of an entry without one.
   """
-  indices = np.full(size, unused_row, np.int32)
+  index, count = np.full(size, unused_row, np.int32), np.zeros(size, np.int32)
   token_ids = np.zeros((size, tokens), np.int32)
-  start, count = np.zeros((2, size), np.int32)
+  positions = np.full((size, tokens), kv_cache.NOWHERE, np.int32)
   for m, row in enumerate(rows):
     missing = row.missing[:tokens]
-    indices[m], start[m], count[m] = row.index, row.cached, len(missing)
-    token_ids[m, : len(missing)] = missing
-  return indices, start, token_ids, count
+    n = len(missing)
+    index[m], count[m], token_ids[m, :n] = row.index, n, missing
+    positions[m, :n] = np.arange(row.cached, row.cached + n)
+  arrays: Any = token_ids, positions  # jit takes numpy arrays too.
+  return index, types.Rows(*arrays), count
 
 
 def make_targets(

@@ -16,6 +16,7 @@ from agent_r1_jax import types
 from agent_r1_jax.engine import active_request, automaton_guide, drafts, prompt_scores
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
+from agent_r1_jax.engine import rows as rows_lib
 from agent_r1_jax.engine import sight as sight_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.models import decoder, lora, sharding
@@ -73,18 +74,16 @@ class Device:
     adapters for the slots of entries.
     """
     sizes = self.sizes
-    # The row after the last one marks an unused entry.
-    unused = lambda size: np.full(size, sizes.rows, np.int32)
     for bucket in sizes.buckets:
       for size in sizes.prefill_rows:
-        zeros = np.zeros(size, np.int32)
-        tokens = np.zeros((size, sizes.prefill_tokens), np.int32)
-        batch = unused(size), zeros, tokens, zeros
-        pictures = self.sight and self.sight.look(params, None, (), batch)
-        self.prefill(params, *batch, bucket, select(zeros), pictures)
+        options = size, sizes.prefill_tokens, sizes.rows
+        index, rows, slots = active_request.make_prefill_batch((), *options)
+        rows = self.look(params, None, (), rows)._replace(adapters=select(slots))
+        self.prefill(params, index, rows, bucket)
         on_done()
-      most = sizes.prefill_rows[-1]
-      self.copy(np.zeros(most, np.int32), unused(most), bucket)
+      most = sizes.prefill_rows[-1]  # The row after the last marks an unused entry.
+      unused = np.full(most, sizes.rows, np.int32)
+      self.copy(np.zeros(most, np.int32), unused, bucket)
       if self.config.num_experts:
         programs_lib.read_routes(self.cache, 0, bucket=bucket)
       on_done()
@@ -97,7 +96,8 @@ class Device:
       batch = active_request.make_decode_batch(
         {}, size, self.guides, sizes.rows, sees=self.sight is not None
       )
-      self.decode(params, batch, bucket, place, select(np.zeros(size, np.int32)))
+      batch = batch._replace(adapters=select(np.zeros(size, np.int32)))
+      self.decode(params, batch, bucket, place)
       on_done()
     for state in acquired:
       self.pool.release(state)
@@ -107,26 +107,25 @@ class Device:
     with sharding.use_mesh(self.mesh):
       self.cache = programs_lib.copy(self.cache, source, rows, bucket=bucket)
 
+  def look(
+    self, params, version, cached: Sequence[rows_lib.Row], rows: types.Rows
+  ) -> types.Rows:
+    """Adds what the next tokens of texts show, if the policy sees; see Sight.look."""
+    return self.sight.look(params, version, cached, rows) if self.sight else rows
+
   def prefill(
     self,
     params,
-    rows,
-    start,
-    tokens,
-    count,
+    index: np.ndarray,
+    rows: types.Rows,
     bucket: int,
-    adapters: Any = None,
-    pictures: decoder.Pictures | None = None,
     targets: prompt_scores.Targets | None = None,
   ) -> prompt_scores.Scored | None:
     """Writes tokens to rows; returns the scores of any targets, in numpy."""
+    options = {'config': self.config, 'bucket': bucket}
     with sharding.use_mesh(self.mesh):
       self.cache, scored = programs_lib.prefill(
-        params,
-        self.cache,
-        *(rows, start, tokens, count, adapters, pictures, targets),
-        config=self.config,
-        bucket=bucket,
+        params, self.cache, index, rows, targets, **options
       )
     return scored and jax.device_get(scored)
 
@@ -136,7 +135,6 @@ class Device:
     batch: programs_lib.DecodeBatch,
     bucket: int,
     places: drafts.Places | None = None,
-    adapters: lora.Adapters | None = None,
     routed: Sequence[int] = (),
   ) -> tuple[tuple[guide_lib.State, ...], programs_lib.Decoded, dict[int, np.ndarray]]:
     """Samples tokens.
@@ -150,7 +148,7 @@ class Device:
     with sharding.use_mesh(self.mesh):
       self._load_automata()
       given = tuple(self._guide_params.values())
-      args = [params, self.cache, batch, given, places, adapters]
+      args = [params, self.cache, batch, given, places]
       options: dict[str, Any] = {
         'config': self.config,
         'guides': self.guides,

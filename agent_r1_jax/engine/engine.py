@@ -28,14 +28,8 @@ from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.engine import stats as stats_lib
-from agent_r1_jax.models import (
-  batch_invariant,
-  decoder,
-  lora,
-  quantization,
-  sampling_params,
-  sharding,
-)
+from agent_r1_jax.models import decoder, lora, quantization, sampling_params, sharding
+from agent_r1_jax.models import ops as ops_lib
 
 
 class Engine:
@@ -92,16 +86,14 @@ class Engine:
     """
     if weights != 'model':
       quantization.check(weights, config.num_experts, 'weights')
-    if config.batch_invariant:
-      count = 1 if mesh is None else mesh.size
-      batch_invariant.check(
-        config,
-        params,
-        chips=count,
-        adapters=adapters,
-        weights=weights,
-        cache=sizes.get('cache', 'model'),
-      )
+    ops_lib.choose(config).check(
+      config,
+      params,
+      chips=1 if mesh is None else mesh.size,
+      adapters=adapters,
+      weights=weights,
+      cache=sizes.get('cache', 'model'),
+    )
     if replicas > 1 and mesh is not None and mesh.shape['tensor'] > 1:
       # Their collectives would wait for each other.
       raise ValueError(f'replicas is {replicas}: with tensor > 1 it must be 1.')

@@ -20,10 +20,13 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, UInt32
 
+from agent_r1_jax import types
 from agent_r1_jax.engine import drafts, prompt_scores
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import sampling as sampling_lib
-from agent_r1_jax.models import batch_invariant, decoder, kv_cache, lora
+from agent_r1_jax.models import decoder, kv_cache, lora
+from agent_r1_jax.models import ops as ops_lib
+from agent_r1_jax.models import rows as rows_lib
 
 # The number of likeliest tokens whose log-probs a request can ask for.
 TOP = 20
@@ -43,6 +46,7 @@ class DecodeBatch(NamedTuple):
   guide_states: tuple[guide_lib.State, ...]  # The state of each guide, arrays [M, ...].
   # How far a text's coordinates are behind its positions, if the policy sees pictures.
   saved: Int[Array, 'M'] | None = None
+  adapters: lora.Adapters | None = None  # The one of each entry, if the engine has any.
 
 
 class Decoded(NamedTuple):
@@ -67,35 +71,28 @@ class Decoded(NamedTuple):
 def prefill(
   params: decoder.Params,
   cache: kv_cache.Cache,
-  rows: Int[Array, 'M'],
-  start: Int[Array, 'M'],
-  tokens: Int[Array, 'M T'],
-  count: Int[Array, 'M'],
-  adapters: lora.Adapters | None = None,
-  pictures: decoder.Pictures | None = None,
+  index: Int[Array, 'M'],
+  rows: types.Rows,
   targets: prompt_scores.Targets | None = None,
   *,
   config: decoder.DecoderConfig,
   bucket: int,
 ) -> tuple[kv_cache.Cache, prompt_scores.Scored | None]:
-  """Writes tokens[m, :count[m]] to the slots of row rows[m] from start[m] on.
+  """Writes the next tokens of texts to the cache; entry m is the text of row index[m].
 
-  Rows are distinct; B or more marks an unused entry. start[m] tokens are in the cache
-  already. The first `bucket` slots of each row are read and written: at least start +
-  count. The cache is donated; the params come from sampling_params.unstack. `adapters`,
-  if there are any, say which one each entry uses, and `pictures` what tokens show. With
-  `targets`, which is another program, their scores are returned too.
+  These are distinct; B or more marks an unused entry. The tokens before those of `rows`
+  are in the cache already. The first `bucket` slots of each row are read and written: all
+  positions of `rows` are below it, but for NOWHERE. The cache is donated; the params come
+  from sampling_params.unstack. With `targets`, which is another program, their scores are
+  returned too.
   """
-  view = _gather_rows(cache, rows, bucket)
-  steps_1T = jnp.arange(tokens.shape[1])[None]
-  written = steps_1T < count[:, None]
-  positions = jnp.where(written, start[:, None] + steps_1T, kv_cache.NOWHERE)
-  x, view = _extend(params, config, tokens, positions, view, adapters, pictures)
+  view = _gather_rows(cache, index, bucket)
+  x, view = ops_lib.choose(config).extend(params, config, rows, view)
   scored = None
   if targets is not None:
     top = min(TOP, config.vocab_size)
     scored = prompt_scores.score(params, config, x, targets, top)
-  return _scatter_rows(cache, rows, view), scored
+  return _scatter_rows(cache, index, view), scored
 
 
 @functools.partial(jax.jit, static_argnames='bucket', donate_argnames='cache')
@@ -131,7 +128,6 @@ def decode(
   batch: DecodeBatch,
   guide_params: tuple,
   places: drafts.Places | None = None,
-  adapters: lora.Adapters | None = None,
   *,
   config: decoder.DecoderConfig,
   guides: tuple[guide_lib.Guide, ...],
@@ -153,7 +149,6 @@ def decode(
     batch: The requests.
     guide_params: The parameters of each guide.
     places: Where drafts are found; None with k = 0.
-    adapters: Named adapters, and which of them each entry uses; None if there are none.
     config: The policy's shape.
     guides: All guides of the engine (G).
     steps: The most calls of the policy.
@@ -172,7 +167,7 @@ def decode(
   sizes = len(batch.rows), drafts.count_most(steps, k), min(TOP, config.vocab_size)
   alive = (batch.rows < B) & (batch.budget > 0)
   replies = _Replies(batch.ends, batch.guide_states, _no_tokens(*sizes), alive)
-  policy = _Policy(params, config, guides, guide_params, adapters)
+  policy = _Policy(params, config, guides, guide_params)
 
   def call(loop):
     view, replies = loop
@@ -194,14 +189,6 @@ def describe(args: Any) -> Any:
   return jax.tree.map(describe, args)
 
 
-def _extend(
-  params, config: decoder.DecoderConfig, tokens, positions, view, adapters, pictures
-) -> tuple[Array, kv_cache.Cache]:
-  if config.batch_invariant:  # Which has neither adapters nor pictures.
-    return batch_invariant.extend(params, config, tokens, positions, view)
-  return decoder.extend(params, config, tokens, positions, view, adapters, pictures)
-
-
 class _Policy(NamedTuple):
   """What chooses tokens; see `decode`."""
 
@@ -209,7 +196,6 @@ class _Policy(NamedTuple):
   config: decoder.DecoderConfig
   guides: tuple[guide_lib.Guide, ...]
   guide_params: tuple
-  adapters: lora.Adapters | None
 
 
 class _Replies(NamedTuple):
@@ -254,15 +240,11 @@ def _extend_replies(
   positions_MT = jnp.where(runs_MT, length_M1 + steps_1T, kv_cache.NOWHERE)
   # What a draft copies of a picture is no token of the vocabulary either.
   known_MT = jnp.clip(tokens_MT, 0, policy.config.vocab_size - 1)
-  pictures = None
-  if batch.saved is not None:
-    turned_MT1 = (positions_MT - batch.saved[:, None])[..., None]
-    pictures = decoder.Pictures(jnp.repeat(turned_MT1, 3, axis=2))
-  x_MTD, view = _extend(
-    policy.params, policy.config, known_MT, positions_MT, view, policy.adapters, pictures
-  )
-  model = batch_invariant if policy.config.batch_invariant else decoder
-  logits_MTV = model.logits(policy.params, policy.config, x_MTD)
+  rows = rows_lib.continue_text(known_MT, positions_MT, batch.saved)
+  rows = rows._replace(adapters=batch.adapters)
+  ops = ops_lib.choose(policy.config)
+  x_MTD, view = ops.extend(policy.params, policy.config, rows, view)
+  logits_MTV = ops.logits(policy.params, policy.config, x_MTD)
   replies = replies._replace(out=out._replace(calls=out.calls + alive))
 
   def sample(t, running_M, replies):
@@ -286,15 +268,14 @@ def _add_token(
   policy: _Policy, batch: DecodeBatch, replies: _Replies, running, x_MD, logits_MV
 ) -> _Replies:
   """Samples a token of the replies that are running from hidden states and logits."""
-  params, config, guides, guide_params, _ = policy
+  params, config, guides, guide_params = policy
   out, states = replies.out, replies.states
   apply_guides = functools.partial(
     guide_lib.apply, guides, guide_params, states, batch.guide_mask, hidden=x_MD
   )
   position = batch.length + out.count + 1
   logits_MV = sampling_lib.scale_logits(logits_MV, batch.temperature)
-  softmax = batch_invariant if config.batch_invariant else jax.nn
-  logprobs_MV = softmax.log_softmax(logits_MV)
+  logprobs_MV = ops_lib.choose(config).log_softmax(logits_MV)
   apply_guides = functools.partial(apply_guides, logits=logits_MV)
   token, behaviour = _choose(logprobs_MV, batch, position, apply_guides)
   new_states, ended = guide_lib.advance(guides, guide_params, states, token)

@@ -310,20 +310,20 @@ class Replica:
     rows = [row for row in rows if is_scored(row) == scored][:most]
     size = sizes_lib.round_up(sizes.prefill_rows, len(rows))
     options = size, sizes.prefill_tokens, sizes.rows  # The last one is not written.
-    batch = active_request.make_prefill_batch(rows, *options)
-    sight = self.device.sight
-    pictures = sight and sight.look(params, version, rows, batch)
+    index, tokens, count_M = active_request.make_prefill_batch(rows, *options)
+    tokens = self.device.look(params, version, rows, tokens)
     actives, targets = [missing[row] for row in rows], None
     if scored:
       targets = active_request.make_targets(actives, size, sizes.prefill_tokens)
-    counts = batch[-1].tolist()
+    counts = count_M.tolist()
     for row, count in zip(rows, counts, strict=False):
       row.prefill(count)
       self.stats.prefilled += count
     bucket = sizes_lib.round_up(sizes.buckets, max(row.cached for row in rows))
     slot_M = active_request.make_slots(dict(enumerate(actives)), size)
-    seen = slots.select(self._copy_index, slot_M), pictures
-    call = functools.partial(self.device.prefill, params, *batch, bucket, *seen, targets)
+    tokens = tokens._replace(adapters=slots.select(self._copy_index, slot_M))
+    options = index, tokens, bucket, targets
+    call = functools.partial(self.device.prefill, params, *options)
     # Only scores are waited for, so only then in a thread.
     if scores := await self._in_thread(call) if scored else call():
       for m, active in enumerate(actives):
@@ -372,11 +372,9 @@ class Replica:
     # The call is made in the thread too: on a CPU it returns when it has computed.
     places = self.index.offer() if self.index else None
     slot_M = active_request.make_slots(entries, size)
-    adapters = slots.select(self._copy_index, slot_M)
+    batch = batch._replace(adapters=slots.select(self._copy_index, slot_M))
     routed = [m for m, active in entries.items() if active.generation.request.routes]
-    decode = functools.partial(
-      self.device.decode, params, batch, bucket, places, adapters, routed
-    )
+    decode = functools.partial(self.device.decode, params, batch, bucket, places, routed)
     guide_states, decoded, routes = await self._in_thread(decode)
     self._decode_ended_at = time.perf_counter()
     self.stats.decode_seconds += self._decode_ended_at - start_time

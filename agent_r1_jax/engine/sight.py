@@ -20,7 +20,14 @@ import numpy as np
 from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
-from agent_r1_jax.models import decoder, picture_patches, picture_places, sharding, vision
+from agent_r1_jax.models import (
+  decoder,
+  kv_cache,
+  picture_patches,
+  picture_places,
+  sharding,
+  vision,
+)
 
 _KEPT = 1 << 26  # Numbers of the features that are kept: 256 MiB in float32.
 
@@ -60,37 +67,38 @@ class Sight:
     self,
     params: decoder.Params,
     version: Any,
-    rows: Sequence[rows_lib.Row],
-    batch: tuple[np.ndarray, ...],
-  ) -> decoder.Pictures:
-    """Computes what a prefill sees.
+    cached: Sequence[rows_lib.Row],
+    rows: types.Rows,
+  ) -> types.Rows:
+    """Adds what a prefill sees.
 
     Args:
       params: The policy's parameters, as decoder.extend takes them.
       version: The policy's version.
-      rows: The rows of the first entries.
-      batch: What active_request.make_prefill_batch returns.
+      cached: The rows of the cache that the first entries belong to.
+      rows: The next tokens, from active_request.make_prefill_batch.
     """
-    _, start_M, tokens_MT, count_M = batch
-    index = np.full(tokens_MT.shape, -1, np.int32)
-    steps = start_M[:, None] + np.arange(tokens_MT.shape[1], dtype=np.int32)
-    coordinates = np.repeat(steps[..., None], 3, axis=2)
+    positions_MT = np.asarray(rows.positions)
+    M, T = positions_MT.shape
+    index = np.full((M, T), -1, np.int32)
+    coordinates = np.repeat(positions_MT[..., None], 3, axis=2)
     dtype = jnp.dtype(self._config.dtype)
-    features = np.zeros((tokens_MT.size, self._config.embed_dim), dtype)
-    for m, row in enumerate(rows):
+    features = np.zeros((M * T, self._config.embed_dim), dtype)
+    for m, row in enumerate(cached):
       if not (text := row.text) or not text.pictures:
         continue
       n, positions = len(text), np.arange(len(text))
       places = self._list_places(text)
       found = picture_places.locate(text.tokens, positions, np.full(n, n), places)
-      part, into = slice(start_M[m], start_M[m] + count_M[m]), slice(count_M[m])
+      part = positions_MT[m, positions_MT[m] < kv_cache.NOWHERE]
+      into = slice(len(part))
       source, coordinates[m, into] = found[0][part], found[1][part]
       seen = np.flatnonzero(source >= 0)
       if len(seen):
-        index[m, seen] = places_F = m * tokens_MT.shape[1] + seen
+        index[m, seen] = places_F = m * T + seen
         features[places_F] = self._compute(params, version, text)[source[seen]]
     arrays: Any = coordinates, index, features  # jit takes numpy arrays too.
-    return decoder.Pictures(*arrays)
+    return rows._replace(pictures=types.Pictures(*arrays))
 
   def _compute(self, params, version, text: request_lib.Text) -> np.ndarray:
     """Computes the features of all pictures of a text, or finds them, [n, D]."""

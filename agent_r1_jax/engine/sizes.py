@@ -5,7 +5,7 @@ import logging
 from typing import NamedTuple
 
 from agent_r1_jax.engine import drafts as drafts_lib
-from agent_r1_jax.models import attention_kernels, decoder, kv_cache
+from agent_r1_jax.models import attention_kernels, decoder, kv_cache, ops
 
 _LOGGER = logging.getLogger(__name__)
 # How far before the last written slot a text may go on, at least, without being computed
@@ -142,7 +142,7 @@ def count_window_slots(config: decoder.DecoderConfig, slots: int, most: int) -> 
   back: where a reply was cut off, and where another text begins with all but its last
   tokens. A text that goes back further is computed again (rows.py).
   """
-  if not config.window or config.batch_invariant:  # Whose blocks begin at a text's first.
+  if not config.window or not ops.choose(config).rings:
     return slots
   needed = config.window + max(_MAX_REWIND, 2 * most)
   return min(slots, -(-needed // _TILE) * _TILE)

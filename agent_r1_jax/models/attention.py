@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int, Num
 
+from agent_r1_jax import types
 from agent_r1_jax.models import attention_kernels as kernels
 from agent_r1_jax.models import block_attention, kv_cache, row_attention, sharding
 
@@ -50,16 +51,14 @@ def packed(
   q_BTNH: Float[Array, 'B T N H'],
   k_BTKH: Float[Array, 'B T K H'],
   v_BTKH: Float[Array, 'B T K H'],
-  segment_ids_BT: Int[Array, 'B T'] | None,
-  ends_BT: Int[Array, 'B T'] | None = None,
+  sees: types.Segments | types.Tree,
   local: Local | None = None,
   rules: Rules = _PLAIN,
 ) -> Float[Array, 'B T N H']:
   """Causal attention inside each segment of a packed row, or along the paths of trees.
 
-  With the ends of trees (types.Tree), position t attends to position s if
-  s <= t < ends[s], and segment_ids_BT is not read. In a layer that slides, the positions
-  of t and s in their text differ by less than rules.window.
+  In a layer that slides, the positions of a query and its keys in their text differ by
+  less than rules.window.
 
   Where a mesh is set, a chip computes some heads for all tokens of its rows. Chips that
   share a row hold all heads of some of its tokens, and exchange tokens for heads before
@@ -68,8 +67,8 @@ def packed(
   is the same. A ring of keys and values would need a kernel that can continue another's
   partial sums, and an order of tokens that shares the triangle evenly.
   """
-  trees = ends_BT is not None
-  spans_BT = ends_BT if trees else segment_ids_BT
+  trees = isinstance(sees, types.Tree)
+  spans_BT = sees.ends if trees else sees.ids
   mesh = sharding.active_mesh()
   if mesh is None:
     return _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, local, trees, rules)

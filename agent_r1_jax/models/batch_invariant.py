@@ -28,6 +28,7 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from agent_r1_jax import types
 from agent_r1_jax.models import (
   attention,
   decoder,
@@ -86,18 +87,16 @@ def check(
     )
 
 
-def hidden(
-  params: decoder.Params,
-  config: decoder.DecoderConfig,
-  tokens: Int[Array, 'B T'],
-  positions: Int[Array, 'B T'],
-) -> Float[Array, 'B T D']:
-  """Computes decoder.hidden of packed rows, whether they hold segments or trees.
+def hidden_and_loads(
+  params: decoder.Params, config: decoder.DecoderConfig, rows: types.Rows
+) -> tuple[Float[Array, 'B T D'], None]:
+  """Computes decoder.hidden_and_loads of packed rows; there are no experts.
 
-  The params are the learner's; there is no gradient.
+  Positions alone tell where the tokens of a text are, in segments and in trees. The
+  params are the learner's; there is no gradient.
   """
-  B, T = tokens.shape
-  path_MT = _find_paths(positions)
+  B, T = rows.tokens.shape
+  path_MT = _find_paths(rows.positions)
 
   def store(layer, k_MKH, v_MKH):
     def read(token_U, places_C):
@@ -107,22 +106,21 @@ def hidden(
     return read
 
   params = sampling_params.unstack(params, config)
-  x_MD = _run(params, config, tokens.reshape(-1), positions.reshape(-1), store)
-  return x_MD.reshape(B, T, -1)
+  text = rows.tokens.reshape(-1), rows.positions.reshape(-1)
+  return _run(params, config, *text, store).reshape(B, T, -1), None
 
 
 def extend(
   params: decoder.Params,
   config: decoder.DecoderConfig,
-  tokens: Int[Array, 'B T'],
-  positions: Int[Array, 'B T'],
+  rows: types.Rows,
   cache: kv_cache.Cache,
 ) -> tuple[Float[Array, 'B T D'], kv_cache.Cache]:
   """Computes decoder.extend."""
-  B, T = tokens.shape
+  B, T = rows.tokens.shape
   slots = cache[0].keys.shape[2]
   # Of a token that is not written, no more blocks are read than there are.
-  positions = jnp.minimum(positions, slots)
+  positions = jnp.minimum(rows.positions, slots)
   new_cache: list[Any] = []
 
   def store(layer, k_MKH, v_MKH):
@@ -137,7 +135,7 @@ def extend(
 
     return read
 
-  x_MD = _run(params, config, tokens.reshape(-1), positions.reshape(-1), store)
+  x_MD = _run(params, config, rows.tokens.reshape(-1), positions.reshape(-1), store)
   return x_MD.reshape(B, T, -1), tuple(new_cache)
 
 
@@ -186,13 +184,11 @@ def _apply_layer(
     return attend(q_1UNH[0])[None] if attend else q_1UNH
 
   position_1U = position_U[None]
-  angles = decoder.compute_angles(position_1U, exact)
-  block: Any = decoder.Block(exact)
-  x_1UD, _ = block.apply(
-    {'params': layer},
-    x_UD[None].astype(jnp.float32),
-    *(position_1U, angles, attend_block, kind),
-  )
+  rows = types.Rows(jnp.zeros_like(position_1U), position_1U)  # A layer reads no tokens.
+  angles = decoder.compute_angles(rows, exact)
+  block: Any = decoder.Block(exact, attend_block)
+  x_1U = x_UD[None].astype(jnp.float32)
+  x_1UD, _ = block.apply({'params': layer}, x_1U, rows, angles, kind)
   k_UKH, v_UKH = keys_and_values
   return x_1UD[0], k_UKH, v_UKH
 
@@ -269,7 +265,7 @@ def logprobs(
   wanted: Bool[Array, 'B T'],
   temperature: float,
 ) -> tuple[Float[Array, 'B T'], Float[Array, 'B T']]:
-  """Computes head.logprobs, from the learner's params; there is no gradient."""
+  """Computes decoder.logprobs, from the learner's params; there is no gradient."""
   score = _make_head(params, config)
   order_M = jnp.argsort(~wanted.reshape(-1), stable=True)
   x_MD, tokens_M = x.reshape(-1, x.shape[-1])[order_M], tokens.reshape(-1)[order_M]
@@ -289,16 +285,19 @@ def logprobs(
   return restore(out[0]), restore(out[1])
 
 
-def with_gradient_of(
-  plain: Callable[[Any], Any], exact: Callable[[Any], Any]
+def with_plain_gradient(
+  compute: Callable[..., Any], config: decoder.DecoderConfig
 ) -> Callable[[Any], Any]:
-  """Makes a function with the value of `exact`, and the gradient of `plain`.
+  """Makes a function of parameters whose gradient is that of the plain configuration.
 
   Both compute the same but for rounding; the gradient needs no bits of its own.
   """
+  exact = functools.partial(compute, config=config)
+  plain_config = dataclasses.replace(config, batch_invariant=False)
+  plain = functools.partial(compute, config=plain_config)
 
   @jax.custom_vjp
-  def compute(params):
+  def differentiable(params):
     return exact(params)
 
   def forward(params):
@@ -307,8 +306,8 @@ def with_gradient_of(
   def backward(params, cotangents):
     return jax.vjp(plain, params)[1](cotangents)
 
-  compute.defvjp(forward, backward)
-  return compute
+  differentiable.defvjp(forward, backward)
+  return differentiable
 
 
 def _make_head(params, config) -> Callable[[Array], Array]:

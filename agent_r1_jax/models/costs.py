@@ -115,20 +115,22 @@ def count_gradient(
   Backward, each product has two of its own, of which a frozen kernel needs one. The loss
   of a critic of its own has no logits.
   """
-  text, computed = batch, batch.segment_ids > 0
-  wanted = (batch.weights != 0) & (batch.positions > 0)
-  rows, nodes = np.nonzero(wanted)
-  if batch.tree is not None:
-    text, nodes = batch.tree, batch.tree.nodes[wanted]
+  positions, sees = np.asarray(batch.rows.positions), batch.rows.sees
+  T = positions.shape[1]
+  row, column = np.nonzero(batch.weights)
+  if isinstance(sees, types.Tree):
+    column = np.asarray(batch.columns)[row, column]
     # Padding is its own parent and has no descendant.
-    columns = np.arange(text.tokens.shape[1])
-    computed = (text.parents != columns) | (text.ends != columns + 1)
+    computed = (sees.parents != np.arange(T)) | (sees.ends != np.arange(1, T + 1))
+  else:
+    computed = batch.segment_ids > 0
   # Entries of one token share its logits.
-  logits = len(np.unique(rows * text.tokens.shape[1] + nodes))
+  places = np.unique(row * T + column)
+  logits = int((positions.reshape(-1)[places] > 0).sum())
   return count_forward(
     count_parameters(params, config),
     config,
-    np.asarray(text.positions)[computed],
+    positions[computed],
     logits if has_logits else 0,
     products=2 if lora.has_adapters(params) else 3,
     attention=3,

@@ -9,27 +9,30 @@ Letters: B rows (packed, or of the cache), T query tokens, S key slots, L layers
 F feed-forward, N query heads, K key-value heads, G = N / K, H head dim, V vocabulary.
 """
 
+from collections.abc import Callable
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax import linen as nn
 import jax
 from jax import Array
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 import numpy as np
 
+from agent_r1_jax import types
 from agent_r1_jax.models import (
   attention,
   experts,
+  head,
   kv_cache,
-  lora,
   rope,
   sharded_params,
   sharding,
   vision,
 )
+from agent_r1_jax.models import rows as rows_lib
 from agent_r1_jax.models.decoder_config import DecoderConfig, layer_kinds
 from agent_r1_jax.models.layers import (
   MLP,
@@ -40,38 +43,15 @@ from agent_r1_jax.models.layers import (
 )
 
 Params = dict[str, Any]
+# Queries [B, T, N, H], keys and values [B, T, K, H] -> what is attended to [B, T, N, H].
+Attend = Callable[[Array, Array, Array], Array]
 # The scan over at most this many layers is unrolled: a scan copies its residuals into one
 # array and out of it, which takes 15 % of a small model's gradient.
 UNROLLED_LAYERS = 8
 _ACTIVATIONS = {'silu': nn.silu, 'gelu_pytorch_tanh': nn.gelu}
 
 
-class Pictures(NamedTuple):
-  """The pictures in rows of tokens; rl/picture_rows.py and engine/sight.py make them."""
-
-  # The time, row and column by which M-RoPE turns; see picture_places.locate.
-  coordinates: Int[Array, 'B T 3']
-  # The embeddings of pictures' tokens, from vision.features, and the row of them that a
-  # token takes. -1 is a token of text; the number of any other token is not read. Both
-  # are None where there is text only, which may follow pictures.
-  index: Int[Array, 'B T'] | None = None
-  features: Float[Array, 'F D'] | None = None
-
-  def hide(self, tokens_BT: Array) -> Array:
-    """Replaces tokens of pictures, which may lie outside the vocabulary, by token 0."""
-    return tokens_BT if self.index is None else jnp.where(self.index < 0, tokens_BT, 0)
-
-  def show(self, x_BTD: Array) -> Array:
-    """Puts the features of pictures in the place of their tokens' embeddings."""
-    if self.index is None or self.features is None:
-      return x_BTD
-    seen_BTD = self.features[jnp.maximum(self.index, 0)].astype(x_BTD.dtype)
-    return jnp.where(self.index[..., None] < 0, x_BTD, seen_BTD)
-
-
-def compute_angles(
-  positions_BT: Array, c: DecoderConfig, pictures: Pictures | None = None
-) -> tuple[Array, Array]:
+def compute_angles(rows: types.Rows, c: DecoderConfig) -> tuple[Array, Array]:
   """Sin and cos [R, B, T, 1, P] of all rotations that layers have."""
   size = int(c.head_dim * c.rope_fraction)
   frequencies = functools.partial(rope.frequencies, size=size)
@@ -81,10 +61,11 @@ def compute_angles(
     rotations.append((frequencies(c.local_rope_theta), 1.0))
   if any(c.nope):
     rotations.append((jnp.zeros(size // 2), 1.0))
-  if pictures is None or not c.mrope_section:
-    return rope.compute_angles(positions_BT, rotations)
+  coordinates_BT3 = rows_lib.get_coordinates(rows)
+  if coordinates_BT3 is None or not c.mrope_section:
+    return rope.compute_angles(rows.positions, rotations)
   axes_P = np.repeat(np.arange(3), c.mrope_section)
-  return rope.compute_angles(pictures.coordinates[..., axes_P], rotations)
+  return rope.compute_angles(coordinates_BT3[..., axes_P], rotations)
 
 
 def scale_embeddings(x_BTD: Array, config: DecoderConfig) -> Array:
@@ -98,13 +79,17 @@ def _norm(c: DecoderConfig, name: str | None = None, axes: int = 1) -> RMSNorm:
 
 
 class Attention(nn.Module):
-  """Grouped-query attention with RoPE; biases and q/k norms as the family has them."""
+  """Grouped-query attention with RoPE; biases and q/k norms as the family has them.
+
+  `attend`, a function of queries, keys and values, replaces the products of attention.
+  """
 
   config: DecoderConfig
+  attend: Attend | None = None
 
   @nn.compact
-  def __call__(self, x_BTD, positions_BT, angles, segments, kind, cache):
-    """Attends inside segments, or to the cache where there is one; returns it too."""
+  def __call__(self, x_BTD, rows, angles, kind, cache):
+    """Attends to what rows see, or to the cache where there is one; returns it too."""
     c, has = self.config, self.config.facts.has
     project = functools.partial(Projection, dtype=c.dtype, use_bias=has('attn/q/bias'))
     # The engine's kernel of the queries has one axis for all heads; see
@@ -126,17 +111,16 @@ class Attention(nn.Module):
     rules = attention.Rules(c.window, c.attention_cap)
     if self.is_initializing():  # It has no parameters; no mesh can split one token.
       out_BTNH: Any = q_BTNH
-    elif callable(segments):  # As batch_invariant.py attends.
-      out_BTNH = segments(q_BTNH, k_BTKH, v_BTKH)
+    elif self.attend:
+      out_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH)
     elif cache is None:
-      local = attention.Local(kind.slides, positions_BT) if c.window else None
-      ids, ends = segments
-      out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, ids, ends, local, rules)
+      local = attention.Local(kind.slides, rows.positions) if c.window else None
+      out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, rows.sees, local, rules)
     else:
       slides = bool(kind and kind.slides)
-      cache = kv_cache.write(cache, k_BTKH, v_BTKH, positions_BT, slides)
+      cache = kv_cache.write(cache, k_BTKH, v_BTKH, rows.positions, slides)
       rules = rules._replace(window=c.window if slides else 0)
-      slots = cache.keys, cache.values, positions_BT, rules, cache.scales
+      slots = cache.keys, cache.values, rows.positions, rules, cache.scales
       out_BTNH = attention.cached(q_BTNH, *slots)
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
     out = Projection((c.embed_dim,), c.dtype, 2, kernel_init=init, name='o')
@@ -146,35 +130,33 @@ class Attention(nn.Module):
 class Block(nn.Module):
   """One layer. `cache` is None in training, else this layer's.
 
-  `segments` holds the segment_ids and ends of attention.packed, of which one is None;
   `kind` is this layer's, or None if all are alike; `route_BTk` names the experts to take,
-  if they are known. What is returned beside the residual stream is the cache, or in
-  training the loads of the experts, if there are any.
+  if they are known; `attend` is as in Attention. What is returned beside the residual
+  stream is the cache, or in training the loads of the experts, if there are any.
   """
 
   config: DecoderConfig
+  attend: Attend | None = None
 
   @nn.compact
-  def __call__(
-    self, x_BTD, positions_BT, angles, segments, kind, route_BTk=None, cache=None
-  ):
+  def __call__(self, x_BTD, rows, angles, kind, route_BTk=None, cache=None):
     """Adds attention, then the feed-forward, to the residual stream."""
     c = self.config
-    attend = Attention(c, name='attn')
     normed = self._normalise('attn_norm', x_BTD)
-    out, cache = attend(normed, positions_BT, angles, segments, kind, cache)
+    attn = Attention(c, self.attend, name='attn')
+    out, cache = attn(normed, rows, angles, kind, cache)
     x_BTD += self._normalise('attn_out_norm', out)
     normed = self._normalise('mlp_norm', x_BTD)
     if not c.num_experts:
-      out, loads = MLP(c.mlp_dim, **self._feed_forward(), name='mlp')(normed), None
+      out, beside = MLP(c.mlp_dim, **self._feed_forward(), name='mlp')(normed), cache
     else:
       out, expert_BTk = self._mix_experts(normed, route_BTk)
-      counts = segments and _find_text(positions_BT, *segments)
-      loads = segments and experts.count_loads(expert_BTk, c.num_experts, counts)
-      if cache is not None:
-        cache = kv_cache.write_experts(cache, expert_BTk, positions_BT)
-    x_BTD += self._normalise('mlp_out_norm', out)
-    return x_BTD, cache if segments is None else loads
+      if cache is None:
+        counts_BT = rows_lib.find_text(rows)
+        beside = experts.count_loads(expert_BTk, c.num_experts, counts_BT)
+      else:
+        beside = kv_cache.write_experts(cache, expert_BTk, rows.positions)
+    return x_BTD + self._normalise('mlp_out_norm', out), beside
 
   def _mix_experts(self, x_BTD: Array, route_BTk: Array | None) -> tuple[Array, Array]:
     """Computes the experts of each token, and the one that is shared, if any."""
@@ -205,29 +187,13 @@ class Block(nn.Module):
     return _norm(self.config, name)(x) if has else x
 
 
-def _find_text(positions_BT, segment_ids_BT, ends_BT) -> Array:
-  """Finds the tokens of packed rows that are no padding."""
-  if ends_BT is None:
-    return segment_ids_BT > 0
-  after_BT = ends_BT > jnp.arange(1, ends_BT.shape[1] + 1)[None]
-  return after_BT | (positions_BT > 0)
-
-
 class Decoder(nn.Module):
   """The model over packed rows; `init` makes its parameters."""
 
   config: DecoderConfig
 
   @nn.compact
-  def __call__(
-    self,
-    tokens_BT,
-    positions_BT,
-    segment_ids_BT,
-    ends_BT=None,
-    pictures=None,
-    route_BTLk=None,
-  ):
+  def __call__(self, rows):
     """Final hidden states [B, T, D]; the loads of any experts [L, E]."""
     c = self.config
     init = nn.initializers.normal(0.02)
@@ -237,7 +203,7 @@ class Decoder(nn.Module):
     policy = REMAT_POLICIES[c.remat]
     block = nn.remat(Block, prevent_cse=False, policy=policy) if policy else Block
     # All layers get the same arguments, but for their kinds and routes.
-    in_axes: Any = (nn.broadcast, nn.broadcast, nn.broadcast, 0, 0)
+    in_axes: Any = (nn.broadcast, nn.broadcast, 0, 0)
     layers = nn.scan(
       block,
       variable_axes={'params': 0},
@@ -246,20 +212,17 @@ class Decoder(nn.Module):
       length=c.num_layers,
       unroll=c.num_layers if c.num_layers <= UNROLLED_LAYERS else 1,
     )
-    angles = compute_angles(positions_BT, c, pictures)
-    tokens_BT = pictures.hide(tokens_BT) if pictures else tokens_BT
+    angles, tokens_BT = compute_angles(rows, c), rows_lib.find_vocabulary_ids(rows)
     if self.is_initializing() or sharding.active_mesh() is None:
       x_BTD = embed(tokens_BT)
     else:
       x_BTD = sharded_params.look_up(embed.embedding.astype(c.dtype), tokens_BT)
-    x_BTD = scale_embeddings(x_BTD, c)
-    x_BTD = pictures.show(x_BTD) if pictures else x_BTD
-    segments = (segment_ids_BT, ends_BT)
+    x_BTD = rows_lib.put_features(scale_embeddings(x_BTD, c), rows)
     kinds = layer_kinds(c)
     kinds = kinds and jax.tree.map(lambda *x: jnp.asarray(x), *kinds)
-    route_LBTk = None if route_BTLk is None else jnp.moveaxis(route_BTLk, 2, 0)
+    route_LBTk = None if rows.routes is None else jnp.moveaxis(rows.routes, 2, 0)
     x_BTD, loads_LE = layers(c, name='layers')(
-      x_BTD, positions_BT, angles, segments, kinds, route_LBTk
+      x_BTD, rows_lib.leave_to_layers(rows), angles, kinds, route_LBTk
     )
     x_BTD = _norm(c, 'final_norm')(x_BTD)
     if self.is_initializing() and not c.tie_embeddings:
@@ -270,7 +233,8 @@ class Decoder(nn.Module):
 def init(config: DecoderConfig, key: Array) -> Params:
   """Random float32 parameters."""
   one = jnp.zeros((1, 1), jnp.int32)
-  params = dict(Decoder(config).init(key, one, one, one)['params'])
+  rows = types.Rows(one, one, types.Segments(one))
+  params = dict(Decoder(config).init(key, rows)['params'])
   if config.vision:
     params['vision'] = vision.init(config, jax.random.fold_in(key, 1))
   return params
@@ -279,76 +243,50 @@ def init(config: DecoderConfig, key: Array) -> Params:
 def add_value_head(params: Params) -> Params:
   """Adds a critic's value head of zeros, on the mesh that is set: V = 0 everywhere."""
   dim = params['embed']['embedding'].shape[1]
-  head = lambda: {'value_head': {'kernel': jnp.zeros((dim, 1)), 'bias': jnp.zeros(1)}}
-  return params | sharding.init_sharded(head)
+  leaves = lambda: {'kernel': jnp.zeros((dim, 1)), 'bias': jnp.zeros(1)}
+  return params | sharding.init_sharded(lambda: {'value_head': leaves()})
 
 
 def hidden(
-  params: Params,
-  config: DecoderConfig,
-  tokens: Int[Array, 'B T'],
-  positions: Int[Array, 'B T'],
-  segment_ids: Int[Array, 'B T'] | None,
-  ends: Int[Array, 'B T'] | None = None,
-  pictures: Pictures | None = None,
+  params: Params, config: DecoderConfig, rows: types.Rows
 ) -> Float[Array, 'B T D']:
-  """Final hidden states of packed rows; position t sees tokens <= t of its segment.
+  """Final hidden states of packed rows; a token sees those up to it of its segment.
 
-  In rows of trees, which have `ends` in place of segment_ids, it sees those of its path.
+  In rows of trees it sees those of its path.
   """
-  text = (tokens, positions, segment_ids, ends)
-  return hidden_and_loads(params, config, *text, pictures)[0]
+  return hidden_and_loads(params, config, rows)[0]
 
 
 def hidden_and_loads(
-  params: Params,
-  config: DecoderConfig,
-  tokens,
-  positions,
-  segment_ids,
-  ends=None,
-  pictures: Pictures | None = None,
-  routes: Int[Array, 'B T L k'] | None = None,
+  params: Params, config: DecoderConfig, rows: types.Rows
 ) -> tuple[Float[Array, 'B T D'], Float[Array, 'L E'] | None]:
-  """Computes `hidden`, and how many tokens of the rows each expert has computed.
-
-  `routes` are the experts to take, where they are known; see types.Batch.
-  """
+  """Computes `hidden`, and how many tokens of the rows each expert has computed."""
+  rows = rows_lib.look(params, config, rows)
   params = sharded_params.constrain_params(params)
-  out: Any = Decoder(config).apply(
-    {'params': params}, tokens, positions, segment_ids, ends, pictures, routes
-  )
+  out: Any = Decoder(config).apply({'params': params}, rows)
   return out
 
 
 def extend(
-  params: Params,
-  config: DecoderConfig,
-  tokens: Int[Array, 'B T'],
-  positions: Int[Array, 'B T'],
-  cache: kv_cache.Cache,
-  adapters: lora.Adapters | None = None,
-  pictures: Pictures | None = None,
+  params: Params, config: DecoderConfig, rows: types.Rows, cache: kv_cache.Cache
 ) -> tuple[Float[Array, 'B T D'], kv_cache.Cache]:
   """Writes tokens at their positions and returns their final hidden states.
 
   A token at kv_cache.NOWHERE is computed but not written; nor is one at or past the last
-  slot, but by a layer that slides. With `adapters`, each row's own one is added to the
-  kernels.
+  slot, but by a layer that slides. Adapters are added to the kernels.
   """
-  tokens = pictures.hide(tokens) if pictures else tokens
+  tokens = rows_lib.find_vocabulary_ids(rows)
   x: Any = params['embed']['embedding'].astype(config.dtype)[tokens]
-  x = scale_embeddings(x, config)
-  x = pictures.show(x) if pictures else x
-  angles = compute_angles(positions, config, pictures)
+  x = rows_lib.put_features(scale_embeddings(x, config), rows)
+  angles = compute_angles(rows, config)
   kinds = layer_kinds(config) or [None] * config.num_layers
   new_cache: list[Any] = []
   for layer, kind, layer_cache in zip(params['layers'], kinds, cache, strict=True):
     variables = {'params': layer}
-    if adapters is not None:
-      variables['adapters'] = adapters.get_layer(len(new_cache))
+    if rows.adapters is not None:
+      variables['adapters'] = rows.adapters.get_layer(len(new_cache))
     apply = functools.partial(Block(config).apply, variables)
-    x, layer_cache = apply(x, positions, angles, None, kind, None, layer_cache)
+    x, layer_cache = apply(x, rows, angles, kind, None, layer_cache)
     new_cache.append(layer_cache)
   x = _norm(config).apply({'params': params['final_norm']}, x)
   return x, tuple(new_cache)
@@ -369,8 +307,25 @@ def logits(params: Params, config: DecoderConfig, x: Float[Array, '*B D']) -> Ar
   return attention.cap_scores(logits, config.logit_cap)
 
 
+def logprobs(
+  params: Params,
+  config: DecoderConfig,
+  x: Float[Array, 'B T D'],
+  tokens: Int[Array, 'B T'],
+  wanted: Bool[Array, 'B T'],
+  temperature: float,
+) -> tuple[Float[Array, 'B T'], Float[Array, 'B T']]:
+  """Log-probs of tokens and entropies, from the hidden states before each token.
+
+  Both are 0 where a token is not `wanted`; see head.logprobs.
+  """
+  block = head.block_tokens(config.vocab_size)
+  options = tokens, wanted, temperature, block, config.logit_cap
+  return head.logprobs(x, head_kernel(params, config), *options)
+
+
 def values(params: Params, x: Float[Array, '*B D']) -> Float[Array, '*B']:
   """The critic's value of the state after each position, float32."""
-  head = params['value_head']
-  kernel, bias = head['kernel'][:, 0], head['bias'][0]
+  leaves = params['value_head']
+  kernel, bias = leaves['kernel'][:, 0], leaves['bias'][0]
   return jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32)) + bias

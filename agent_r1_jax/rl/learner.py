@@ -10,7 +10,6 @@ Letters: B packed rows, T tokens and E entries of each (types.Batch), D embed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -22,7 +21,9 @@ import numpy as np
 import optax
 
 from agent_r1_jax import types
-from agent_r1_jax.models import batch_invariant, decoder, head, lora, sharding, vision
+from agent_r1_jax.models import decoder, lora, sharding
+from agent_r1_jax.models import ops as ops_lib
+from agent_r1_jax.models import rows as rows_lib
 from agent_r1_jax.rl import algorithms, losses
 
 Loss = Callable[[losses.TokenStats, types.Batch], tuple[Array, losses.TokenMetrics]]
@@ -73,10 +74,9 @@ def token_stats(
 ) -> losses.TokenStats:
   """Computes log-probs, entropies and values; 0 at the first token of each segment.
 
-  Of the batch, only tokens, positions, segment_ids, the tree, pictures and routes are
-  read. Values are computed if the params have a value head. Where `wanted` is False the
-  result is 0 and no logits are computed; None means all tokens. `temperature` is that of
-  the sampling.
+  Of the batch, only its rows and the columns of its entries are read. Values are computed
+  if the params have a value head. Where `wanted` is False the result is 0 and no logits
+  are computed; None means all tokens. `temperature` is that of the sampling.
   """
   options = {'config': config, 'temperature': temperature, 'wanted': wanted}
   return _stats_and_loads(params, batch, **options)[0]
@@ -85,65 +85,40 @@ def token_stats(
 def _stats_and_loads(params, batch: types.Batch, *, config, **options):
   """Computes token_stats, and the loads of the experts [L, E] or None."""
   compute = functools.partial(_compute_stats, batch=batch, **options)
-  if not config.batch_invariant:
-    return compute(params, config=config)
-  plain = dataclasses.replace(config, batch_invariant=False)
-  return batch_invariant.with_gradient_of(
-    functools.partial(compute, config=plain), functools.partial(compute, config=config)
-  )(params)
+  return ops_lib.choose(config).differentiate(compute, config)(params)
 
 
 def _compute_stats(params, batch: types.Batch, *, config, temperature, wanted):
-  # Nothing predicts the first token of a segment.
-  wanted = batch.positions > 0 if wanted is None else wanted & (batch.positions > 0)
-  if batch.pictures is not None:  # Nor those of a picture, which no vocabulary has.
-    wanted &= batch.tokens < types.FIRST_PICTURE_ID
-  (x_BTD, loads_LE), tree = _hidden(params, batch, config), batch.tree
-  if tree is None:
-    x_BTD, tokens, computed = _shift_right(x_BTD), batch.tokens, wanted
-  else:
-    x_BTD = jnp.take_along_axis(x_BTD, tree.parents[:, :, None], axis=1)
-    tokens, computed = tree.tokens, _any_entry(wanted, tree)
-  if config.batch_invariant:
-    found = batch_invariant.logprobs(params, config, x_BTD, tokens, computed, temperature)
-  else:
-    found = head.logprobs(
-      x_BTD,
-      decoder.head_kernel(params, config),
-      tokens,
-      computed,
-      temperature,
-      head.block_tokens(config.vocab_size),
-      config.logit_cap,
-    )
+  ops, rows = ops_lib.choose(config), batch.rows
+  take_entries = functools.partial(_take_entries, batch.columns)
+  # Nothing predicts the first token of a segment, nor the tokens of a picture.
+  predicted_BT = (rows.positions > 0) & (rows.tokens < types.FIRST_PICTURE_ID)
+  predicted_BE = take_entries(predicted_BT)
+  wanted = predicted_BE if wanted is None else wanted & predicted_BE
+  x_BTD, loads_LE = ops.hidden_and_loads(params, config, rows)
+  x_BTD = rows_lib.take_previous(x_BTD, rows)
+  computed_BT = _any_entry(wanted, batch.columns, rows)
+  options = x_BTD, rows.tokens, computed_BT, temperature
+  logprobs_BT, entropy_BT = ops.logprobs(params, config, *options)
   values = decoder.values(params, x_BTD) if 'value_head' in params else None
-  stats = losses.TokenStats(*found, values)
-  if tree is not None:
-    stats = jax.tree.map(lambda y: jnp.take_along_axis(y, tree.nodes, axis=1), stats)
+  stats = losses.TokenStats(logprobs_BT, entropy_BT, values)
+  stats = jax.tree.map(take_entries, stats)
   return jax.tree.map(lambda y: jnp.where(wanted, y, 0.0), stats), loads_LE
 
 
-def _hidden(params, batch: types.Batch, config) -> tuple[Array, Array | None]:
-  """Computes the hidden states and the loads of the batch's text, or of its tree."""
-  text = (batch.tokens, batch.positions, batch.segment_ids, None)
-  if (tree := batch.tree) is not None:
-    text = (tree.tokens, tree.positions, None, tree.ends)
-  if config.batch_invariant:  # One place tells where a text's tokens are: positions.
-    return batch_invariant.hidden(params, config, *text[:2]), None
-  pictures = _see(params, batch, config)
-  return decoder.hidden_and_loads(params, config, *text, pictures, batch.routes)
+def _take_entries(columns_BE: Array | None, x_BT: Array) -> Array:
+  """Takes the number of each entry's token; None says that entries are the tokens."""
+  if columns_BE is None:
+    return x_BT
+  return jnp.take_along_axis(x_BT, columns_BE, axis=1)
 
 
-def _see(params, batch: types.Batch, config) -> decoder.Pictures | None:
-  """Computes the features of the batch's pictures, if there are any."""
-  if (pictures := batch.pictures) is None:
-    return None
-  features_FD = vision.features(params, config, pictures.patches)
-  # Each row of patches has as many features.
-  rows = len(pictures.index)
-  before_B1 = jnp.arange(rows)[:, None] * (len(features_FD) // rows)
-  index_BT = jnp.where(pictures.index < 0, -1, pictures.index + before_B1)
-  return decoder.Pictures(pictures.coordinates, index_BT, features_FD)
+def _any_entry(which_BE: Array, columns_BE: Array | None, rows: types.Rows) -> Array:
+  """Whether any of a token's entries is in `which`, [B, T]."""
+  if columns_BE is None:
+    return which_BE
+  none = jnp.zeros(rows.tokens.shape[1], bool)
+  return jax.vmap(lambda columns, x: none.at[columns].max(x))(columns_BE, which_BE)
 
 
 def _measure_balance(loads_LE: Float[Array, 'L E']) -> dict[str, Array]:
@@ -156,12 +131,6 @@ def _measure_balance(loads_LE: Float[Array, 'L E']) -> dict[str, Array]:
   mean_L = jnp.maximum(loads_LE.mean(1), 1.0)
   busiest = (loads_LE.max(1) / mean_L).mean()
   return {'expert_max_load': busiest, 'expert_idle': (loads_LE == 0).mean()}
-
-
-def _any_entry(which: Bool[Array, 'B E'], tree: types.Tree) -> Bool[Array, 'B T']:
-  """Whether any of a token's entries is in `which`."""
-  none = jnp.zeros(tree.tokens.shape[1], bool)
-  return jax.vmap(lambda nodes, x: none.at[nodes].max(x))(tree.nodes, which)
 
 
 def logprobs(params, batch, *, config, temperature=1.0) -> np.ndarray:
@@ -186,7 +155,9 @@ def _logprobs(params, batch, *, config, temperature):
 
 @functools.partial(jax.jit, static_argnames='config')
 def _values(params, batch, *, config):
-  return sharding.replicate(decoder.values(params, _hidden(params, batch, config)[0]))
+  hidden_and_loads = ops_lib.choose(config).hidden_and_loads
+  x_BTD, _ = hidden_and_loads(params, config, batch.rows)
+  return sharding.replicate(decoder.values(params, x_BTD))
 
 
 def objective(algorithm: algorithms.Algorithm, *, shared_critic: bool = False) -> Loss:
@@ -370,8 +341,3 @@ def _apply(state, grads, *, optimizer):
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   params: Any = optax.apply_updates(state.params, updates)
   return ModelState(params, opt_state, state.step + 1)
-
-
-def _shift_right(x_BTD: Array) -> Array:
-  """Shifts each hidden state to the token that it predicts; the first becomes 0."""
-  return jnp.pad(x_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))

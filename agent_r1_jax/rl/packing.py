@@ -24,8 +24,6 @@ from agent_r1_jax.rl import picture_rows, prefix_trees
 from agent_r1_jax.rl.table import TokenTable
 
 _LOGGER = logging.getLogger(__name__)
-# Fields of a batch that belong to the text which models read, as its tree does.
-_OF_TEXT = ('pictures', 'routes')
 
 
 class MicrobatchShape(NamedTuple):
@@ -90,8 +88,11 @@ class Layout:
     """The inverse of `place`: [R, T] -> [n]."""
     return packed.reshape(-1)[self.index]
 
-  def tree(self, tokens: Int[np.ndarray, 'n']) -> None:
-    """Returns None: the batch's own text is what models read."""
+  def pack_rows(self, tokens: Int[np.ndarray, 'n']) -> tuple[types.Rows, None]:
+    """Packs a table's tokens; entries have the columns of their tokens."""
+    place = functools.partial(self.place, dtype=np.int32)
+    sees = types.Segments(place(self.segment_ids))
+    return types.Rows(place(tokens), place(self.positions), sees), None
 
 
 def plan_layout(
@@ -137,21 +138,19 @@ def pack(
   `vision` is the shape of the tower that sees the table's pictures, if it has any.
   """
   # The arrays stay NumPy arrays until the learner puts them on the mesh.
-  arrays: dict[str, Any] = {'tree': layout.tree(table.tokens)}
-  arrays['positions'] = layout.place(layout.positions, np.int32)
-  arrays['segment_ids'] = layout.place(layout.segment_ids, np.int32)
-  zeros = np.zeros(arrays['positions'].shape, np.float32)
-  arrays |= {'advantages': zeros, 'weights': zeros}
+  rows, columns = layout.pack_rows(table.tokens)
+  if table.routes is not None:
+    rows = rows._replace(routes=_place_routes(table.routes, layout))
+  rows = picture_rows.add(rows, table.pictures, vision)
+  ids = layout.place(layout.segment_ids, np.int32)
+  zeros = np.zeros(ids.shape, np.float32)
+  arrays: dict[str, Any] = {'advantages': zeros, 'weights': zeros, 'columns': columns}
   for name in types.Batch._fields:
-    if name in _OF_TEXT:
-      continue
     if (column := getattr(table, name, None)) is not None:
       # Tokens and masks keep their types.
       dtype = np.float32 if column.dtype.kind == 'f' else column.dtype
       arrays[name] = layout.place(column, dtype)
-  if table.routes is not None:
-    arrays['routes'] = _place_routes(table.routes, layout)
-  return picture_rows.add(types.Batch(**arrays), table.pictures, vision)
+  return types.Batch(rows, ids, **arrays)
 
 
 def _place_routes(routes, layout: Layout | prefix_trees.TreeLayout) -> np.ndarray:
@@ -164,7 +163,7 @@ def _place_routes(routes, layout: Layout | prefix_trees.TreeLayout) -> np.ndarra
 
 def split_microbatches(batch: types.Batch, rows: int) -> Iterator[types.Batch]:
   """Splits a batch into micro-batches of `rows` packed rows, which divides R."""
-  for start in range(0, batch.tokens.shape[0], rows):
+  for start in range(0, len(batch.weights), rows):
     yield jax.tree.map(lambda x, part=slice(start, start + rows): x[part], batch)
 
 

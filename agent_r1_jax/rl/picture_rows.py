@@ -1,4 +1,4 @@
-"""Adds the pictures of packed rows to a batch.
+"""Adds pictures to packed rows.
 
 Each packed row has a row of patches beside it, with every picture of its text once: the
 members of a group, which share a row, share the pictures of their prompt too.
@@ -18,34 +18,32 @@ from agent_r1_jax.models.vision_config import VisionConfig
 
 
 def add(
-  batch: types.Batch, pictures: Sequence[np.ndarray], config: VisionConfig | None
-) -> types.Batch:
-  """Returns the batch with the pictures that its tokens stand for, if there are any.
+  rows: types.Rows, pictures: Sequence[np.ndarray], config: VisionConfig | None
+) -> types.Rows:
+  """Returns rows with the pictures that their tokens stand for, if there are any.
 
   Raises:
     ValueError: There are some, and no `config` of a model that sees.
   """
   if not pictures:
-    return batch
+    return rows
   if config is None:
     raise ValueError(
       'the texts have pictures, and the batches are made without the shape of a vision '
       'tower: give MicrobatchShape(vision=model.vision).'
     )
-  tree = batch.tree
   # NumPy arrays, until the learner puts them on the mesh.
-  ids: Any = batch.segment_ids
-  text: Any = (batch.tokens, batch.positions, _find_ends(ids))
-  if tree is not None:
-    text = (tree.tokens, tree.positions, tree.ends)
+  sees: Any = rows.sees
+  ends = sees.ends if isinstance(sees, types.Tree) else _find_ends(sees.ids)
+  text: Any = rows.tokens, rows.positions, ends
   named = picture_places.name(pictures, config.token_size)
-  rows = [_list_shown(tokens, named) for tokens in text[0]]
+  shown_by_row = [_list_shown(tokens, named) for tokens in text[0]]
   made = {x: picture_patches.cut(pixels, config) for x, pixels in named.items()}
   room = picture_patches.round_up(
-    max(sum(len(made[x].patches) for x in row) for row in rows), config
+    max(sum(len(made[x].patches) for x in row) for row in shown_by_row), config
   )
   patches, index, coordinates = [], [], []
-  for tokens, positions, ends, shown in zip(*text, rows, strict=True):
+  for tokens, positions, ends, shown in zip(*text, shown_by_row, strict=True):
     packed, starts = picture_patches.pack(
       [made[x] for x in shown], config, rows=1, patches=room
     )
@@ -57,9 +55,9 @@ def add(
     patches.append(packed)
     index.append(found[0])
     coordinates.append(found[1])
-  arrays: Any = np.stack(index), np.stack(coordinates)
+  arrays: Any = np.stack(coordinates), np.stack(index)
   joined = jax.tree.map(lambda *x: np.concatenate(x), *patches)
-  return batch._replace(pictures=types.Pictures(joined, *arrays))
+  return rows._replace(pictures=types.Pictures(*arrays, patches=joined))
 
 
 def _list_shown(tokens: np.ndarray, named: Mapping[int, np.ndarray]) -> list[int]:

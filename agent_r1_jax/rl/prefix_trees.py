@@ -13,8 +13,8 @@ So a packed row holds trees, in which each path from a root is the text of a seg
 The order is depth-first, so that the descendants of a token are the columns up to its
 end: a query at column t reads the key at column s if s <= t < end(s). What the loss reads
 of a token, its advantage for example, differs between the segments that share it. These
-numbers are in entries, which have columns of their own: `nodes` tells the column of each
-entry's token in the tree.
+numbers are in entries, which have columns of their own; Batch.columns tells the column of
+each entry's token in the tree.
 
 Letters: n tokens of a table, S segments, R packed rows, T tokens and E entries of each.
 """
@@ -69,17 +69,15 @@ class TreeLayout:
     """Returns the number of each token of the table: [R, T] -> [n]."""
     return packed.reshape(-1)[self.index]
 
-  def tree(self, tokens: Int[np.ndarray, 'n']) -> types.Tree:
-    """Packs the text of the trees."""
+  def pack_rows(self, tokens: Int[np.ndarray, 'n']) -> tuple[types.Rows, Any]:
+    """Packs the tokens of a table; returns the column of each entry's token, too."""
     # The arrays stay NumPy arrays until the learner puts them on the mesh.
-    arrays: dict[str, Any] = {}
-    for name, column in {'tokens': tokens, 'positions': self.positions}.items():
-      arrays[name] = np.zeros(self.ends.shape, np.int32)
-      arrays[name].reshape(-1)[self.index] = column
-    arrays |= {x: getattr(self, x).astype(np.int32) for x in ('parents', 'ends')}
-    nodes = arrays['nodes'] = np.zeros((len(self.ends), self.columns), np.int32)
-    nodes.reshape(-1)[self.places] = self.index[self.entries] % self.ends.shape[1]
-    return types.Tree(**arrays)
+    text: Any = np.zeros((2, *self.ends.shape), np.int32)
+    text.reshape(2, -1)[:, self.index] = tokens, self.positions
+    parents: Any = self.parents.astype(np.int32)
+    ends: Any = self.ends.astype(np.int32)
+    columns = self.place(self.index % ends.shape[1], np.int32)
+    return types.Rows(text[0], text[1], types.Tree(parents, ends)), columns
 
 
 class _Entries(NamedTuple):

@@ -215,7 +215,7 @@ class RunFiles:
   def dump_batches(self, batches: Sequence[types.Batch]) -> str:
     """Writes the micro-batches of a loss that is not finite to not_finite.npz.
 
-    The arrays are named '0/advantages' or '0/tree/tokens', after the micro-batch.
+    The arrays are named '0/advantages' or '0/rows/tokens', after the micro-batch.
 
     Returns:
       A sentence that says where they are, or why they could not be written.

@@ -46,22 +46,23 @@ def make_batch(
   """
   B, T = tokens.shape
   fields: dict[str, Any] = {
-    'tokens': tokens.astype(np.int32),
-    'positions': np.tile(np.arange(T, dtype=np.int32), (B, 1)),
     'segment_ids': np.ones((B, T), np.int32),
     'action_mask': action_mask,
     'old_logprobs': np.full((B, T), -np.log(vocab_size), np.float32),
     'advantages': (advantages * action_mask).astype(np.float32),
     'weights': (action_mask / action_mask.sum()).astype(np.float32),
   }
-  return types.Batch(**fields)
+  positions: Any = np.tile(np.arange(T, dtype=np.int32), (B, 1))
+  text: Any = tokens.astype(np.int32)
+  rows = types.Rows(text, positions, types.Segments(fields['segment_ids']))
+  return types.Batch(rows, **fields)
 
 
 def split_batch(batch: types.Batch, rows: int) -> list[types.Batch]:
   """Splits a batch into microbatches of so many rows on the device."""
   return [
     jax.tree.map(lambda x, i=i: jnp.asarray(x[i : i + rows]), batch)
-    for i in range(0, len(batch.tokens), rows)
+    for i in range(0, len(batch.weights), rows)
   ]
 
 

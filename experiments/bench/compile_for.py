@@ -189,17 +189,16 @@ def training_state(config, optimizer, mesh) -> learner.ModelState:
 def batch(mesh, rows: int, tokens: int, *, trees: bool = False) -> types.Batch:
   """Returns the shapes of a micro-batch of GRPO with `rows` rows for each data shard."""
   rows *= mesh.shape['data'] * mesh.shape['fsdp']
+  text: Any = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
+  sees = types.Tree(text, text) if trees else types.Segments(text)
   columns = prefix_trees.ENTRIES * tokens if trees else tokens
-  kinds = {'tokens': jnp.int32, 'positions': jnp.int32, 'segment_ids': jnp.int32}
-  kinds |= {'action_mask': jnp.bool}
+  kinds = {'segment_ids': jnp.int32, 'action_mask': jnp.bool, 'columns': jnp.int32}
+  names = *types.Batch._fields[1:6], *(('columns',) if trees else ())
   shapes: dict[str, Any] = {
     name: jax.ShapeDtypeStruct((rows, columns), kinds.get(name, jnp.float32))
-    for name in types.Batch._fields[:7]
+    for name in names
   }
-  if trees:
-    text: Any = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
-    nodes: Any = jax.ShapeDtypeStruct((rows, columns), jnp.int32)
-    shapes['tree'] = types.Tree(text, text, text, text, nodes)
+  shapes['rows'] = types.Rows(text, text, sees)
   return abstract(types.Batch(**shapes), sharding.batch_sharding(mesh))
 
 
@@ -248,8 +247,8 @@ def lowered_sampling(program: str, config, mesh) -> Any:
   options = {'config': config, 'bucket': slots}
   if program == 'prefill':
     rows, width = _PREFILL_ROWS.value, _PREFILL.value
-    places = (ints(rows), ints(rows), ints(rows, width), ints(rows))
-    return programs_lib.prefill.lower(params, cache, *places, **options)
+    tokens = types.Rows(ints(rows, width), ints(rows, width))
+    return programs_lib.prefill.lower(params, cache, ints(rows), tokens, **options)
   guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION)
   tables = automaton_guide.make_tables(
     automaton_guide.AutomatonPool(config.vocab_size).entries
@@ -280,7 +279,7 @@ def count_needed(
   """
   size = costs.count_parameters(parameters(config), config)
   if program == 'gradient':
-    rows, tokens = batch(mesh, _ROWS.value, _TOKENS.value).tokens.shape
+    rows, tokens = batch(mesh, _ROWS.value, _TOKENS.value).weights.shape
     times = {'products': 2 if _RANK.value else 3, 'attention': 3}
     row = costs.count_forward(size, config, np.arange(tokens), tokens, **times)
     return rows * row / mesh.size, 0.0

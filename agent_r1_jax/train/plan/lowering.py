@@ -73,10 +73,10 @@ def lower_sampling(
     in_place=sizes.decodes_in_place(rows, bucket),
     k=sizes.drafts,
   )
-  zeros = np.zeros(sizes.prefill_rows[-1], np.int32)
-  tokens = np.zeros((len(zeros), sizes.prefill_tokens), np.int32)
+  entries = sizes.prefill_rows[-1], sizes.prefill_tokens, sizes.rows
+  index, tokens, _ = active_request.make_prefill_batch((), *entries)
   prefill = programs_lib.prefill.lower(
-    *(params, cache, zeros, zeros, tokens, zeros), config=model, bucket=sizes.buckets[-1]
+    params, cache, index, tokens, config=model, bucket=sizes.buckets[-1]
   )
   return [decode, prefill]
 

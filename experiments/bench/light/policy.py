@@ -65,8 +65,10 @@ def _make_batch() -> types.Batch:
   actions &= (ids > 0) & (positions > 0)
   advantages = rng.standard_normal((_ROWS, _T))
   batch = common.make_batch(tokens, actions, advantages, _CONFIG.vocab_size)
-  tile = lambda x: np.tile(x.astype(np.int32), (_ROWS, 1))
-  return batch._replace(segment_ids=tile(ids), positions=tile(positions))
+  tile: Any = lambda x: np.tile(x.astype(np.int32), (_ROWS, 1))
+  segment_ids, places = tile(ids), tile(positions)
+  rows = types.Rows(batch.rows.tokens, places, types.Segments(segment_ids))
+  return batch._replace(rows=rows, segment_ids=segment_ids)
 
 
 def _compute(dtype: str) -> dict[str, np.ndarray]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from agent_r1_jax import types
 from agent_r1_jax.engine import active_request, automaton_guide, drafts
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
@@ -83,9 +84,10 @@ def prefill() -> Iterator[lines.Line]:
   config = _make_config(shape)
   params = _make_params(config)
   cache = kv_cache.empty(config, rows, S)
-  start, count = np.full(rows, S // 2, np.int32), np.full(rows, T, np.int32)
   tokens = np.random.default_rng(0).integers(0, config.vocab_size, (rows, T))
-  arrays = np.arange(rows, dtype=np.int32), start, tokens.astype(np.int32), count
+  positions = np.tile(S // 2 + np.arange(T), (rows, 1))
+  text: Any = tokens.astype(np.int32), positions.astype(np.int32)
+  arrays = np.arange(rows, dtype=np.int32), types.Rows(*text)
 
   def call():
     nonlocal cache
@@ -94,9 +96,8 @@ def prefill() -> Iterator[lines.Line]:
 
   first, seconds = lines.measure_seconds(call, calls=3)
   whole: Any = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
-  positions = np.tile(S // 2 + np.arange(T), rows)
   size = costs.count_parameters(whole, config)
-  operations = costs.count_forward(size, config, positions, 0)
+  operations = costs.count_forward(size, config, positions.reshape(-1), 0)
   yield lines.make(
     f'prefill, {shape}, {rows} rows of {T} tokens after {S // 2}',
     1e3 * seconds,

@@ -1,0 +1,92 @@
+"""What the decoder's layers ask of the rows that they read (types.Rows).
+
+Letters as in decoder.py, and F features of pictures' tokens.
+"""
+
+from typing import Any
+
+from jax import Array
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+from agent_r1_jax import types
+from agent_r1_jax.models import vision
+from agent_r1_jax.models.decoder_config import DecoderConfig
+
+
+def continue_text(
+  tokens: Int[Array, 'B T'],
+  positions: Int[Array, 'B T'],
+  saved: Int[Array, 'B'] | None,
+) -> types.Rows:
+  """Makes rows of the next tokens of cached texts.
+
+  `saved` is how far the coordinates of each text are behind its positions; None if no
+  text can have pictures.
+  """
+  if saved is None:
+    return types.Rows(tokens, positions)
+  turned_BT1 = (positions - saved[:, None])[..., None]
+  pictures = types.Pictures(jnp.repeat(turned_BT1, 3, axis=2))
+  return types.Rows(tokens, positions, pictures=pictures)
+
+
+def look(params: dict[str, Any], config: DecoderConfig, rows: types.Rows) -> types.Rows:
+  """Replaces the patches of pictures by their features, from the vision tower."""
+  if rows.pictures is None or rows.pictures.patches is None:
+    return rows
+  coordinates, index, _, patches = rows.pictures
+  assert index is not None
+  features_FD = vision.features(params, config, patches)
+  # Each row of patches has as many features.
+  before_B1 = jnp.arange(len(index))[:, None] * (len(features_FD) // len(index))
+  index_BT = jnp.where(index < 0, -1, index + before_B1)
+  return rows._replace(pictures=types.Pictures(coordinates, index_BT, features_FD))
+
+
+def find_vocabulary_ids(rows: types.Rows) -> Int[Array, 'B T']:
+  """Replaces tokens of pictures, which lie outside the vocabulary, by token 0."""
+  if rows.pictures is None or rows.pictures.index is None:
+    return rows.tokens
+  return jnp.where(rows.pictures.index < 0, rows.tokens, 0)
+
+
+def put_features(x_BTD: Float[Array, 'B T D'], rows: types.Rows) -> Float[Array, 'B T D']:
+  """Puts the features of pictures in the place of their tokens' embeddings."""
+  pictures = rows.pictures
+  if pictures is None or pictures.index is None or pictures.features is None:
+    return x_BTD
+  seen_BTD = pictures.features[jnp.maximum(pictures.index, 0)].astype(x_BTD.dtype)
+  return jnp.where(pictures.index[..., None] < 0, x_BTD, seen_BTD)
+
+
+def get_coordinates(rows: types.Rows) -> Int[Array, 'B T 3'] | None:
+  """Returns the three numbers by which M-RoPE turns each token, if they may differ."""
+  return rows.pictures.coordinates if rows.pictures else None
+
+
+def leave_to_layers(rows: types.Rows) -> types.Rows:
+  """Drops what is read before the layers, and what differs from layer to layer."""
+  return types.Rows(rows.tokens, rows.positions, rows.sees)
+
+
+def find_text(rows: types.Rows) -> Bool[Array, 'B T']:
+  """Finds the tokens of packed rows that are no padding."""
+  if isinstance(rows.sees, types.Segments):
+    return rows.sees.ids > 0
+  assert rows.sees is not None
+  ends_BT = rows.sees.ends
+  after_BT = ends_BT > jnp.arange(1, ends_BT.shape[1] + 1)[None]
+  return after_BT | (rows.positions > 0)
+
+
+def take_previous(
+  x_BTD: Float[Array, 'B T D'], rows: types.Rows
+) -> Float[Array, 'B T D']:
+  """Takes the hidden state of the token before each, which predicts it.
+
+  Those of a segment's first tokens have no meaning.
+  """
+  if isinstance(rows.sees, types.Tree):
+    return jnp.take_along_axis(x_BTD, rows.sees.parents[:, :, None], axis=1)
+  return jnp.pad(x_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
