@@ -214,10 +214,12 @@ B, T = 8, 32  # No dimension of a parameter is 32.
 normal = lambda *shape: rng.normal(size=shape or (B, T)).astype(np.float32)
 # Some chips have many wanted tokens, others hardly one; a segment is on several chips.
 action = rng.random((B, T)) < np.linspace(0.1, 0.9, B)[:, None]
+text = rng.integers(0, config.vocab_size, (B, T)).astype(np.int32)
+positions = np.tile(np.arange(T, dtype=np.int32) % 21, (B, 1))
+ids = np.tile(1 + np.arange(T, dtype=np.int32) // 21, (B, 1))
 batch = types.Batch(
-  tokens=rng.integers(0, config.vocab_size, (B, T)).astype(np.int32),
-  positions=np.tile(np.arange(T, dtype=np.int32) % 21, (B, 1)),
-  segment_ids=np.tile(1 + np.arange(T, dtype=np.int32) // 21, (B, 1)),
+  rows=types.Rows(text, positions, types.Segments(ids)),
+  segment_ids=ids,
   action_mask=action,
   old_logprobs=normal() * action - 5,
   advantages=normal() * action,
