@@ -11,7 +11,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.models import decoder
-from agent_r1_jax.models.vision_config import VisionConfig
+from agent_r1_jax.models.pictures.vision_config import VisionConfig
 from agent_r1_jax.rl import learner, losses, optimizers, packing, spans, table
 
 # Called with the number of finished steps, the last one's metrics and the parameters.

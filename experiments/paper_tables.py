@@ -35,7 +35,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, report, sft, train, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.models import weights
+from agent_r1_jax.models.files import weights
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.rollout import evaluate, rollout

@@ -6,7 +6,8 @@ import json
 import pathlib
 import tempfile
 
-from agent_r1_jax.models import decoder, hf_config
+from agent_r1_jax.models import decoder
+from agent_r1_jax.models.files import hf_config
 from experiments import model_formats
 
 # V, D, L, N, K, H, F, tied, as in models/decoder.py: Qwen2.5, and one for the tests.

@@ -23,7 +23,8 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
 from agent_r1_jax.contrib import dialects
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import lora, peft_files
+from agent_r1_jax.models import lora
+from agent_r1_jax.models.files import peft_files
 from agent_r1_jax.serve import server
 from agent_r1_jax.train.plan import setup, sizes
 from agent_r1_jax.web import http

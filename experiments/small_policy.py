@@ -18,7 +18,9 @@ import jax
 from agent_r1_jax import sft
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import pictures, tokenizer
-from agent_r1_jax.models import decoder, vision_config, weights
+from agent_r1_jax.models import decoder
+from agent_r1_jax.models.files import weights
+from agent_r1_jax.models.pictures import vision_config
 from agent_r1_jax.report import progress as progress_lib
 from experiments.miniwiki import induction
 

@@ -30,10 +30,10 @@ from agent_r1_jax.models import (
   families,
   kv_cache,
   lora,
-  peft_files,
   sampling_params,
   stacked_adapters,
 )
+from agent_r1_jax.models.files import peft_files
 
 _TENSOR = 'base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight'
 _RANK, _NAMES = 4, ('all', 'few', 'one')

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from agent_r1_jax import types
-from agent_r1_jax.models import attention, attention_kernels, sharding
+from agent_r1_jax.models import attention, sharding
+from agent_r1_jax.models.kernels import attention_kernels
 
 
 def inputs(B, T, N, K, H):

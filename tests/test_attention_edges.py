@@ -14,13 +14,11 @@ import pytest
 import test_attention
 import test_slot_attention
 
-from agent_r1_jax.models import (
-  attention,
+from agent_r1_jax.models import attention, kv_cache, sharding
+from agent_r1_jax.models.kernels import (
   attention_kernels,
-  kv_cache,
   prefill_attention,
   row_attention,
-  sharding,
   slot_attention,
 )
 

@@ -7,7 +7,7 @@ import pytest
 import script
 import tiny
 
-from agent_r1_jax.models import hf_config, weights
+from agent_r1_jax.models.files import hf_config, weights
 from experiments.bench import memory
 
 # One program to decode and one to prefill, but where programs are counted.

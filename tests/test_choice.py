@@ -15,7 +15,7 @@ from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import critic as critic_lib
-from agent_r1_jax.models import weights
+from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import (
   advantages,
   algorithms,

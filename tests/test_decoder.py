@@ -10,7 +10,8 @@ import pytest
 import tiny
 
 from agent_r1_jax import types
-from agent_r1_jax.models import decoder, families, kv_cache, sampling_params, weights
+from agent_r1_jax.models import decoder, families, kv_cache, sampling_params
+from agent_r1_jax.models.files import weights
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
 _FAMILIES = tuple(families.FAMILIES)

@@ -16,7 +16,8 @@ import tiny
 from agent_r1_jax import types
 from agent_r1_jax.agent import env, tool
 from agent_r1_jax.checks import doctor, environment_check
-from agent_r1_jax.models import decoder, hf_config
+from agent_r1_jax.models import decoder
+from agent_r1_jax.models.files import hf_config
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.serve import program
 from agent_r1_jax.train.plan import footprint

@@ -10,7 +10,7 @@ import pytest
 from agent_r1_jax import sft
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import pictures, tokenizer
-from agent_r1_jax.models import weights
+from agent_r1_jax.models.files import weights
 from experiments import small_policy
 from experiments.worlds import grid
 

@@ -7,7 +7,9 @@ import pathlib
 
 import pytest
 
-from agent_r1_jax.models import decoder, hf_config, vision_config
+from agent_r1_jax.models import decoder
+from agent_r1_jax.models.files import hf_config
+from agent_r1_jax.models.pictures import vision_config
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
 _LLAMA3 = {

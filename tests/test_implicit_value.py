@@ -14,7 +14,7 @@ import tiny
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import implicit_value
-from agent_r1_jax.models import weights
+from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import learner, packing, table
 
 SHAPE = packing.MicrobatchShape(2, 256)

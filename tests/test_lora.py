@@ -20,15 +20,8 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.models import (
-  decoder,
-  families,
-  lora,
-  peft_files,
-  quantization,
-  sampling_params,
-  weights,
-)
+from agent_r1_jax.models import decoder, families, lora, quantization, sampling_params
+from agent_r1_jax.models.files import peft_files, weights
 from agent_r1_jax.rl import algorithms, credit, learner, optimizers
 from agent_r1_jax.rl import train_state as train_state_lib
 

@@ -7,7 +7,7 @@ import pytest
 import script as script_lib
 
 from agent_r1_jax.agent import tokenizer
-from agent_r1_jax.models import weights
+from agent_r1_jax.models.files import weights
 
 
 def run(script, *flags):

@@ -11,7 +11,7 @@ import script
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, report, train
-from agent_r1_jax.models import weights
+from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms
 from experiments import one_page
 from experiments.miniwiki import tasks as miniwiki

@@ -13,7 +13,7 @@ import jax
 import pytest
 import script
 
-from agent_r1_jax.models import weights
+from agent_r1_jax.models.files import weights
 from experiments import tables
 from experiments.miniwiki import tasks as miniwiki
 

@@ -21,7 +21,7 @@ import tiny
 
 from agent_r1_jax import report, train, types
 from agent_r1_jax.host import preemption, processes
-from agent_r1_jax.models import weights
+from agent_r1_jax.models.files import weights
 from agent_r1_jax.report import episodes, plots
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.train import metrics

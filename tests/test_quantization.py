@@ -24,8 +24,8 @@ from agent_r1_jax.models import (
   lora,
   quantization,
   sampling_params,
-  weights,
 )
+from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.train import metrics, preflight
 from agent_r1_jax.train.plan import footprint

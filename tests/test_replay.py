@@ -10,7 +10,8 @@ import tiny
 from agent_r1_jax import train, types
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import records
-from agent_r1_jax.models import decoder, experts, kv_cache, sampling_params, weights
+from agent_r1_jax.models import decoder, experts, kv_cache, sampling_params
+from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms, credit, packing
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rollout import store as store_lib

@@ -15,7 +15,8 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax.agent import automata
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.models import decoder, lora, peft_files, sampling_params, weights
+from agent_r1_jax.models import decoder, lora, sampling_params
+from agent_r1_jax.models.files import peft_files, weights
 
 _SLOTS, _STEPS, _LONG = clients.SLOTS, clients.STEPS, clients.ENDLESS
 

@@ -1,4 +1,4 @@
-"""models/row_attention.py: training rows on GPUs, by Pallas' interpreter."""
+"""models/kernels/row_attention.py: training rows on GPUs, by Pallas' interpreter."""
 
 import functools
 
@@ -9,13 +9,12 @@ import pytest
 import test_slot_attention
 
 from agent_r1_jax import types
-from agent_r1_jax.models import (
-  attention,
+from agent_r1_jax.models import attention, sharding
+from agent_r1_jax.models.kernels import (
   attention_kernels,
   block_attention,
   gpu_tiles,
   row_attention,
-  sharding,
 )
 
 _interpreted = functools.partial(

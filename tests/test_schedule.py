@@ -17,7 +17,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import device
 from agent_r1_jax.host import preemption
-from agent_r1_jax.models import weights
+from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import evaluate, rollout

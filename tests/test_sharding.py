@@ -202,7 +202,8 @@ from jax.experimental.pallas import tpu as pltpu
 from agent_r1_jax import types
 from agent_r1_jax.guided import reward_training as reward_model
 from agent_r1_jax import sft
-from agent_r1_jax.models import attention, attention_kernels, families, lora, sharding
+from agent_r1_jax.models import attention, families, lora, sharding
+from agent_r1_jax.models.kernels import attention_kernels
 from agent_r1_jax.rl import algorithms, learner, packing
 from agent_r1_jax.rl import table as table_lib
 

@@ -19,7 +19,8 @@ from agent_r1_jax.agent import pictures, tokenizer
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.guided import choice, reward_model, search
-from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.models import decoder
+from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms, learner, packing, table
 from agent_r1_jax.rollout import decoding, evaluate
 from agent_r1_jax.train.plan import setup

@@ -1,4 +1,4 @@
-"""models/slot_attention.py: a decode's attention on GPUs, by Pallas' interpreter."""
+"""A decode's attention on GPUs (slot_attention.py), by Pallas' interpreter."""
 
 import functools
 import threading
@@ -8,13 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from agent_r1_jax.models import (
-  attention,
-  attention_kernels,
-  kv_cache,
-  sharding,
-  slot_attention,
-)
+from agent_r1_jax.models import attention, kv_cache, sharding
+from agent_r1_jax.models.kernels import attention_kernels, slot_attention
 
 try:
   from jax.experimental.pallas.mosaic_gpu import (

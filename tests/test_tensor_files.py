@@ -8,7 +8,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from agent_r1_jax.models import tensor_files
+from agent_r1_jax.models.files import tensor_files
 
 _INDEX = 'model.safetensors.index.json'
 

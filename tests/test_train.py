@@ -33,7 +33,7 @@ from agent_r1_jax.engine import drafts as drafts_lib
 from agent_r1_jax.guided import critic
 from agent_r1_jax.host import checkpoint, preemption
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.models import weights
+from agent_r1_jax.models.files import weights
 from agent_r1_jax.report import episodes as episodes_lib
 from agent_r1_jax.rl import algorithms, learner
 from agent_r1_jax.rollout import rollout

@@ -18,7 +18,8 @@ from agent_r1_jax import train, types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import guide
-from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.models import decoder
+from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms, correction, kl, learner, losses
 from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.train import loop, metrics, run_files

@@ -18,16 +18,9 @@ import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import pictures
-from agent_r1_jax.models import (
-  decoder,
-  hf_config,
-  kv_cache,
-  picture_patches,
-  picture_places,
-  sampling_params,
-  vision,
-  weights,
-)
+from agent_r1_jax.models import decoder, kv_cache, sampling_params
+from agent_r1_jax.models.files import hf_config, weights
+from agent_r1_jax.models.pictures import picture_patches, picture_places, vision
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden'
 _MODEL = _GOLDEN / 'decoder' / 'qwen2_5_vl'
@@ -382,7 +375,8 @@ jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 import tiny
 from agent_r1_jax import types
-from agent_r1_jax.models import decoder, picture_patches, sharding, vision
+from agent_r1_jax.models import decoder, sharding
+from agent_r1_jax.models.pictures import picture_patches, vision
 
 config = tiny.config('qwen2_5_vl', layers=1)
 tower = dataclasses.replace(config.vision, num_layers=2)

@@ -16,7 +16,8 @@ import safetensors.numpy
 import tiny
 
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import decoder, families, hf_config, tensor_files, weights
+from agent_r1_jax.models import decoder, families
+from agent_r1_jax.models.files import hf_config, tensor_files, weights
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
 _FAMILIES = tuple(families.FAMILIES)

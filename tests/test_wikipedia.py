@@ -14,7 +14,8 @@ import script as script_lib
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats
-from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.models import decoder
+from agent_r1_jax.models.files import weights
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.retrieval.documents import Document
 from agent_r1_jax.tasks import qa

@@ -20,7 +20,9 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.models import decoder, families, vision_config, weights
+from agent_r1_jax.models import decoder, families
+from agent_r1_jax.models.files import weights
+from agent_r1_jax.models.pictures import vision_config
 from agent_r1_jax.rl import learner, packing, table
 
 TEXTS = (

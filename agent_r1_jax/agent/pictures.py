@@ -27,7 +27,8 @@ from agent_r1_jax.host import isolated, model_paths
 # What Qwen2-VL and its successors write around a picture and in its place.
 BEGIN, PLACE, END = '<|vision_start|>', '<|image_pad|>', '<|vision_end|>'
 CONTROL_TOKENS = (BEGIN, PLACE, END)
-# The numbers by which these models scale red, green and blue; see models/vision.py.
+# The numbers by which these models scale red, green and blue, as
+# models/pictures/vision.py has them.
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # Whoever sends a picture may not be trusted, and a small file may take minutes and all
 # memory. The seconds end a process that waits; those of a processor are counted there.

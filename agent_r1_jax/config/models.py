@@ -11,7 +11,7 @@ class _Formats:
   """What belongs to a configuration of models, and is no field of it.
 
   Attributes:
-    formats: Formats of models other than HF's (models/tensor_files.Format), such as
+    formats: Formats of models other than HF's (models/files/tensor_files.Format), such as
       contrib.gguf.FORMAT. As Python objects they are neither flags nor in config.json.
   """
 

@@ -20,14 +20,8 @@ import numpy as np
 from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
-from agent_r1_jax.models import (
-  decoder,
-  kv_cache,
-  picture_patches,
-  picture_places,
-  sharding,
-  vision,
-)
+from agent_r1_jax.models import decoder, kv_cache, sharding
+from agent_r1_jax.models.pictures import picture_patches, picture_places, vision
 
 _KEPT = 1 << 26  # Numbers of the features that are kept: 256 MiB in float32.
 

@@ -5,7 +5,8 @@ import logging
 from typing import NamedTuple
 
 from agent_r1_jax.engine import drafts as drafts_lib
-from agent_r1_jax.models import attention_kernels, decoder, kv_cache, ops
+from agent_r1_jax.models import decoder, kv_cache, ops
+from agent_r1_jax.models.kernels import attention_kernels
 
 _LOGGER = logging.getLogger(__name__)
 # How far before the last written slot a text may go on, at least, without being computed

@@ -13,14 +13,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from agent_r1_jax.models import (
-  decoder,
-  hf_config,
-  json_fields,
-  sharding,
-  tensor_files,
-  weights,
-)
+from agent_r1_jax.models import decoder, sharding
+from agent_r1_jax.models.files import hf_config, json_fields, tensor_files, weights
 from agent_r1_jax.rl import value_targets
 
 

@@ -25,7 +25,8 @@ import numpy as np
 import optax
 
 from agent_r1_jax import types
-from agent_r1_jax.models import decoder, sharding, weights
+from agent_r1_jax.models import decoder, sharding
+from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import learner, losses, packing
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.train import fingerprint

@@ -17,7 +17,8 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import sft, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.guided import reward_training
-from agent_r1_jax.models import decoder, json_fields, weights
+from agent_r1_jax.models import decoder
+from agent_r1_jax.models.files import json_fields, weights
 from agent_r1_jax.retrieval import batching
 from agent_r1_jax.rl import packing, value_targets
 from agent_r1_jax.train.plan import setup

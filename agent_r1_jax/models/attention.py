@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int, Num
 
 from agent_r1_jax import types
-from agent_r1_jax.models import attention_kernels as kernels
-from agent_r1_jax.models import block_attention, kv_cache, row_attention, sharding
+from agent_r1_jax.models import kv_cache, sharding
+from agent_r1_jax.models.kernels import attention_kernels as kernels
+from agent_r1_jax.models.kernels import block_attention, row_attention
 
 # A block of causal attention has at least this many queries.
 _MIN_BLOCK = 64

@@ -30,7 +30,6 @@ from agent_r1_jax.models import (
   rope,
   sharded_params,
   sharding,
-  vision,
 )
 from agent_r1_jax.models import rows as rows_lib
 from agent_r1_jax.models.decoder_config import DecoderConfig, layer_kinds
@@ -41,6 +40,7 @@ from agent_r1_jax.models.layers import (
   RMSNorm,
   apply_flat,
 )
+from agent_r1_jax.models.pictures import vision
 
 Params = dict[str, Any]
 # Queries [B, T, N, H], keys and values [B, T, K, H] -> what is attended to [B, T, N, H].

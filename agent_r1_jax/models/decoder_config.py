@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from agent_r1_jax.models import families
-from agent_r1_jax.models.vision_config import VisionConfig
+from agent_r1_jax.models.pictures.vision_config import VisionConfig
 
 # Which activations of a layer are computed again in the backward pass; see `remat`.
 REMATS = ('none', 'full', 'dots')

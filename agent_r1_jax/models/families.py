@@ -1,10 +1,10 @@
 """The facts of each model family, in one table.
 
 A new family is a row of FAMILIES and a directory of tests/golden/decoder, which
-tests/golden/make_decoder_golden.py writes. models/hf_config.py reads its config.json, and
-refuses what no family has. If its layers compute something new, that is code in
-models/decoder.py which depends on a field of the row. Checkpoints, sharding, adapters and
-the tests of all families follow the table.
+tests/golden/make_decoder_golden.py writes. models/files/hf_config.py reads its
+config.json, and refuses what no family has. If its layers compute something new, that is
+code in models/decoder.py which depends on a field of the row. Checkpoints, sharding,
+adapters and the tests of all families follow the table.
 
 A dimension is a letter: L layers, D embed, F feed-forward, N query heads, K key-value
 heads, H head dim, V vocabulary, E experts, I feed-forward of an expert, S that of the
@@ -15,7 +15,8 @@ vision_parameters.py has those of a vision tower.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from agent_r1_jax.models import rope, vision_parameters
+from agent_r1_jax.models import rope
+from agent_r1_jax.models.pictures import vision_parameters
 
 # Letter -> the field of DecoderConfig with its size, and that of config.json.
 SIZES = {

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 # The ways to stretch a rotation: `rope_type` in config.json -> the other fields of
-# DecoderConfig.rope_scaling. models/hf_config.py reads them.
+# DecoderConfig.rope_scaling. models/files/hf_config.py reads them.
 SCALINGS = {
   'linear': ('factor',),
   'llama3': (

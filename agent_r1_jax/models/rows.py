@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from agent_r1_jax import types
-from agent_r1_jax.models import vision
 from agent_r1_jax.models.decoder_config import DecoderConfig
+from agent_r1_jax.models.pictures import vision
 
 
 def continue_text(

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
 import numpy as np
 
-from agent_r1_jax.models import json_fields, tensor_files, tensor_layout, weights
+from agent_r1_jax.models.files import json_fields, tensor_files, tensor_layout, weights
 
 # Prefixes of queries and passages that the models were trained with, from their cards.
 PREFIXES = {

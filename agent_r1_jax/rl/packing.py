@@ -19,7 +19,7 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.models import attention
-from agent_r1_jax.models.vision_config import VisionConfig
+from agent_r1_jax.models.pictures.vision_config import VisionConfig
 from agent_r1_jax.rl import picture_rows, prefix_trees
 from agent_r1_jax.rl.table import TokenTable
 

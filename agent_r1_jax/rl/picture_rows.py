@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.models import picture_patches, picture_places
-from agent_r1_jax.models.vision_config import VisionConfig
+from agent_r1_jax.models.pictures import picture_patches, picture_places
+from agent_r1_jax.models.pictures.vision_config import VisionConfig
 
 
 def add(

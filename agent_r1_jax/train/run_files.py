@@ -14,7 +14,8 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.host import checkpoint, disk, processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.models import lora, peft_files, weights
+from agent_r1_jax.models import lora
+from agent_r1_jax.models.files import peft_files, weights
 from agent_r1_jax.rl import value_targets
 from agent_r1_jax.rl.train_state import TrainState, UpdateConfig
 from agent_r1_jax.rollout import store as store_lib

@@ -28,7 +28,8 @@ import jax.numpy as jnp
 
 from agent_r1_jax.engine import engine
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import decoder, hf_config, peft_files, weights
+from agent_r1_jax.models import decoder
+from agent_r1_jax.models.files import hf_config, peft_files, weights
 from agent_r1_jax.rl import credit, learner
 from agent_r1_jax.rollout import evaluate
 from agent_r1_jax.train import run_files, schedule

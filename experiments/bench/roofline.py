@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import sys
 from typing import Any
 
-from agent_r1_jax.models import attention_kernels, slot_attention
+from agent_r1_jax.models.kernels import attention_kernels, slot_attention
 from experiments.bench import chips as chips_lib
 from experiments.bench import kernels as kernels_lib
 

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from agent_r1_jax.contrib.gguf import metadata
-from agent_r1_jax.models import families, tensor_files
+from agent_r1_jax.models import families
+from agent_r1_jax.models.files import tensor_files
 
 if TYPE_CHECKING:
   import gguf

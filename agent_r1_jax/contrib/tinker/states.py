@@ -23,7 +23,8 @@ from safetensors import numpy as safetensors_numpy
 from agent_r1_jax.contrib.tinker import learning
 from agent_r1_jax.host import checksums, disk
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.models import decoder, peft_files, tensor_files
+from agent_r1_jax.models import decoder
+from agent_r1_jax.models.files import peft_files, tensor_files
 from agent_r1_jax.web import http
 
 SCHEME, _DATA = 'tinker://', '.data'

@@ -20,7 +20,8 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import decoder, lora, quantization, sharding, weights
+from agent_r1_jax.models import decoder, lora, quantization, sharding
+from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms, optimizers, packing
 from agent_r1_jax.rl import train_state as train_state_lib
 

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from agent_r1_jax import algorithms, config, train, types
-from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.models import decoder
+from agent_r1_jax.models.files import weights
 from agent_r1_jax.rollout import sockets
 from experiments.bench import common
 from experiments.bench.light import lines, quickstart

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from agent_r1_jax.models import (
+from agent_r1_jax.models import kv_cache
+from agent_r1_jax.models.kernels import (
   attention_kernels,
   block_attention,
-  kv_cache,
   row_attention,
   slot_attention,
 )
@@ -49,14 +49,14 @@ def check() -> Iterator[lines.Line]:
     if platform != 'tpu':
       found['row_attention'] = row_attention.attend, _check_rows
     if platform != 'gpu':
-      from agent_r1_jax.models import tree_attention
+      from agent_r1_jax.models.kernels import tree_attention
 
       found['tree_attention'] = tree_attention.attend, _check_rows
   elif _WHAT.value == 'slots':
     if platform != 'tpu':
       found['slot_attention'] = slot_attention.attend, _check_slots
     if platform != 'gpu':
-      from agent_r1_jax.models import prefill_attention
+      from agent_r1_jax.models.kernels import prefill_attention
 
       found['prefill_attention'] = prefill_attention.attend, _check_prefill
   for name, (attend, compare) in found.items():

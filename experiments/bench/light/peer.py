@@ -85,7 +85,7 @@ def _make_model(shape: str) -> Any:
   import torch  # pyright: ignore[reportMissingImports]
   import transformers
 
-  from agent_r1_jax.models import hf_config
+  from agent_r1_jax.models.files import hf_config
 
   fields = hf_config.make(common.SHAPES[shape], 'bfloat16')
   config = transformers.AutoConfig.for_model(**fields)

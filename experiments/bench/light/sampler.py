@@ -17,13 +17,8 @@ from agent_r1_jax import types
 from agent_r1_jax.engine import active_request, automaton_guide, drafts
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.models import (
-  attention_kernels,
-  costs,
-  decoder,
-  kv_cache,
-  sampling_params,
-)
+from agent_r1_jax.models import costs, decoder, kv_cache, sampling_params
+from agent_r1_jax.models.kernels import attention_kernels
 from experiments.bench import common
 from experiments.bench.light import card, lines
 from experiments.bench.light import update as update_lib

@@ -20,14 +20,8 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.models import (
-  attention_kernels,
-  costs,
-  decoder,
-  families,
-  lora,
-  sharding,
-)
+from agent_r1_jax.models import costs, decoder, families, lora, sharding
+from agent_r1_jax.models.kernels import attention_kernels
 from agent_r1_jax.rl import algorithms, learner, optimizers
 from experiments.bench import common
 from experiments.bench.light import card, lines

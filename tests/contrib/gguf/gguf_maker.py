@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from agent_r1_jax.contrib import gguf as gguf_lib
-from agent_r1_jax.models import decoder, hf_config, tensor_files, weights
+from agent_r1_jax.models import decoder
+from agent_r1_jax.models.files import hf_config, tensor_files, weights
 
 FORMATS = (gguf_lib.FORMAT,)
 load = functools.partial(weights.load, formats=FORMATS)

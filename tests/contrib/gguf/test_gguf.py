@@ -19,12 +19,8 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
 from agent_r1_jax.agent import tokenizer
 from agent_r1_jax.contrib.gguf import metadata as metadata_lib
-from agent_r1_jax.models import (
-  decoder,
-  families,
-  tensor_files,
-  weights,
-)
+from agent_r1_jax.models import decoder, families
+from agent_r1_jax.models.files import tensor_files, weights
 from agent_r1_jax.rl import value_targets
 from agent_r1_jax.train import fingerprint
 from agent_r1_jax.train.plan import setup, sizes

@@ -14,10 +14,8 @@ import pytest
 
 from agent_r1_jax.contrib.gguf import files
 from agent_r1_jax.contrib.gguf import metadata as metadata_lib
-from agent_r1_jax.models import (
-  decoder,
-  weights,
-)
+from agent_r1_jax.models import decoder
+from agent_r1_jax.models.files import weights
 
 _GOLDEN = pathlib.Path(__file__).parents[2] / 'golden' / 'decoder'
 

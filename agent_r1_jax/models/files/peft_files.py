@@ -14,15 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from agent_r1_jax.models import (
-  decoder,
-  families,
-  json_fields,
-  lora,
-  sharding,
-  stacked_adapters,
-  tensor_files,
-)
+from agent_r1_jax.models import decoder, families, lora, sharding, stacked_adapters
+from agent_r1_jax.models.files import json_fields, tensor_files
 
 _ROOT = 'base_model.model.'  # In front of the names of the base's modules.
 _CONFIG, _TENSORS = 'adapter_config.json', 'adapter_model.safetensors'

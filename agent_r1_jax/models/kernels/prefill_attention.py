@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from agent_r1_jax.models import online_softmax
+from agent_r1_jax.models.kernels import online_softmax
 
 # The most queries and slots of a block, whose scores have 2 MiB then; and numbers of a
 # tile, of which both have a multiple.

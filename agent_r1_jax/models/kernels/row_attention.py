@@ -25,7 +25,7 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from agent_r1_jax.models import block_attention, gpu_tiles
+from agent_r1_jax.models.kernels import block_attention, gpu_tiles
 
 _M = _U = gpu_tiles.SIZE
 # What is 0 in the environment where the kernel is not to be used, and what happens then.

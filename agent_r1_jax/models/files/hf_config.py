@@ -7,14 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from agent_r1_jax.models import (
-  decoder,
-  families,
-  hf_rope,
-  hf_vision,
-  json_fields,
-  tensor_files,
-)
+from agent_r1_jax.models import decoder, families
+from agent_r1_jax.models.files import hf_rope, hf_vision, json_fields, tensor_files
 
 # The types of layers.
 _FULL, _SLIDING = 'full_attention', 'sliding_attention'

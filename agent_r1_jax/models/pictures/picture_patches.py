@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Int, UInt8
 import numpy as np
 
-from agent_r1_jax.models.vision_config import VisionConfig
+from agent_r1_jax.models.pictures.vision_config import VisionConfig
 
 
 class Picture(NamedTuple):

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from agent_r1_jax.models import kv_cache, row_attention, sharding, slot_attention
+from agent_r1_jax.models import kv_cache, sharding
+from agent_r1_jax.models.kernels import row_attention, slot_attention
 
 # Causal attention over a row is computed in at most this many blocks of queries.
 MAX_BLOCKS = 8
@@ -153,7 +154,7 @@ def _attend_on_tpu(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads: int, scal
   if q_BTNH.shape[1] == 1:
     return _attend_to_pages(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads)
   # The import is slow, and useless on other platforms.
-  from agent_r1_jax.models import prefill_attention
+  from agent_r1_jax.models.kernels import prefill_attention
 
   positions_BT = jnp.where(positions_BT < k_BKSH.shape[2], positions_BT, 0)
   return prefill_attention.attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads)
@@ -247,7 +248,7 @@ def along_trees(q_BTNH, k_BTKH, v_BTKH, ends_BT) -> Float[Array, 'B T N H']:
   Splash attention, which knows segments, would need a mask of T x T numbers for each row.
   """
   # The import is slow, and useless on other platforms.
-  from agent_r1_jax.models import tree_attention
+  from agent_r1_jax.models.kernels import tree_attention
 
   return tree_attention.attend(q_BTNH, k_BTKH, v_BTKH, ends_BT)
 

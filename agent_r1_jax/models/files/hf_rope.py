@@ -7,7 +7,8 @@ which may hold an object for each type of layer.
 import math
 from typing import Any
 
-from agent_r1_jax.models import families, json_fields, rope
+from agent_r1_jax.models import families, rope
+from agent_r1_jax.models.files import json_fields
 
 # What YaRN takes where a file says nothing (arXiv 2309.00071, section 4.1).
 _YARN = {'beta_fast': 32.0, 'beta_slow': 1.0, 'truncate': True}

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from agent_r1_jax.models import decoder, families, tensor_files, vision_parameters
+from agent_r1_jax.models import decoder, families
+from agent_r1_jax.models.files import tensor_files
+from agent_r1_jax.models.pictures import vision_parameters
 
 
 class Leaf(NamedTuple):

@@ -13,7 +13,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from agent_r1_jax.models import gpu_registers
+from agent_r1_jax.models.kernels import gpu_registers
 
 # Tokens of a group and of a block, the groups that compute, and the tokens of a tile.
 SIZE, GROUPS = gpu_registers.SIZE, 2

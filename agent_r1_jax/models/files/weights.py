@@ -21,15 +21,8 @@ import jax
 import numpy as np
 
 from agent_r1_jax.host import model_paths
-from agent_r1_jax.models import (
-  decoder,
-  hf_config,
-  lora,
-  quantization,
-  sharding,
-  tensor_files,
-  tensor_layout,
-)
+from agent_r1_jax.models import decoder, lora, quantization, sharding
+from agent_r1_jax.models.files import hf_config, tensor_files, tensor_layout
 
 _TOKENIZER_FILES = (
   'tokenizer.json',

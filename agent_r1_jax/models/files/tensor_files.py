@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from agent_r1_jax.models import json_fields
+from agent_r1_jax.models.files import json_fields
 
 DTYPES = {
   'F32': jnp.dtype('float32'),

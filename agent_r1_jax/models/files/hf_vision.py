@@ -6,8 +6,8 @@ them in an object `text_config`. agent/pictures.py reads preprocessor_config.jso
 
 from typing import Any
 
-from agent_r1_jax.models import json_fields
-from agent_r1_jax.models.vision_config import VisionConfig
+from agent_r1_jax.models.files import json_fields
+from agent_r1_jax.models.pictures.vision_config import VisionConfig
 
 # Fields of VisionConfig -> those of `vision_config`.
 _SIZES = {

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from agent_r1_jax.models import block_attention, online_softmax
+from agent_r1_jax.models.kernels import block_attention, online_softmax
 
 # Tokens of a block: the first of these that divides a row. They are whole tiles of a TPU.
 BLOCKS = (512, 256, 128)

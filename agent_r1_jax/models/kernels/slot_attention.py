@@ -30,7 +30,8 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Num
 
-from agent_r1_jax.models import gpu_registers, kv_cache
+from agent_r1_jax.models import kv_cache
+from agent_r1_jax.models.kernels import gpu_registers
 
 # Queries of a tile, and the slots of a block.
 _M = BLOCK = gpu_registers.SIZE

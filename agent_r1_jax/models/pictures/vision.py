@@ -22,11 +22,11 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Float, UInt8
 
-from agent_r1_jax.models import attention_kernels as kernels
 from agent_r1_jax.models import rope, sharded_params, sharding
 from agent_r1_jax.models.decoder_config import DecoderConfig
+from agent_r1_jax.models.kernels import attention_kernels as kernels
 from agent_r1_jax.models.layers import REMAT_POLICIES, Projection, RMSNorm, apply_flat
-from agent_r1_jax.models.picture_patches import PatchBatch
+from agent_r1_jax.models.pictures.picture_patches import PatchBatch
 
 # Of each colour, from 0 to 1; agent/pictures.py refuses models that have others.
 MEAN = (0.48145466, 0.4578275, 0.40821073)
