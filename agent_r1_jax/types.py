@@ -307,7 +307,7 @@ class Tree(NamedTuple):
 
 
 class Pictures(NamedTuple):
-  """The pictures in rows; rl/picture_rows.py and engine/sight.py make them.
+  """The pictures in rows; rl/picture_rows.py and engine/row_pictures.py make them.
 
   Attributes:
     coordinates: The time, row and column by which M-RoPE turns each token; see

@@ -27,10 +27,10 @@ from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import (
   decoder,
+  engine_params,
   families,
   kv_cache,
   lora,
-  sampling_params,
   stacked_adapters,
 )
 from agent_r1_jax.models.files import peft_files
@@ -169,7 +169,7 @@ class TestTokens:
       x, _ = decoder.extend(params, c, rows, kv_cache.empty(c, 2, 8))
       return x.astype(jnp.float32)
 
-    plain, merged = (sampling_params.unstack(x, shape) for x in (base, adapted))
+    plain, merged = (engine_params.unstack(x, shape) for x in (base, adapted))
     found = extend(plain, lora.Adapters(stacks, jnp.array([2, 0])))
     expected, bare = extend(merged), extend(plain)
     # Neither an adapter's slot nor other rows change a bit.
@@ -180,7 +180,7 @@ class TestTokens:
     tolerance: dict[str, Any] = {'atol': 1e-4, 'rtol': 1e-4}
     if dtype == 'bfloat16':  # It rounds about as a merged copy does.
       wide = dataclasses.replace(shape, dtype='float32')
-      exact = extend(sampling_params.unstack(adapted, wide), c=wide)
+      exact = extend(engine_params.unstack(adapted, wide), c=wide)
       tolerance = {'atol': 3 * float(jnp.abs(expected - exact)[0].max()), 'rtol': 0}
       assert 0 < tolerance['atol'] < jnp.abs(bare - exact)[0].max()
       expected = exact

@@ -15,7 +15,7 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.models import attention, batch_invariant, kv_cache, ops, sampling_params
+from agent_r1_jax.models import attention, batch_invariant, engine_params, kv_cache, ops
 from agent_r1_jax.rl import algorithms, learner, packing, table
 
 _TEMPERATURE = 0.7
@@ -82,7 +82,7 @@ def _assert_same_bits(batches, found):
 
 def _score_by_calls(config, params, texts) -> list[types.Segment]:
   """Computes log-probs through a cache: chunks of 7 tokens, then one of each text."""
-  params = sampling_params.unstack(params, config)
+  params = engine_params.unstack(params, config)
 
   @jax.jit
   def call(params, cache, tokens, positions):
@@ -178,7 +178,7 @@ def test_optimized_programs_score_few_tokens_and_many_alike(dtype):
   params = {
     'embed': {'embedding': jnp.asarray(rng.normal(size=(1024, 128)), jnp.float32)}
   }
-  rounded = jax.tree.map(lambda x: sampling_params.round_leaf(x, dtype), params)
+  rounded = jax.tree.map(lambda x: engine_params.round_leaf(x, dtype), params)
   x_BTD = jnp.asarray(rng.normal(size=(1, 100, 128)), dtype)
   tokens_BT = jnp.asarray(rng.integers(0, 1024, (1, 100)))
 

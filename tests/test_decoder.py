@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import types
-from agent_r1_jax.models import decoder, families, kv_cache, sampling_params
+from agent_r1_jax.models import decoder, engine_params, families, kv_cache
 from agent_r1_jax.models.files import weights
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
@@ -69,7 +69,7 @@ def test_the_cache_gives_the_logits_of_transformers(family):
   Layers that slide, by 7 tokens at most, have a ring of 20 slots.
   """
   config, params, rows = _model(family)
-  layers = sampling_params.unstack(params, config)
+  layers = engine_params.unstack(params, config)
   extend = jax.jit(functools.partial(decoder.extend, layers, config))
   slots, cache, found = 48, kv_cache.empty(config, len(rows), 48, 'model', 20), []
   tokens = np.array([np.resize(tokens, slots) for tokens, _ in rows])

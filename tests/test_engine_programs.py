@@ -10,7 +10,7 @@ import tiny
 
 from agent_r1_jax.engine import active_request, drafts
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.models import decoder, kv_cache, sampling_params
+from agent_r1_jax.models import decoder, engine_params, kv_cache
 
 _B, _STEPS = (tiny.SIZES[name] for name in ('rows', 'decode_steps'))
 
@@ -20,7 +20,7 @@ def test_a_decode_in_place_has_no_second_cache():
   config, slots = tiny.config(layers=4), 8192
   shapes = jax.eval_shape(lambda: kv_cache.empty(config, _B, slots))
   params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
-  params = jax.eval_shape(lambda params: sampling_params.unstack(params, config), params)
+  params = jax.eval_shape(lambda params: engine_params.unstack(params, config), params)
   batch = active_request.make_decode_batch({}, _B, (), unused_row=_B)
   sizes = {'config': config, 'guides': (), 'steps': _STEPS, 'bucket': slots}
   cache, temporaries = sum(x.size * 4 for x in jax.tree.leaves(shapes)), {}
@@ -50,7 +50,7 @@ def test_nothing_is_written_behind_the_tokens_of_the_budget(budget):
   batch = batch._replace(
     rows=np.zeros(1, int), length=np.array([length]), ends=ends, budget=np.array([budget])
   )
-  params = sampling_params.unstack(tiny.params(config), config)
+  params = engine_params.unstack(tiny.params(config), config)
   sizes = {'config': config, 'guides': (), 'steps': 2, 'bucket': slots, 'k': k}
   cache, _, out = programs_lib.decode(params, cache, batch, (), places, **sizes)
   # All tokens but the last one are computed: of one token, the text's last before it.

@@ -13,7 +13,7 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.models import attention, decoder, kv_cache, sampling_params
+from agent_r1_jax.models import attention, decoder, engine_params, kv_cache
 from agent_r1_jax.train.plan import footprint, setup
 
 _SHAPE = tiny.config('qwen2', 1)
@@ -89,7 +89,7 @@ def test_logits_are_those_of_dequantised_keys_and_values(monkeypatch, family):
   shape = tiny.config(family, 1)
   if family == 'gemma2':
     shape = dataclasses.replace(shape, sliding=(True,), window=5, attention_cap=1.0)
-  params = sampling_params.unstack(tiny.params(shape), shape)
+  params = engine_params.unstack(tiny.params(shape), shape)
   tokens = jnp.asarray(clients.tokens(0, 24)).reshape(2, 12)
   positions = jnp.tile(jnp.arange(12), (2, 1))
 
@@ -133,7 +133,7 @@ def _score(params, tokens, numbers='int8'):
 
 def _assert_scored(tokens, logprobs, where):
   """They are those of one fresh prefill, and not those of the learner's numbers."""
-  params = sampling_params.unstack(tiny.params(_SHAPE), _SHAPE)
+  params = engine_params.unstack(tiny.params(_SHAPE), _SHAPE)
   padded = jnp.asarray(np.pad(tokens, (0, _S - len(tokens))))
   far = lambda x: np.abs(np.asarray(x)[: len(tokens) - 1] - logprobs[1:])[where[1:]]
   # A number between two integers may be rounded to the other one by another program.

@@ -20,7 +20,7 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.models import decoder, families, lora, quantization, sampling_params
+from agent_r1_jax.models import decoder, engine_params, families, lora, quantization
 from agent_r1_jax.models.files import peft_files, weights
 from agent_r1_jax.rl import algorithms, credit, learner, optimizers
 from agent_r1_jax.rl import train_state as train_state_lib
@@ -277,7 +277,7 @@ def test_the_engines_copy_never_merges_two_kernels_at_a_time(monkeypatch):
     return node
 
   monkeypatch.setattr(lora, 'merge', watched)
-  sampling_params.unstack(adapted, shape)
+  engine_params.unstack(adapted, shape)
   assert alive == [0] * len(_ALL)
 
 

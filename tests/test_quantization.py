@@ -19,11 +19,11 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.models import (
   decoder,
+  engine_params,
   families,
   layers,
   lora,
   quantization,
-  sampling_params,
 )
 from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms, correction
@@ -151,8 +151,8 @@ def test_adapters_are_merged_before_they_are_rounded():
   adapted = jax.tree_util.tree_map_with_path(
     lambda path, x: x + 0.2 if 'lora_b' in str(path) else x, adapted
   )
-  found = sampling_params.unstack(adapted, shape, 'int8')
-  expected = sampling_params.unstack(lora.merge(adapted), shape, 'int8')
+  found = engine_params.unstack(adapted, shape, 'int8')
+  expected = engine_params.unstack(lora.merge(adapted), shape, 'int8')
   jax.tree.map(np.testing.assert_array_equal, found, expected)
   assert jax.tree.structure(found) == jax.tree.structure(expected)
   q = found['layers'][0]['attn']['q']
@@ -216,7 +216,7 @@ def test_the_engines_copy_is_counted_in_bytes():
   ]
   kernels = [
     leaf
-    for layer in sampling_params.unstack(tiny.params(shape), shape, 'int8')['layers']
+    for layer in engine_params.unstack(tiny.params(shape), shape, 'int8')['layers']
     for leaf in jax.tree.leaves(layer)
     if leaf.dtype == jnp.int8
   ]
@@ -234,7 +234,7 @@ def test_frozen_kernels_are_counted_in_bytes():
   size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
   assert parts['parameters, int8'] == size(frozen)
   # Embeddings and the head are shared; kernels stay as they are.
-  copy = sampling_params.unstack(frozen, shape)
+  copy = engine_params.unstack(frozen, shape)
   assert parts['copy'] == size(copy['layers'])
   assert copy['embed']['embedding'] is frozen['embed']['embedding']
   up = copy['layers'][1]['mlp']['up']

@@ -10,7 +10,7 @@ import tiny
 from agent_r1_jax import train, types
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import records
-from agent_r1_jax.models import decoder, experts, kv_cache, sampling_params
+from agent_r1_jax.models import decoder, engine_params, experts, kv_cache
 from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms, credit, packing
 from agent_r1_jax.rl import table as table_lib
@@ -24,7 +24,7 @@ def _choose(shape, params, tokens):
   """The experts that the layers take where all tokens are computed at once, [n, L, k]."""
   cache = kv_cache.empty(shape, 1, len(tokens))
   at = np.arange(len(tokens), dtype=np.int32)[None]
-  copy = sampling_params.unstack(params, shape)
+  copy = engine_params.unstack(params, shape)
   extend = jax.jit(decoder.extend, static_argnums=1)
   _, cache = extend(copy, shape, types.Rows(tokens[None], at), cache)
   return np.stack([layer.experts[0].T for layer in cache], axis=1)

@@ -15,7 +15,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax.agent import automata
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.models import decoder, lora, sampling_params
+from agent_r1_jax.models import decoder, engine_params, lora
 from agent_r1_jax.models.files import peft_files, weights
 
 _SLOTS, _STEPS, _LONG = clients.SLOTS, clients.STEPS, clients.ENDLESS
@@ -137,7 +137,7 @@ def _log_softmax(text, temperature):
   @jax.jit
   def logits(tokens):
     hidden = decoder.hidden(params, config, tiny.rows(tokens, positions))
-    rows = decoder.logits(sampling_params.unstack(params, config), config, hidden[0])
+    rows = decoder.logits(engine_params.unstack(params, config), config, hidden[0])
     return jax.nn.log_softmax(rows / temperature)
 
   return np.asarray(logits(padded))[: len(text)]

@@ -11,7 +11,7 @@ import script
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax.models import decoder, families, lora, sampling_params, sharding
+from agent_r1_jax.models import decoder, engine_params, families, lora, sharding
 from agent_r1_jax.rl import learner, optimizers
 
 
@@ -37,7 +37,7 @@ def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
   attn = found.params['layers']['attn']
   assert attn['q']['kernel'].spec == P(None, ('fsdp', 'context'), 'tensor')
   assert attn['o']['kernel'].spec == P(None, 'tensor', None, ('fsdp', 'context'))
-  unstack = lambda params: sampling_params.unstack(params, tiny.config(family))
+  unstack = lambda params: engine_params.unstack(params, tiny.config(family))
   engine = jax.eval_shape(unstack, state.params)
   one = sharding.make_mesh(devices=jax.devices()[:1])
   attn = sharding.make_shardings(engine, one)['layers'][1]['attn']
@@ -109,7 +109,7 @@ jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 import tiny
 from agent_r1_jax import types
-from agent_r1_jax.models import decoder, kv_cache, sampling_params, sharding
+from agent_r1_jax.models import decoder, kv_cache, engine_params, sharding
 from agent_r1_jax.rl import algorithms, learner, packing
 from agent_r1_jax.rl import table as table_lib
 
@@ -155,7 +155,7 @@ def check(family, batch, sizes, **fields):
   for x, at in zip(jax.tree.leaves(found), jax.tree.leaves(where), strict=True):
     assert x.addressable_shards[0].data.shape == at.shard_shape(x.shape)
   # The engine's replica: experts and heads on two chips.
-  layers = sampling_params.unstack(jax.device_put(params), config)
+  layers = engine_params.unstack(jax.device_put(params), config)
   text = np.arange(12, dtype=np.int32).reshape(2, 6), np.tile(np.arange(6), (2, 1))
   extend = jax.jit(lambda p, c: decoder.extend(p, config, types.Rows(*text), c)[0])
   # A number between two integers may be rounded to the other one on two chips.

@@ -13,11 +13,16 @@ from jax.sharding import Mesh
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request, automaton_guide, drafts, prompt_scores
+from agent_r1_jax.engine import (
+  active_request,
+  automaton_guide,
+  drafts,
+  prompt_scores,
+  row_pictures,
+)
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import rows as rows_lib
-from agent_r1_jax.engine import sight as sight_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.models import decoder, lora, sharding
 
@@ -29,7 +34,7 @@ class Device:
     cache: The keys and values.
     guides: All guides that requests can use (G).
     pool: The automata that requests use.
-    sight: The pictures of the texts; None if the policy sees none.
+    pictures: The pictures of the texts; None if the policy sees none.
   """
 
   def __init__(
@@ -44,7 +49,7 @@ class Device:
     self.cache = sizes.make_cache(config)
     if mesh is not None:
       self.cache = sharding.shard_cache(self.cache, mesh)
-    self.sight = sight_lib.Sight(config, mesh) if config.vision else None
+    self.pictures = row_pictures.RowPictures(config, mesh) if config.vision else None
     self.pool = automaton_guide.AutomatonPool(config.vocab_size)
     self._guide_params = {
       automaton_guide.AUTOMATA: None,  # The tables; see _load_automata.
@@ -94,7 +99,7 @@ class Device:
       sizes.decode_buckets, sizes.decode_rows, places
     ):
       batch = active_request.make_decode_batch(
-        {}, size, self.guides, sizes.rows, sees=self.sight is not None
+        {}, size, self.guides, sizes.rows, sees=self.pictures is not None
       )
       batch = batch._replace(adapters=select(np.zeros(size, np.int32)))
       self.decode(params, batch, bucket, place)
@@ -110,8 +115,8 @@ class Device:
   def look(
     self, params, version, cached: Sequence[rows_lib.Row], rows: types.Rows
   ) -> types.Rows:
-    """Adds what the next tokens of texts show, if the policy sees; see Sight.look."""
-    return self.sight.look(params, version, cached, rows) if self.sight else rows
+    """Adds the pictures of the next tokens of texts; see RowPictures.look."""
+    return self.pictures.look(params, version, cached, rows) if self.pictures else rows
 
   def prefill(
     self,

@@ -28,7 +28,7 @@ from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.engine import stats as stats_lib
-from agent_r1_jax.models import decoder, lora, quantization, sampling_params, sharding
+from agent_r1_jax.models import decoder, engine_params, lora, quantization, sharding
 from agent_r1_jax.models import ops as ops_lib
 
 
@@ -76,7 +76,7 @@ class Engine:
         those of the base alone.
       adapter_rank: The highest rank of a named adapter; all take memory for it.
       weights: 'model', or the format of 8 bits that kernels are rounded to for sampling;
-        see sampling_params.unstack.
+        see engine_params.unstack.
       **sizes: rows, slots and the other sizes of sizes.make.
 
     Raises:
@@ -290,7 +290,7 @@ class Engine:
   def _copy_params(self, params: decoder.Params) -> list[decoder.Params]:
     """Copies parameters to each chip (or to `tensor` of them)."""
     self._check(params)
-    merged = sampling_params.unstack(params, self.config, self.weights)
+    merged = engine_params.unstack(params, self.config, self.weights)
     if self.mesh is None:
       return [merged]
     merged = sharding.gather_params(merged, self.mesh)

@@ -83,7 +83,7 @@ def prefill(
   These are distinct; B or more marks an unused entry. The tokens before those of `rows`
   are in the cache already. The first `bucket` slots of each row are read and written: all
   positions of `rows` are below it, but for NOWHERE. The cache is donated; the params come
-  from sampling_params.unstack. With `targets`, which is another program, their scores are
+  from engine_params.unstack. With `targets`, which is another program, their scores are
   returned too.
   """
   view = _gather_rows(cache, index, bucket)
@@ -144,7 +144,7 @@ def decode(
   of the others are overwritten before anything reads them.
 
   Args:
-    params: The policy's parameters, from sampling_params.unstack.
+    params: The policy's parameters, from engine_params.unstack.
     cache: The cache of all rows; donated.
     batch: The requests.
     guide_params: The parameters of each guide.

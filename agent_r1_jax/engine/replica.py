@@ -133,12 +133,13 @@ class Replica:
         text is being sampled, a guide or an adapter is unknown, or an automaton does
         not fit.
     """
+    pictures = self.device.pictures
     request_lib.check(
       request,
       vocab_size=self.config.vocab_size,
       slots=self.sizes.slots,
       guides=self.device.guides,
-      shown=self.device.sight.list_ids(request.pictures) if self.device.sight else (),
+      shown=pictures.list_ids(request.pictures) if pictures else (),
     )
     parent, tokens = request.parent, np.asarray(request.tokens, np.int32)
     if any(a.generation.text is parent and not a.generation.done for a in self._active):
@@ -158,8 +159,8 @@ class Replica:
     else:
       prefix = parent.text.tokens[: parent.length] if parent else tokens[:0]
       text = request_lib.Text(self, np.concatenate([prefix, tokens]))
-    if self.device.sight:
-      self.device.sight.add(text, parent, request.pictures)
+    if pictures:
+      pictures.add(text, parent, request.pictures)
     if self.index:
       self.index.add(text.tokens, len(tokens))
     number = next(self._request_numbers)
@@ -367,7 +368,7 @@ class Replica:
     }
     guides = self.device.guides
     batch = active_request.make_decode_batch(
-      entries, size, guides, sizes.rows, sees=self.device.sight is not None
+      entries, size, guides, sizes.rows, sees=self.device.pictures is not None
     )
     # The call is made in the thread too: on a CPU it returns when it has computed.
     places = self.index.offer() if self.index else None

@@ -32,10 +32,10 @@ from agent_r1_jax import types
 from agent_r1_jax.models import (
   attention,
   decoder,
+  engine_params,
   head,
   kv_cache,
   lora,
-  sampling_params,
   sharding,
 )
 
@@ -105,7 +105,7 @@ def hidden_and_loads(
 
     return read
 
-  params = sampling_params.unstack(params, config)
+  params = engine_params.unstack(params, config)
   text = rows.tokens.reshape(-1), rows.positions.reshape(-1)
   return _run(params, config, *text, store).reshape(B, T, -1), None
 
@@ -356,7 +356,7 @@ def _by_blocks(
 
 
 def _round(x: Any, config) -> Any:
-  return jax.tree.map(lambda x: sampling_params.round_leaf(x, config.dtype), x)
+  return jax.tree.map(lambda x: engine_params.round_leaf(x, config.dtype), x)
 
 
 def _widen(layer, config) -> decoder.Params:

@@ -93,7 +93,7 @@ class Attention(nn.Module):
     c, has = self.config, self.config.facts.has
     project = functools.partial(Projection, dtype=c.dtype, use_bias=has('attn/q/bias'))
     # The engine's kernel of the queries has one axis for all heads; see
-    # sampling_params.unstack.
+    # engine_params.unstack.
     flat = (c.num_heads * c.head_dim,)
     heads = flat if cache is not None else (c.num_heads, c.head_dim)
     q_BTNH = apply_flat(project(heads, name='q'), x_BTD)

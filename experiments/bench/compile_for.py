@@ -68,11 +68,11 @@ from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.models import (
   costs,
   decoder,
+  engine_params,
   head,
   kv_cache,
   lora,
   quantization,
-  sampling_params,
   sharding,
 )
 from agent_r1_jax.rl import algorithms, learner, prefix_trees
@@ -204,7 +204,7 @@ def batch(mesh, rows: int, tokens: int, *, trees: bool = False) -> types.Batch:
 
 def replica(config: decoder.DecoderConfig, mesh) -> Any:
   """The engine's parameters."""
-  copy = lambda p: sampling_params.unstack(p, config, _WEIGHTS.value)
+  copy = lambda p: engine_params.unstack(p, config, _WEIGHTS.value)
   shapes = jax.eval_shape(copy, learned_parameters(config))
   return abstract(shapes, sharding.make_shardings(shapes, mesh))
 

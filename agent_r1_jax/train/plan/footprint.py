@@ -21,11 +21,11 @@ from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.host import processes
 from agent_r1_jax.models import (
   decoder,
+  engine_params,
   head,
   kv_cache,
   lora,
   quantization,
-  sampling_params,
   sharding,
 )
 from agent_r1_jax.rl import algorithms, packing, train_state
@@ -140,7 +140,7 @@ class Footprint:
       params = decoder.add_value_head(params)
     if self._frozen != 'float32':
       params = quantization.freeze(params, models.policy, self._frozen)
-    copy = lambda p: sampling_params.unstack(p, models.policy, config.engine.weights)
+    copy = lambda p: engine_params.unstack(p, models.policy, config.engine.weights)
     if not models.algorithm:
       plain = {'parameters, float32': params, 'learned': (), 'checkpoint': ()}
       return params, copy(params), plain

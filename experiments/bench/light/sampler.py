@@ -17,7 +17,7 @@ from agent_r1_jax import types
 from agent_r1_jax.engine import active_request, automaton_guide, drafts
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.models import costs, decoder, kv_cache, sampling_params
+from agent_r1_jax.models import costs, decoder, engine_params, kv_cache
 from agent_r1_jax.models.kernels import attention_kernels
 from experiments.bench import common
 from experiments.bench.light import card, lines
@@ -108,7 +108,7 @@ def sync() -> Iterator[lines.Line]:
   shape = 'tiny' if lines.is_tiny() else '3b'
   config = _make_config(shape)
   params = jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
-  copy = functools.partial(sampling_params.unstack, params, config)
+  copy = functools.partial(engine_params.unstack, params, config)
   first, seconds = lines.measure_seconds(copy)
   moved = sum(x.nbytes for tree in (params, copy()) for x in jax.tree.leaves(tree))
   bound = moved / card.find_bandwidth()
@@ -174,7 +174,7 @@ def _make_config(shape: str) -> decoder.DecoderConfig:
 def _make_params(config: decoder.DecoderConfig) -> decoder.Params:
   """Makes the engine's parameters; the learner's are freed."""
   params = jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
-  return sampling_params.unstack(params, config)
+  return engine_params.unstack(params, config)
 
 
 def _make_tables(config: decoder.DecoderConfig) -> automaton_guide.Tables:

@@ -4,9 +4,9 @@ import json
 
 import httpx2
 import pytest
+import test_picture_runs
 import test_pictures
 import test_request_grammars
-import test_sight_runs
 import test_template_forms
 import tiny
 
@@ -18,7 +18,7 @@ from agent_r1_jax.web import http
 chats, name, model = (
   test_template_forms.chats,
   test_template_forms.name,
-  test_sight_runs.model,
+  test_picture_runs.model,
 )
 
 
@@ -106,7 +106,7 @@ def test_calls_and_answers_of_clients_are_in_the_prompt(name, dialect, chats):
 
 @pytest.fixture(scope='module')
 def served(model):
-  with test_sight_runs.serve(model, dialects=dialects_lib.ALL) as url:
+  with test_picture_runs.serve(model, dialects=dialects_lib.ALL) as url:
     yield url
 
 

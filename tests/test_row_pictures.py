@@ -97,9 +97,9 @@ def test_prefixes_are_shared_by_what_pictures_show(params):
 
 def test_features_are_computed_once_for_a_policy(params, monkeypatch):
   engine = tiny.engine(params, shape=_CONFIG, prefill_tokens=4)
-  sight, seen = engine.replicas[0].device.sight, []
-  see = sight._see
-  monkeypatch.setattr(sight, '_see', lambda *args: seen.append(1) or see(*args))
+  pictures, seen = engine.replicas[0].device.pictures, []
+  see = pictures._see
+  monkeypatch.setattr(pictures, '_see', lambda *args: seen.append(1) or see(*args))
   turns = [(1, picture(0), 2, 3), (4, picture(0), picture(1), 5)]
   engine.run([play(engine, n, turns) for n in range(3)])
   assert len(seen) == 2

@@ -26,7 +26,7 @@ from agent_r1_jax.models.pictures import picture_patches, picture_places, vision
 _KEPT = 1 << 26  # Numbers of the features that are kept: 256 MiB in float32.
 
 
-class Sight:
+class RowPictures:
   """The pictures of a replica's texts."""
 
   def __init__(self, config: decoder.DecoderConfig, mesh: Mesh | None):
