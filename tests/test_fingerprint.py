@@ -280,3 +280,6 @@ def test_what_processes_do_not_share_is_named():
     '\n  more: absent in process 0, 1; "x" in process 2',
     '\n  same: [1] in process 0, 1; absent in process 2',
   ]
+  long = [{'made_of': 'x' * 200 + end} for end in ('1', '2')]
+  (line,) = processes.list_disagreements(long)
+  assert 'x1" in process 0; ...xxx' in line and 'x2" in process 1' in line

@@ -120,7 +120,10 @@ def list_disagreements(shares: Sequence[Mapping[str, Any]]) -> list[str]:
       text = json.dumps(share[name]) if name in share else 'absent'
       holders.setdefault(text, []).append(str(number))
     if len(holders) > 1:
-      parts = (f'{x:.80} in process {", ".join(ps)}' for x, ps in holders.items())
+      # Long values are shown from shortly before they begin to differ.
+      begin = max(0, len(os.path.commonprefix([*holders])) - 20)
+      shown = {x: f'{"..." if begin else ""}{x[begin:]:.80}' for x in holders}
+      parts = (f'{shown[x]} in process {", ".join(ps)}' for x, ps in holders.items())
       lines.append(f'\n  {name}: {"; ".join(parts)}')
   return lines
 

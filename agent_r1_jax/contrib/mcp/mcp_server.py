@@ -154,9 +154,10 @@ class Server:
       raise ConnectionError(f'{self._name}: {_describe(error)}') from error
     self._failures = 0
     text = '\n'.join(map(_to_text, result.content))
-    text = text or json.dumps(result.structured_content)
+    if not text and result.structured_content is not None:
+      text = json.dumps(result.structured_content)
     if result.is_error:
-      raise ValueError(text)
+      raise ValueError(text or 'it failed, and does not say why')
     return text
 
   async def _connect(self) -> '_Connection':

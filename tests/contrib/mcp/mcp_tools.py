@@ -32,9 +32,9 @@ def fail() -> str:
   raise ValueError
 
 
-def refuse() -> CallToolResult:
-  """Fails, and says why in structured content alone."""
-  reason = {'reason': 'closed on Sundays'}
+def refuse(silently: bool = False) -> CallToolResult:
+  """Fails, and says why in structured content alone, or not at all."""
+  reason = None if silently else {'reason': 'closed on Sundays'}
   return CallToolResult(content=[], structured_content=reason, is_error=True)
 
 

@@ -98,6 +98,8 @@ async def test_lists_and_calls(server):
   assert not failed.ok and 'Error executing tool fail' in failed.text
   refused = await ask(server, 'refuse')
   assert not refused.ok and 'closed on Sundays' in refused.text
+  silent = await ask(server, 'refuse', silently=True)
+  assert not silent.ok and 'does not say why' in silent.text
   wrong = await ask(server, 'add', a='x')
   assert not wrong.ok and "argument 'a'" in wrong.text
   assert (await ask(server, 'picture')).text == 'a dot\n[image, image/png]'
