@@ -92,6 +92,12 @@ _USER = {'role': 'user', 'content': 'x'}
     ({'messages': [{'role': 'user', 'content': 7}]}, "content of <class 'int'>"),
     ({'messages': [_USER, {'role': 'user'}]}, 'has no content'),
     ({'messages': ['x']}, 'is no message'),
+    (
+      {
+        'messages': [_USER, {'role': 'assistant', 'content': 'x', 'reasoning_content': 7}]
+      },
+      "reasoning_content of <class 'int'>",
+    ),
     ({'id': 7}, 'id must be a string'),
     ({'id': ' '}, 'id must be a string'),
     ({'id': ['a']}, 'id must be a string'),

@@ -29,9 +29,13 @@ def check(message: types.Message) -> types.Message:
   content, is_reply = message.get('content'), message['role'] == 'assistant'
   calls = message.get('tool_calls') or () if is_reply else ()
   calls = calls if isinstance(calls, list | tuple) else [calls]
-  has_more = calls or (is_reply and message.get('reasoning_content'))
+  thoughts, problem = message.get('reasoning_content') if is_reply else None, ''
+  has_more = calls or thoughts
   if not isinstance(content, str | list) and (content is not None or not has_more):
     problem = 'no content' if content is None else f'a content of {type(content)}'
+  elif not isinstance(thoughts, str | None):
+    problem = f'a reasoning_content of {type(thoughts)}'
+  if problem:
     raise ValueError(
       f'a message of role {message["role"]!r} has {problem}; it must be a string: '
       f'{dict(message)!r:.200}'
