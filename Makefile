@@ -1,5 +1,6 @@
 # make quickstart   an agent learns to search, on this machine's CPU
 # make test         the whole test suite
+# make check        format, types and the nearest tests of a change, in 90 seconds
 # make test-with-X  the test with a package that has an environment of its own, .venv-X:
 #                   X is one of tests/packages/*.txt, such as inspect; tau2 needs
 #                   TAU2_BENCH=FOLDER, a checkout of tau2-bench, besides
@@ -11,10 +12,13 @@
 # PYTHON=...        the interpreter of the environment (default: 3.12, else 3.11)
 # EXTRA=cuda|tpu    the JAX of a new environment (default: that of a CPU)
 # WORKERS=3         of the tests, 2.5 to 3.5 GB each; some tests mostly wait
+# SINCE=HEAD        the commit that `make check` compares with
 # WORKDIR=...       where the quickstart writes (default: runs/quickstart)
 
 VENV ?= .venv
 WORKERS ?= 3
+SECONDS ?= 45
+SINCE ?= HEAD
 WORKDIR ?= runs/quickstart
 
 # A name on the PATH may be a shim of a version that is not installed: run each.
@@ -22,7 +26,7 @@ supported = import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(firstword $(foreach name,python3.12 python3.11 python3 python,\
 	$(shell $(name) -c "$(supported)" 2>/dev/null && echo $(name))))
 
-.PHONY: quickstart test lint format docs clean
+.PHONY: quickstart test check lint format docs clean
 .PRECIOUS: $(VENV)-%/installed
 .DEFAULT_GOAL := test
 
@@ -34,6 +38,17 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile \
 		--no-loadscope-reorder $(ARGS)
+
+# What one runs while working: format, types and the nearest tests of what differs from
+# the last commit. Tests that have not begun after SECONDS are skipped, and counted.
+check: $(VENV)/installed-test
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	@files="$$($(VENV)/bin/python tests/changed.py --sources $(SINCE))"; test -z "$$files" || \
+		$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python $$files
+	@files="$$($(VENV)/bin/python tests/changed.py $(SINCE))"; test -z "$$files" || \
+		$(VENV)/bin/python -m pytest -q --numprocesses=2 --dist=loadfile \
+		--no-loadscope-reorder --seconds=$(SECONDS) $$files
 
 test-with-%: $(VENV)/installed-test $(VENV)-%/installed
 	PACKAGE_PYTHON=$(abspath $(VENV)-$*)/bin/python \

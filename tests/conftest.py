@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import tempfile
 import threading
+import time
 
 # Before anything imports JAX: the tests need no accelerator, and take none from others.
 os.environ['JAX_PLATFORMS'] = 'cpu'
@@ -41,6 +42,25 @@ jaxtyping.install_import_hook(
   ['agent_r1_jax.models', 'agent_r1_jax.engine', 'agent_r1_jax.rl'], 'shapes.checked'
 )
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+_BEGAN = time.monotonic()
+
+
+def pytest_addoption(parser):
+  parser.addoption(
+    '--seconds',
+    type=float,
+    default=float('inf'),
+    help='Skip tests that have not begun after so many seconds.',
+  )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+  seconds = item.config.getoption('--seconds')
+  if time.monotonic() - _BEGAN > seconds:
+    pytest.skip(f'{seconds:g} seconds had passed (--seconds)')
 
 
 @pytest.fixture(scope='session')
