@@ -41,19 +41,17 @@ def test_tests_of_others_do_not_need_it(name):
       assert not _uses(path, name), path
 
 
-def test_without_all_of_them_the_rest_can_be_imported_and_tested(tmp_path):
+def test_without_all_of_them_the_rest_can_be_imported(tmp_path):
   """Of one folder the same holds, since none imports another."""
   left_out = shutil.ignore_patterns('__pycache__', '.*', 'downloads')
-  for name in ('agent_r1_jax', 'experiments', 'launch', 'third_party', 'tests', 'docs'):
-    shutil.copytree(ROOT / name, tmp_path / name, ignore=left_out)
-  for path in [path for path in ROOT.iterdir() if path.is_file()]:
-    shutil.copy(path, tmp_path)
+  shutil.copytree(ROOT / 'agent_r1_jax', tmp_path / 'agent_r1_jax', ignore=left_out)
   for name in NAMES:
     shutil.rmtree(tmp_path / 'agent_r1_jax/contrib' / name)
-    shutil.rmtree(tmp_path / 'tests/contrib' / name)
-  for script in sorted(tmp_path.glob('experiments/**/*.py')):
-    if any(_uses(script, name) for name in NAMES):
-      script.unlink()
-  command = [sys.executable, '-m', 'pytest', '--collect-only', '-q', '-n0', 'tests']
+  rest = sorted(tmp_path.glob('agent_r1_jax/**/*.py'))
+  names = [path.relative_to(tmp_path).with_suffix('').parts for path in rest]
+  modules = ['.'.join(name).removesuffix('.__init__') for name in names]
+  assert len(modules) > 150 and not any('contrib.' in module for module in modules)
+  script = f'import {", ".join(modules)}; print(agent_r1_jax.__file__)'
+  command = [sys.executable, '-c', script]
   result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-  assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+  assert result.stdout.startswith(str(tmp_path)), result.stdout + result.stderr

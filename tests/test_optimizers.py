@@ -3,6 +3,7 @@
 import functools
 import os
 
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +97,11 @@ def test_matrices_decay_and_by_an_option_all(kind, decay_all):
   config, rate = tiny.config('qwen2_5_vl', layers=1), 1e-2
   params = lora.add(tiny.params(config), 2, ('q',), 2.0, jax.random.key(0))
   params['value_head'] = {'kernel': jnp.ones((16, 1)), 'bias': jnp.ones(1)}
+  kinds = {}  # Of leaves, by name and number of dimensions; one of each is enough.
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    kinds.setdefault((path[-1].key, leaf.ndim), (tuple(key.key for key in path), leaf))
+  assert len(kinds) > 9
+  params = traverse_util.unflatten_dict(dict(kinds.values()))
   options = config_lib.Optimizer(kind=kind, weight_decay=0.1, decay_all=decay_all)
   optimizer = optimizers.make(options, rate)
   zeros = jax.tree.map(jnp.zeros_like, params)

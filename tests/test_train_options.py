@@ -188,13 +188,14 @@ def test_what_is_not_finite_is_dumped_and_nothing_is_lost(model, tmp_path):
     _run(model, tmp_path, _PLAIN._replace(loss=breaks))
   with np.load(tmp_path / 'not_finite.npz') as dump:
     names = set(dump.files)
-    assert {f'0/{n}' for n in ('tree/tokens', 'advantages', 'weights')} <= names
-    assert dump['0/tree/tokens'].shape == (2, 96)
+    assert {f'0/{n}' for n in ('rows/tokens', 'advantages', 'weights')} <= names
+    assert dump['0/rows/tokens'].shape == (2, 96)
     assert dump['0/advantages'].shape == (2, 2 * 96)
 
 
 def test_what_is_not_finite_is_told_on_a_full_disk_too(tmp_path):
-  batch = types.Batch(*[np.zeros((2, 96))] * 7)
+  rows = tiny.rows(np.zeros((2, 96), np.int32))
+  batch = types.Batch(rows, *[np.zeros((2, 96))] * 5)
   with mounts.mounted(tmp_path, 'size=256k') as workdir:
     with run_files.RunFiles(tiny.run_config(), workdir) as files:
       before = {path.name for path in workdir.iterdir()}
