@@ -4,6 +4,7 @@ serve/server.py and serve/answer.py know no dialect by name: CHAT and TEXT of
 serve/completions.py are always served, and further ones are given by the caller.
 """
 
+import abc
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -62,31 +63,34 @@ class Event(NamedTuple):
   data: Any
 
 
-class Stream:
+class Stream(abc.ABC):
   """Writes the events of one answer."""
 
   def begin(self) -> Sequence[Event]:
     """Writes what comes before the first part; by default nothing."""
     return ()
 
+  @abc.abstractmethod
   def add(self, part: Part) -> Sequence[Event]:
     """Writes a part."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def finish(self, sampled: int) -> Sequence[Event]:
     """Writes the end, when `sampled` tokens were sampled in all."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def fail(self, error: http.RefusedError) -> Sequence[Event]:
     """Writes the end of an answer that cannot go on."""
-    raise NotImplementedError
 
   def write(self, sampled: int) -> dict[str, Any]:
-    """Writes the whole answer when all parts have come, if it was not streamed."""
+    """Writes the whole answer when all parts have come, if it was not streamed.
+
+    A dialect that writes whole answers by a `write` of its own needs none here.
+    """
     raise NotImplementedError
 
 
-class Dialect:
+class Dialect(abc.ABC):
   """A dialect.
 
   Attributes:
@@ -99,6 +103,7 @@ class Dialect:
   count_path: str | None = None
   conversation = 'messages'
 
+  @abc.abstractmethod
   def read(
     self, fields: dict[str, Any], memory: dict[str, Any], counts: bool = False
   ) -> Asked:
@@ -112,7 +117,6 @@ class Dialect:
     Raises:
       RefusedError: A field is wrong.
     """
-    raise NotImplementedError
 
   def write(self, head: Head, parts: Sequence[Part], sampled: int) -> dict[str, Any]:
     """Writes an answer: a part for each reply, with its whole text and log-probs."""
@@ -121,9 +125,9 @@ class Dialect:
       stream.add(part)
     return stream.write(sampled)
 
+  @abc.abstractmethod
   def stream(self, head: Head) -> Stream:
     """Begins an answer that is sent as it is sampled."""
-    raise NotImplementedError
 
   def write_count(self, tokens: int) -> dict[str, Any]:
     """Writes the number of tokens of a request, if there is a `count_path`."""
