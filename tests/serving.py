@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-import threading
 from typing import Any
 
 import tiny
@@ -91,16 +90,6 @@ def run(served: engine_lib.Engine, app: Any):
 
 def replace(limits: config_lib.Limits, **changes: Any) -> config_lib.Limits:
   return dataclasses.replace(limits, **changes)
-
-
-def wait_for(condition, what: str):
-  """Waits until a condition holds; a minute is far more than it takes."""
-  changed = threading.Event()
-  for _ in range(6000):
-    if condition():
-      return
-    changed.wait(0.01)
-  raise AssertionError(f'{what} did not happen')
 
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -7,27 +7,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import graders
 import pytest
+import waiting
 
 from agent_r1_jax.host import isolated, workers
-
-
-def gone(process: int) -> bool:
-  """Whether a process has ended; one that nobody has waited for counts."""
-  try:
-    return pathlib.Path(f'/proc/{process}/stat').read_text().rpartition(')')[2][1] == 'Z'
-  except FileNotFoundError:
-    return True
-
-
-def until(condition):
-  end = time.monotonic() + 60
-  while not condition():
-    assert time.monotonic() < end, 'it never came about'
-    time.sleep(0.01)
 
 
 async def test_a_call_returns_what_the_function_returns():
@@ -222,9 +207,9 @@ def test_none_is_left_behind_by_a_process_that_is_killed():
     text=True,
   )
   idle, busy, ready = (run.stdout.readline().strip() for _ in range(3))
-  assert ready == 'ready' and not gone(int(idle)) and not gone(int(busy))
+  assert ready == 'ready' and not any(map(waiting.has_ended, (int(idle), int(busy))))
   run.send_signal(signal.SIGKILL)
   run.wait()
   run.stdout.close()
-  until(lambda: gone(int(idle)))
-  until(lambda: gone(int(busy)))
+  waiting.until(lambda: waiting.has_ended(int(idle)), 'the end of the idle one')
+  waiting.until(lambda: waiting.has_ended(int(busy)), 'the end of the busy one')

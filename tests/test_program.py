@@ -5,7 +5,6 @@ import collections
 import functools
 import json
 import os
-import pathlib
 import sys
 import threading
 from unittest import mock
@@ -16,6 +15,7 @@ import openai
 import pytest
 import serving
 import tiny
+import waiting
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
@@ -485,9 +485,8 @@ def test_what_a_process_leaves_behind_is_killed(tmp_path):
   )
   played = _play(_script(code), max_turn_tokens=64)
   assert (played.error, played.reward) == (None, 2.5)
-  status = pathlib.Path(f'/proc/{path.read_text()}/stat')
-  dead = lambda: not status.exists() or ') Z ' in status.read_text()
-  serving.wait_for(dead, 'the end of what the program started')
+  dead = lambda: waiting.has_ended(int(path.read_text()))
+  waiting.until(dead, 'the end of what the program started')
 
 
 def test_messages_keep_control_text_of_the_task():

@@ -13,6 +13,7 @@ import script
 import serving
 import test_automata
 import tiny
+import waiting
 
 from agent_r1_jax.agent import automata, grammars
 from agent_r1_jax.host import isolated
@@ -154,7 +155,7 @@ class TestServer:
     with futures.ThreadPoolExecutor() as pool:
       asked = [pool.submit(_post, url, _with_schema(schema)) for schema in hostile]
       at_work = lambda: len(test_automata._children() - before) == 2
-      serving.wait_for(at_work, 'that two grammars are made')
+      waiting.until(at_work, 'that two grammars are made')
       processes = test_automata._children() - before
       assert httpx2.get(f'{url}/health').status_code == 200
       assert _post(url, _ASKED).status_code == 200
@@ -189,7 +190,7 @@ def test_sigterm_is_answered_while_a_grammar_takes_too_long():
     url = next(line for line in process.stdout if line.startswith('http')).strip()
     asked = [pool.submit(_post, url, _with_schema(_ENDLESS)) for _ in range(2)]
     children = functools.partial(test_automata._children, process.pid)
-    serving.wait_for(children, 'that a grammar is made')
+    waiting.until(children, 'that a grammar is made')
     left = children()
     process.send_signal(signal.SIGTERM)
     assert process.wait(90) == 0
@@ -198,4 +199,4 @@ def test_sigterm_is_answered_while_a_grammar_takes_too_long():
       with contextlib.suppress(httpx2.TransportError):
         assert future.result().status_code == 400
   gone = lambda: not any(pathlib.Path('/proc', pid).exists() for pid in left)
-  serving.wait_for(gone, 'the end of its processes')
+  waiting.until(gone, 'the end of its processes')

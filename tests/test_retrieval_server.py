@@ -7,12 +7,12 @@ import json
 import pathlib
 import signal
 import threading
-import time
 
 import answers
 import httpx2
 import pytest
 import script
+import waiting
 
 from agent_r1_jax.retrieval import bm25, client, dense, documents, encoder, fusion, server
 from agent_r1_jax.retrieval.documents import Document, Hit
@@ -48,15 +48,8 @@ def _serve(retriever, **limits):
       yield asked
 
 
-def _wait_for(condition):
-  late = time.monotonic() + 60
-  while not condition():
-    assert time.monotonic() < late
-    time.sleep(0.01)
-
-
 def _wait_for_metric(asked, line):
-  _wait_for(lambda: line in asked.get('/metrics').text)
+  waiting.until(lambda: line in asked.get('/metrics').text, line)
 
 
 @pytest.fixture
@@ -127,11 +120,11 @@ def test_a_search_that_hangs_is_abandoned(echo):
     ask = lambda query: asked.post('/retrieve', json={'query': query})
     late = ask('hang')
     assert (late.status_code, 'within 0.3 seconds' in late.json()['error']) == (504, True)
-    _wait_for(lambda: ask('another').status_code == 200)
+    waiting.until(lambda: ask('another').status_code == 200, 'an answer')
     health = asked.get('/health')
     assert health.status_code == 503 and '1 searches hang' in health.json()['error']
     echo.gate.set()
-    _wait_for(lambda: asked.get('/health').status_code == 200)
+    waiting.until(lambda: asked.get('/health').status_code == 200, 'health')
     assert 'waiting_queries 0.0' in asked.get('/metrics').text
 
 

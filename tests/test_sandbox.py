@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import confined
 import pytest
+import waiting
 
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.tools import python, sandbox
@@ -184,18 +184,7 @@ def test_nothing_is_left_behind(tmp_path):
     assert process.stdout
     (worker,) = json.loads(process.stdout.readline())
     process.kill()
-  for _ in range(6000):
-    if _has_ended(worker):
-      return
-    time.sleep(0.01)
-  raise AssertionError('the worker outlived its user')
-
-
-def _has_ended(pid: int) -> bool:
-  try:
-    return pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2][1] == 'Z'
-  except FileNotFoundError:
-    return True
+  waiting.until(lambda: waiting.has_ended(worker), 'the end of the worker')
 
 
 class TestMachine:

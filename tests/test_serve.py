@@ -16,6 +16,7 @@ import pytest
 import script
 import serving
 import tiny
+import waiting
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
@@ -383,9 +384,9 @@ def test_a_client_that_goes_leaves_nothing_behind(client, url):
   with pytest.raises(openai.APITimeoutError):
     client.with_options(timeout=0.001).chat.completions.create(**asked, n=16)
   gone = lambda: _metric(url, 'endpoint_replies ') == 0
-  serving.wait_for(gone, 'the end of all replies')
+  waiting.until(gone, 'the end of all replies')
   rows = lambda: not any(replica.load for replica in serving.engine().replicas)
-  serving.wait_for(rows, 'that all rows are free')
+  waiting.until(rows, 'that all rows are free')
   assert _metric(url, 'endpoint_vanished_total') >= before
   assert client.chat.completions.create(**GREEDY).choices[0].message.content
 
@@ -447,20 +448,20 @@ def test_a_long_text_is_encoded_while_others_are_answered(client, url, monkeypat
   monkeypatch.setattr(sources, '_MAX_CHARACTERS', 200)
   with _encoding(monkeypatch, wait), futures.ThreadPoolExecutor() as pool:
     ask = lambda: client.chat.completions.create(**long).choices[0].message.content
-    waiting = [pool.submit(ask) for _ in range(3)]
+    asked = [pool.submit(ask) for _ in range(3)]
     try:
       for _ in range(2):
         assert entered.acquire(timeout=60)
       reply = client.completions.create(model='policy', prompt='Who', max_tokens=4)
       assert reply.choices
       # The third waits for a thread; all count as replies that are under way.
-      serving.wait_for(lambda: _metric(url, 'endpoint_replies ') == 3, 'three requests')
+      waiting.until(lambda: _metric(url, 'endpoint_replies ') == 3, 'three requests')
       assert not entered.acquire(blocking=False)
     finally:
       gate.set()
-    assert [future.result(60) for future in waiting] == [expected] * 3
+    assert [future.result(60) for future in asked] == [expected] * 3
   gone = lambda: _metric(url, 'endpoint_replies ') == 0
-  serving.wait_for(gone, 'the end of all replies')
+  waiting.until(gone, 'the end of all replies')
 
 
 def test_the_prompts_of_a_request_are_long_together(client, monkeypatch):

@@ -16,6 +16,7 @@ import time
 import confined
 import pytest
 import tiny
+import waiting
 
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.tools import shell
@@ -254,13 +255,6 @@ def _find_processes(mark):
   return found
 
 
-def _wait_until(condition):
-  deadline = time.monotonic() + SECONDS
-  while not condition():
-    assert time.monotonic() < deadline, 'it never happened'
-    time.sleep(0.01)
-
-
 LEFT = {
   'in the background': 'sleep {} &',
   'in another session': 'setsid sleep {} &',
@@ -281,7 +275,7 @@ def test_what_an_episode_leaves_behind_is_gone(open_session, layers, how):
   mark, session = f'{time.time():.9f}', shell.Session()
   thread = threading.Thread(target=_run_until_closed, args=(session, f'sleep {mark}'))
   thread.start()
-  _wait_until(lambda: _find_processes(mark))
+  waiting.until(lambda: _find_processes(mark), 'its start')
   folder = session.close.peek()[2][-1]
   if how == 'closed':
     session.close()
@@ -319,11 +313,11 @@ def test_nothing_outlives_a_trainer_that_is_killed(isolated):
     folder = process.stdout.readline().strip()
     if not folder:
       pytest.skip('the layers for it are missing')
-    _wait_until(lambda: _find_processes(mark))
+    waiting.until(lambda: _find_processes(mark), 'its start')
     process.kill()
-  _wait_until(lambda: not _find_processes(mark))
+  waiting.until(lambda: not _find_processes(mark), 'its end')
   if os.path.exists(folder):
-    _wait_until(lambda: not os.listdir(folder))
+    waiting.until(lambda: not os.listdir(folder), 'an empty folder')
     os.rmdir(folder)
 
 

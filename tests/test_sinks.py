@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 import warnings
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import mounts
 import pytest
 import tiny
+import waiting
 
 from agent_r1_jax.models import decoder
 from agent_r1_jax.report import profile, sinks, tensorboard
@@ -51,8 +51,7 @@ def write(workdir, sink, steps, until=lambda: True):
     warnings.simplefilter('always')
     for step in steps:
       background.write(step, {'reward': 0.1 * step})
-    while not until():
-      time.sleep(0.01)
+    waiting.until(until, 'what the sink was to do')
     background.close()
   return [str(warning.message) for warning in said]
 

@@ -10,10 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 import script
+import waiting
 
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.contrib.mcp import mcp_server
@@ -32,7 +32,7 @@ class Http:
 
   def start(self):
     self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL)
-    wait_until(self.answers)
+    waiting.until(self.answers, 'an answer')
     return f'http://127.0.0.1:{self.port}/mcp'
 
   def answers(self):
@@ -48,13 +48,6 @@ class Http:
   def restart(self):
     self.stop()
     self.start()
-
-
-def wait_until(happened):
-  deadline = time.monotonic() + 60
-  while not happened():
-    assert time.monotonic() < deadline
-    time.sleep(0.01)
 
 
 @pytest.fixture(params=['stdio', 'http'])
@@ -114,7 +107,7 @@ async def test_survives_a_hanging_call_and_the_death_of_the_server(server, tmp_p
   assert (await ask(server, 'pid')).text == str(before)
   (tmp_path / 'hang').unlink(missing_ok=True)
   lost = asyncio.create_task(ask(server, 'hang'))
-  await asyncio.to_thread(wait_until, (tmp_path / 'hang').exists)
+  await asyncio.to_thread(waiting.until, (tmp_path / 'hang').exists, 'the hang')
   (tmp_path / 'changed').touch()
   os.kill(before, signal.SIGKILL)
   assert not (await lost).ok
@@ -137,7 +130,7 @@ async def test_a_server_that_hangs_is_replaced(tmp_path, monkeypatch):
   with mcp_server.Server(command=command, env=['GIVEN']) as server:
     before = (await ask(server, 'pid')).text
     frozen = asyncio.create_task(ask(server, 'freeze'))
-    await asyncio.to_thread(wait_until, (tmp_path / 'freeze').exists)
+    await asyncio.to_thread(waiting.until, (tmp_path / 'freeze').exists, 'the freeze')
     assert (await ask(server, 'pid', seconds=0.1)).timed_out
     assert int((await ask(server, 'pid')).text) != int(before)
     assert not (await frozen).ok
