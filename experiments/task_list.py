@@ -18,8 +18,7 @@ from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.report import tables
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.rollout import evaluate, rollout
-from agent_r1_jax.tasks import games as games_lib
-from agent_r1_jax.tasks import mathematics, programming, qa, qa_data, reasoning
+from agent_r1_jax.tasks import mathematics, programming, qa, qa_data
 from agent_r1_jax.tools import calculator, python, sandbox
 from agent_r1_jax.train import fingerprint
 from experiments import comparison, react, retrievers
@@ -220,15 +219,19 @@ def load_games(
     name: What is played; experiments/games.py says what that may be.
     count: How many tasks are made.
   """
+  # They may be missing.
+  from agent_r1_jax.contrib.environments import reasoning, text_games
+
   if kind == 'textworld':
-    return games_lib.make_textworld(name, range(count)), games_lib.textworld_env
+    return text_games.make_textworld(name, range(count)), text_games.textworld_env
   if kind == 'files':
-    return games_lib.load(name), games_lib.textworld_env
+    return text_games.load_games(name), text_games.textworld_env
   if kind == 'gymnasium':
-    return games_lib.gymnasium_tasks(range(count)), lambda: games_lib.gymnasium_env(name)
-  judge = reasoning.Judge()
-  make_env = lambda: env.ToolEnv([], judge.reward, metrics=judge.metrics)
-  return reasoning.load(name, count, seed=0), make_env
+    tasks = text_games.gymnasium_tasks(range(count))
+    return tasks, lambda: text_games.gymnasium_env(name)
+  scorer = reasoning.Scorer()
+  make_env = lambda: env.ToolEnv([], scorer.reward, metrics=scorer.metrics)
+  return reasoning.make_tasks(name, count, seed=0), make_env
 
 
 def load_games_benchmark(kind: str, source: Source) -> Benchmark:

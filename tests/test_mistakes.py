@@ -124,7 +124,6 @@ _COMMANDS = {
   'experiments.report --workdir=tiny': 'has no metrics.jsonl .* finished its first',
   'experiments.plot typo=none-*': 'give LABEL=PATTERN',
   'experiments.serve_retriever --index=none': 'there is no such file; give another',
-  'experiments.games --kind=files --name=none': 'none is no game: .*No such file',
   'experiments.tables none': 'none has no table.json: it is no workdir',
   'third_party.fetch x': "no entry 'x'; there are hotpotqa",
 }

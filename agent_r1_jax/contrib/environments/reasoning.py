@@ -1,7 +1,7 @@
 """The tasks of reasoning-gym: generated problems, scored by the code that made them.
 
-  tasks = reasoning.load('chain_sum', size=500, seed=0, max_terms=3)
-  train.run(..., tasks=tasks, make_env=lambda: env.ToolEnv([], judge.reward))
+  tasks = reasoning.make_tasks('chain_sum', size=500, seed=0, max_terms=3)
+  train.run(..., tasks=tasks, make_env=lambda: env.ToolEnv([], scorer.reward))
 
 A reply answers by the last <answer>...</answer> of the agent's last message, outside its
 thoughts.
@@ -27,7 +27,7 @@ PROMPT = (
 _MEMORY_MB = 1024
 
 
-def load(name: str, size: int, seed: int, **config: Any) -> list[Task]:
+def make_tasks(name: str, size: int, seed: int, **config: Any) -> list[Task]:
   """Makes the tasks of one of reasoning-gym's data sets.
 
   Args:
@@ -55,11 +55,11 @@ def load(name: str, size: int, seed: int, **config: Any) -> list[Task]:
   ]
 
 
-class Judge:
+class Scorer:
   """Reward and metrics of an episode; scores are computed in processes.
 
-  judge = reasoning.Judge()
-  env.ToolEnv(tools, judge.reward, metrics=judge.metrics)
+  scorer = reasoning.Scorer()
+  env.ToolEnv(tools, scorer.reward, metrics=scorer.metrics)
   """
 
   def __init__(self, *, seconds: float = 10.0, processes: int = 2):
@@ -100,7 +100,7 @@ class Judge:
 
 
 def score(options: dict[str, Any], index: int, answer: str) -> float:
-  """Scores an answer; some data sets run much code on it: use `Judge`."""
+  """Scores an answer; some data sets run much code on it: use `Scorer`."""
   data = _make_data(json.dumps(options, sort_keys=True))
   return float(data.score_answer(answer, data[index]))
 
