@@ -54,6 +54,11 @@ def pytest_addoption(parser):
     default=float('inf'),
     help='Skip tests that have not begun after so many seconds.',
   )
+  parser.addoption(
+    '--rewrite-refusals',
+    action='store_true',
+    help='Write refusals.txt anew for the tests that run (see refusals.py).',
+  )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -73,6 +78,28 @@ def data_dir() -> pathlib.Path:
   if not path.is_dir():
     pytest.fail(f'AGENT_R1_DATA={name} is no directory')
   return path
+
+
+@pytest.fixture
+def refused(request, tmp_path_factory):
+  """Expects a refusal that names a field; its wording stands in refusals.txt."""
+  import refusals
+
+  rewrite = request.config.getoption('--rewrite-refusals')
+  name = _name_test(request.node)
+  found = refusals.Refusals(
+    name, str(tmp_path_factory.getbasetemp()), None if rewrite else refusals.read()
+  )
+  yield found
+  assert found.said, 'the test asks for `refused` and does not use it'
+  if rewrite:
+    refusals.update(name, found.said)
+
+
+def _name_test(item) -> str:
+  """A test's name from this folder on."""
+  file = item.path.relative_to(pathlib.Path(__file__).parent)
+  return f'{file}::{item.nodeid.split("::", 1)[1]}'
 
 
 @pytest.fixture
@@ -136,7 +163,8 @@ def older_objects_stay():
   gc.freeze()
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
   """Begins with the files of few tests, each of which takes long.
 
   A worker takes file after file. A long one that comes last runs alone, while the other
@@ -144,6 +172,10 @@ def pytest_collection_modifyitems(items):
   """
   tests = collections.Counter(item.path for item in items)
   items.sort(key=lambda item: tests[item.path])
+  if config.getoption('--rewrite-refusals') and '[' not in ' '.join(config.args):
+    import refusals
+
+    refusals.drop_missing({_name_test(item) for item in items})
 
 
 def pytest_sessionstart():

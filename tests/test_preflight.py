@@ -1,5 +1,6 @@
 """First contact: what is refused or said before anything is compiled."""
 
+import contextlib
 import dataclasses
 import re
 import threading
@@ -70,54 +71,45 @@ def test_a_data_set_on_a_disk_is_not_read_whole():
 
 
 @pytest.mark.parametrize(
-  'tasks, evals, message',
+  'tasks, evals, field',
   [
-    (_tasks('x')[0], None, r'tasks is Task\(.*; it must be a list of types.Task'),
-    (_tasks('x'), {'dev': ['y']}, r"evals\['dev'\]\[0\] is 'y'"),
+    (_tasks('x')[0], None, 'tasks is Task('),
+    (_tasks('x'), {'dev': ['y']}, "evals['dev'][0]"),
   ],
 )
-def test_what_is_no_list_or_no_dict_of_sets_is_named(tasks, evals, message):
-  with pytest.raises(ValueError, match=message):
+def test_what_is_no_list_or_no_dict_of_sets_is_named(refused, tasks, evals, field):
+  with refused(field):
     task_checks.check_sets(tasks, evals)
   task_checks.check_sets(_tasks('x'), {'dev': _tasks('y')})
 
 
 _USER = {'role': 'user', 'content': 'x'}
+_THOUGHT = {'role': 'assistant', 'content': 'x', 'reasoning_content': 7}
 
 
 @pytest.mark.parametrize(
-  ('changes', 'message'),
+  'changes',
   [
-    ({'messages': [{'role': 'usr', 'content': 'x'}]}, "has the role 'usr'; give one of"),
-    ({'messages': [{'role': 'user', 'content': 7}]}, "content of <class 'int'>"),
-    ({'messages': [_USER, {'role': 'user'}]}, 'has no content'),
-    ({'messages': ['x']}, 'is no message'),
-    (
-      {
-        'messages': [_USER, {'role': 'assistant', 'content': 'x', 'reasoning_content': 7}]
-      },
-      "reasoning_content of <class 'int'>",
-    ),
-    ({'id': 7}, 'id must be a string'),
-    ({'id': ' '}, 'id must be a string'),
-    ({'id': ['a']}, 'id must be a string'),
-    (
-      {'id': 't0', 'messages': [{'role': 'user', 'content': 'z'}]},
-      'id is that of another task',
-    ),
-    ({'answer': object()}, 'answer is <object .*cannot be written'),
-    ({'answer': {'x': [len]}}, 'answer is .*cannot be written'),
+    {'messages': [{'role': 'usr', 'content': 'x'}]},
+    {'messages': [{'role': 'user', 'content': 7}]},
+    {'messages': [_USER, {'role': 'user'}]},
+    {'messages': ['x']},
+    {'messages': [_USER, _THOUGHT]},
+    {'id': 7},
+    {'id': ' '},
+    {'id': ['a']},
+    {'id': 't0', 'messages': [{'role': 'user', 'content': 'z'}]},
+    {'answer': object()},
+    {'answer': {'x': [len]}},
   ],
 )
-@pytest.mark.parametrize('where', ['tasks', 'evals'])
-def test_the_fields_of_every_task_are_checked(changes, message, where):
+def test_the_fields_of_every_task_are_checked(refused, changes):
   good = _tasks('x', 'y')
-  wrong = dataclasses.replace(types.Task('9', [_USER], 'z'), **changes)
-  sets = {'tasks': good, 'evals': {'dev': good}}
-  sets[where] = [*good, wrong] if where == 'tasks' else {'dev': [*good, wrong]}
-  name = {'tasks': r'tasks', 'evals': r"evals\['dev'\]"}[where]
-  with pytest.raises(ValueError, match=rf'{name}\[2\] \(.*\): .*{message}'):
-    task_checks.check_sets(**sets)
+  wrong = [*good, dataclasses.replace(types.Task('9', [_USER], 'z'), **changes)]
+  with refused('tasks[2] ('):
+    task_checks.check_sets(wrong, {'dev': good})
+  with refused("evals['dev'][2] ("):
+    task_checks.check_sets(good, {'dev': wrong})
 
 
 def test_a_task_may_be_listed_twice_and_have_no_messages():
@@ -151,7 +143,7 @@ def _broken(task, messages):
   'wrap', [lambda env: env, lambda env: context.SlidingWindow(env, turns=2)]
 )
 @pytest.mark.parametrize(
-  ('reward', 'answer', 'refused'),
+  ('reward', 'answer', 'compares'),
   [
     *((_equal, 42, True), (_equal, 2.5, True), (_equal, '42', False)),
     *((_in_tags, 42, True), (_in_tags, '42', False), (_equal, None, False)),
@@ -159,16 +151,12 @@ def _broken(task, messages):
   ],
 )
 def test_a_number_is_refused_where_the_reward_compares_text(
-  reward, answer, refused, wrap
+  reward, answer, compares, wrap
 ):
   tasks = [types.Task('a', [_USER], '1'), types.Task('b', [_USER], answer)]
   env = wrap(env_lib.ToolEnv([], reward))
-  if refused:
-    with pytest.raises(
-      ValueError, match=f"answer of 'b' is {answer}, .*make answers str"
-    ):
-      task_checks.check_answers(env, tasks, config_lib.Limits())
-  else:
+  named = pytest.raises(ValueError, match=f"answer of 'b' is {answer}, ")
+  with named if compares else contextlib.nullcontext():
     task_checks.check_answers(env, tasks, config_lib.Limits())
 
 
@@ -183,10 +171,9 @@ def test_a_reward_that_hangs_is_not_waited_for_before_a_run():
 
 
 @pytest.mark.parametrize('messages', [[{'role': 'user'}], [{'content': 'x'}], []])
-def test_a_broken_message_is_named_with_its_task(messages):
-  tasks = [*_tasks('x'), types.Task('broken', messages)]
-  with pytest.raises(ValueError, match=r"tasks\[1\] \('broken'\): "):
-    _fit(tasks)
+def test_a_broken_message_is_named_with_its_task(refused, messages):
+  with refused("tasks[1] ('broken'): "):
+    _fit([*_tasks('x'), types.Task('broken', messages)])
 
 
 class TestFitting:
@@ -203,20 +190,18 @@ class TestFitting:
       assert list(kept) == (tasks if fits else tasks[1:])
       assert (said is None) == fits
 
-  def test_a_prompt_that_fits_no_row_is_refused_with_its_length(self):
+  def test_a_prompt_that_fits_no_row_is_refused_with_its_length(self, refused):
     tasks = _tasks('x', 'one two three ' * 100, 'one two three ' * 200)
     lengths = [self._length(task) for task in tasks]
-    with pytest.raises(ValueError) as error:
+    with refused(f"'t1' with a prompt of {lengths[1]}") as error:
       _fit(tasks)
-    said = str(error.value)
-    assert said.startswith('2 of 3 tasks') and 'Raise engine.slots' in said
-    assert f"'t1' with a prompt of {lengths[1]}" in said and str(lengths[2]) in said
+    assert str(lengths[2]) in str(error.value)
 
-  def test_where_none_fits_none_can_be_left_out(self):
-    with pytest.raises(ValueError, match='1 of 1 tasks leave no room'):
+  def test_where_none_fits_none_can_be_left_out(self, refused):
+    with refused('1 of 1 tasks'):
       _fit(_tasks('one two three ' * 100), long_prompts='skip')
 
-  def test_other_environments_begin_as_they_like(self):
+  def test_other_environments_begin_as_they_like(self, refused):
     class Own(env_lib.ToolEnv):
       async def reset(self, task):
         return [{'role': 'user', 'content': 'short'}]
@@ -225,7 +210,7 @@ class TestFitting:
     rebuilt = context.Rebuilt(_env(), lambda env: [{'role': 'user', 'content': 'x'}])
     for env in (Own([], lambda *_: 0.0), rebuilt):
       assert _fit(long, env) == (long, None)
-    with pytest.raises(ValueError, match='no room'):
+    with refused('1 of 1 tasks'):
       _fit(long, context.SlidingWindow(_env(), turns=2))
 
   def test_evaluations_keep_their_tasks(self):
@@ -245,17 +230,9 @@ class TestFitting:
 @pytest.mark.parametrize(
   ('env', 'limits', 'said'),
   [
-    (
-      'plain',
-      {'step_seconds': 99},
-      r"limits.step_seconds is 99, and dev\[1\] \('t1'\) ne",
-    ),
-    ('wrapped', {'step_seconds': 99}, r'needs 100: raise it'),
-    (
-      'plain',
-      {'episode_seconds': 9.5},
-      r"episode_seconds is 9.5, and tasks\[0\] \('t0'\)",
-    ),
+    ('plain', {'step_seconds': 99}, r'step_seconds is 99, and dev\[1\] .* needs 100'),
+    ('wrapped', {'step_seconds': 99}, 'needs 100: raise it'),
+    ('plain', {'episode_seconds': 9.5}, r'episode_seconds is 9.5, and tasks\[0\]'),
     ('plain', {'step_seconds': 100, 'episode_seconds': 10}, ''),
     ('wrapped', {'step_seconds': 100, 'episode_seconds': 10}, ''),
     ('other', {'step_seconds': 1}, ''),
@@ -273,10 +250,7 @@ def test_limits_below_the_times_of_a_task_are_refused(env, limits, said):
   check = lambda: task_checks.check_times(
     played, {'tasks': tasks[:1], 'dev': tasks}, config_lib.Limits(**limits)
   )
-  if not said:
-    check()
-    return
-  with pytest.raises(ValueError, match=said):
+  with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
     check()
 
 
@@ -296,10 +270,10 @@ class TestTools:
     for other, tools in ((chat, []), (tiny.chat(), []), (tiny.chat(), [look])):
       assert preflight.describe_tool_prompt(other, _env(tools)) is None
 
-  def test_tools_that_no_template_writes_are_refused(self, tmp_path):
+  def test_tools_that_no_template_writes_are_refused(self, tmp_path, refused):
     chat = _ignorant(tmp_path, tools_in_prompt='refuse')
     assert preflight.describe_tool_prompt(chat, _env()) is None
-    with pytest.raises(ValueError, match="make tools_in_prompt 'default'"):
+    with refused('tools_in_prompt'):
       preflight.describe_tool_prompt(chat, _env([look]))
 
   @pytest.mark.parametrize('name', ['gemma2', 'phi4', 'olmo3'])
@@ -309,7 +283,7 @@ class TestTools:
     assert 'tells of them (look)' in said
     assert ('between <tool_response> and' in said) is (name != 'olmo3')
 
-  def test_a_template_that_writes_no_answer_is_refused(self, tmp_path):
+  def test_a_template_that_writes_no_answer_is_refused(self, tmp_path, refused):
     template = """{%- for m in messages %}{% if loop.index < 3 %}
       {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
       {%- endfor %}{{ '<|im_start|>assistant\\n' if add_generation_prompt }}"""
@@ -317,16 +291,16 @@ class TestTools:
       tiny.TEXTS, vocab_size=tiny.VOCAB, directory=tmp_path, chat_template=template
     )
     chat = chat_lib.Chat(tokenizer_lib.load(tmp_path))
-    with pytest.raises(ValueError, match=f'{tmp_path} does not write what tools answer'):
+    with refused(str(tmp_path)):
       preflight.describe_tool_prompt(chat, _env([look]))
 
-  def test_roles_that_a_template_refuses_are_found_in_short_prompts_too(self, tmp_path):
+  def test_roles_that_a_template_refuses_are_found_in_short_prompts_too(
+    self, tmp_path, refused
+  ):
     chat = chat_lib.Chat(templates.load('gemma2', tmp_path))
     tasks = _tasks('x', 'y')
     tasks[1].messages.insert(0, {'role': 'system', 'content': 'z'})
-    with pytest.raises(
-      ValueError, match=r'tasks\[1\] .*refuses .* system, user: System ro'
-    ):
+    with refused('tasks[1]'):
       preflight.select_fitting_tasks(chat, _env([]), tasks, slots=128)
 
 
@@ -339,7 +313,7 @@ class TestOpenEnvironment:
     with pytest.raises(type(error), match=error.args[0]):
       preflight.open_environment(make_env, _LIMITS).__enter__()
 
-  def test_an_environment_that_is_made_too_late_is_closed(self, gate):
+  def test_an_environment_that_is_made_too_late_is_closed(self, gate, refused):
     closed = threading.Event()
 
     class Closes(env_lib.ToolEnv):
@@ -351,7 +325,7 @@ class TestOpenEnvironment:
       return Closes([], lambda *_: 0.0)
 
     limits = config_lib.Limits(reset_seconds=0.1)
-    with pytest.raises(ValueError, match=r'within 0.1 seconds \(limits.reset_seconds\)'):
+    with refused('limits.reset_seconds'):
       preflight.open_environment(make_env, limits).__enter__()
     assert not closed.is_set()
     gate.set()
