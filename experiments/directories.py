@@ -1,4 +1,4 @@
-r"""Trains an agent on tasks that are directories (docs/directories.md), or checks these.
+r"""Trains an agent on tasks that are directories (contrib/harbor), or checks these.
 
   python -m experiments.directories --data=my-tasks --check_only
   python -m experiments.directories --data=my-tasks --workdir=runs/mine \

@@ -1,4 +1,4 @@
-r"""Serves a policy behind OpenAI's and Anthropic's APIs; see docs/dialects.md.
+r"""Serves a policy behind OpenAI's and Anthropic's APIs; see contrib/dialects/guide.md.
 
   python -m experiments.serve --config.model.path=runs/quickstart/model
   curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \

@@ -4,7 +4,7 @@ r"""Serves a model to clients of the Tinker API; see contrib/tinker/server.py.
     --workdir=runs/tinker
   TINKER_BASE_URL=http://localhost:8000 TINKER_API_KEY=tml-any python recipe.py
 
-Clients train adapters of this model and sample from them; docs/tinker.md has a script.
+Clients train adapters of this model and sample from them: contrib/tinker/guide.md.
 The address is printed when the server accepts requests. Keys are read from the variable
 AGENT_R1_API_KEYS of the environment, separated by commas; without it there are none.
 Saved states are in the workdir, and there after the server is killed.

@@ -264,7 +264,7 @@ def load_directories(source: Source) -> Benchmark:
   from agent_r1_jax.contrib.harbor import directories  # It may be missing.
 
   if not source.data:
-    raise ValueError('--data: name a folder of tasks (docs/directories.md).')
+    raise ValueError('--data: name a folder of tasks (contrib/harbor/guide.md).')
   tasks = shuffle(directories.load(source.data))[: source.limit or None]
   return Benchmark(
     {'agent': ({'': tasks}, directories.DirectoryEnv)},

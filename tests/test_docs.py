@@ -48,10 +48,28 @@ def test_no_page_is_left_out_of_the_table_of_contents():
     assert str(page.relative_to(ROOT / 'docs')) in nav, page
 
 
-@pytest.mark.parametrize('path', ['README.md', 'WORKSPACE.md', 'CONTRIBUTING.md'])
+def _anchors(page):
+  """The anchors that GitHub and the site give to the headings of a page."""
+  headings = re.findall(r'^#+ (.*)$', page.read_text(), re.MULTILINE)
+  return {re.sub(r'[^\w -]', '', title).lower().replace(' ', '-') for title in headings}
+
+
+@pytest.mark.parametrize(
+  'path', ['README.md', 'WORKSPACE.md', 'CONTRIBUTING.md', 'CHANGELOG.md']
+)
 def test_links_of_the_pages_outside_lead_somewhere(path):
-  for target in re.findall(r'\]\(([^)#:]+)[)#]', (ROOT / path).read_text()):
-    assert (ROOT / target).exists(), target
+  links = re.findall(r'\]\(([^)#:]*)(?:#([^)]*))?\)', (ROOT / path).read_text())
+  assert links
+  for target, anchor in links:
+    page = ROOT / (target or path)
+    assert page.exists(), target
+    assert not anchor or anchor in _anchors(page), (target, anchor)
+
+
+def test_the_site_shows_contributed_pages(site):
+  page = (site / 'contrib/tinker/guide.html').read_text()
+  assert 'href="../../endpoint.html' in page or 'href="../../models.html' in page
+  assert 'href="contrib/harbor/guide.html"' in (site / 'index.html').read_text()
 
 
 def test_the_tutorials_run():

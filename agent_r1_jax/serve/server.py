@@ -1,4 +1,4 @@
-"""A server of OpenAI's API over the one engine; see docs/dialects.md.
+"""A server of OpenAI's API over the one engine; see contrib/dialects/guide.md.
 
   POST /v1/chat/completions  tools, streams, log-probs, stop, seed, n, JSON schemas
   POST /v1/completions       texts or tokens to go on from, and their log-probs

@@ -6,7 +6,7 @@
 The package bfcl-eval (github.com/ShishirPatil/gorilla, Apache 2.0) has the tasks, the
 APIs and the checks of a turn: the state of the APIs, and what their calls returned. Its
 runner evaluates the text of calls as Python; here a method of a task's classes is called
-by its name, with arguments that fit its schema. docs/benchmarks.md has what differs.
+by its name, with arguments that fit its schema. guide.md says what differs.
 """
 
 import ast
@@ -44,7 +44,7 @@ NOT_OFFERED = (
 MAX_REPLIES = 20
 _INSTALL = (
   'bfcl-eval is not installed: pip install --no-deps bfcl-eval==2026.3.23 '
-  '(docs/benchmarks.md says why without its requirements).'
+  '(contrib/benchmarks/guide.md says why without its requirements).'
 )
 _CHECKER = 'bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker'
 # A larger number, or one with which Python computes as many digits, would hold the

@@ -36,7 +36,7 @@ _LARGEST = 1e12
 _TELECOM = 'tau2.domains.telecom.environment'
 _INSTALL = (
   '{} is not installed: pip install loguru toml PyYAML docstring-parser addict deepdiff '
-  'python-dotenv pandas (docs/benchmarks.md).'
+  'python-dotenv pandas (contrib/benchmarks/guide.md).'
 )
 
 

@@ -4,7 +4,7 @@ r"""Tasks that are directories, played with a shell in place of a container.
   print(directories.check(tasks))  # {}: every solution scores 1, and doing nothing 0
   train.run(..., tasks=tasks, make_env=directories.DirectoryEnv)
 
-`task_folders.py` says what a folder holds, and docs/directories.md what is not supported.
+`task_folders.py` says what a folder holds, and guide.md what is not supported.
 
 The task's absolute paths, such as /app and /tests, are below the shell's workspace. They
 are replaced by where they are in what the task's files and the agent's commands say, and

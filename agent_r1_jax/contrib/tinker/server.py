@@ -1,6 +1,6 @@
 """A server of the Tinker API: clients train adapters of one model, and sample from them.
 
-The client is `tinker`, a package of its own; docs/tinker.md has a script. A request to
+The client is `tinker`, a package of its own; guide.md has a script. A request to
 compute gets the id of a result at once, and /api/v1/retrieve_future waits for it.
 
 An error is {"error": TEXT, "category": "user" or "server"}: 400 for what cannot be done,
@@ -242,5 +242,6 @@ def _refuse(error: http.RefusedError) -> Any:
 
 async def _explain_missing(request: Any, error: Any) -> Any:
   """Answers a request for what this server has not."""
-  text = f'{request.method} {request.url.path:.200} is not supported; see docs/tinker.md'
+  asked, page = f'{request.method} {request.url.path:.200}', 'contrib/tinker/guide.md'
+  text = f'{asked} is not supported; see {page}'
   return _refuse(http.RefusedError(404, text))

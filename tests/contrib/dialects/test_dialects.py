@@ -713,7 +713,7 @@ def test_hostile_bodies_keys_and_the_form_of_errors(url):
 
 
 def test_the_scripts_of_the_page_run(url):
-  text = (serving.ROOT / 'docs' / 'dialects.md').read_text()
+  text = (serving.ROOT / 'agent_r1_jax/contrib/dialects/guide.md').read_text()
   blocks = re.findall(r'^```python\n(.*?)^```', text, re.DOTALL | re.MULTILINE)
   assert len(blocks) == 2
   for block in blocks:

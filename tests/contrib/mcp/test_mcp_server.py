@@ -162,7 +162,7 @@ def test_a_server_that_does_not_start(arguments, said):
 
 
 def test_the_example_of_the_docs(tmp_path):
-  text = (script.ROOT / 'docs' / 'mcp.md').read_text()
+  text = (script.ROOT / 'agent_r1_jax/contrib/mcp/guide.md').read_text()
   server, client, printed = re.findall(r'```(?:python)?\n(.*?)```', text, re.DOTALL)
   (tmp_path / 'warehouse.py').write_text(server)
   done = subprocess.run(

@@ -71,7 +71,7 @@ def test_the_client_trains_samples_and_goes_on_after_a_kill(tmp_path):
     assert found == want != fresh  # Bit for bit, the optimizer's state included.
     assert path in kept and path.split('/')[2] in runs and rank == 2
     # The page's script.
-    page = (ROOT / 'docs' / 'tinker.md').read_text()
+    page = (ROOT / 'agent_r1_jax/contrib/tinker/guide.md').read_text()
     (block,) = re.findall(r'^```python\n(.*?)^```', page, re.DOTALL | re.MULTILINE)
     for printed, here in (
       ('http://localhost:8000', url),
