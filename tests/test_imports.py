@@ -32,7 +32,7 @@ UPPER = (
 # its folders offer. No folder imports another.
 CONTRIB = 'contrib'
 # Folders of contrib/ that are as light as the rooms of TEXT.
-LIGHT = ('benchmarks', 'environments', 'mcp')
+LIGHT = ('benchmarks', 'environments', 'logs', 'mcp')
 # A retriever's own encoder is a model: where TEXT may import DEVICE.
 ENCODER = f'{PACKAGE}/retrieval/encoder.py'
 # Each of these libraries has one place or two, so that it can be exchanged.
@@ -64,6 +64,7 @@ OWNERS = {
   f'{PACKAGE}/contrib/environments/game_process.py',
   'alfworld': f'{PACKAGE}/contrib/environments/game_process.py',
   'reasoning_gym': f'{PACKAGE}/contrib/environments/reasoning.py',
+  'inspect_ai': f'{PACKAGE}/contrib/logs/inspect_logs.py',
   'openenv': f'{PACKAGE}/contrib/environments/openenv.py',
   'verifiers': f'{PACKAGE}/contrib/environments/verifiers.py',
   'uvicorn': f'{PACKAGE}/web/http.py',
@@ -84,6 +85,7 @@ LAZY = (
   'google',
   'gymnasium',
   'httpx2',
+  'inspect_ai',
   'jsonschema',
   'math_verify',
   'matplotlib',

@@ -12,8 +12,8 @@ from test_episodes import CALL, ROOT, failed, trajectory, write
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats, calls
+from agent_r1_jax.contrib.logs import atif
 from agent_r1_jax.rl import table
-from experiments import atif
 
 COMMAND = sys.executable, '-m', 'experiments.convert_episodes'
 PNG = b'\x89PNG\r\n\x1a\n'
@@ -29,7 +29,7 @@ def document(tmp_path, played, **changes):
   """An episode's document, by way of its line in a log."""
   columns = [table.build([played]).list_tokens()] if played.turns else ()
   (line,) = write(tmp_path / 'log', [played], columns=columns)
-  path = atif.write(line | changes, tmp_path, run='run', model='base')
+  path = atif.write_episode(line | changes, tmp_path, run='run', model='base')
   return json.loads(path.read_text(), parse_constant=pytest.fail)
 
 

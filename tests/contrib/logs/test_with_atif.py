@@ -13,9 +13,9 @@ import with_package
 
 from agent_r1_jax import sft, types
 from agent_r1_jax.agent import calls
+from agent_r1_jax.contrib.logs import atif
 from agent_r1_jax.rl import table
 from agent_r1_jax.serve import program
-from experiments import atif
 
 pytestmark = pytest.mark.skipif(
   not with_package.has('harbor'),
@@ -102,7 +102,7 @@ def test_harbor_reads_every_kind_of_episode(tmp_path):
   played[-1].group = 8
   columns = [table.build([t]).list_tokens() for t in statuses]
   lines = write(tmp_path / 'log', played, columns=columns)
-  paths = [atif.write(line, tmp_path, run='run', model='base') for line in lines]
+  paths = [atif.write_episode(line, tmp_path, run='run', model='base') for line in lines]
   (_, rows), *rest = read(*paths)
   assert [errors for errors, _ in read(*paths)] == [[]] * len(played)
   call = '<tool_call>\n{"name": "search", "arguments": {"query": "Arden Bridge"}}'

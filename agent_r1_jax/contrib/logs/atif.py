@@ -21,6 +21,7 @@ import re
 from typing import Any
 
 import agent_r1_jax
+from agent_r1_jax.contrib.logs import log_files
 
 _VERSION = 'ATIF-v1.8'
 _AGENT = 'agent_r1_jax'
@@ -39,7 +40,20 @@ _REWRITTEN = (
 _ADDRESS = re.compile('data:image/(jpeg|png|gif|webp);base64,(.*)', re.DOTALL)
 
 
-def write(
+def write_log(log: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+  """Writes each episode of a log as a document of ATIF, and returns their folder."""
+  out, model = folder / log.stem, log_files.read_config(log).get('model', {}).get('path')
+  out.mkdir(exist_ok=True)
+  for number, episode in enumerate(log_files.read_episodes(log), start=1):
+    run = f'{log.parents[1].name}/{log.stem}/{episode["group"]}-{episode["sample"]}'
+    try:
+      write_episode(episode, out, run=run, model=model or 'policy')
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+      raise ValueError(f'{log}, line {number}: {error!r}') from None
+  return out
+
+
+def write_episode(
   episode: Mapping[str, Any], out: pathlib.Path, *, run: str, model: str
 ) -> pathlib.Path:
   """Writes an episode, and returns the path of its document.
@@ -65,7 +79,7 @@ def write(
 def make_document(
   episode: Mapping[str, Any], *, run: str, model: str, folder: pathlib.Path
 ) -> dict[str, Any]:
-  """Returns an episode as a document of ATIF; see `write`.
+  """Returns an episode as a document of ATIF; see `write_episode`.
 
   `folder` is where its pictures are written.
   """

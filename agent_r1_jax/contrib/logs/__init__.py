@@ -1,0 +1,1 @@
+"""Logs of episodes, for the programs of others."""
