@@ -311,13 +311,13 @@ class Pictures(NamedTuple):
 
   Attributes:
     coordinates: The time, row and column by which M-RoPE turns each token; see
-      models/pictures/picture_places.locate.
+      models/pictures/picture_tokens.locate.
     index: The feature of each token, -1 for text. With `patches` it counts in the row,
       else in all `features`. None, as are both of these, where there is text only, which
       may follow pictures.
     features: The embeddings of pictures' tokens, where they are known already.
     patches: The patches of each row's pictures, of which the vision tower makes the
-      features, as models/pictures/picture_patches.PatchBatch.
+      features, as models/pictures/picture_tokens.PatchBatch.
   """
 
   coordinates: Int[Array, 'B T 3']

@@ -20,7 +20,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import pictures
 from agent_r1_jax.models import decoder, engine_params, kv_cache
 from agent_r1_jax.models.files import hf_config, weights
-from agent_r1_jax.models.pictures import picture_patches, picture_places, vision
+from agent_r1_jax.models.pictures import picture_tokens, vision
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden'
 _MODEL = _GOLDEN / 'decoder' / 'qwen2_5_vl'
@@ -44,14 +44,14 @@ def _golden():
 def _pictures():
   config, golden = _model()[0], _golden()
   images = (Image.fromarray(golden[f'pixels_{i}']) for i in range(3))
-  return [picture_patches.cut(_READER.resize(x), config.vision) for x in images]
+  return [picture_tokens.cut(_READER.resize(x), config.vision) for x in images]
 
 
 @functools.cache
 def _features(rows=1, patches=256):
   """The features of the three golden pictures, and where they begin."""
   config, params = _model()
-  batch, starts = picture_patches.pack(
+  batch, starts = picture_tokens.pack(
     _pictures(), config.vision, rows=rows, patches=patches
   )
   return _compute_features(params, config, batch), starts
@@ -73,11 +73,11 @@ def _row(number):
   tokens = tokens.astype(np.int32)
   tokens[is_picture] = np.concatenate(ids)
   places = {
-    name: picture_places.Place(start, *grid)
+    name: picture_tokens.Place(start, *grid)
     for name, start, grid in zip(names.tolist(), starts, grids, strict=True)
   }
   n = len(tokens)
-  index, where = picture_places.locate(tokens, np.arange(n), np.full(n, n), places)
+  index, where = picture_tokens.locate(tokens, np.arange(n), np.full(n, n), places)
   return tokens, where, golden[f'logits_{number}'], index
 
 
@@ -126,10 +126,10 @@ def test_patches_are_those_of_transformers(number):
       file[f'{name}_{number}'] for name in ('pixels', 'patches', 'grid', 'bounds')
     )
   reader = pictures.Reader(28, *map(int, bounds))
-  picture = picture_patches.cut(reader.resize(Image.fromarray(pixels)), config)
+  picture = picture_tokens.cut(reader.resize(Image.fromarray(pixels)), config)
   assert picture.grid == (grid[1] // 2, grid[2] // 2)
   assert len(picture.patches) == len(expected) == 4 * picture.tokens
-  batch, _ = picture_patches.pack([picture], config, rows=1, patches=128)
+  batch, _ = picture_tokens.pack([picture], config, rows=1, patches=128)
   order = batch.order[0, : picture.tokens]
   found = np.asarray(vision.normalise(jnp.asarray(batch.patches)))[0]
   found = found.reshape(-1, 4, 3, 1, 196)[order].reshape(-1, 3, 1, 196)
@@ -140,7 +140,7 @@ def test_patches_are_those_of_transformers(number):
 def test_windows_are_neighbours():
   """3 x 5 tokens in windows of 2 x 2."""
   picture = _pictures()[0]
-  batch, _ = picture_patches.pack([picture] * 2, tiny.VISION, rows=1, patches=128)
+  batch, _ = picture_tokens.pack([picture] * 2, tiny.VISION, rows=1, patches=128)
   tokens = batch.coordinates[0, :60:4] // 2
   assert [tuple(x) for x in tokens.tolist()] == [
     *((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3), (0, 4), (1, 4)),
@@ -157,9 +157,9 @@ def test_windows_are_neighbours():
 def test_what_does_not_fit_is_refused():
   first = _pictures()[0]
   with pytest.raises(ValueError, match='picture 1 has 60 patches, and no row of 64'):
-    picture_patches.pack([first] * 2, tiny.VISION, rows=1, patches=64)
+    picture_tokens.pack([first] * 2, tiny.VISION, rows=1, patches=64)
   with pytest.raises(ValueError, match='patches is 100; give a multiple of the 16'):
-    picture_patches.pack([], tiny.VISION, rows=1, patches=100)
+    picture_tokens.pack([], tiny.VISION, rows=1, patches=100)
 
 
 # Coordinates.
@@ -175,16 +175,16 @@ def test_coordinates_are_those_of_transformers(number):
 
 def test_pictures_side_by_side_and_in_a_tree():
   """A text of two pictures; a branch that begins between them; another text."""
-  places = {100: picture_places.Place(0, 1, 2), 200: picture_places.Place(2, 3, 1)}
+  places = {100: picture_tokens.Place(0, 1, 2), 200: picture_tokens.Place(2, 3, 1)}
   tokens = np.array([100, 101, 200, 201, 202, 7, 8, 9, 7])
   positions = np.array([0, 1, 2, 3, 4, 5, 2, 3, 0])
   ends = np.array([8, 8, 6, 6, 6, 6, 8, 8, 9])
-  index, found = picture_places.locate(tokens, positions, ends, places)
+  index, found = picture_tokens.locate(tokens, positions, ends, places)
   assert index.tolist() == [0, 1, 2, 3, 4, -1, -1, -1, -1]
   assert found[:, 0].tolist() == [0, 0, 2, 2, 2, 5, 2, 3, 0]
   assert found[:, 1].tolist() == [0, 0, 2, 3, 4, 5, 2, 3, 0]
   assert found[:, 2].tolist() == [0, 1, 2, 2, 2, 5, 2, 3, 0]
-  assert places[100].saved == 0 and picture_places.Place(0, 2, 3).saved == 3
+  assert places[100].saved == 0 and picture_tokens.Place(0, 2, 3).saved == 3
 
 
 # The tower and the decoder compute what transformers does.
@@ -201,7 +201,7 @@ def test_features_are_those_of_transformers(rows, patches):
 
 def test_other_pictures_and_padding_change_nothing():
   config, params = _model()
-  batch, _ = picture_patches.pack(_pictures(), config.vision, rows=1, patches=256)
+  batch, _ = picture_tokens.pack(_pictures(), config.vision, rows=1, patches=256)
   padding = batch.pictures[0] == 0
   assert padding.sum() > 30
   batch.patches[0, padding] = 255
@@ -286,7 +286,7 @@ def test_gradients_reach_the_tower_and_the_decoder():
   config, params = _model()
   config = dataclasses.replace(config, remat='full')
   text, where, _ = _pack_rows(0)
-  batch, _ = picture_patches.pack(_pictures(), config.vision, rows=1, patches=256)
+  batch, _ = picture_tokens.pack(_pictures(), config.vision, rows=1, patches=256)
 
   @jax.jit
   def gradient(params):
@@ -311,7 +311,7 @@ def test_gradients_reach_the_tower_and_the_decoder():
 def test_bfloat16_is_close_and_the_sampler_has_the_learners_features():
   config, params = _model()
   half = dataclasses.replace(config, dtype='bfloat16')
-  batch, _ = picture_patches.pack(_pictures(), config.vision, rows=1, patches=256)
+  batch, _ = picture_tokens.pack(_pictures(), config.vision, rows=1, patches=256)
   learner = _compute_features(params, half, batch)
   sampler = _compute_features(engine_params.unstack(params, half), half, batch)
   assert learner.dtype == jnp.bfloat16
@@ -376,7 +376,7 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 import tiny
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder, sharding
-from agent_r1_jax.models.pictures import picture_patches, vision
+from agent_r1_jax.models.pictures import picture_tokens, vision
 
 config = tiny.config('qwen2_5_vl', layers=1)
 tower = dataclasses.replace(config.vision, num_layers=2)
@@ -384,10 +384,10 @@ config = dataclasses.replace(config, vision=tower)
 params = jax.device_get(tiny.params(config))
 rng = np.random.default_rng(0)
 pictures = [
-  picture_patches.Picture(rng.integers(0, 256, (4 * a * b, 48), np.uint8), (a, b))
+  picture_tokens.Picture(rng.integers(0, 256, (4 * a * b, 48), np.uint8), (a, b))
   for a, b in ((3, 2), (2, 5), (4, 3), (1, 1))
 ]
-batch, starts = picture_patches.pack(pictures, config.vision, rows=4, patches=64)
+batch, starts = picture_tokens.pack(pictures, config.vision, rows=4, patches=64)
 B, T = 4, 32
 tokens = rng.integers(0, 290, (B, T)).astype(np.int32)
 positions = np.tile(np.arange(T, dtype=np.int32), (B, 1))

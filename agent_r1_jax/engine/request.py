@@ -105,7 +105,7 @@ class Text:
     closed: Whether its row is reused before those of other texts.
     pictures: The pictures that its tokens may stand for, by their first tokens.
     saved: How far its last token's coordinates are behind its position; see
-      models/pictures/picture_places.py.
+      models/pictures/picture_tokens.py.
   """
 
   def __init__(self, replica: Any, tokens: np.ndarray):

@@ -21,7 +21,7 @@ from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
 from agent_r1_jax.models import decoder, kv_cache, sharding
-from agent_r1_jax.models.pictures import picture_patches, picture_places, vision
+from agent_r1_jax.models.pictures import picture_tokens, vision
 
 _KEPT = 1 << 26  # Numbers of the features that are kept: 256 MiB in float32.
 
@@ -49,13 +49,13 @@ class RowPictures:
     known = (
       parent.text.pictures if isinstance(parent, request_lib.Fork) else text.pictures
     )
-    text.pictures = known | picture_places.name(pictures, self._side)
+    text.pictures = known | picture_tokens.name(pictures, self._side)
     places = self._list_places(text)
-    begins = picture_places.find(text.tokens, places)
+    begins = picture_tokens.find(text.tokens, places)
     text.saved = sum(places[name].saved for name in text.tokens[begins].tolist())
 
-  def _list_places(self, text: request_lib.Text) -> dict[int, picture_places.Place]:
-    return picture_places.list_places(text.pictures, self._side)
+  def _list_places(self, text: request_lib.Text) -> dict[int, picture_tokens.Place]:
+    return picture_tokens.list_places(text.pictures, self._side)
 
   def look(
     self,
@@ -83,7 +83,7 @@ class RowPictures:
         continue
       n, positions = len(text), np.arange(len(text))
       places = self._list_places(text)
-      found = picture_places.locate(text.tokens, positions, np.full(n, n), places)
+      found = picture_tokens.locate(text.tokens, positions, np.full(n, n), places)
       part = positions_MT[m, positions_MT[m] < kv_cache.NOWHERE]
       into = slice(len(part))
       source, coordinates[m, into] = found[0][part], found[1][part]
@@ -110,9 +110,9 @@ class RowPictures:
   def _see(self, params, pixels: np.ndarray) -> np.ndarray:
     """Computes the features of one picture, [n, D]."""
     config: Any = self._config.vision
-    cut = picture_patches.cut(pixels, config)
-    room = picture_patches.round_up(len(cut.patches), config)
-    batch, _ = picture_patches.pack([cut], config, rows=1, patches=room)
+    cut = picture_tokens.cut(pixels, config)
+    room = picture_tokens.round_up(len(cut.patches), config)
+    batch, _ = picture_tokens.pack([cut], config, rows=1, patches=room)
     with sharding.use_mesh(self._mesh):
       return np.asarray(_features(params, batch, config=self._config))[: cut.tokens]
 

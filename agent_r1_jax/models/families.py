@@ -9,14 +9,14 @@ adapters and the tests of all families follow the table.
 A dimension is a letter: L layers, D embed, F feed-forward, N query heads, K key-value
 heads, H head dim, V vocabulary, E experts, I feed-forward of an expert, S that of the
 expert that all tokens share; d and e are embed and experts where no mesh splits them.
-vision_parameters.py has those of a vision tower.
+vision_config.py has those of a vision tower.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from agent_r1_jax.models import rope
-from agent_r1_jax.models.pictures import vision_parameters
+from agent_r1_jax.models.pictures import vision_config
 
 # Letter -> the field of DecoderConfig with its size, and that of config.json.
 SIZES = {
@@ -197,10 +197,7 @@ _MIXTURE = (*_EMBEDDING, *_NORMS, *_ATTENTION, *_HEAD)
 _LLAMA = (*_EMBEDDING, *_NORMS, *_LAYERS, *_HEAD)
 _OLMO = (*_EMBEDDING, *_NORMS_AFTER, *_LAYERS, *_QK_NORM_OF_ALL, *_HEAD)
 _GEMMA2 = (*_EMBEDDING, *_NORMS_AROUND, *_LAYERS, *_HEAD)
-_VISION = (
-  Parameter(*vision_parameters.PATCH, convolves=True),
-  *(Parameter(*row) for row in vision_parameters.PARAMETERS),
-)
+_VISION = tuple(Parameter(*row) for row in vision_config.PARAMETERS)
 # A critic has it too, whatever its family.
 VALUE_HEAD = (
   Parameter('value_head/kernel', 'value_head.weight', 'd>1'),

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.models.pictures import picture_patches, picture_places
+from agent_r1_jax.models.pictures import picture_tokens
 from agent_r1_jax.models.pictures.vision_config import VisionConfig
 
 
@@ -36,22 +36,22 @@ def add(
   sees: Any = rows.sees
   ends = sees.ends if isinstance(sees, types.Tree) else _find_ends(sees.ids)
   text: Any = rows.tokens, rows.positions, ends
-  named = picture_places.name(pictures, config.token_size)
+  named = picture_tokens.name(pictures, config.token_size)
   shown_by_row = [_list_shown(tokens, named) for tokens in text[0]]
-  made = {x: picture_patches.cut(pixels, config) for x, pixels in named.items()}
-  room = picture_patches.round_up(
+  made = {x: picture_tokens.cut(pixels, config) for x, pixels in named.items()}
+  room = picture_tokens.round_up(
     max(sum(len(made[x].patches) for x in row) for row in shown_by_row), config
   )
   patches, index, coordinates = [], [], []
   for tokens, positions, ends, shown in zip(*text, shown_by_row, strict=True):
-    packed, starts = picture_patches.pack(
+    packed, starts = picture_tokens.pack(
       [made[x] for x in shown], config, rows=1, patches=room
     )
     places = {
-      x: picture_places.Place(start, *made[x].grid)
+      x: picture_tokens.Place(start, *made[x].grid)
       for x, start in zip(shown, starts, strict=True)
     }
-    found = picture_places.locate(tokens, positions, ends, places)
+    found = picture_tokens.locate(tokens, positions, ends, places)
     patches.append(packed)
     index.append(found[0])
     coordinates.append(found[1])
@@ -62,7 +62,7 @@ def add(
 
 def _list_shown(tokens: np.ndarray, named: Mapping[int, np.ndarray]) -> list[int]:
   """Lists the pictures that a row shows, each once."""
-  return [*dict.fromkeys(tokens[picture_places.find(tokens, named)].tolist())]
+  return [*dict.fromkeys(tokens[picture_tokens.find(tokens, named)].tolist())]
 
 
 def _find_ends(segment_ids: np.ndarray) -> np.ndarray:

@@ -1,4 +1,9 @@
-"""config.json of a Hugging Face directory <-> DecoderConfig."""
+"""config.json of a Hugging Face directory <-> DecoderConfig.
+
+Published files of models that see have the decoder's fields beside `vision_config`;
+transformers 5 writes them in an object `text_config`. agent/pictures.py reads
+preprocessor_config.json.
+"""
 
 from collections.abc import Sequence
 import os
@@ -8,10 +13,34 @@ from typing import Any
 import jax.numpy as jnp
 
 from agent_r1_jax.models import decoder, families
-from agent_r1_jax.models.files import hf_rope, hf_vision, json_fields, tensor_files
+from agent_r1_jax.models.files import hf_rope, json_fields, tensor_files
+from agent_r1_jax.models.pictures.vision_config import VisionConfig
 
 # The types of layers.
 _FULL, _SLIDING = 'full_attention', 'sliding_attention'
+# Fields of VisionConfig -> those of `vision_config`.
+_TOWER = {
+  'num_layers': 'depth',
+  'embed_dim': 'hidden_size',
+  'num_heads': 'num_heads',
+  'mlp_dim': 'intermediate_size',
+  'out_dim': 'out_hidden_size',
+  'patch_size': 'patch_size',
+  'temporal_patch_size': 'temporal_patch_size',
+  'channels': 'in_channels',
+  'merge_size': 'spatial_merge_size',
+  'window_size': 'window_size',
+  'tokens_per_second': 'tokens_per_second',
+}
+# And those beside `vision_config`.
+_PICTURE_TOKENS = {
+  'image_token_id': 'image_token_id',
+  'video_token_id': 'video_token_id',
+  'start_token_id': 'vision_start_token_id',
+  'end_token_id': 'vision_end_token_id',
+}
+_FULL_ATTENTION = [7, 15, 23, 31]
+_TOWER_ROPE = {'rope_type': 'axial', 'rope_theta': 10_000.0}
 
 
 def read(
@@ -71,7 +100,7 @@ def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
     **family.written,
     **{key: getattr(config, field) for field, (key, _) in family.numbers.items()},
     **_make_layer_types(config),
-    **(hf_vision.make(config.vision) if config.vision else {}),
+    **(_make_vision(config.vision) if config.vision else {}),
     **({'norm_topk_prob': config.normalize_experts} if config.num_experts else {}),
   }
 
@@ -92,7 +121,7 @@ def token_ids(
     json_fields.read_json(directory / name) if (directory / name).is_file() else {}
     for name in names
   )
-  known = hf_vision.flatten(known)
+  known = _flatten(known)
   ids = {token['content']: token['id'] for token in tokenizer.get('added_tokens', ())}
   vocab = tokenizer.get('model', {}).get('vocab', ())
   largest = max([len(vocab) - 1, *ids.values()])
@@ -117,7 +146,7 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
     hint = '' if name else '. The model of a run is in WORKDIR/model.'
     raise ValueError(f'model_type is {name!r}; supported are {known}{hint}')
   family = families.FAMILIES[name]
-  raw = hf_vision.flatten(raw) if family.sees else raw
+  raw = _flatten(raw) if family.sees else raw
   # A cap that is null is none, and not the default.
   caps = {key for key, _ in family.numbers.values()}
   absent = lambda key: key not in raw or (raw[key] is None and key not in caps)
@@ -147,7 +176,7 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
     normalize_experts=bool(raw.get('norm_topk_prob', False)),
     tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
     max_positions=json_fields.read_number(raw, 'max_position_embeddings'),
-    vision=hf_vision.parse(raw) if family.sees else None,
+    vision=_parse_vision(raw) if family.sees else None,
   )
   if config.num_heads % config.num_kv_heads:
     raise ValueError(
@@ -211,3 +240,65 @@ def _make_layer_types(config: decoder.DecoderConfig) -> dict[str, Any]:
   if family.skips_rope:
     raw['no_rope_layers'] = [int(not x) for x in config.nope or (False,) * L]
   return raw
+
+
+def _flatten(raw: dict[str, Any]) -> dict[str, Any]:
+  """Puts the fields of a `text_config` beside the others."""
+  text = raw.get('text_config')
+  if text is None:
+    return raw
+  if not isinstance(text, dict):
+    raise ValueError(f'text_config is {text!r:.40}; an object is needed')
+  both = {key: x for key, x in text.items() if key != 'model_type'} | {
+    key: x for key, x in raw.items() if key != 'text_config'
+  }
+  # transformers 4 wrote it in text_config, and its default beside it.
+  tied = (source.get('tie_word_embeddings', False) for source in (raw, text))
+  return both | {'tie_word_embeddings': any(tied)}
+
+
+def _parse_vision(raw: dict[str, Any]) -> VisionConfig:
+  """Reads the tower's shape and the tokens of pictures."""
+  found = raw.get('vision_config')
+  if not isinstance(found, dict):
+    raise ValueError(f'vision_config is {found!r:.40}; an object is needed')
+  if found.get('hidden_act', 'silu') != 'silu':
+    raise ValueError(
+      f"vision_config: hidden_act is {found['hidden_act']!r}; only 'silu' is supported"
+    )
+  rotation = found.get('rope_parameters') or {}
+  for key, x in rotation.items():
+    if x != _TOWER_ROPE.get(key):
+      raise ValueError(
+        f'vision_config: {key} is {x!r}; only {_TOWER_ROPE.get(key)!r} is read'
+      )
+  full = found.get('fullatt_block_indexes', _FULL_ATTENTION)
+  if not isinstance(full, list) or not all(type(x) is int for x in full):
+    raise ValueError(f'vision_config: fullatt_block_indexes is {full!r:.40}; give a list')
+  # The defaults of transformers are those of VisionConfig, but published files have the
+  # number of channels as `in_chans`.
+  found = {'in_channels': found.get('in_chans', 3)} | found
+  sizes = {
+    field: json_fields.read_number(found, key, default=getattr(VisionConfig, field, None))
+    for field, key in _TOWER.items()
+  }
+  tokens = {
+    field: json_fields.read_number(raw, key)
+    for field, key in _PICTURE_TOKENS.items()
+    if key in raw
+  }
+  return VisionConfig(full_attention=tuple(full), **sizes, **tokens)
+
+
+def _make_vision(config: VisionConfig) -> dict[str, Any]:
+  """Makes the fields that `_parse_vision` reads, in the published form."""
+  return {
+    'vision_config': {
+      'model_type': 'qwen2_5_vl',
+      'hidden_act': 'silu',
+      **{key: getattr(config, field) for field, key in _TOWER.items()},
+      'in_chans': config.channels,
+      'fullatt_block_indexes': list(config.full_attention),
+    },
+    **{key: getattr(config, field) for field, key in _PICTURE_TOKENS.items()},
+  }

@@ -10,7 +10,7 @@ import numpy as np
 
 from agent_r1_jax.models import decoder, families
 from agent_r1_jax.models.files import tensor_files
-from agent_r1_jax.models.pictures import vision_parameters
+from agent_r1_jax.models.pictures import vision_config
 
 
 class Leaf(NamedTuple):
@@ -48,7 +48,7 @@ def list_leaves(config: decoder.DecoderConfig, value_head: bool) -> list[Leaf]:
   sizes = {x: getattr(config, field) for x, (field, _) in config.facts.sizes.items()}
   sizes |= {'d': sizes['D'], 'e': sizes.get('E', 0), '1': 1, '3': 3}
   if config.vision:
-    sizes |= {x: getattr(config.vision, y) for x, y in vision_parameters.SIZES.items()}
+    sizes |= {x: getattr(config.vision, y) for x, y in vision_config.SIZES.items()}
   parameters = [*config.facts.parameters, *(families.VALUE_HEAD if value_head else ())]
   untied = lambda parameter: parameter.path != 'lm_head/kernel'
   if config.tie_embeddings:

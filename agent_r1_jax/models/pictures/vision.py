@@ -1,6 +1,6 @@
 """The vision tower of Qwen2.5-VL (arXiv 2502.13923): from patches to tokens' embeddings.
 
-  batch, starts = picture_patches.pack(pictures, config.vision, rows=1, patches=4096)
+  batch, starts = picture_tokens.pack(pictures, config.vision, rows=1, patches=4096)
   features_FD = vision.features(params, config, batch)
 
 The sampler and the learner compute the same program; it can be differentiated. Pictures
@@ -26,7 +26,7 @@ from agent_r1_jax.models import rope, sharded_params, sharding
 from agent_r1_jax.models.decoder_config import DecoderConfig
 from agent_r1_jax.models.kernels import attention_kernels as kernels
 from agent_r1_jax.models.layers import REMAT_POLICIES, Projection, RMSNorm, apply_flat
-from agent_r1_jax.models.pictures.picture_patches import PatchBatch
+from agent_r1_jax.models.pictures.picture_tokens import PatchBatch
 
 # Of each colour, from 0 to 1; agent/pictures.py refuses models that have others.
 MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -211,13 +211,13 @@ def features(
 ) -> Float[Array, 'F D']:
   """Computes the embeddings of all tokens of a batch's pictures, row after row.
 
-  Those of a picture begin at the row that picture_patches.pack says, and are in the order
+  Those of a picture begin at the row that picture_tokens.pack says, and are in the order
   of the text. Padding has finite embeddings that nothing else depends on.
 
   Args:
     params: The model's, of which 'vision' is read.
     config: The model's.
-    batch: From picture_patches.pack.
+    batch: From picture_tokens.pack.
   """
   batch = jax.tree.map(jnp.asarray, batch)
   tower = sharded_params.constrain_params({'vision': params['vision']})['vision']

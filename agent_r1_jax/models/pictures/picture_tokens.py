@@ -1,17 +1,29 @@
-"""Pictures as patches: cut, and put in the order of the vision tower's windows.
+"""Pictures as tokens: cut into patches, and found again in texts.
 
-All of it runs on the host. Patches are bytes; the tower normalises them.
+All of it runs on the host. Patches are bytes, in the order of the vision tower's windows;
+the tower normalises them.
+
+A model with M-RoPE turns each token by three numbers, (time, row, column). Those of a
+text token are equal, one more than the largest before it. A picture of 2 x 3 tokens,
+after two tokens of text and before one:
+
+  position     0      1      2       3       4       5       6       7      8
+  coordinates  0 0 0  1 1 1  2 2 2   2 2 3   2 2 4   2 3 2   2 3 3   2 3 4  5 5 5
+
+So a token after it is turned as one at position 8 - 3: the picture has 6 tokens, and its
+longer side only 3.
 
 Letters: B rows of patches, P patches of a row, F = P / merge_size² tokens of a row, H and
-W pixels of a picture.
+W pixels of a picture, T tokens of a text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtyping import Int, UInt8
 import numpy as np
 
+from agent_r1_jax import types
 from agent_r1_jax.models.pictures.vision_config import VisionConfig
 
 
@@ -141,3 +153,75 @@ def _write(
   batch.windows[row, place] = batch.windows[row, before] + 1 + np.repeat(window, m * m)
   begin = first // (m * m)
   batch.order[row, begin : begin + len(order)] = begin + np.argsort(order)
+
+
+class Place(NamedTuple):
+  """Where the features of a picture are, and its size in tokens."""
+
+  first: int  # The row of its first token's feature.
+  rows: int
+  columns: int
+
+  @property
+  def count(self) -> int:
+    """The number of its tokens."""
+    return self.rows * self.columns
+
+  @property
+  def saved(self) -> int:
+    """How much less than its tokens the coordinates grow."""
+    return self.count - max(self.rows, self.columns)
+
+
+def name(pictures: Sequence[np.ndarray], side: int) -> dict[int, np.ndarray]:
+  """Names pictures, uint8 [H, W, 3] each, by the first of their ids."""
+  return {int(types.make_picture_ids(x, side)[0]): x for x in pictures}
+
+
+def list_places(named: Mapping[int, np.ndarray], side: int) -> dict[int, Place]:
+  """Lists the places of named pictures whose features follow each other."""
+  places, first = {}, 0
+  for first_id, pixels in named.items():
+    place = Place(first, pixels.shape[0] // side, pixels.shape[1] // side)
+    places[first_id], first = place, first + place.count
+  return places
+
+
+def find(tokens: Int[np.ndarray, 'T'], places: Iterable[int]) -> np.ndarray:
+  """Finds the columns in which pictures of these names begin."""
+  return np.flatnonzero(np.isin(tokens, [*places]))
+
+
+def locate(
+  tokens: Int[np.ndarray, 'T'],
+  positions: Int[np.ndarray, 'T'],
+  ends: Int[np.ndarray, 'T'],
+  places: Mapping[int, Place],
+) -> tuple[Int[np.ndarray, 'T'], Int[np.ndarray, 'T 3']]:
+  """Locates the pictures of a packed row, or of any text.
+
+  Args:
+    tokens: The tokens of the row. Those of a picture are neighbours.
+    positions: The position of each in its text.
+    ends: The column after the last token that sees it, as in types.Tree.
+    places: The pictures that may be in it, by their first ids.
+
+  Returns:
+    The row of each token's feature, -1 for text; and the coordinates of each token.
+  """
+  index = np.full(len(tokens), -1, np.int32)
+  turned = positions.astype(np.int32)
+  begins = find(tokens, places).tolist()
+  for begin in begins:
+    place = places[int(tokens[begin])]
+    last = begin + place.count - 1
+    index[begin : last + 1] = place.first + np.arange(place.count)
+    turned[last + 1 : ends[last]] -= place.saved
+  coordinates = np.repeat(turned[:, None], 3, axis=1)
+  for begin in begins:
+    _, rows, columns = place = places[int(tokens[begin])]
+    inside = coordinates[begin : begin + place.count]
+    inside[:] = turned[begin]
+    inside[:, 1] += np.repeat(np.arange(rows), columns)
+    inside[:, 2] += np.tile(np.arange(columns), rows)
+  return index, coordinates
