@@ -18,7 +18,7 @@ from agent_r1_jax import fields, report, train, types
 from agent_r1_jax.agent import env, tool
 from agent_r1_jax.report import tables
 from agent_r1_jax.retrieval import documents
-from agent_r1_jax.rl import algorithms, correction
+from agent_r1_jax.rl import algorithms, losses
 from agent_r1_jax.rollout import rollout
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.train import fingerprint
@@ -118,7 +118,7 @@ def recall(
 
 def make_grpo(config: config_lib.Config, kl_coef: float) -> algorithms.Algorithm:
   """Makes GRPO, with a correction where an older policy may sample."""
-  corrected = correction.token_truncated() if config.schedule.oldest else None
+  corrected = losses.token_truncated() if config.schedule.oldest else None
   return algorithms.grpo(kl_coef=kl_coef, correction=corrected)
 
 

@@ -18,7 +18,15 @@ from agent_r1_jax.agent import transcript
 from agent_r1_jax.engine import request
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, credit, learner, optimizers, packing, table
+from agent_r1_jax.rl import (
+  algorithms,
+  credit,
+  learner,
+  minibatch,
+  optimizers,
+  packing,
+  table,
+)
 from agent_r1_jax.train import curriculum
 from agent_r1_jax.train.plan import setup
 from experiments.miniwiki import shapes
@@ -125,7 +133,7 @@ def train(cfg: config.Config, tasks, dev, make_env) -> decoder.Params:
     stream.finish_rollout([])
     tokens, _ = credit.estimate(table.build(played), algorithm)
     order = np.random.default_rng([cfg.seed, step, 0]).permutation(len(played)).tolist()
-    batches, _ = credit.make_minibatch(tokens, order, algorithm, shape=shape)
+    batches, _ = minibatch.make_policy(tokens, order, algorithm, shape=shape)
     gradients = learner.forward_backward(state.params, batches, config=model, loss=loss)
     state, metrics = learner.optim_step(state, gradients, optimizer=optimizer)
     reward, entropy = np.mean([t.reward for t in played]), metrics['entropy']

@@ -12,7 +12,7 @@ import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, learner, packing, table
+from agent_r1_jax.rl import algorithms, learner, packing, scoring, table
 from agent_r1_jax.rl import credit as credit_lib
 
 CONFIG = decoder.DecoderConfig(
@@ -74,11 +74,11 @@ def critic() -> decoder.Params:
   return tree(2, True)
 
 
-def models(*, own_critic: bool = False) -> credit_lib.Models:
+def models(*, own_critic: bool = False) -> scoring.Models:
   """The models, with a critic of its own or one that is a head of the policy."""
   if own_critic:
-    return credit_lib.Models(policy(), CONFIG, critic(), reference(), CONFIG)
-  return credit_lib.Models(shared(), CONFIG, shared(), reference(), CONFIG)
+    return scoring.Models(policy(), CONFIG, critic(), reference(), CONFIG)
+  return scoring.Models(shared(), CONFIG, shared(), reference(), CONFIG)
 
 
 class Credit(NamedTuple):
@@ -98,10 +98,10 @@ def credit(
   baselines=None,
   prefixes=None,
 ) -> Credit:
-  """Calls credit.score and credit.estimate with the models and sizes of this module."""
+  """Calls scoring.score and credit.estimate with the models and sizes of this module."""
   options = {'shape': shape, 'temperature': TEMPERATURE, 'prefixes': prefixes}
   built = table.build(trajectories, baselines)
-  scored = credit_lib.score(built, algorithm, which or models(), **options)
+  scored = scoring.score(built, algorithm, which or models(), **options)
   return Credit(*credit_lib.estimate(scored, algorithm, kl_coef=kl_coef))
 
 

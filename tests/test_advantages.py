@@ -12,7 +12,7 @@ import episodes
 import numpy as np
 import pytest
 
-from agent_r1_jax.rl import advantages, reward_transforms, spans
+from agent_r1_jax.rl import advantages, spans
 
 _trajectory = episodes.trajectory
 _CRITIC = {
@@ -461,11 +461,11 @@ def test_gdpo_sees_the_parts_in_the_unit_of_the_rewards():
   table = _told(*parts, group=[0, 0, 1, 1])
   expected = advantages.gdpo(table).advantages
   assert (np.abs(expected) > 0.9).all()
-  scaled = reward_transforms.by_reward_to_go(table)
+  scaled = advantages.by_reward_to_go(table)
   _close(advantages.gdpo(scaled).advantages, expected, 1e-5)
   # Half of the reward has no name, also after the transform.
   half = dataclasses.replace(table, parts={'a': table.scores / 2})
-  scaled = reward_transforms.by_reward_to_go(half, eps=0.0)
+  scaled = advantages.by_reward_to_go(half, eps=0.0)
   assert (scaled.scores / 2).tolist() == [0.5, 0.0, 0.5, 0.25]
   added = np.repeat([0.25, -0.25, 0.125, -0.125], 3)
   _close(advantages.gdpo(scaled).advantages, expected + added, 1e-5)

@@ -11,15 +11,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import types
-from agent_r1_jax.rl import (
-  advantages,
-  aggregation,
-  algorithms,
-  kl,
-  learner,
-  losses,
-  spans,
-)
+from agent_r1_jax.rl import advantages, algorithms, kl, learner, losses, spans
 
 # Every constructor, with the options that it must have.
 _MUST = {'dr_grpo': {'length': 24}}
@@ -153,7 +145,7 @@ _PARTS = {
   'dual_clip': (1.1, 'loss'),
   'value_clip': (0.1, 'value_loss'),
   'length': (12, 'aggregate'),
-  'aggregate': (aggregation.seq_mean_token_sum, 'aggregate'),
+  'aggregate': (losses.seq_mean_token_sum, 'aggregate'),
   'overlong': ({'limit': 8, 'buffer': 4}, 'rewards'),
 }
 
@@ -244,7 +236,7 @@ def test_replaced_loss_brings_its_aggregation():
   for loss in (losses.ppo_clip(), losses.cispo(), lambda stats, batch: (0.0, {})):
     check(algorithms.gspo()._replace(loss=loss), by_token)
   # An aggregation that is given stays.
-  named = algorithms.gspo(aggregate=aggregation.token_mean)
+  named = algorithms.gspo(aggregate=losses.token_mean)
   check(named, by_token)
   check(named._replace(loss=losses.sapo()), by_token)
   fixed = algorithms.dr_grpo(length=10)._replace(loss=losses.gspo())
@@ -265,7 +257,7 @@ def test_dapo_keeps_rewards_that_are_given():
 @pytest.mark.parametrize('length', [0, -1.0, float('nan')])
 def test_norm_that_is_not_positive_is_refused(length):
   with pytest.raises(ValueError, match='length'):
-    aggregation.seq_mean_token_sum_norm(length)
+    losses.seq_mean_token_sum_norm(length)
 
 
 # Advantages.
@@ -313,10 +305,10 @@ def test_aggregations_by_hand():
     for nothing in ([], [0, 0]):
       assert np.isfinite(aggregate(np.array(nothing, int))).all()
 
-  check(aggregation.token_mean, [1 / 8] * 3)
-  check(aggregation.seq_mean_token_mean, [1 / 3, 1 / 9, 1 / 12])
-  check(aggregation.seq_mean_token_sum, [1 / 3] * 3)
-  check(aggregation.seq_mean_token_sum_norm(10), [1 / 30] * 3)
+  check(losses.token_mean, [1 / 8] * 3)
+  check(losses.seq_mean_token_mean, [1 / 3, 1 / 9, 1 / 12])
+  check(losses.seq_mean_token_sum, [1 / 3] * 3)
+  check(losses.seq_mean_token_sum_norm(10), [1 / 30] * 3)
 
 
 # The whole loss.

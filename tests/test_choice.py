@@ -16,16 +16,9 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import critic as critic_lib
 from agent_r1_jax.models.files import weights
-from agent_r1_jax.rl import (
-  advantages,
-  algorithms,
-  learner,
-  packing,
-  reward_transforms,
-  table,
-  value_targets,
-)
+from agent_r1_jax.rl import advantages, algorithms, learner, packing, table
 from agent_r1_jax.rollout import decoding as decoding_lib
+from agent_r1_jax.train import fingerprint
 
 LONG = 'What is {}? one two three four five six seven eight nine ten one two three four'
 
@@ -191,7 +184,7 @@ class TestSavedCritic:
 
   def _save(self, policy, algorithm=None, privileged=False, **changes):
     algorithm = algorithm or algorithms.ppo(kl_coef=0.0)
-    how = value_targets.describe(algorithm, policy, privileged=privileged)
+    how = fingerprint.describe_critic(algorithm, policy, privileged=privileged)
     assert how is not None
     target = policy.parent / 'critic'
     weights.save(
@@ -243,10 +236,10 @@ class TestSavedCritic:
       critic_lib.load(target, policy)
 
   def test_description_says_what_the_reward_was(self, policy):
-    overlong = functools.partial(reward_transforms.overlong, limit=9, buffer=2)
+    overlong = functools.partial(advantages.overlong, limit=9, buffer=2)
     bi_level = functools.partial(advantages.bi_level_gae, high_gamma=0.9)
     algorithm = algorithms.ppo(estimator=bi_level, kl_coef=0.1, rewards=(overlong,))
-    how = value_targets.describe(algorithm, policy, privileged=True)
+    how = fingerprint.describe_critic(algorithm, policy, privileged=True)
     assert how is not None and len(how.pop('tokenizer')) == 64
     assert how == {
       'estimator': 'bi_level_gae high_gamma=0.9',
@@ -257,4 +250,5 @@ class TestSavedCritic:
       'kl_coef': 0.1,
       'privileged': True,
     }
-    assert value_targets.describe(algorithms.grpo(), policy, privileged=False) is None
+    how = fingerprint.describe_critic(algorithms.grpo(), policy, privileged=False)
+    assert how is None

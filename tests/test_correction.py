@@ -11,7 +11,7 @@ import tiny
 from agent_r1_jax.agent import transcript
 from agent_r1_jax.config import Sampling
 from agent_r1_jax.engine import guide
-from agent_r1_jax.rl import correction
+from agent_r1_jax.rl import losses
 from agent_r1_jax.rl import table as table_lib
 
 _LOGPROBS = ('in/old_logp', 'in/rollout_logp')
@@ -30,7 +30,7 @@ def _table(old, behaviour):
 def test_weights_are_verls():
   g, mask = episodes.golden(), episodes.golden_mask()
   numbers = ([x[m] for x, m in zip(g[key], mask)] for key in _LOGPROBS)
-  out = correction.token_truncated(cap=2.0)(_table(*numbers))
+  out = losses.token_truncated(cap=2.0)(_table(*numbers))
   np.testing.assert_allclose(
     out, g['verl/rollout_is/token/th2.0/bn0/w'][mask], rtol=1e-12
   )
@@ -50,8 +50,8 @@ def _weights(correct, *ratios):
 @pytest.mark.parametrize(
   ('correct', 'expected'),
   [
-    (correction.token_truncated(), [[2, 0.6, 1], [0.2]]),
-    (correction.token_truncated(cap=0.4), [[0.4, 0.4, 0.4], [0.2]]),
+    (losses.token_truncated(), [[2, 0.6, 1], [0.2]]),
+    (losses.token_truncated(cap=0.4), [[0.4, 0.4, 0.4], [0.2]]),
   ],
 )
 def test_weights_by_hand(correct, expected):
@@ -62,14 +62,14 @@ def test_weights_by_hand(correct, expected):
 
 def test_log_ratios_are_clipped_at_20():
   far = _table([np.array([40.0, -40.0, 3.0])], [np.zeros(3)])
-  out = correction.token_truncated(cap=1e99)(far)
+  out = losses.token_truncated(cap=1e99)(far)
   np.testing.assert_allclose(out, np.exp([20.0, -20.0, 3.0]), rtol=1e-12)
 
 
 @pytest.mark.parametrize('cap', [0.0, -1.0, float('nan')])
 def test_a_cap_that_is_not_positive_is_refused(cap):
   with pytest.raises(ValueError, match='cap is'):
-    correction.token_truncated(cap=cap)
+    losses.token_truncated(cap=cap)
 
 
 def test_statistics_are_verls():
@@ -77,7 +77,7 @@ def test_statistics_are_verls():
 
   def statistics(old, behaviour, join=lambda x: x):
     rows = [[join(x[m]) for x, m in zip(g[key], mask)] for key in (old, behaviour)]
-    return correction.statistics(_table(*rows))
+    return losses.measure_correction(_table(*rows))
 
   def verls(level, name):
     return float(g[f'verl/rollout_is/{level}/th2.0/metrics/rollout_is_{name}'])
@@ -131,7 +131,7 @@ def test_what_was_sampled_from_another_distribution_is_corrected(temperature):
   ):
     table = table_lib.from_segments([segment])
     table = dataclasses.replace(table, old_logprobs=old).take(segment.action_mask)
-    weights.append(correction.token_truncated()(table))
+    weights.append(losses.token_truncated()(table))
   pi = [np.exp(replies[0].logprobs), np.exp(replies[1].top_logprobs).sum(axis=1), 1.0]
   assert (weights[0] < 0.1).all() and (weights[1] < 0.9).any()
   for weight, expected, bound in zip(weights, pi, (1e-5, 1e-5, 2e-5), strict=True):

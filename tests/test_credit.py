@@ -12,11 +12,12 @@ import pytest
 from agent_r1_jax import types
 from agent_r1_jax.rl import (
   advantages,
-  aggregation,
   algorithms,
-  correction,
   credit,
+  losses,
+  minibatch,
   packing,
+  scoring,
   spans,
 )
 from agent_r1_jax.rl import kl as kl_lib
@@ -116,7 +117,7 @@ def test_kl_is_taken_off_the_rewards_of_actions_alone(corrected, masked):
     advantage_mask=masked,
     rewards=(_doubled,),
     kl=kl_lib.InReward(coef=99.0, estimator=kl_lib.k2),
-    correction=correction.token_truncated() if corrected else None,
+    correction=losses.token_truncated() if corrected else None,
   )
   table, metrics = plain.credit(ts, algorithm, kl_coef=0.3)
   (shown,) = taken
@@ -162,7 +163,7 @@ def test_each_pair_of_masks_gives_its_weights_advantages_and_returns(
   )
   table, _ = plain.credit(ts, algorithm, plain.models(own_critic=kind == 'ppo'))
   options = {'shape': plain.SHAPE, 'shared_critic': kind == 'shared'}
-  batches, _ = credit.make_minibatch(table, range(14), algorithm, **options)
+  batches, _ = minibatch.make_policy(table, range(14), algorithm, **options)
   batch = _unpacked(batches, segments)
   acted = np.concatenate([s.action_mask for s in segments])
   every = [np.logical_or.accumulate(s.action_mask) for s in segments]
@@ -179,9 +180,7 @@ def test_each_pair_of_masks_gives_its_weights_advantages_and_returns(
   assert batch.kl_weights is None, 'the KL, if any, is in the reward'
   if kind == 'ppo':
     assert batch.values is None and batch.returns is None, 'the critic is another model'
-    whole, _ = credit.make_critic_minibatch(
-      table, range(14), algorithm, shape=plain.SHAPE
-    )
+    whole, _ = minibatch.make_critic(table, range(14), algorithm, shape=plain.SHAPE)
     batch = _unpacked(whole, segments)
     np.testing.assert_allclose(batch.weights, valued / valued.sum(), rtol=1e-6)
   if kind != 'grpo':
@@ -208,11 +207,11 @@ def test_with_both_masks_nothing_of_the_environment_is_read():
       s.action_mask, s.behaviour_logprobs, np.float32(np.nan)
     )
   # And no forward pass is spent on log-probs that are known.
-  nothing = credit.Models(None, plain.CONFIG)
+  nothing = scoring.Models(None, plain.CONFIG)
 
   def outcome(some, algorithm, which):
     table, _ = plain.credit(some, algorithm, which)
-    batches, _ = credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+    batches, _ = minibatch.make_policy(table, range(14), algorithm, shape=plain.SHAPE)
     return table, batches
 
   _, batches = outcome(ts, plain.GRPO, nothing)
@@ -245,13 +244,13 @@ def test_correction_weighs_actions_and_leaves_other_tokens_at_one():
   _close(acted.old_logprobs, new[mask])
   sampled = np.concatenate([s.behaviour_logprobs for s in segments])
   np.testing.assert_array_equal(acted.behaviour_logprobs, sampled[mask])
-  whole, _ = credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+  whole, _ = minibatch.make_policy(table, range(14), algorithm, shape=plain.SHAPE)
   batch = _unpacked(whole, segments)
   np.testing.assert_array_equal(batch.correction[mask], np.arange(2, mask.sum() + 2))
   assert (batch.correction[~mask] == 1).all()
   # The ratio starts from the policy that is updated.
   _close(batch.old_logprobs, new)
-  for name, value in correction.statistics(acted).items():
+  for name, value in losses.measure_correction(acted).items():
     assert metrics[f'correction_{name}'] == value
 
 
@@ -260,7 +259,7 @@ def test_distillation_is_of_the_policy_before_the_update_whichever_sampled(maske
   """The sampler's log-probs are for the correction alone."""
   ts = plain.trajectories()
   algorithm = algorithms.distillation(
-    advantage_mask=masked, correction=correction.token_truncated()
+    advantage_mask=masked, correction=losses.token_truncated()
   )
   table, metrics = plain.credit(ts, algorithm)
   old, teacher = (_score(p, ts).logprobs for p in (plain.policy(), plain.reference()))
@@ -308,7 +307,7 @@ def test_the_critic_sees_the_prefix_before_every_segment():
   _close(shown.values, values[table.action_mask])
   _close(shown.final_values, after[spans.ends(table.trajectory)])
   options = {'shape': plain.SHAPE, 'prefixes': prefixes}
-  batches, _ = credit.make_critic_minibatch(table, range(14), algorithm, **options)
+  batches, _ = minibatch.make_critic(table, range(14), algorithm, **options)
   batch = _unpacked(batches, views)
   np.testing.assert_array_equal(
     batch.rows.tokens, np.concatenate([v.tokens for v in views])
@@ -323,7 +322,7 @@ def test_the_critic_sees_the_prefix_before_every_segment():
     np.testing.assert_allclose(cut(split), expected, rtol=1e-6)
     assert not any(a[: len(p)].any() for a, p in zip(split, before))
   # The policy never sees it.
-  batches, _ = credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+  batches, _ = minibatch.make_policy(table, range(14), algorithm, shape=plain.SHAPE)
   tokens = _unpacked(batches, plain.segments_of(ts)).rows.tokens
   np.testing.assert_array_equal(tokens, table.tokens)
 
@@ -360,9 +359,9 @@ def _made_up(trajectories):
 
 
 _AGGREGATES = [
-  aggregation.token_mean,
-  aggregation.seq_mean_token_mean,
-  aggregation.seq_mean_token_sum_norm(20),
+  losses.token_mean,
+  losses.seq_mean_token_mean,
+  losses.seq_mean_token_sum_norm(20),
 ]
 
 
@@ -375,7 +374,7 @@ def test_minibatch_has_every_number_at_its_token(members, aggregate):
     packing.MicrobatchShape(3, 40, False),
   )
   options = {'shape': shape, 'kl_coef': 0.3, 'shared_critic': True}
-  batches, _ = credit.make_minibatch(table, members, algorithm, **options)
+  batches, _ = minibatch.make_policy(table, members, algorithm, **options)
   chosen = [plain.trajectories()[i] for i in members]
   segments = plain.segments_of(chosen)
   batch = _unpacked(batches, segments, shape)
@@ -409,15 +408,15 @@ def test_trajectories_without_advantage_are_left_out_and_keep_the_denominators(a
   algorithm = plain.GRPO._replace(aggregate=aggregate)
   table, _ = plain.credit(ts, algorithm)
   whole = {'members': range(14), 'algorithm': algorithm, 'shape': plain.SHAPE}
-  sparse, _ = credit.make_minibatch(table, **whole)
-  dense, _ = credit.make_minibatch(table, **whole, shared_critic=True)
+  sparse, _ = minibatch.make_policy(table, **whole)
+  dense, _ = minibatch.make_policy(table, **whole, shared_critic=True)
   kept = [i for i in range(14) if i not in (2, 3, 6, 7)]
   few = _unpacked(sparse, plain.segments_of([ts[i] for i in kept]))
   every = _unpacked(dense, plain.segments_of(ts))
   live = np.isin(table.trajectory, kept)
   np.testing.assert_array_equal(few.weights, every.weights[live])
   # To rounding: the rows are others.
-  if aggregate is aggregation.token_mean:
+  if aggregate is losses.token_mean:
     run = lambda batches: plain.gradient(plain.policy(), batches, plain.GRPO_OBJECTIVE)
     (grads, sums), (expected, whole) = run(sparse), run(dense)
     plain.close(grads, expected)
@@ -427,7 +426,7 @@ def test_trajectories_without_advantage_are_left_out_and_keep_the_denominators(a
 def test_minibatch_without_any_advantage_is_one_trajectory_without_a_gradient():
   ts = _with_dead_groups()
   table, _ = plain.credit(ts, plain.GRPO)
-  (batch,), _ = credit.make_minibatch(table, [2, 3, 6, 7], plain.GRPO, shape=plain.SHAPE)
+  (batch,), _ = minibatch.make_policy(table, [2, 3, 6, 7], plain.GRPO, shape=plain.SHAPE)
   grads, sums = plain.gradient(plain.policy(), [batch], plain.GRPO_OBJECTIVE)
   assert not any(map(np.any, jax.tree.leaves(grads))) and sums['loss'] == 0
 
@@ -444,7 +443,7 @@ def test_minibatch_without_any_advantage_is_one_trajectory_without_a_gradient():
 def test_where_every_token_adds_to_the_loss_none_is_left_out(change):
   ts, algorithm = _with_dead_groups(), plain.GRPO._replace(**change)
   table, _ = plain.credit(ts, algorithm)
-  batches, _ = credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+  batches, _ = minibatch.make_policy(table, range(14), algorithm, shape=plain.SHAPE)
   assert sum((b.segment_ids > 0).sum() for b in batches) == len(table)
 
 
@@ -502,7 +501,7 @@ def test_episode_stored_as_steps_learns_as_the_concatenated_one(kind):
   runs = []
   for some in (ts, [_as_steps(t) for t in ts]):
     table, _ = plain.credit(some, algorithm, which, kl_coef=0.1)
-    recomputed = algorithm._replace(correction=correction.token_truncated())
+    recomputed = algorithm._replace(correction=losses.token_truncated())
     old, _ = plain.credit(some, recomputed, which)
     acted = table.take(table.action_mask)
     names = ('old_logprobs', 'advantages', 'ref_logprobs', 'values', 'returns')
@@ -513,12 +512,12 @@ def test_episode_stored_as_steps_learns_as_the_concatenated_one(kind):
     flat = {name: column for name, column in flat.items() if column is not None}
     options = {'algorithm': algorithm, 'shape': plain.SHAPE}
     members = range(len(ts))
-    batches, _ = credit.make_minibatch(
+    batches, _ = minibatch.make_policy(
       table, members, **options, kl_coef=0.1, shared_critic=dense
     )
     learned = [plain.gradient(which.policy, batches, objective)]
     if own:
-      batches, _ = credit.make_critic_minibatch(table, members, **options)
+      batches, _ = minibatch.make_critic(table, members, **options)
       of_critic = plain.critic_objective(_PPO)
       learned.append(plain.gradient(which.critic, batches, of_critic))
     runs.append((flat, learned, len(plain.segments_of(some))))

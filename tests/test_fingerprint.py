@@ -11,7 +11,7 @@ import pytest
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import processes, workdir
-from agent_r1_jax.rl import aggregation, algorithms, correction, losses
+from agent_r1_jax.rl import algorithms, losses
 from agent_r1_jax.tasks import context
 from agent_r1_jax.train import fingerprint
 
@@ -155,11 +155,11 @@ def test_what_differs_is_named(described, number):
     (algorithms.grpo(divide_by_std=False), ['algorithm.advantages.divide_by_std']),
     (algorithms.grpo()._replace(mask_truncated=True), ['algorithm.mask_truncated']),
     (
-      algorithms.grpo()._replace(aggregate=aggregation.seq_mean_token_sum),
+      algorithms.grpo()._replace(aggregate=losses.seq_mean_token_sum),
       ['algorithm.aggregate'],
     ),
     (algorithms.grpo()._replace(loss=losses.reinforce()), None),
-    (algorithms.grpo(correction=correction.token_truncated()), None),
+    (algorithms.grpo(correction=losses.token_truncated()), None),
   ],
 )
 def test_an_algorithms_options_are_named(other, expected):

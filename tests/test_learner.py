@@ -15,15 +15,7 @@ import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import (
-  aggregation,
-  algorithms,
-  correction,
-  credit,
-  learner,
-  losses,
-  packing,
-)
+from agent_r1_jax.rl import algorithms, learner, losses, minibatch, packing
 from agent_r1_jax.rl import kl as kl_lib
 from agent_r1_jax.rl import table as table_lib
 
@@ -33,8 +25,8 @@ _PPO = algorithms.ppo(
   value_coef=0.5,
   entropy_coef=0.01,
   kl=kl_lib.InLoss(),
-  correction=correction.token_truncated(),
-  aggregate=aggregation.seq_mean_token_mean,
+  correction=losses.token_truncated(),
+  aggregate=losses.seq_mean_token_mean,
 )
 # Every field of a batch that is a number of a token.
 _NUMBERS = tuple(x for x in types.Batch._fields[3:-1] if x != 'weights')
@@ -73,7 +65,7 @@ def _table():
 
 def _batches(members=range(14), *, row_tokens=32, rows=2):
   shape = packing.MicrobatchShape(rows, row_tokens, trees=False)
-  return credit.make_minibatch(
+  return minibatch.make_policy(
     _table(), members, _PPO, shape=shape, kl_coef=0.1, shared_critic=True
   )[0]
 

@@ -22,7 +22,7 @@ from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import decoder, engine_params, families, lora, quantization
 from agent_r1_jax.models.files import peft_files, weights
-from agent_r1_jax.rl import algorithms, credit, learner, optimizers
+from agent_r1_jax.rl import algorithms, learner, minibatch, optimizers, scoring
 from agent_r1_jax.rl import train_state as train_state_lib
 
 _ALL = tuple(families.TARGETS)
@@ -46,11 +46,11 @@ def _adapted(params, *, zero=False, targets=_ALL, rank=3):
 def _batches():
   scored = plain.credit(plain.trajectories(4), plain.GRPO, _models(plain.policy()))
   members = [0, 1, 2, 3]
-  return credit.make_minibatch(scored.table, members, plain.GRPO, shape=plain.SHAPE)[0]
+  return minibatch.make_policy(scored.table, members, plain.GRPO, shape=plain.SHAPE)[0]
 
 
 def _models(policy):
-  return credit.Models(policy, plain.CONFIG, policy, None, plain.CONFIG)
+  return scoring.Models(policy, plain.CONFIG, policy, None, plain.CONFIG)
 
 
 def _logprobs(params):

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import types
-from agent_r1_jax.rl import aggregation, losses, packing, table
+from agent_r1_jax.rl import losses, packing, table
 
 SURROGATES = {
   'ppo_clip': losses.ppo_clip(),
@@ -33,7 +33,7 @@ def _golden(*keys, dtype=None):
   return [jnp.asarray(episodes.golden()[key], dtype) for key in keys]
 
 
-def _weights(aggregate=aggregation.token_mean, mask=None, dtype=None):
+def _weights(aggregate=losses.token_mean, mask=None, dtype=None):
   mask = episodes.golden_mask() if mask is None else mask
   return jnp.asarray(mask * aggregate(mask.sum(axis=1))[:, None], dtype)
 
@@ -92,8 +92,8 @@ def _check(fn, argument, key, tolerance):
 
 # The options are the oracle's: verl's defaults but where the key says otherwise; of GSPO,
 # 3e-4 and 4e-4, and 0.2 for 'wide'; of DPPO, 0.2.
-MEAN, SUM = aggregation.token_mean, aggregation.seq_mean_token_sum
-SEQUENCES = aggregation.seq_mean_token_mean
+MEAN, SUM = losses.token_mean, losses.seq_mean_token_sum
+SEQUENCES = losses.seq_mean_token_mean
 
 
 def _verls_sequences(counts):
@@ -110,7 +110,7 @@ def _verls_sequences(counts):
     (
       'verl/ppo_vanilla/seq-mean-token-sum-norm',
       losses.ppo_clip(),
-      aggregation.seq_mean_token_sum_norm(24),
+      losses.seq_mean_token_sum_norm(24),
     ),
     # Agent-R1's is not the mean over the sequences but their sum.
     (
@@ -136,7 +136,7 @@ def _verls_sequences(counts):
     (
       'trl/dr_grpo',
       losses.ppo_clip(dual_clip=None),
-      aggregation.seq_mean_token_sum_norm(24),
+      losses.seq_mean_token_sum_norm(24),
     ),
     ('trl/gspo', losses.gspo(), SEQUENCES),
     ('trl/cispo_epsmax5', losses.cispo(clip_low=1.0, clip_high=4.0), MEAN),
@@ -422,7 +422,7 @@ def test_value_clip_by_hand(value, old, target, clip, loss, slope):
 
 # Aggregation.
 
-_LENGTH_24 = aggregation.seq_mean_token_sum_norm(24)
+_LENGTH_24 = losses.seq_mean_token_sum_norm(24)
 
 
 @_in_each_dtype
@@ -435,7 +435,7 @@ _LENGTH_24 = aggregation.seq_mean_token_sum_norm(24)
     ('agg_loss/seq-mean-token-sum-norm', _LENGTH_24),
     (
       'agg_loss/seq-mean-token-sum-norm/scale512',
-      aggregation.seq_mean_token_sum_norm(512),
+      losses.seq_mean_token_sum_norm(512),
     ),
     # One episode has no action token; verl counts it in no mean either.
     ('agg_loss_emptyrow/token-mean', MEAN),

@@ -12,8 +12,7 @@ import pytest
 
 from agent_r1_jax import types
 from agent_r1_jax.models import attention, lora, sharding
-from agent_r1_jax.rl import algorithms, credit, learner, packing, prefix_trees
-from agent_r1_jax.rl import correction as correction_lib
+from agent_r1_jax.rl import algorithms, learner, losses, minibatch, packing, prefix_trees
 from agent_r1_jax.rl import kl as kl_lib
 from agent_r1_jax.rl import table as table_lib
 
@@ -184,7 +183,7 @@ def _distinct() -> dict[str, tuple[algorithms.Algorithm, str]]:
 # Then what an algorithm may have besides.
 _CASES_OF_LEARNING = _distinct() | {
   'entropy and correction': (
-    plain.GRPO._replace(entropy_coef=0.1, correction=correction_lib.token_truncated()),
+    plain.GRPO._replace(entropy_coef=0.1, correction=losses.token_truncated()),
     '',
   ),
   'own critic': (algorithms.ppo(), 'own'),
@@ -218,16 +217,14 @@ def test_scores_loss_and_gradients_equal_those_of_whole_rows(case):
   found = []
   for shape in (TREES, ROWS):
     members, given = range(len(ts)), {'algorithm': algorithm, 'shape': shape}
-    batches, metrics = credit.make_minibatch(
+    batches, metrics = minibatch.make_policy(
       table, members, **given, kl_coef=0.1, shared_critic=shared
     )
     loss = plain.objective(algorithm, shared_critic=shared)
     policy = which.policy
     learned = [plain.gradient(policy, batches, loss)]
     if critic == 'own':
-      batches, _ = credit.make_critic_minibatch(
-        table, members, prefixes=prefixes, **given
-      )
+      batches, _ = minibatch.make_critic(table, members, prefixes=prefixes, **given)
       loss = plain.critic_objective(algorithm)
       learned.append(plain.gradient(which.critic, batches, loss))
     found.append((learned, metrics['trained/distinct'], len(batches)))
@@ -244,7 +241,7 @@ def test_the_gradient_does_not_depend_on_rows_and_their_cuts(shape):
   table = plain.credit(_grown(), plain.GRPO, shape=ROWS).table
   run = lambda shape: plain.gradient(
     plain.policy(),
-    credit.make_minibatch(table, range(len(table.group)), plain.GRPO, shape=shape)[0],
+    minibatch.make_policy(table, range(len(table.group)), plain.GRPO, shape=shape)[0],
     plain.GRPO_OBJECTIVE,
   )
   (ours, sums), (expected, whole) = run(packing.MicrobatchShape(*shape)), run(ROWS)
@@ -261,7 +258,7 @@ def test_adapters_get_the_gradient_of_whole_rows():
   ours, theirs = (
     plain.gradient(
       params,
-      credit.make_minibatch(table, range(len(table.group)), plain.GRPO, shape=shape)[0],
+      minibatch.make_policy(table, range(len(table.group)), plain.GRPO, shape=shape)[0],
       plain.GRPO_OBJECTIVE,
     )[0]
     for shape in (TREES, ROWS)
@@ -273,7 +270,7 @@ def test_adapters_get_the_gradient_of_whole_rows():
 def test_the_kernel_for_tpus_gives_the_gradient_of_whole_rows(monkeypatch):
   """Interpreted, and as it is used there: in shard_map, in a scan, rematerialised."""
   table = plain.credit(_grown(), plain.GRPO, shape=ROWS).table
-  make = lambda *shape, **options: credit.make_minibatch(
+  make = lambda *shape, **options: minibatch.make_policy(
     table,
     range(len(table.group)),
     plain.GRPO,

@@ -23,7 +23,7 @@ from agent_r1_jax import report, train, types
 from agent_r1_jax.host import preemption, processes
 from agent_r1_jax.models.files import weights
 from agent_r1_jax.report import episodes, plots
-from agent_r1_jax.rl import algorithms, correction
+from agent_r1_jax.rl import algorithms, losses
 from agent_r1_jax.train import metrics
 
 _HEARTBEAT = 10
@@ -276,7 +276,7 @@ def main(workdir, model, moment='', samplers='0', ahead='0', *flags):
   _Env.moment = moment and f'{moment}:{workdir}'
   algorithm = algorithms.reinforce_plus_plus(kl_coef=0.01)
   if ahead != '0':
-    algorithm = algorithm._replace(correction=correction.token_truncated())
+    algorithm = algorithm._replace(correction=losses.token_truncated())
   apart = {'samplers': int(samplers), 'ahead': int(ahead)}
   tasks = [
     types.Task(f't{i}', [{'role': 'user', 'content': f'{"x" * i} name'}])

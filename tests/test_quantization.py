@@ -26,7 +26,7 @@ from agent_r1_jax.models import (
   quantization,
 )
 from agent_r1_jax.models.files import weights
-from agent_r1_jax.rl import algorithms, correction
+from agent_r1_jax.rl import algorithms, losses
 from agent_r1_jax.train import metrics, preflight
 from agent_r1_jax.train.plan import footprint
 
@@ -175,7 +175,7 @@ def test_experts_and_unknown_formats_are_refused():
 def test_an_algorithm_without_a_correction_gets_one():
   plain, given = (
     algorithms.grpo(),
-    algorithms.grpo(correction=correction.token_truncated()),
+    algorithms.grpo(correction=losses.token_truncated()),
   )
   config = lambda name: config_lib.Config(engine=config_lib.Engine(weights=name))
   add = lambda name, algorithm: preflight.correct_rounding(config(name), algorithm)

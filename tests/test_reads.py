@@ -12,9 +12,9 @@ import episodes
 import numpy as np
 import pytest
 
-from agent_r1_jax.rl import advantages, algorithms, kl, losses, reward_transforms
+from agent_r1_jax.rl import advantages, algorithms, kl, losses
 
-_SHAPED = {'rewards': (reward_transforms.by_reward_to_go,)}
+_SHAPED = {'rewards': (advantages.by_reward_to_go,)}
 ALL = {
   'grpo': algorithms.grpo(),
   'dr_grpo': algorithms.dr_grpo(length=64),

@@ -12,7 +12,7 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import records
 from agent_r1_jax.models import decoder, engine_params, experts, kv_cache
 from agent_r1_jax.models.files import weights
-from agent_r1_jax.rl import algorithms, credit, packing
+from agent_r1_jax.rl import algorithms, minibatch, packing
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rollout import store as store_lib
 
@@ -156,8 +156,8 @@ def test_a_run_replays_what_it_sampled(replay, tmp_path, monkeypatch, no_curves)
     assert all((batch.rows.routes is None) != replay for batch in batches)
     return batches, metrics
 
-  made = credit.make_minibatch
-  monkeypatch.setattr(credit, 'make_minibatch', make_minibatch)
+  made = minibatch.make_policy
+  monkeypatch.setattr(minibatch, 'make_policy', make_minibatch)
 
   class Env:
     async def reset(self, task):

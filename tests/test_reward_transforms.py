@@ -10,16 +10,17 @@ import episodes
 import numpy as np
 import pytest
 
-from agent_r1_jax.rl import reward_transforms
+from agent_r1_jax.rl import advantages
+from agent_r1_jax.rl import kl as kl_lib
 
 _GOLDEN = json.loads(
   (pathlib.Path(__file__).parent / 'golden' / 'reward_refs.json').read_text()
 )
 _k1 = lambda logprobs, ref_logprobs: logprobs - ref_logprobs
 _ALL = {
-  'by_reward_to_go': reward_transforms.by_reward_to_go,
-  'overlong': functools.partial(reward_transforms.overlong, limit=4, buffer=2),
-  'less_kl': functools.partial(reward_transforms.less_kl, coef=0.1, estimator=_k1),
+  'by_reward_to_go': advantages.by_reward_to_go,
+  'overlong': functools.partial(advantages.overlong, limit=4, buffer=2),
+  'less_kl': functools.partial(kl_lib.less_kl, coef=0.1, estimator=_k1),
 }
 
 
@@ -87,17 +88,15 @@ def test_by_reward_to_go_by_hand():
   """The rewards to go over the batch: 1 - 3 = -2, -3, -3; 2, 2. The largest |.| is 3."""
   one = _trajectory('..00...1', '.2', rewards=[1.0, 0.0, -3.0])
   other = _trajectory('..00', rewards=[2.0], group=1)
-  out = reward_transforms.by_reward_to_go(_table(one, other), eps=1.0)
+  out = advantages.by_reward_to_go(_table(one, other), eps=1.0)
   np.testing.assert_array_equal(out.rewards, [0, 0.25, 0, -0.75, 0, 0.5])
   # Alone, the return of the second is within ±1 by its own size.
-  out = reward_transforms.by_reward_to_go(_table(other), eps=0.0)
+  out = advantages.by_reward_to_go(_table(other), eps=0.0)
   np.testing.assert_array_equal(out.rewards, [0, 1])
 
 
 def test_by_reward_to_go_of_nothing_is_nothing():
-  out = reward_transforms.by_reward_to_go(
-    _table(_trajectory('..00.1', rewards=[0.0, 0.0]))
-  )
+  out = advantages.by_reward_to_go(_table(_trajectory('..00.1', rewards=[0.0, 0.0])))
   assert (out.rewards == 0).all()
 
 
@@ -122,7 +121,7 @@ def test_overlong_is_verls_and_trls(key, floor, masked):
   table = _table(*(_long(n) for n in lengths), masked=masked)
   first = np.full(len(table), 0.5)
   table = dataclasses.replace(table, rewards=first)
-  out = reward_transforms.overlong(table, limit=100, buffer=20, floor=floor)
+  out = advantages.overlong(table, limit=100, buffer=20, floor=floor)
   changes = episodes.split_by_trajectory(table, out.rewards - first)
   for added, mask, penalty in zip(
     changes, episodes.split_by_trajectory(table, table.action_mask), expected, strict=True
@@ -136,9 +135,9 @@ def test_overlong_by_hand():
   """Limit 6, buffer 4: from 2 on a quarter of the factor 2 a token."""
   table = _table(*(_long(n, rewards=[1.0, 2.0]) for n in (2, 3, 6, 7)))
   last = np.cumsum(table.lengths) - 1
-  out = reward_transforms.overlong(table, limit=6, buffer=4, factor=2.0)
+  out = advantages.overlong(table, limit=6, buffer=4, factor=2.0)
   assert out.rewards[last].tolist() == [2, 1.5, 0, -0.5]
-  out = reward_transforms.overlong(table, limit=6, buffer=4, factor=2.0, floor=-1.25)
+  out = advantages.overlong(table, limit=6, buffer=4, factor=2.0, floor=-1.25)
   assert out.rewards[last].tolist() == [2, 1.5, 0.75, 0.75]
   assert (out.scores == 3 - 2 + out.rewards[last]).all()
 
@@ -146,13 +145,13 @@ def test_overlong_by_hand():
 @pytest.mark.parametrize('buffer', [0, -1, 7])
 def test_a_buffer_that_is_none_is_refused(buffer):
   with pytest.raises(ValueError, match=f'buffer={buffer} .*limit=6'):
-    reward_transforms.overlong(_table(), limit=6, buffer=buffer)
+    advantages.overlong(_table(), limit=6, buffer=buffer)
 
 
 def test_less_kl_is_verls():
   """On the outcome's rewards; at the action tokens."""
   batch = episodes.golden_actions('rewards_outcome')
-  out = reward_transforms.less_kl(batch, coef=0.05, estimator=_k1)
+  out = kl_lib.less_kl(batch, coef=0.05, estimator=_k1)
   expected = episodes.golden_at_actions('verl/kl_in_reward/beta0.05_kl')
   _close(out.rewards, expected, 1e-9)
 
@@ -164,13 +163,13 @@ def test_less_kl_by_hand():
     old_logprobs=[-1.0, np.nan, np.nan, -2.0, np.nan],
     ref_logprobs=[-3.0, -9.0, -9.0, -1.0, -9.0],
   )
-  out = reward_transforms.less_kl(table, coef=0.5, estimator=_k1)
+  out = kl_lib.less_kl(table, coef=0.5, estimator=_k1)
   np.testing.assert_array_equal(out.rewards, [0, 0, 0, 2.5, 0])
   squared = lambda logprobs, ref_logprobs: (logprobs - ref_logprobs) ** 2
-  out = reward_transforms.less_kl(table, coef=0.5, estimator=squared)
+  out = kl_lib.less_kl(table, coef=0.5, estimator=squared)
   np.testing.assert_array_equal(out.rewards, [-1, 0, 0, 1.5, 0])
 
 
 def test_less_kl_without_a_reference_is_refused():
   with pytest.raises(ValueError, match='ref_logprobs: set kl of the algorithm'):
-    reward_transforms.less_kl(_table(_trajectory('..0')), coef=0.1, estimator=_k1)
+    kl_lib.less_kl(_table(_trajectory('..0')), coef=0.1, estimator=_k1)

@@ -18,14 +18,14 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import device
 from agent_r1_jax.host import preemption
 from agent_r1_jax.models.files import weights
-from agent_r1_jax.rl import algorithms, correction
+from agent_r1_jax.rl import algorithms, losses
 from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.train import curriculum, loop, metrics, run_files
 from agent_r1_jax.train import schedule as schedule_lib
 from agent_r1_jax.train.plan import setup
 
-_STALE = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
+_STALE = algorithms.grpo(kl_coef=0.0, correction=losses.token_truncated())
 model = test_train.model
 pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')
 

@@ -20,13 +20,13 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import guide
 from agent_r1_jax.models import decoder
 from agent_r1_jax.models.files import weights
-from agent_r1_jax.rl import algorithms, correction, kl, learner, losses
+from agent_r1_jax.rl import algorithms, kl, learner, losses
 from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.train import loop, metrics, run_files
 from agent_r1_jax.train.plan import setup
 
 _PLAIN = algorithms.grpo(kl_coef=0.0)
-_STALE = _PLAIN._replace(correction=correction.token_truncated())
+_STALE = _PLAIN._replace(correction=losses.token_truncated())
 model = test_train.model
 pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')
 
@@ -131,7 +131,7 @@ def test_without_sets_nothing_is_evaluated(model, tmp_path, monkeypatch):
 
 
 def test_stale_episodes_are_corrected(model, tmp_path):
-  algorithm = _PLAIN._replace(correction=correction.token_truncated(cap=2.0))
+  algorithm = _PLAIN._replace(correction=losses.token_truncated(cap=2.0))
   _, lines = _run(model, tmp_path, algorithm, sync_every=2, steps=4)
   # At even steps the engine has just been given the policy.
   for line, stale in zip(lines, (False, True, False, True), strict=True):
@@ -162,7 +162,7 @@ def test_a_resumed_run_has_its_controllers_and_its_reference(model, tmp_path):
   """KL control, a reference that moves, a stale engine, tasks drawn: all go on."""
   control = kl.adaptive(target=0.001, horizon=50)
   algorithm = algorithms.grpo(clip_high=0.3)._replace(
-    kl=kl.InLoss(0.02, control=control), correction=correction.token_truncated()
+    kl=kl.InLoss(0.02, control=control), correction=losses.token_truncated()
   )
   # Without a tool nothing waits: which rows decode together is always the same.
   make_env = _graded(lambda task, messages: float(' city' in messages[-1]['content']))
@@ -221,7 +221,7 @@ def test_a_guide_of_ones_own_is_in_every_reply(model, tmp_path):
   note = lambda started: played.append(result(started)) or played[-1]
   with mock.patch.object(rollout.Rollout, 'result', note):
     config = test_train._config(model, steps=1)
-    algorithm = algorithms.remax(correction=correction.token_truncated())
+    algorithm = algorithms.remax(correction=losses.token_truncated())
     test_train._run(config, tmp_path, algorithm=algorithm, guides=guides)
   assert len(played) == 4  # An evaluation, a rollout, baselines, another evaluation.
   turns = [turn for t in itertools.chain(*played) for turn in t.turns]

@@ -180,13 +180,13 @@ def test_critic_warmup_trains_the_critic_alone():
 
 
 def test_the_coefficient_of_the_kl_in_the_reward_is_controlled(monkeypatch):
-  used, less_kl = [], credit.reward_transforms.less_kl
+  used, less_kl = [], credit.kl_lib.less_kl
 
   def spy(table, *, coef, estimator):
     used.append(coef)
     return less_kl(table, coef=coef, estimator=estimator)
 
-  monkeypatch.setattr(credit.reward_transforms, 'less_kl', spy)
+  monkeypatch.setattr(credit.kl_lib, 'less_kl', spy)
   monkeypatch.setattr(learner, 'forward_backward', lambda *args, **_: {})
   monkeypatch.setattr(learner, 'optim_step', lambda state, numbers, **_: (state, numbers))
   update_config = _plan(_PPO, minibatches=2)

@@ -82,7 +82,7 @@ class Engine:
     weights: The numbers in the kernels of the engine's copy of the policy: 'model', of
       model.dtype; or 'int8' or 'fp8', of 8 bits with a scale for each output. The learner
       never has these: an algorithm without a correction then gets
-      correction.token_truncated().
+      losses.token_truncated().
     cache: The numbers of the keys and values in the KV cache: 'model', of model.dtype; or
       'int8', of 8 bits with a scale for each slot of each head. The correction likewise.
   """

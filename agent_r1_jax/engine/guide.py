@@ -64,7 +64,7 @@ class Guide:
     """Whether training on its tokens needs the algorithm's correction.
 
     A guide with `logits` makes a token come from another distribution than the policy's,
-    which is the one that is trained; importance weights (rl/correction.py) make up for
+    which is the one that is trained; importance weights (rl/losses.py) make up for
     the difference. A guide that only ends replies needs none.
     """
     return self.logits is not None

@@ -2,7 +2,7 @@
 
 A run with a critic writes it at its end: to WORKDIR/critic or, if it is a second head of
 the policy, with the policy to WORKDIR/model. Under `value_head`, config.json says how it
-was trained (rl/value_targets.py); `load` compares that with what a caller expects.
+was trained (train/fingerprint.py); `load` compares that with what a caller expects.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from agent_r1_jax.models import decoder, sharding
 from agent_r1_jax.models.files import hf_config, json_fields, tensor_files, weights
-from agent_r1_jax.rl import value_targets
+from agent_r1_jax.train import fingerprint
 
 
 def load(
@@ -48,7 +48,7 @@ def load(
     )
   expected = {
     'privileged': False,
-    'tokenizer': value_targets.tokenizer_digest(policy),
+    'tokenizer': fingerprint.tokenizer_digest(policy),
   } | expected
   for field, value in expected.items():
     if field not in found:

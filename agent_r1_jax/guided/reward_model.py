@@ -20,7 +20,8 @@ from agent_r1_jax.guided import reward_training
 from agent_r1_jax.models import decoder
 from agent_r1_jax.models.files import json_fields, weights
 from agent_r1_jax.retrieval import batching
-from agent_r1_jax.rl import packing, value_targets
+from agent_r1_jax.rl import packing
+from agent_r1_jax.train import fingerprint
 from agent_r1_jax.train.plan import setup
 
 
@@ -112,7 +113,7 @@ def save(
   that it was trained on; its `auc` on held-out tasks; `row_tokens`, the longest
   conversation that it reads, in tokens.
   """
-  training['tokenizer'] = value_targets.tokenizer_digest(tokenizer_from)
+  training['tokenizer'] = fingerprint.tokenizer_digest(tokenizer_from)
   options = {'tokenizer_from': tokenizer_from, 'value_head': training}
   weights.save(directory, shape, params, **options)
 
@@ -139,7 +140,7 @@ def load(directory: str | os.PathLike, *, min_auc: float = 0.6, **options) -> Re
       f'{directory}: the reward model has an AUC of {found["auc"]:.3f} on held-out '
       f'tasks, below min_auc = {min_auc:g}. Train it longer or on more trajectories.'
     )
-  if value_targets.tokenizer_digest(directory) != found['tokenizer']:
+  if fingerprint.tokenizer_digest(directory) != found['tokenizer']:
     raise ValueError(
       f'{directory}: its tokenizer is not the one that the reward model was trained '
       'with: put the files back, or train it anew.'

@@ -1,4 +1,4 @@
-"""Advantage estimators, computed on the host in float64.
+"""Advantage estimators and transforms of rewards, on the host in float64.
 
 An estimator takes the visible tokens of a batch (rl/table.py), and returns the table with
 the column `advantages`, and with `returns` if a critic can learn from them. With the
@@ -13,10 +13,15 @@ Options: `gamma` is the discount γ and `lam` the trace decay λ of the estimato
 token or a turn. `bootstrap` takes final_values for V after an episode that a budget
 ended; else V is 0 there, as in verl. `eps` is ε, added to what is divided by.
 
+A transform of rewards, applied before, takes the same tokens and returns the table with
+another column `rewards`. One that changes the unit of the rewards (`by_reward_to_go`)
+changes that of their named `parts` too; one that adds to the rewards does not change the
+parts.
+
 Letters: n tokens, K turns, N trajectories.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 
 from jaxtyping import Float, Int
@@ -24,6 +29,8 @@ import numpy as np
 
 from agent_r1_jax.rl import spans
 from agent_r1_jax.rl.table import TokenTable
+
+Transform = Callable[[TokenTable], TokenTable]
 
 
 def gae(
@@ -243,6 +250,49 @@ def whiten(table: TokenTable, *, eps: float = 1e-8) -> TokenTable:
   var = raw.var(ddof=1) if len(raw) > 1 else 0.0
   advantages = (raw - raw.mean()) / np.sqrt(var + eps)
   return dataclasses.replace(table, advantages=advantages)
+
+
+def by_reward_to_go(table: TokenTable, *, eps: float = 1e-6) -> TokenTable:
+  """r' = r / (max over the batch of |Σ_{u≥t} r_u| + ε): no return is beyond ±1.
+
+  The normalisation of process rewards in Agent-R1's paper-era code (arXiv 2511.14460).
+  """
+  to_go = spans.discounted_sum(table.trajectory, table.rewards, 1.0)
+  scale = np.abs(to_go).max(initial=0.0) + eps
+  parts = {name: part / scale for name, part in table.parts.items()}
+  return dataclasses.replace(table, rewards=table.rewards / scale, parts=parts)
+
+
+def overlong(
+  table: TokenTable,
+  *,
+  limit: int,
+  buffer: int,
+  factor: float = 1.0,
+  floor: float | None = None,
+) -> TokenTable:
+  """r' = r + min(-(len - (limit - buffer)) / buffer · factor, 0) at the last action.
+
+  DAPO's soft over-long penalty (arXiv 2503.14476). As in verl it has no lower bound; the
+  paper's and TRL's is floor = -1. The length of an episode is the number of its action
+  tokens, because the policy does not control the length of what tools write.
+
+  `limit` and `buffer` are numbers of tokens, `factor` is the penalty at the limit, and
+  `floor` its lower bound.
+
+  Raises:
+    ValueError: The buffer is not in 1 ... limit.
+  """
+  if not 0 < buffer <= limit:
+    raise ValueError(f'buffer={buffer} must be positive and no more than limit={limit}.')
+  actions = np.flatnonzero(table.action_mask)
+  last = actions[spans.ends(table.trajectory[actions])]
+  lengths = np.bincount(table.trajectory[actions], minlength=len(table.group))
+  penalty = np.minimum((limit - buffer - lengths) / buffer * factor, 0.0)
+  penalty = penalty if floor is None else np.maximum(penalty, floor)
+  rewards = table.rewards.copy()
+  rewards[last] += penalty[table.trajectory[last]]
+  return dataclasses.replace(table, rewards=rewards)
 
 
 def _after(table: TokenTable, bootstrap: bool) -> Float[np.ndarray, 'N']:

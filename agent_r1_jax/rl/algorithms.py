@@ -12,10 +12,8 @@ import functools
 from typing import Any, NamedTuple
 
 from agent_r1_jax.rl import advantages as advantages_lib
-from agent_r1_jax.rl import aggregation as aggregation_lib
-from agent_r1_jax.rl import correction as correction_lib
 from agent_r1_jax.rl import kl as kl_lib
-from agent_r1_jax.rl import losses, reward_transforms
+from agent_r1_jax.rl import losses
 from agent_r1_jax.rl.table import TokenTable
 
 # The values that `Algorithm.reads` may contain.
@@ -44,17 +42,17 @@ class Algorithm(NamedTuple):
   # Takes the token counts of a mini-batch's trajectories, and returns the weight of each
   # trajectory's tokens. None means that of the loss, also if the loss is replaced:
   # seq_mean_token_mean for GSPO and SAPO, else token_mean.
-  aggregate: aggregation_lib.Aggregate | None = None
+  aggregate: losses.Aggregate | None = None
   # The names from READABLE that `advantages` reads. With 'ref_logprobs' the reference
   # policy scores the tokens, with 'baselines' a greedy episode of each task is played;
   # 'group' means that the episodes of a group are compared. `check` refuses options that
   # would have no effect on what is read.
   reads: tuple[str, ...] = ('rewards', 'group')
-  # Transforms of the rewards, applied first and in order (rl/reward_transforms.py).
-  rewards: tuple[reward_transforms.Transform, ...] = ()
+  # Transforms of the rewards, applied first and in order (rl/advantages.py).
+  rewards: tuple[advantages_lib.Transform, ...] = ()
   # (values, Batch) -> the critic's loss of each token; None without a critic.
   value_loss: losses.ValueLoss | None = None
-  # What the critic learns to predict; saved with the critic (rl/value_targets.py).
+  # What the critic learns to predict; saved with the critic (train/fingerprint.py).
   value_targets: ValueTargets | None = None
   # The weight of the value loss if the critic is a second head of the policy.
   value_coef: float = 1.0
@@ -62,8 +60,8 @@ class Algorithm(NamedTuple):
   # The KL to the reference policy, in the reward or in the loss.
   kl: kl_lib.InReward | kl_lib.InLoss | None = None
   # Takes the table of the action tokens, and returns their importance weights in the loss
-  # (rl/correction.py). None: the policy that is updated sampled them.
-  correction: correction_lib.Correction | None = None
+  # (rl/losses.py). None: the policy that is updated sampled them.
+  correction: losses.Correction | None = None
   # Only action tokens have a loss. If False, the environment's tokens do too.
   loss_mask: bool = True
   # Advantages are estimated over the action tokens, and are 0 elsewhere. If False, the
@@ -74,14 +72,12 @@ class Algorithm(NamedTuple):
   mask_truncated: bool = False
 
   @property
-  def aggregation(self) -> aggregation_lib.Aggregate:
+  def aggregation(self) -> losses.Aggregate:
     """The aggregation in use: `aggregate`, or that of the loss."""
     if self.aggregate is not None:
       return self.aggregate
     by_sequence = getattr(self.loss, 'sequence_mean', False)
-    return (
-      aggregation_lib.seq_mean_token_mean if by_sequence else aggregation_lib.token_mean
-    )
+    return losses.seq_mean_token_mean if by_sequence else losses.token_mean
 
   @property
   def reads_reference(self) -> bool:
@@ -181,7 +177,7 @@ def grpo(
   clip_high: float = 0.2,
   dual_clip: float | None = 3.0,
   kl_coef: float = 0.001,
-  aggregate: aggregation_lib.Aggregate | None = None,
+  aggregate: losses.Aggregate | None = None,
   **fields: Any,
 ) -> Algorithm:
   """Group-relative policy optimisation (arXiv 2402.03300), with verl's defaults."""
@@ -199,7 +195,7 @@ def dr_grpo(*, length: float, **options: Any) -> Algorithm:
 
   `length` is the constant that replaces the length of a trajectory.
   """
-  aggregate = aggregation_lib.seq_mean_token_sum_norm(length)
+  aggregate = losses.seq_mean_token_sum_norm(length)
   options = {'kl_coef': 0.0, **options}
   return grpo(divide_by_std=False, aggregate=aggregate, **options)
 
@@ -208,11 +204,11 @@ def dapo(*, overlong: Mapping[str, float] | None = None, **options: Any) -> Algo
   """DAPO (arXiv 2503.14476): clip-higher, token mean, no KL, over-long punishment.
 
   Its dynamic sampling is `config.Schedule.max_refills`. `overlong` holds the options of
-  reward_transforms.overlong (limit, buffer, factor, floor).
+  advantages.overlong (limit, buffer, factor, floor).
   """
   options = dict[str, Any](clip_high=0.28, dual_clip=None, kl_coef=0.0) | options
   if overlong is not None:
-    penalty = functools.partial(reward_transforms.overlong, **overlong)
+    penalty = functools.partial(advantages_lib.overlong, **overlong)
     options['rewards'] = (*options.get('rewards', ()), penalty)
   return grpo(**options)
 

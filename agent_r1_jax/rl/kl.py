@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Float
 import numpy as np
 
+from agent_r1_jax.rl.table import TokenTable
+
 Numbers = Float[Array | np.ndarray, '*n']
 Estimator = Callable[[Any, Any], Any]
 # (coefficient, mean KL, trajectories that it is the mean of) -> the next coefficient.
@@ -101,6 +103,23 @@ class InLoss(_Penalty):
   """Adds β KL to each token's loss."""
 
   estimator: Estimator = k3
+
+
+def less_kl(
+  table: TokenTable,
+  *,
+  coef: float,
+  estimator: Estimator,
+) -> TokenTable:
+  """r'_t = r_t - β kl(log π_t, log π_ref,t) at every action token.
+
+  The KL in the reward (arXiv 1909.08593), as in verl. β is `coef`. It follows the other
+  transforms of rewards, which measure those of the environment.
+  """
+  actions, rewards = table.action_mask, table.rewards.copy()
+  kl = estimator(table.old_logprobs[actions], table.column('ref_logprobs')[actions])
+  rewards[actions] -= coef * np.asarray(kl)
+  return dataclasses.replace(table, rewards=rewards)
 
 
 def _array_module(x: Numbers, y: Numbers) -> Any:

@@ -1,13 +1,27 @@
-"""Per-token losses on the device.
+"""The loss of each token, and how much it counts.
 
-The functions here make surrogates: a surrogate takes the learner's TokenStats and the
-batch, and returns the loss of each token and metrics of each token. `weighted` sums
-either with the batch's weights. The weights contain the aggregation with global
-denominators, so that the sum over micro-batches and devices is the loss of the batch,
-however it is split or packed.
+Surrogates, on the device: a surrogate takes the learner's TokenStats and the batch, and
+returns the loss of each token and metrics of each token. `weighted` sums either with the
+batch's weights. The weights contain the aggregation with global denominators, so that
+the sum over micro-batches and devices is the loss of the batch, however it is split or
+packed.
 
-Letters: B packed rows, T tokens of each. A is the advantage, ρ = π/π_old, sg stops the
-gradient; ε_l and ε_h are the options clip_low and clip_high.
+Aggregations, on the host: an aggregation takes the token counts of a mini-batch's
+trajectories, int [N], and returns the weight of each token of each trajectory, float64
+[N].
+
+Corrections, on the host: importance weights where another policy sampled than the one to
+update. Where trajectories are stale, or were sampled by other code than the learner's, or
+from a distribution that guides or truncation had changed, let r = π_old/π_behaviour of
+each action token, π_old being the policy before the update. A correction takes the table
+of all action tokens (rl/table.py), whose columns `old_logprobs` and `behaviour_logprobs`
+are log π_old and log π_behaviour, and returns a weight for each token, float64. The
+weights multiply the policy loss and take no gradient. A token of weight 0 still counts in
+the loss's denominators. That is AReaL's convention; verl takes what it rejects out of the
+mask, and so out of the denominators too.
+
+Letters: B packed rows, T tokens of each; n tokens of a table. A is the advantage, ρ =
+π/π_old, sg stops the gradient; ε_l and ε_h are the options clip_low and clip_high.
 """
 
 from collections.abc import Callable
@@ -18,8 +32,10 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
+import numpy as np
 
 from agent_r1_jax import types
+from agent_r1_jax.rl.table import TokenTable
 
 # Log-ratios beyond this are clipped before exp, as in verl.
 _MAX_LOG_RATIO = 20.0
@@ -39,6 +55,10 @@ TokenMetrics = dict[str, Float[Array, 'B T']]
 Surrogate = Callable[[TokenStats, types.Batch], tuple[Float[Array, 'B T'], TokenMetrics]]
 # (values, Batch) -> the critic's loss of each token.
 ValueLoss = Callable[[Float[Array, 'B T'], types.Batch], Float[Array, 'B T']]
+# Token counts [N] -> the weight of each token of each trajectory [N].
+Aggregate = Callable[[np.ndarray], np.ndarray]
+# The table of all action tokens -> the importance weight of each.
+Correction = Callable[[TokenTable], Float[np.ndarray, 'n']]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -201,6 +221,69 @@ def value_clip(*, clip: float | None = 0.5) -> ValueLoss:
     return 0.5 * error
 
   return loss
+
+
+def token_mean(counts: np.ndarray) -> np.ndarray:
+  """All tokens of the batch have the same weight, 1 / Σ counts (DAPO, verl's default)."""
+  return np.full(len(counts), 1.0 / max(counts.sum(), 1))
+
+
+def seq_mean_token_mean(counts: np.ndarray) -> np.ndarray:
+  """All trajectories have the same weight, and so do the tokens of each (GRPO's paper).
+
+  As in verl, trajectories without an action token are not counted.
+  """
+  return 1.0 / (max((counts > 0).sum(), 1) * np.maximum(counts, 1))
+
+
+def seq_mean_token_sum(counts: np.ndarray) -> np.ndarray:
+  """Sums over the tokens, averages over the trajectories: 1 / #{counts > 0}."""
+  return np.full(len(counts), 1.0 / max((counts > 0).sum(), 1))
+
+
+def seq_mean_token_sum_norm(length: float) -> Aggregate:
+  """Dr.GRPO's norm (arXiv 2503.20783): the sum of a trajectory's tokens over a constant.
+
+  The constant `length` may be the most action tokens that a trajectory can have.
+  """
+  if not length > 0:
+    raise ValueError(f'length is {length}; it must be above 0.')
+  return lambda counts: seq_mean_token_sum(counts) / length
+
+
+def token_truncated(*, cap: float = 2.0) -> Correction:
+  """w = min(r, cap): truncated importance sampling of each token (verl)."""
+  if not cap > 0:
+    raise ValueError(f'cap is {cap}; it must be above 0.')
+  return lambda table: np.minimum(_ratio(table), cap)
+
+
+def measure_correction(table: TokenTable) -> dict[str, float]:
+  """Measures how far the two policies are apart on the tokens of a batch.
+
+  Returns:
+    Nothing if there are no tokens, else:
+    kl: The mean of -log r, which estimates KL(π_behaviour ‖ π_old).
+    ratio_mean: The mean of r; 1 on average if the tokens are the behaviour policy's.
+    ratio_max: The greatest r.
+    ratio_outside: The share of the tokens whose r is outside [1/2, 2].
+    effective_sample: (Σ r)² / (n Σ r²), the share of the tokens that r's variance leaves.
+  """
+  if not len(table):
+    return {}
+  ratio = _ratio(table)
+  return {
+    'kl': float((table.behaviour_logprobs - table.old_logprobs).mean()),
+    'ratio_mean': float(ratio.mean()),
+    'ratio_max': float(ratio.max()),
+    'ratio_outside': float(np.mean((ratio < 0.5) | (ratio > 2.0))),
+    'effective_sample': float(ratio.mean() ** 2 / np.mean(ratio**2)),
+  }
+
+
+def _ratio(table: TokenTable) -> Float[np.ndarray, 'n']:
+  x = table.old_logprobs - table.behaviour_logprobs
+  return np.exp(np.clip(x, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
 
 
 def _clipped(ratio, advantages, low: float, high: float) -> tuple[Array, Array]:

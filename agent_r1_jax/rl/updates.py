@@ -13,7 +13,7 @@ import numpy as np
 from agent_r1_jax import types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import costs
-from agent_r1_jax.rl import credit, learner
+from agent_r1_jax.rl import credit, learner, minibatch, scoring
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rl import train_state as train_state_lib
 from agent_r1_jax.rl.train_state import TrainState, UpdateConfig
@@ -54,7 +54,7 @@ def learn(
     if update_config.keeps_old_sampler:
       age = train_state.step - table.policy_steps[table.action_mask]
       metrics |= {'stale_steps': float(age.mean()), 'stale_steps_max': float(age.max())}
-    table = credit.score(
+    table = scoring.score(
       table,
       algorithm,
       _models(train_state, update_config),
@@ -97,13 +97,13 @@ def sync_sampler(train_state: TrainState, update_config: UpdateConfig) -> TrainS
   return dataclasses.replace(train_state, sampler=sampler, sampler_step=step)
 
 
-def _models(train_state: TrainState, update_config: UpdateConfig) -> credit.Models:
+def _models(train_state: TrainState, update_config: UpdateConfig) -> scoring.Models:
   states, reference_model = (
     train_state.states,
     update_config.reference_model or update_config.model,
   )
   policy, critic = states['policy'].params, states.get('critic', states['policy']).params
-  return credit.Models(
+  return scoring.Models(
     policy, update_config.model, critic, train_state.reference, reference_model
   )
 
@@ -149,10 +149,10 @@ def _run_epochs(
   options = {'algorithm': update_config.algorithm, 'shape': update_config.shape}
   for members in _split_epochs(len(table.group), update_config, train_state.step):
     if 'critic' in states:
-      made = credit.make_critic_minibatch(table, members, prefixes=prefixes, **options)
+      made = minibatch.make_critic(table, members, prefixes=prefixes, **options)
       update('critic', *made)
     if train_state.step >= update_config.schedule.critic_warmup:
-      made = credit.make_minibatch(
+      made = minibatch.make_policy(
         table,
         members,
         kl_coef=train_state.kl_coef,

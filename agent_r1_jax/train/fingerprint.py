@@ -2,7 +2,8 @@
 
 Algorithms, rewards and tools are Python objects. Their descriptions are JSON: names,
 numbers and digests, without what differs between two starts of one script, such as an
-address, the order of a set, the script's path or its comments.
+address, the order of a set, the script's path or its comments. `describe_critic` says how
+a critic was trained, for its config.json.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -25,6 +26,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import model_paths, processes
 from agent_r1_jax.host import workdir as workdir_lib
+from agent_r1_jax.rl import algorithms, kl
 from agent_r1_jax.rollout import sockets
 
 _PACKAGE = __name__.partition('.')[0]
@@ -138,6 +140,43 @@ def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
   return {'type': name, 'call': inner(call)} if call else name
 
 
+def describe_critic(
+  algorithm: algorithms.Algorithm, model: str | os.PathLike, *, privileged: bool
+) -> dict[str, Any] | None:
+  """Describes how an algorithm trains its critic, for JSON; None if it has none.
+
+  The fields are those of algorithms.ValueTargets (None if the algorithm does not say
+  them) and
+
+    rewards: The names of the reward's transforms, in order.
+    kl_coef: The coefficient of the KL in the reward.
+    privileged: Whether the critic is told what the policy is not.
+    tokenizer: The sha256 of tokenizer.json.
+
+  Args:
+    algorithm: The algorithm that trains the critic.
+    model: The directory of the policy, whose tokenizer it reads.
+    privileged: Whether the run has a function `privileged`.
+  """
+  if not algorithm.needs_critic:
+    return None
+  unknown = dict.fromkeys(algorithms.ValueTargets._fields)
+  targets = algorithm.value_targets
+  return {
+    **(targets._asdict() if targets else unknown),
+    'rewards': [_transform_name(transform) for transform in algorithm.rewards],
+    'kl_coef': algorithm.kl.coef if isinstance(algorithm.kl, kl.InReward) else 0.0,
+    'privileged': privileged,
+    'tokenizer': tokenizer_digest(model),
+  }
+
+
+def tokenizer_digest(directory: str | os.PathLike) -> str:
+  """Returns the sha256 of a model's tokenizer.json."""
+  file = model_paths.get_directory(directory) / 'tokenizer.json'
+  return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 def model_digest(model: str | os.PathLike) -> str:
   """Returns the sha256, in hex, of the names and contents of a model's files.
 
@@ -153,6 +192,13 @@ def model_digest(model: str | os.PathLike) -> str:
     with path.open('rb') as file:
       total.update(hashlib.file_digest(file, 'sha256').digest())
   return total.hexdigest()
+
+
+def _transform_name(function: Callable) -> str:
+  if isinstance(function, functools.partial):
+    given = ', '.join(f'{k}={v}' for k, v in function.keywords.items())
+    return f'{_transform_name(function.func)}({given})'
+  return getattr(function, '__name__', type(function).__name__)
 
 
 def tasks_digest(sets: Mapping[str, Sequence[types.Task]]) -> str:

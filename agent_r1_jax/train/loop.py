@@ -43,7 +43,7 @@ def run(
 
   Writes to workdir: config.json, made_of.json, metrics.jsonl, checkpoints/, and at the
   end in HF layout model/ and, if the critic is a model of its own, critic/ (see
-  rl/value_targets.py). What else is shown and written is the watcher's.
+  train/fingerprint.py). What else is shown and written is the watcher's.
 
   Args:
     config: The run's configuration.

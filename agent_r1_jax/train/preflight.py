@@ -15,7 +15,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.host import thread_pool, workers
 from agent_r1_jax.models import lora
-from agent_r1_jax.rl import algorithms, correction
+from agent_r1_jax.rl import algorithms, losses
 from agent_r1_jax.rollout import sockets
 from agent_r1_jax.train import fingerprint
 
@@ -73,7 +73,7 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
     raise ValueError(
       'sampling: top_k, top_p, min_p and tool_grammar take tokens from another '
       'distribution than the one that is trained, and the algorithm has no correction '
-      'for that (rl/correction.py); set them in evaluation only.'
+      'for that (rl/losses.py); set them in evaluation only.'
     )
   _check_staleness(schedule, algorithm)
   if schedule.ahead and config.mesh.tensor > 1 and not config.mesh.samplers:
@@ -124,7 +124,7 @@ def correct_rounding(
   known = isinstance(algorithm, algorithms.Algorithm)
   if not known or algorithm.correction or not config.engine.rounds:
     return algorithm
-  return algorithm._replace(correction=correction.token_truncated())
+  return algorithm._replace(correction=losses.token_truncated())
 
 
 def _check_staleness(schedule: config_lib.Schedule, algorithm: algorithms.Algorithm):
@@ -133,7 +133,7 @@ def _check_staleness(schedule: config_lib.Schedule, algorithm: algorithms.Algori
     if getattr(schedule, name) >= least and not algorithm.correction:
       raise ValueError(
         f'schedule.{name} is {getattr(schedule, name)}: episodes are of an older policy, '
-        'and the algorithm has no correction for that (rl/correction.py).'
+        'and the algorithm has no correction for that (rl/losses.py).'
       )
   if schedule.ahead and (schedule.max_refills or algorithm.greedy_baseline):
     raise ValueError(

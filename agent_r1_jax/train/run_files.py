@@ -16,10 +16,9 @@ from agent_r1_jax.host import checkpoint, disk, processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import lora
 from agent_r1_jax.models.files import peft_files, weights
-from agent_r1_jax.rl import value_targets
 from agent_r1_jax.rl.train_state import TrainState, UpdateConfig
 from agent_r1_jax.rollout import store as store_lib
-from agent_r1_jax.train import curriculum
+from agent_r1_jax.train import curriculum, fingerprint
 from agent_r1_jax.train import metrics as metrics_lib
 
 
@@ -196,7 +195,7 @@ class RunFiles:
   ):
     """Writes the policy, its adapters, and a critic, which may be a privileged one."""
     base = self._config.model.path
-    value_head = value_targets.describe(
+    value_head = fingerprint.describe_critic(
       update_config.algorithm, base, privileged=privileged
     )
     options = {'tokenizer_from': base, 'value_head': value_head}

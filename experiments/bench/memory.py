@@ -30,7 +30,7 @@ from agent_r1_jax.engine import engine
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.models.files import hf_config, peft_files, weights
-from agent_r1_jax.rl import credit, learner
+from agent_r1_jax.rl import learner, scoring
 from agent_r1_jax.rollout import evaluate
 from agent_r1_jax.train import run_files, schedule
 
@@ -40,7 +40,7 @@ _PHASES = {
   'compile and warm up': (engine.Engine, 'warm_up'),
   "the engine's copy": (engine.Engine, '_copy_params'),
   'rollout': (schedule.Schedule, 'next_groups'),
-  'score': (credit, 'score'),
+  'score': (scoring, 'score'),
   'gradient': (learner, '_gradient'),
   'update': (learner, '_apply'),
   'evaluate': (evaluate, 'run'),

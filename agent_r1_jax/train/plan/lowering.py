@@ -18,7 +18,7 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.models import decoder, lora, sharding
-from agent_r1_jax.rl import credit, learner, optimizers, train_state
+from agent_r1_jax.rl import learner, minibatch, optimizers, train_state
 from agent_r1_jax.rl import table as table_lib
 
 
@@ -107,4 +107,4 @@ def _make_batch(update_config: train_state.UpdateConfig, replay: bool) -> types.
     columns['correction'] = one
   table = dataclasses.replace(table_lib.from_segments([text]), **columns)
   options = {'shape': update_config.shape, 'shared_critic': update_config.shared_critic}
-  return credit.make_minibatch(table, [0], algorithm, **options)[0][0]
+  return minibatch.make_policy(table, [0], algorithm, **options)[0][0]

@@ -128,5 +128,5 @@ def _check_options(
     raise ValueError(
       'guides: one changes the logits, so that tokens come from another distribution '
       'than the one that is trained, and the algorithm has no correction for that '
-      '(rl/correction.py).'
+      '(rl/losses.py).'
     )

@@ -21,7 +21,6 @@ from agent_r1_jax.agent import tokenizer
 from agent_r1_jax.contrib.gguf import metadata as metadata_lib
 from agent_r1_jax.models import decoder, families
 from agent_r1_jax.models.files import tensor_files, weights
-from agent_r1_jax.rl import value_targets
 from agent_r1_jax.train import fingerprint
 from agent_r1_jax.train.plan import setup, sizes
 from experiments import model_formats
@@ -230,7 +229,7 @@ def test_a_run_finds_the_tokenizer_beside_the_file_and_exports_safetensors(tmp_p
   weights.save(tmp_path / 'out', config, params, tokenizer_from=file)
   assert (tmp_path / 'out' / 'model.safetensors').is_file()
   assert tokenizer.load(tmp_path / 'out').get_vocab() == tokenizer.load(file).get_vocab()
-  assert value_targets.tokenizer_digest(file) == value_targets.tokenizer_digest(
+  assert fingerprint.tokenizer_digest(file) == fingerprint.tokenizer_digest(
     tmp_path / 'out'
   )
   read_config, read = gguf_maker.load(tmp_path / 'out')
