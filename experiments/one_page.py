@@ -18,15 +18,8 @@ from agent_r1_jax.agent import transcript
 from agent_r1_jax.engine import request
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import (
-  algorithms,
-  credit,
-  learner,
-  minibatch,
-  optimizers,
-  packing,
-  table,
-)
+from agent_r1_jax.rl import algorithms, credit, learner, minibatch, optimizers, packing
+from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.train import curriculum
 from agent_r1_jax.train.plan import setup
 from experiments.miniwiki import shapes
@@ -131,7 +124,7 @@ def train(cfg: config.Config, tasks, dev, make_env) -> decoder.Params:
     drawn = stream.start_rollout(cfg.schedule.tasks)
     played = sample(drawn, cfg.schedule.samples, step, cfg.sampling)
     stream.finish_rollout([])
-    tokens, _ = credit.estimate(table.build(played), algorithm)
+    tokens, _ = credit.estimate(table_lib.build(played), algorithm)
     order = np.random.default_rng([cfg.seed, step, 0]).permutation(len(played)).tolist()
     batches, _ = minibatch.make_policy(tokens, order, algorithm, shape=shape)
     gradients = learner.forward_backward(state.params, batches, config=model, loss=loss)
