@@ -12,7 +12,7 @@ _TESTS = pathlib.Path(__file__).parent
 def test_each_wording_is_of_a_test_that_exists():
   sources = {}
   for case in refusals.read():
-    file, *_, name = re.split('[[ ]', case)[0].split('::')
+    file, *_, name = re.split(r'[\[ ]', case)[0].split('::')
     if file not in sources:
       sources[file] = (_TESTS / file).read_text()
     assert f'def {name}(' in sources[file], case
