@@ -57,7 +57,7 @@ def draw_rows(B: int, T: int, block: int, trees: bool, seed: int):
   return ends, windows, sees, sees & near, positions
 
 
-def assert_rows(attend, sees, heads, H, dtype='float32', tolerance=1e-4):
+def assert_rows(attend, sees, heads, H, dtype='float32', tolerance=1e-4, cap=None):
   """The output and the gradients are those of the definition."""
   B, T, _ = sees.shape
   q, k, v, slope = (x.astype(dtype) for x in test_attention.inputs(B, T, *heads, H))
@@ -66,29 +66,43 @@ def assert_rows(attend, sees, heads, H, dtype='float32', tolerance=1e-4):
     out, pull = jax.vjp(attend, q, k, v)
     return out, *pull(slope.astype(out.dtype))
 
-  plain = functools.partial(test_attention.plain, visible=jnp.asarray(sees))
+  plain = functools.partial(test_attention.plain, visible=jnp.asarray(sees), cap=cap)
   for x, y in zip(jax.jit(both, static_argnums=0)(attend), both(plain), strict=True):
     far = np.abs(np.asarray(x, float) - np.asarray(y, float)).max((1, 2, 3))
     assert (far < tolerance * np.abs(y).max()).all(), far
 
 
-@pytest.mark.parametrize('slides', [False, True])
-@pytest.mark.parametrize('platform', ['cpu', 'gpu'])
-@pytest.mark.parametrize(('T', 'trees'), [(256, False), (250, True)])
-def test_training_by_xla(monkeypatch, platform, slides, T, trees):
+@pytest.mark.parametrize(
+  ('platform', 'T', 'trees', 'slides'),
+  [
+    ('cpu', 256, False, False),
+    ('cpu', 250, True, False),
+    ('cpu', 250, False, True),
+    ('cpu', 256, True, True),
+    ('cpu', 40, False, True),  # Less than a block.
+    ('gpu', 250, False, False),
+    ('gpu', 250, True, True),
+  ],
+)
+def test_training_by_xla(monkeypatch, platform, T, trees, slides):
   """Blocks of a CPU's caches, and the masks that GPUs get without a kernel."""
   monkeypatch.setattr(sharding, 'platform', lambda: platform)
-  ends, windows, sees, near, positions = draw_rows(24, T, 64, trees, seed=T + slides)
+  block = min(64, T // 2)
+  ends, windows, sees, near, positions = draw_rows(24, T, block, trees, seed=T + slides)
 
   class OfRows(attention.Local):
     """With a window for each row."""
 
     def since(self, window):
-      return self.positions - (windows - 1)
+      return super().since(window) + window - windows
 
-  local = OfRows(True, jnp.asarray(positions)) if slides else None
-  attend = lambda q, k, v: attention.packed(q, k, v, test_attention.tree(ends), local)
-  assert_rows(attend, near if slides else sees, (2, 1), 8)
+  local, rules = None, attention.Rules()
+  if slides:  # Scores have a cap, too.
+    local, rules = OfRows(True, jnp.asarray(positions)), attention.Rules(9, 0.7)
+  attend = lambda q, k, v: attention.packed(
+    q, k, v, test_attention.tree(ends), local, rules
+  )
+  assert_rows(attend, near if slides else sees, (2, 1), 8, cap=rules.cap)
 
 
 def test_training_along_trees_on_tpus(monkeypatch):
@@ -99,8 +113,8 @@ def test_training_along_trees_on_tpus(monkeypatch):
     assert_rows(attend, sees, (1, 1), 64)
 
 
-@pytest.mark.parametrize('window', [128, 255, 256])
-def test_training_of_a_layer_that_slides_on_tpus(window):
+@pytest.mark.parametrize(('window', 'cap'), [(128, None), (255, 0.7), (256, None)])
+def test_training_of_a_layer_that_slides_on_tpus(window, cap):
   """Texts in blocks of 128 tokens; a window of all but one token, and of all."""
   ends, *_ = draw_rows(2, 256, 128, trees=False, seed=window)
   ends[0] = 256  # One text fills the row.
@@ -109,9 +123,9 @@ def test_training_of_a_layer_that_slides_on_tpus(window):
   sees &= at[:, None] - at < window
   ids = jnp.asarray(ends, jnp.int32)  # No two texts end at the same token.
   attend = lambda q, k, v: attention_kernels.splash(
-    *(q, k, v, ids, jnp.asarray(True), window), interpret=True
+    *(q, k, v, ids, jnp.asarray(True), window, cap), interpret=True
   )
-  assert_rows(attend, sees, (1, 1), 64)
+  assert_rows(attend, sees, (1, 1), 64, cap=cap)
 
 
 def test_training_over_rows_on_gpus():
@@ -160,7 +174,7 @@ def test_a_prefill_on_tpus():
 def test_a_decode_on_gpus():
   interpret = test_slot_attention.InterpretGPUParams()
   attend = functools.partial(slot_attention.attend, interpret=interpret)
-  assert_slots(attend, T=1, S=256, block=slot_attention.BLOCK, seed=0)
+  assert_slots(attend, T=1, S=256, block=slot_attention.BLOCK, seed=0, G=7)
 
 
 @pytest.mark.parametrize('window', [1, 2, 8, 9])

@@ -35,7 +35,6 @@ def inputs(B: int, T: int, N: int, K: int, S: int, H: int):
   ('T', 'N', 'K', 'S', 'H'),
   [
     (1, 8, 1, 320, 128),
-    (1, 14, 2, 256, 64),
     (17, 8, 1, 192, 64),  # Three tiles of queries, of which the last is not full.
   ],
 )
@@ -81,7 +80,7 @@ def test_parts_keep_the_cores_busy_and_compute_the_same(monkeypatch):
   ]
   assert counts == [5, 2, 1]
   positions = jnp.asarray([[38, 39], [628, 629]])
-  q, k, v = inputs(2, 2, 4, 2, 640, 64)
+  q, k, v = inputs(2, 2, 2, 1, 640, 64)
   plain = slot_attention.attend_plainly(q, k, v, positions)
   for parts in (1, 2, 10):  # Ten blocks one after the other, five, or one.
     monkeypatch.setattr(slot_attention, '_MOST_PARTS', parts)
@@ -98,12 +97,11 @@ def test_of_several_heads_those_that_the_queries_share_are_read():
   np.testing.assert_allclose(out.astype(float), plain, atol=0.02)
 
 
-@pytest.mark.parametrize('T', [1, 3])
-def test_a_token_past_the_last_slot_is_harmless(monkeypatch, T):
+def test_a_token_past_the_last_slot_is_harmless(monkeypatch):
   monkeypatch.setattr(sharding, 'platform', lambda: 'gpu')
   monkeypatch.setattr(slot_attention, 'attend', _interpreted)
-  q, k, v = inputs(3, T, 4, 2, 128, 64)
-  positions = jnp.asarray([[5], [127], [128]]) - jnp.arange(T)[None]
+  q, k, v = inputs(3, 3, 4, 2, 128, 64)
+  positions = jnp.asarray([[5], [127], [128]]) - jnp.arange(3)[None]
   out = attention_kernels.over_used_slots(q, k, v, positions)
   assert jnp.isfinite(out).all()
   plain = slot_attention.attend_plainly(q, k, v, positions)

@@ -55,12 +55,12 @@ async def play(engine, number):
   return segments
 
 
-def run(family, **sizes):
-  """Plays 12 texts on 5 rows; returns the engine and the segments."""
+def run(family, texts=12, **sizes):
+  """Plays texts on 5 rows; returns the engine and the segments."""
   engine = tiny.engine(
     params(family), shape=shape(family), **{'rows': 5, 'bucket': 16} | sizes
   )
-  played = tiny.within(engine.run, [play(engine, number) for number in range(12)])
+  played = tiny.within(engine.run, [play(engine, n) for n in range(texts)])
   return engine, [segment for segments in played for segment in segments]
 
 
@@ -77,10 +77,11 @@ def test_log_probs_are_the_learners(few, family):
 
 def test_what_is_lost_is_computed_again_and_drafts_change_nothing(few, monkeypatch):
   """In rows enough for all texts, so that whatever is kept is found again."""
-  engine, segments = run('mistral', rows=48)
-  _, drafted = run('mistral', rows=48, drafts=3)
+  sizes = {'texts': 6, 'rows': 24, **clients.EXACT}
+  engine, segments = run('mistral', **sizes)
+  _, drafted = run('mistral', drafts=3, **sizes)
   monkeypatch.setattr(sizes_lib, 'count_window_slots', lambda config, slots, most: slots)
-  whole, expected = run('mistral', rows=48)
+  whole, expected = run('mistral', **sizes)
   assert engine.stats.prefilled > whole.stats.prefilled
   assert 0 < engine.stats.shared < whole.stats.shared
   for found in (segments, drafted):
