@@ -32,9 +32,10 @@ def _jitted(params, config, tokens, positions, segment_ids):
   return decoder.logits(params, config, x)
 
 
-def _logits(params, config, *rows, length=64):
-  """Logits [rows, length, V]; a row is a list of token arrays, packed one by one."""
-  tokens, positions, segment_ids = np.zeros((3, 3, length), np.int32)
+def _logits(params, config, *rows):
+  """Logits [rows, T, V]; a row is a list of token arrays, packed one by one."""
+  # Always of one size, so that a config is compiled once.
+  tokens, positions, segment_ids = np.zeros((3, 5, 203), np.int32)
   for b, row in enumerate(rows):
     start = 0
     for i, part in enumerate(row, start=1):
@@ -43,7 +44,6 @@ def _logits(params, config, *rows, length=64):
       positions[b, start:stop] = np.arange(len(part))
       segment_ids[b, start:stop] = i
       start = stop
-  # Always three rows, so that a config is compiled once.
   logits = _jitted(params, config, tokens, positions, segment_ids)
   assert logits.dtype == np.float32
   return np.asarray(logits[: len(rows)])
@@ -56,10 +56,20 @@ def _assert_close(actual, expected):
 
 @pytest.mark.parametrize('family', _FAMILIES)
 def test_logits_are_those_of_transformers(family):
+  """Of texts alone in a row, and of several: they do not see each other.
+
+  The longest comes last, so that each text but one begins inside the row; the last row
+  has more of them than fit a block of attention.
+  """
   config, params, rows = _model(family)
-  actual = _logits(params, config, *([tokens] for tokens, _ in rows))
-  for logits, (tokens, expected) in zip(actual, rows, strict=True):
-    _assert_close(logits[: len(tokens)], expected)
+  several = [tokens for tokens, _ in rows[::-1]]
+  packed = np.concatenate([logits for _, logits in rows[::-1]])
+  alone = [[tokens] for tokens, _ in rows]
+  actual = _logits(params, config, *alone, several, several * 3)
+  expected = [logits for _, logits in rows] + [packed, np.concatenate([packed] * 3)]
+  for found, wanted in zip(actual, expected, strict=True):
+    _assert_close(found[: len(wanted)], wanted)
+  assert np.isfinite(actual).all()  # padding too
 
 
 @pytest.mark.parametrize('family', _FAMILIES)
@@ -83,25 +93,6 @@ def test_the_cache_gives_the_logits_of_transformers(family):
   found = np.concatenate(found, axis=1)
   for logits, (text, expected) in zip(found, rows, strict=True):
     _assert_close(logits[: len(text)], expected)
-
-
-@pytest.mark.parametrize('family', _FAMILIES)
-def test_packed_segments_do_not_see_each_other(family):
-  config, params, rows = _model(family)
-  # The longest last, so that each segment but one begins inside the row.
-  rows = rows[::-1]
-  actual = _logits(params, config, [tokens for tokens, _ in rows])[0]
-  _assert_close(actual[:60], np.concatenate([expected for _, expected in rows]))
-  assert np.isfinite(actual).all()  # padding too
-
-
-@pytest.mark.parametrize('family', _FAMILIES)
-def test_segments_that_cross_the_blocks_of_attention(family):
-  config, params, rows = _model(family)
-  rows = rows[::-1] * 3
-  actual = _logits(params, config, [tokens for tokens, _ in rows], length=203)[0]
-  _assert_close(actual[:180], np.concatenate([expected for _, expected in rows]))
-  assert np.isfinite(actual).all()
 
 
 def test_the_golden_llama_uses_each_branch_of_its_rope_scaling():

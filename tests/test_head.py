@@ -33,28 +33,37 @@ def weighted(f, slopes):
   return lambda *args: sum(jnp.vdot(s, y) for s, y in zip(slopes, f(*args), strict=True))
 
 
-@pytest.mark.parametrize('block', [1, 7, 29, 64])
-@pytest.mark.parametrize('wanted', ['some', 'all', 'none'])
-@pytest.mark.parametrize('cap', [None, 1.5])
-def test_blocks_and_their_gradient_are_the_plain_formula(block, wanted, cap):
-  x, kernel, tokens, some = inputs()
-  mask = {'some': some, 'all': jnp.ones(M, bool), 'none': jnp.zeros(M, bool)}[wanted]
+def assert_plain(x, kernel, tokens, masks, temperature, block, cap=None, tolerance=2e-5):
+  """Values and gradients are the plain formula's, whichever tokens a mask wants."""
   slopes = np.random.default_rng(1).normal(size=(2, M)).astype(np.float32)
 
-  def ours(x, kernel):
-    return head.logprobs(x, kernel, tokens, mask, TEMPERATURE, block, cap)
+  def ours(x, kernel, mask):
+    return head.logprobs(x, kernel, tokens, mask, temperature, block, cap)
 
-  def theirs(x, kernel):
-    out = plain(x, kernel, tokens, cap=cap)
+  def theirs(x, kernel, mask):
+    out = plain(x, kernel, tokens, temperature, cap)
     return [jnp.where(mask, y, 0.0) for y in out]
 
-  for mine, other in zip(jax.jit(ours)(x, kernel), theirs(x, kernel), strict=True):
-    np.testing.assert_allclose(mine, other, rtol=0, atol=2e-6)
-  grads = (
-    jax.grad(weighted(f, slopes), argnums=(0, 1))(x, kernel) for f in (ours, theirs)
-  )
-  for mine, other in zip(*grads, strict=True):
-    np.testing.assert_allclose(mine, other, rtol=0, atol=2e-5)
+  @functools.partial(jax.jit, static_argnums=0)
+  def both(f, *args):
+    return f(*args), jax.grad(weighted(f, slopes), argnums=(0, 1))(*args)
+
+  for mask in masks:
+    found, expected = (both(f, x, kernel, mask) for f in (ours, theirs))
+    for mine, other in zip(found[0], expected[0], strict=True):
+      np.testing.assert_allclose(mine, other, rtol=1e-6, atol=tolerance / 10)
+    for mine, other in zip(found[1], expected[1], strict=True):
+      assert np.isfinite(mine).all()
+      np.testing.assert_allclose(mine, other, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize('block', [1, 7, 29, 64])
+@pytest.mark.parametrize('cap', [None, 1.5])
+def test_blocks_and_their_gradient_are_the_plain_formula(block, cap):
+  """Where some tokens are wanted, all, and none."""
+  x, kernel, tokens, some = inputs()
+  masks = some, jnp.ones(M, bool), jnp.zeros(M, bool)
+  assert_plain(x, kernel, tokens, masks, TEMPERATURE, block, cap)
 
 
 def test_entropy_is_verls():
@@ -76,13 +85,9 @@ def test_what_is_not_wanted_is_never_read():
     logprobs, entropy = head.logprobs(x, kernel, tokens, wanted, 1.0, 7)
     return logprobs.sum() + entropy.sum()
 
-  found = jax.value_and_grad(loss, argnums=(0, 1))(broken, kernel)
-  for mine, other in zip(
-    jax.tree.leaves(found),
-    jax.tree.leaves(jax.value_and_grad(loss, argnums=(0, 1))(x, kernel)),
-    strict=True,
-  ):
-    np.testing.assert_array_equal(mine, other)
+  both = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+  found, expected = both(broken, kernel), both(x, kernel)
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.parametrize('block', [2, 4, 64])
@@ -92,20 +97,7 @@ def test_a_padding_slot_reads_no_token(block):
   # Three tokens in a block of four; and the last is wanted.
   wanted = jnp.arange(M) >= M - 3
   far, far_kernel = x.at[:, 0].set(1.0), kernel.at[0].set(-200.0)
-  slopes = np.random.default_rng(1).normal(size=(2, M)).astype(np.float32)
-
-  def ours(x, kernel):
-    return head.logprobs(x, kernel, tokens, wanted, 1.0, block)
-
-  def theirs(x, kernel):
-    return [jnp.where(wanted, y, 0.0) for y in plain(x, kernel, tokens, 1.0)]
-
-  grads = (
-    jax.grad(weighted(f, slopes), argnums=(0, 1))(far, far_kernel) for f in (ours, theirs)
-  )
-  for mine, other in zip(*grads, strict=True):
-    assert np.isfinite(mine).all()
-    np.testing.assert_allclose(mine, other, rtol=0, atol=2e-3)
+  assert_plain(far, far_kernel, tokens, [wanted], 1.0, block, tolerance=2e-3)
 
 
 def test_bfloat16_sums_in_float32():
