@@ -129,6 +129,11 @@ def _effects(algorithm, needs_loss):
   return {k: x[batch.action_mask] if x.ndim == 2 else x for k, x in effects.items()}
 
 
+@functools.cache
+def _effects_of_default(name, needs_loss):
+  return _effects(_MAKERS[name](), needs_loss)
+
+
 # Option -> (another value, the part that it changes).
 _PARTS = {
   'divide_by_std': (None, 'advantages'),  # The other one than the default.
@@ -170,7 +175,7 @@ def test_options_change_their_part_and_no_other(name, option):
     value = not inspect.signature(getattr(algorithms, name)).parameters[option].default
   if name == 'gspo' and option.startswith('clip'):
     value = 0.3
-  before = _effects(_MAKERS[name](), part.endswith('loss'))
+  before = _effects_of_default(name, part.endswith('loss'))
   after = _effects(_MAKERS[name](**{option: value}), part.endswith('loss'))
   changed = {k for k, x in before.items() if not np.array_equal(x, after[k])}
   assert changed == {part}
@@ -191,14 +196,14 @@ _BOUNDS = {
 }
 
 
-def _loss_at(algorithm, ratio, advantage):
-  """The loss of a sequence of one token that is `ratio` times as likely as it was."""
-  one = lambda x: np.full((1, 1), x)
-  stats = losses.TokenStats(one(np.log(ratio) - 2.0), one(0.0))
-  ids = np.ones((1, 1), np.int32)
-  numbers = map(one, (-2.0, advantage, 1.0))
+def _losses_at(algorithm, ratios, advantages):
+  """The losses of sequences of one token, `ratio` times as likely as they were."""
+  column = lambda x: np.broadcast_to(np.array(x, float)[..., None], (len(ratios), 1))
+  stats = losses.TokenStats(column(np.log(ratios) - 2.0), column(0.0))
+  ids = np.ones((len(ratios), 1), np.int32)
+  numbers = map(column, (-2.0, advantages, 1.0))
   batch = types.Batch(tiny.rows(ids, ids - 1, ids), ids, ids > 0, *numbers)
-  return float(_loss(algorithm.loss)(stats, batch)[0, 0])
+  return _loss(algorithm.loss)(stats, batch)[:, 0]
 
 
 @_every
@@ -209,14 +214,14 @@ def test_clip_low_bounds_below_and_clip_high_above_by_default_as_in_the_papers(n
   cases = []
   if name in _BOUNDS:
     low, high = _BOUNDS[name]
-    cases += [({}, 1.6, 1.0, -1 - high), ({}, 0.4, -1.0, 1 - low)]
+    cases += [({}, (1.6, 0.4), (1.0, -1.0), (-1 - high, 1 - low))]
   if 'clip_low' in options:
     given = {'clip_low': 0.1, 'clip_high': 0.3}
     given |= {'dual_clip': None} if 'dual_clip' in options else {}
-    cases += [(given, 1.25, 1.0, -1.25), (given, 1.5, 1.0, -1.3)]
-    cases += [(given, 0.95, -1.0, 0.95), (given, 0.75, -1.0, 0.9)]
-  for given, ratio, advantage, expected in cases:
-    found = _loss_at(_MAKERS[name](**given), ratio, advantage)
+    signs = (1.0, 1.0, -1.0, -1.0)
+    cases += [(given, (1.25, 1.5, 0.95, 0.75), signs, (-1.25, -1.3, 0.95, 0.9))]
+  for given, ratios, advantages_, expected in cases:
+    found = _losses_at(_MAKERS[name](**given), ratios, advantages_)
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 

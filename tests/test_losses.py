@@ -1,5 +1,7 @@
 """Losses on the device: the peers' numbers in float64 (golden/), hand-made cases."""
 
+import itertools
+
 import episodes
 import jax
 import jax.numpy as jnp
@@ -73,19 +75,23 @@ def _vjp(surrogate, batch):
   return both
 
 
-# The dtype of the computation, and its tolerance against the peers' float64.
-_in_each_dtype = pytest.mark.parametrize(
-  ('dtype', 'tolerance'), [(np.float64, 1e-9), (np.float32, 1e-5)], ids=['f64', 'f32']
-)
+# The dtypes of the computation, and their tolerances against the peers' float64.
+_TOLERANCES = {np.float64: 1e-9, np.float32: 1e-5}
 
 
-def _check(fn, argument, key, tolerance):
-  """The value and gradient of fn are golden at key/loss and key/grad."""
-  loss, grad = jax.jit(jax.value_and_grad(fn))(argument)
-  assert loss.dtype == grad.dtype == argument.dtype
+def _check(make, key):
+  """In each dtype, value and gradient of the function that is made are the peer's.
+
+  make(dtype) returns the function and its argument; one program computes all of them.
+  """
+  fns, arguments = zip(*map(make, _TOLERANCES), strict=True)
+  every = lambda *xs: [jax.value_and_grad(f)(x) for f, x in zip(fns, xs, strict=True)]
   expected_loss, expected_grad = _golden(f'{key}/loss', f'{key}/grad')
-  np.testing.assert_allclose(loss, expected_loss, rtol=tolerance)
-  np.testing.assert_allclose(grad, expected_grad, rtol=tolerance, atol=tolerance / 1000)
+  found = zip(jax.jit(every)(*arguments), _TOLERANCES.items(), strict=True)
+  for (loss, grad), (dtype, tolerance) in found:
+    assert loss.dtype == grad.dtype == dtype
+    np.testing.assert_allclose(loss, expected_loss, rtol=tolerance)
+    np.testing.assert_allclose(grad, expected_grad, rtol=tolerance, atol=tolerance / 1000)
 
 
 # Surrogates against the peers.
@@ -101,7 +107,6 @@ def _verls_sequences(counts):
   return SEQUENCES(counts) * counts / (counts + 1e-8)
 
 
-@_in_each_dtype
 @pytest.mark.parametrize(
   ('key', 'surrogate', 'aggregate'),
   [
@@ -144,90 +149,101 @@ def _verls_sequences(counts):
     ('trl/sapo', losses.sapo(tau_negative=float(np.float32(1.05))), SEQUENCES),
   ],
 )
-def test_surrogate_and_gradient_equal_the_peers(
-  key, surrogate, aggregate, dtype, tolerance
-):
-  names = ('in/logp', 'in/old_logp', 'in/adv', 'in/trl_completion_mask', 'in/trl_adv')
-  new, old, adv, completion, of_trl = _golden(*names, dtype=dtype)
-  mask = episodes.golden_mask()
-  if key.startswith('trl/'):
-    mask = mask & (np.asarray(completion) > 0)
-    adv = jnp.broadcast_to(of_trl[:, None], mask.shape)
-  batch = _batch(old, adv, _weights(aggregate, mask, dtype))
-  _check(_loss(surrogate, batch), new, key, tolerance)
+def test_surrogate_and_gradient_equal_the_peers(key, surrogate, aggregate):
+  def make(dtype):
+    names = ('in/logp', 'in/old_logp', 'in/adv', 'in/trl_completion_mask', 'in/trl_adv')
+    new, old, adv, completion, of_trl = _golden(*names, dtype=dtype)
+    mask = episodes.golden_mask()
+    if key.startswith('trl/'):
+      mask = mask & (np.asarray(completion) > 0)
+      adv = jnp.broadcast_to(of_trl[:, None], mask.shape)
+    return _loss(surrogate, _batch(old, adv, _weights(aggregate, mask, dtype))), new
+
+  _check(make, key)
 
 
 # Surrogates by hand.
 
 
-def _one(surrogate, ratio, advantage, old=-2.0):
-  """Loss, d loss / d log π, and whether it is clipped, of one token."""
+def _each(surrogate, ratios, advantages, old=-2.0):
+  """Loss, d loss / d log π, and whether it is clipped, [3, n], of n tokens."""
+  ratios, advantages = (jnp.asarray(x, float)[:, None] for x in (ratios, advantages))
+  batch = _batch(jnp.full(ratios.shape, old), advantages)
 
-  def loss(logprob):
-    batch = _batch(jnp.full((1, 1), old), jnp.full((1, 1), advantage))
-    per_token, watched = surrogate(_stats(logprob[None, None]), batch)
-    return per_token[0, 0], watched.get('clip_fraction', jnp.zeros((1, 1)))[0, 0]
+  @jax.jit
+  def compute(logprobs):
+    loss = lambda x: surrogate(_stats(x), batch)
+    per_token, back, watched = jax.vjp(loss, logprobs, has_aux=True)
+    (slopes,) = back(jnp.ones_like(per_token))
+    return per_token, slopes, watched.get('clip_fraction', jnp.zeros_like(slopes))
 
-  grad = jax.value_and_grad(loss, has_aux=True)
-  (value, clipped), grad = grad(jnp.asarray(old + np.log(ratio)))
-  return value, grad, clipped
-
-
-@pytest.mark.parametrize(
-  ('ratio', 'advantage', 'kwargs', 'loss', 'slope', 'clipped'),
-  [
-    (1.0, 2.0, {}, -2.0, -2.0, False),
-    (1.0, -2.0, {}, 2.0, 2.0, False),
-    (1.5, 2.0, {}, -2.4, 0.0, True),  # gained enough
-    (0.5, 2.0, {}, -1.0, -1.0, False),  # lost: goes back
-    (0.5, -2.0, {}, 1.6, 0.0, True),
-    (1.5, -2.0, {}, 3.0, 3.0, False),
-    (4.0, -2.0, {}, 6.0, 0.0, False),  # dual clip: at most 3 * 2
-    (4.0, -2.0, {'dual_clip': None}, 8.0, 8.0, False),
-    (4.0, -2.0, {'dual_clip': 1.5}, 3.0, 0.0, False),
-    (4.0, 2.0, {'dual_clip': 1.1}, -2.4, 0.0, True),  # for A < 0 only
-    (1.25, 1.0, {'clip_high': 0.28}, -1.25, -1.25, False),
-    (1.25, 1.0, {'clip_low': 0.28}, -1.2, 0.0, True),
-    (0.75, -1.0, {'clip_low': 0.28}, 0.75, 0.75, False),
-    (0.75, -1.0, {'clip_high': 0.28}, 0.8, 0.0, True),
-    (1.5, 0.0, {}, 0.0, 0.0, False),
-  ],
-)
-def test_ppo_clip_by_hand(ratio, advantage, kwargs, loss, slope, clipped):
-  value, grad, where = _one(losses.ppo_clip(**kwargs), ratio, advantage)
-  np.testing.assert_allclose(value, loss, rtol=1e-12)
-  # d loss / d log π = d loss / d log ρ, and d ρ / d log ρ = ρ.
-  np.testing.assert_allclose(grad, slope, rtol=1e-12, atol=1e-15)
-  assert where == clipped
+  return np.stack(compute(old + jnp.log(ratios)))[..., 0]
 
 
-@pytest.mark.parametrize(
-  ('surrogate', 'ratio', 'advantage', 'weight', 'clipped'),
-  [
-    (losses.cispo(), 1.1, 2.0, 1.1, False),
-    (losses.cispo(), 3.0, 2.0, 1.2, True),  # held, not lost as in PPO
-    (losses.cispo(), 0.1, 2.0, 0.8, True),
-    (losses.cispo(), 0.1, -2.0, 0.8, True),
-    (losses.cispo(clip_low=1.0, clip_high=4.0), 7.0, 2.0, 5.0, True),
-    (losses.cispo(clip_low=1.0, clip_high=4.0), 0.1, -2.0, 0.1, False),
-    (losses.reinforce(), 7.0, 2.0, 1.0, False),
-    # p_old = 1/4; p = 0.35, 0.45, 0.05, 0.15.
-    (losses.dppo_tv(), 1.4, 2.0, 1.4, False),
-    (losses.dppo_tv(), 1.8, 2.0, 0.0, True),
-    (losses.dppo_tv(), 1.8, -2.0, 1.8, False),  # comes back
-    (losses.dppo_tv(), 0.2, -2.0, 0.0, True),
-    (losses.dppo_tv(), 0.2, 2.0, 0.2, False),
-    (losses.dppo_tv(low=0.3), 0.2, -2.0, 0.2, False),
-    (losses.dppo_tv(high=0.3, cap=1.5), 1.8, 2.0, 1.5, False),
-  ],
-)
-def test_weighted_likelihoods_by_hand(surrogate, ratio, advantage, weight, clipped):
+def _one(surrogate, ratio, advantage):
+  return _each(surrogate, [ratio], [advantage])[:, 0]
+
+
+# Ratio, advantage and options; loss, slope, and whether it is clipped.
+_CLIPPED = [
+  (1.0, 2.0, {}, -2.0, -2.0, False),
+  (1.0, -2.0, {}, 2.0, 2.0, False),
+  (1.5, 2.0, {}, -2.4, 0.0, True),  # gained enough
+  (0.5, 2.0, {}, -1.0, -1.0, False),  # lost: goes back
+  (0.5, -2.0, {}, 1.6, 0.0, True),
+  (1.5, -2.0, {}, 3.0, 3.0, False),
+  (4.0, -2.0, {}, 6.0, 0.0, False),  # dual clip: at most 3 * 2
+  (1.5, 0.0, {}, 0.0, 0.0, False),
+  (4.0, -2.0, {'dual_clip': None}, 8.0, 8.0, False),
+  (4.0, -2.0, {'dual_clip': 1.5}, 3.0, 0.0, False),
+  (4.0, 2.0, {'dual_clip': 1.1}, -2.4, 0.0, True),  # for A < 0 only
+  (1.25, 1.0, {'clip_high': 0.28}, -1.25, -1.25, False),
+  (0.75, -1.0, {'clip_high': 0.28}, 0.8, 0.0, True),
+  (1.25, 1.0, {'clip_low': 0.28}, -1.2, 0.0, True),
+  (0.75, -1.0, {'clip_low': 0.28}, 0.75, 0.75, False),
+]
+
+
+def test_ppo_clip_by_hand():
+  for kwargs, rows in itertools.groupby(_CLIPPED, lambda row: row[2]):
+    ratio, advantage, _, *expected = zip(*rows, strict=True)
+    found = _each(losses.ppo_clip(**kwargs), ratio, advantage)
+    # d loss / d log π = d loss / d log ρ, and d ρ / d log ρ = ρ.
+    np.testing.assert_allclose(
+      found, np.array(expected, float), rtol=1e-12, atol=1e-15, err_msg=str(kwargs)
+    )
+
+
+# Surrogate, ratio and advantage; weight, and whether it is clipped.
+_CISPO, _WIDE = losses.cispo(), losses.cispo(clip_low=1.0, clip_high=4.0)
+_TV = losses.dppo_tv()
+_WEIGHED = [
+  (_CISPO, 1.1, 2.0, 1.1, False),
+  (_CISPO, 3.0, 2.0, 1.2, True),  # held, not lost as in PPO
+  (_CISPO, 0.1, 2.0, 0.8, True),
+  (_CISPO, 0.1, -2.0, 0.8, True),
+  (_WIDE, 7.0, 2.0, 5.0, True),
+  (_WIDE, 0.1, -2.0, 0.1, False),
+  (losses.reinforce(), 7.0, 2.0, 1.0, False),
+  # p_old = 1/4; p = 0.35, 0.45, 0.05, 0.15.
+  (_TV, 1.4, 2.0, 1.4, False),
+  (_TV, 1.8, 2.0, 0.0, True),
+  (_TV, 1.8, -2.0, 1.8, False),  # comes back
+  (_TV, 0.2, -2.0, 0.0, True),
+  (_TV, 0.2, 2.0, 0.2, False),
+  (losses.dppo_tv(low=0.3), 0.2, -2.0, 0.2, False),
+  (losses.dppo_tv(high=0.3, cap=1.5), 1.8, 2.0, 1.5, False),
+]
+
+
+def test_weighted_likelihoods_by_hand():
   old = np.log(0.25)
-  value, grad, where = _one(surrogate, ratio, advantage, old)
-  expected = -weight * advantage * (old + np.log(ratio))
-  np.testing.assert_allclose(value, expected, rtol=1e-12, atol=1e-15)
-  np.testing.assert_allclose(grad, -weight * advantage, rtol=1e-12)
-  assert where == clipped
+  for surrogate, rows in itertools.groupby(_WEIGHED, lambda row: row[0]):
+    _, ratio, advantage, weight, clipped = map(np.array, zip(*rows, strict=True))
+    slope = -weight * advantage
+    expected = slope * (old + np.log(ratio)), slope, clipped.astype(float)
+    found = _each(surrogate, ratio, advantage, old)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
 
 
 def test_sapo_by_hand():
@@ -391,41 +407,44 @@ def _value_loss(clip, old, returns, weights):
   return lambda values: losses.weighted(value_loss(values, batch), weights)
 
 
-@_in_each_dtype
 @pytest.mark.parametrize('clip', [0.5, 0.2])
-def test_value_clip_equals_verls(clip, dtype, tolerance):
-  # The oracle's targets are the process rewards.
-  names = ('in/vpreds', 'in/values', 'in/rewards_process')
-  new, old, returns = _golden(*names, dtype=dtype)
-  loss = _value_loss(clip, old, returns, _weights(dtype=dtype))
-  _check(loss, new, f'verl/value_loss/clip{clip}', tolerance)
+def test_value_clip_equals_verls(clip):
+  def make(dtype):
+    # The oracle's targets are the process rewards.
+    names = ('in/vpreds', 'in/values', 'in/rewards_process')
+    new, old, returns = _golden(*names, dtype=dtype)
+    return _value_loss(clip, old, returns, _weights(dtype=dtype)), new
+
+  _check(make, f'verl/value_loss/clip{clip}')
 
 
-@pytest.mark.parametrize(
-  ('value', 'old', 'target', 'clip', 'loss', 'slope'),
-  [
-    (1.0, 1.0, 3.0, 0.5, 2.0, -2.0),
-    (2.0, 1.0, 3.0, 0.5, 1.125, 0.0),  # moved to 1.5 at most: (1.5 - 3)² / 2
-    (4.0, 1.0, 3.0, 0.5, 1.125, 0.0),
-    (5.0, 1.0, 3.0, 0.5, 2.0, 2.0),  # beyond the target: the plain error is larger
-    (0.0, 1.0, 3.0, 0.5, 4.5, -3.0),
-    (2.0, 1.0, 3.0, None, 0.5, -1.0),
-    (4.0, 1.0, 3.0, None, 0.5, 1.0),
-  ],
-)
-def test_value_clip_by_hand(value, old, target, clip, loss, slope):
+# Of an old value of 1 and a target of 3: the value and the clip, its loss and slope.
+_VALUES = [
+  (1.0, 0.5, 2.0, -2.0),
+  (2.0, 0.5, 1.125, 0.0),  # moved to 1.5 at most: (1.5 - 3)² / 2
+  (4.0, 0.5, 1.125, 0.0),
+  (5.0, 0.5, 2.0, 2.0),  # beyond the target: the plain error is larger
+  (0.0, 0.5, 4.5, -3.0),
+  (2.0, None, 0.5, -1.0),
+  (4.0, None, 0.5, 1.0),
+]
+
+
+def test_value_clip_by_hand():
   full = lambda x: jnp.full((1, 1), x)
-  fn = _value_loss(clip, full(old), full(target), full(1.0))
-  out, grad = jax.value_and_grad(lambda v: fn(v[None, None]))(jnp.asarray(value))
-  assert (out, grad) == (loss, slope)
+  for clip, rows in itertools.groupby(_VALUES, lambda row: row[1]):
+    value, _, *expected = zip(*rows, strict=True)
+    fn = _value_loss(clip, full(1.0), full(3.0), full(1.0))
+    both = jax.jit(jax.vmap(jax.value_and_grad(lambda v, fn=fn: fn(v[None, None]))))
+    np.testing.assert_array_equal(both(jnp.asarray(value)), expected)
 
 
 # Aggregation.
 
 _LENGTH_24 = losses.seq_mean_token_sum_norm(24)
+_WEIGHTED = jax.jit(losses.weighted)
 
 
-@_in_each_dtype
 @pytest.mark.parametrize(
   ('key', 'aggregate'),
   [
@@ -444,14 +463,15 @@ _LENGTH_24 = losses.seq_mean_token_sum_norm(24)
     ('agg_loss_emptyrow/seq-mean-token-sum-norm', _LENGTH_24),
   ],
 )
-def test_aggregation_equals_verls(key, aggregate, dtype, tolerance):
+def test_aggregation_equals_verls(key, aggregate):
   mask = episodes.golden_mask().copy()
   if 'emptyrow' in key:
     mask[2] = False
-  per_token, expected = _golden('in/values', f'verl/{key}', dtype=dtype)
-  out = jax.jit(losses.weighted)(per_token, _weights(aggregate, mask, dtype))
-  assert out.dtype == dtype
-  np.testing.assert_allclose(out, expected, rtol=tolerance)
+  for dtype, tolerance in _TOLERANCES.items():
+    per_token, expected = _golden('in/values', f'verl/{key}', dtype=dtype)
+    out = _WEIGHTED(per_token, _weights(aggregate, mask, dtype))
+    assert out.dtype == dtype
+    np.testing.assert_allclose(out, expected, rtol=tolerance)
 
 
 def test_sequence_weights_equal_skyrls():
