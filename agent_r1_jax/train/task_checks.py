@@ -78,9 +78,7 @@ def _check_task(task: types.Task, seen: dict[str, types.Task]):
   try:
     records.pack(task.answer)
   except ValueError as error:
-    raise ValueError(
-      f'answer is {task.answer!r:.80}, which {error}; give text, numbers, lists, dicts.'
-    ) from None
+    raise ValueError(f'answer is {task.answer!r:.80}, which {error}.') from None
 
 
 def check_answers(
