@@ -32,7 +32,7 @@ UPPER = (
 # its folders offer. No folder imports another.
 CONTRIB = 'contrib'
 # Folders of contrib/ that are as light as the rooms of TEXT.
-LIGHT = ('benchmarks', 'environments', 'logs', 'mcp')
+LIGHT = ('benchmarks', 'environments', 'logs', 'mcp', 'sandbox_fusion')
 # A retriever's own encoder is a model: where TEXT may import DEVICE.
 ENCODER = f'{PACKAGE}/retrieval/encoder.py'
 # Each of these libraries has one place or two, so that it can be exchanged.
@@ -49,8 +49,8 @@ OWNERS = {
   'jsonschema': f'{PACKAGE}/agent/tool_schema.py',
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py {PACKAGE}/retrieval/encoder.py',
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
-  'httpx2': f'{PACKAGE}/tools/remote_sandbox.py {PACKAGE}/retrieval/client.py '
-  f'{PACKAGE}/web/bounded_http.py {PACKAGE}/guided/judge.py '
+  'httpx2': f'{PACKAGE}/retrieval/client.py {PACKAGE}/web/bounded_http.py '
+  f'{PACKAGE}/guided/judge.py {PACKAGE}/contrib/sandbox_fusion/remote_sandbox.py '
   f'{PACKAGE}/contrib/environments/nemo_gym.py',
   'pydantic': f'{PACKAGE}/web/http.py {PACKAGE}/serve/ {PACKAGE}/contrib/tinker/wire.py '
   f'{PACKAGE}/contrib/dialects/ {PACKAGE}/retrieval/server.py experiments/',

@@ -1,10 +1,11 @@
 """The Python tool: runs the code that an agent writes in a sandbox, here or elsewhere."""
 
 import threading
+from typing import Protocol
 
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent import tool_schema
-from agent_r1_jax.tools import remote_sandbox, sandbox
+from agent_r1_jax.tools import sandbox
 
 # A call's time-out is the code's, and what starting an interpreter may take.
 _START_SECONDS = 30.0
@@ -19,8 +20,16 @@ class CodeError(ValueError):
   """The agent's code is to blame, not the sandbox."""
 
 
+class CodeRunner(Protocol):
+  """Runs code: a sandbox of this machine, or a client of a server."""
+
+  def run(self, code: str, seconds: float) -> sandbox.Output:
+    """Runs code in an interpreter of its own, which ends with it."""
+    ...
+
+
 def python_tool(
-  box: sandbox.Sandbox | remote_sandbox.RemoteSandbox,
+  box: CodeRunner,
   *,
   seconds: float = 10.0,
   stateful: bool = False,
@@ -34,12 +43,13 @@ def python_tool(
     box: The sandbox; one serves all episodes.
     seconds: Seconds of the clock that a call's code may take.
     stateful: Whether variables last from call to call. Each episode then needs a tool of
-      its own: make it in `make_env`. Its interpreter ends with the tool. A remote
-      sandbox has no state.
+      its own: make it in `make_env`. Its interpreter ends with the tool. Only a
+      sandbox of this machine has a state.
   """
+  here = isinstance(box, sandbox.Sandbox)
   if not stateful:
     runner = box
-  elif isinstance(box, sandbox.Sandbox):
+  elif here:
     runner = _Stateful(box)
   else:
     raise ValueError('python_tool: stateful needs a sandbox on this machine.')
@@ -59,8 +69,8 @@ def python_tool(
 
   schema = tool_schema.describe(python, 'python')
   timeout = seconds + _START_SECONDS
-  remote = isinstance(box, remote_sandbox.RemoteSandbox)
-  return tool_lib.Tool('python', schema, python, timeout, idempotent=remote)
+  # A server may be reached by another try.
+  return tool_lib.Tool('python', schema, python, timeout, idempotent=not here)
 
 
 class _Stateful:

@@ -9,7 +9,8 @@ import answers
 import pytest
 
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.tools import python, remote_sandbox
+from agent_r1_jax.contrib.sandbox_fusion import remote_sandbox
+from agent_r1_jax.tools import python
 
 requests = []
 
