@@ -13,7 +13,7 @@ is counted from shapes, within seconds. --topology asks it for chips that are no
 what XLA_PYTHON_CLIENT_MEM_FRACTION and AGENT_R1_MEMORY_GB say. --task is one of those of
 experiments.evaluate, or empty; its environment is played with scripted replies. The exit
 status is 1 if something fails. A script with an environment of its own calls
-checks.doctor.examine (docs/seeing.md).
+checks.doctor.examine (docs/monitoring.md).
 """
 
 import faulthandler

@@ -10,7 +10,7 @@ miniwiki a `workflow`. With --n=1 replies are greedy; with more they are sampled
 --config.evaluation.<field> says, at temperature 1 by default.
 
 With --candidates=8 each reply is sampled eight times, and --critic=DIR says which one the
-episode goes on with (docs/guided_decoding.md); without a critic it is the likeliest.
+episode goes on with (docs/reward_models.md); without a critic it is the likeliest.
 
 Prints a table and writes it to WORKDIR/table.md, its numbers to results.json, and all
 episodes to episodes.jsonl, which `python -m agent_r1_jax.report.episodes` prints. Each

@@ -7,7 +7,7 @@ r"""Fits an implicit value to a policy's own episodes, to choose among its sampl
 
 The episodes are of practice questions: tasks that the policy was not trained on. What was
 played before a kill is not played again. WORKDIR/critic is the value
-(agent_r1_jax/guided/implicit_value.py); docs/guided_decoding.md says how it is used.
+(agent_r1_jax/guided/implicit_value.py); docs/reward_models.md says how it is used.
 --config.seed is also the number of miniwiki's world.
 """
 

@@ -3,8 +3,8 @@ r"""Trains a reward model on a policy's trajectories, and says what it knows.
   python -m experiments.train_reward_model --workdir=runs/reward_model \
     --tasks=192 --loss=cross_entropy --config.schedule.steps=150
 
-The tasks are miniwiki's, or with --task those of a world (docs/worlds.md). Each is played
-`config.schedule.samples` times by the policy in `config.model.path`, from whose
+The tasks are miniwiki's, or with --task those of a world (docs/tutorials.md). Each is
+played `config.schedule.samples` times by the policy in `config.model.path`, from whose
 parameters the reward model starts. A quarter of the tasks is held out. An optimizer step
 takes all trajectories of `config.schedule.tasks` tasks. The model goes to WORKDIR/model,
 for guided.reward_model.load; docs/reward_models.md has the numbers.

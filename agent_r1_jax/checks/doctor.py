@@ -217,7 +217,7 @@ def check_isolation() -> Finding:
     finally:
       box.close()
   except RuntimeError as error:
-    remedy = 'Only a Python tool needs it; docs/problems.md says what it needs.'
+    remedy = 'Only a Python tool needs it; docs/tools.md says what it needs.'
     return Finding('isolation', 'warn', str(error), remedy)
   if output.text.strip() != '42':
     remedy = 'Give no agent a Python tool here.'

@@ -4,7 +4,7 @@
   python -m experiments.bench --shape=s25 --what=sampling,update,group_step
 
 On 2 CPU cores all of it takes 12 minutes with s5. Compile time is apart; seconds are the
-best and the median repetition's, cpu_seconds the least. docs/performance.md says more.
+best and the median repetition's, cpu_seconds the least. docs/results has more.
 """
 
 import asyncio

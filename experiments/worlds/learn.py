@@ -4,8 +4,8 @@ r"""Makes a small base policy of a world from nothing, trains it by RL, and comp
 
 Writes the base policy to WORKDIR/base (--config.model.path takes another), trains it in
 WORKDIR/ALGORITHM, whose name has --masks too if one is left out, and prints a table of
-the held-out tasks before and after. The worlds are in all_worlds.py; docs/worlds.md has
-their numbers. Every seed starts from nothing, with training tasks of its own; the
+the held-out tasks before and after. The worlds are in all_worlds.py; docs/tutorials.md
+has their numbers. Every seed starts from nothing, with training tasks of its own; the
 held-out tasks are those of --held_out_seed.
 """
 
