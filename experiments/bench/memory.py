@@ -10,7 +10,7 @@ memory, in GB (10^9 bytes), what was resident when it ended last, and how often 
 The kernel keeps the highest number (VmHWM, which is set back every tenth of a second and
 where phases change), so that nothing is missed between two samples. Linux only.
 
-docs/results/performance.md has the command to run by hand when code of the memory changes.
+docs/results/performance.md has the command to run by hand when memory code changes.
 """
 
 import contextlib
