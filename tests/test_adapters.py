@@ -65,6 +65,7 @@ def _adapter(name, seed=0):
 
 
 def _engine(names=_NAMES, count=4, rank=_RANK, **sizes):
+  sizes = clients.EXACT | sizes
   engine = clients.engine(adapters=count, adapter_rank=rank, **sizes)
   for name in names:
     engine.set_adapter(name, _adapter(name))
@@ -354,7 +355,7 @@ class TestChanges:
 
 class TestPrograms:
   def test_no_mixture_compiles_anything(self):
-    engine = _engine(())
+    engine = _engine((), bucket=tiny.BUCKET, narrow=True)
     engine.warm_up(automata=[clients.stop()])
     adapters = {name: _adapter(name) for name in _NAMES}
     with tiny.compilations() as compiled:

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import clients
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,16 +15,17 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import drafts
 from agent_r1_jax.engine import request as request_lib
 
+_compiled_propose = jax.jit(drafts.propose, static_argnums=2)
 
-def _propose(index: drafts.Index, *texts: list[int], k: int = 4) -> list[list[int]]:
-  """What an index drafts after texts, without NONE at the end."""
-  ends = np.full((len(texts), drafts.WIDTH), drafts.NONE, np.int32)
-  for row, text in zip(ends, texts, strict=True):
+
+def _propose(index: drafts.Index, *texts: list[int]) -> list[list[int]]:
+  """What an index drafts after at most six texts, without NONE at the end."""
+  ends = np.full((6, drafts.WIDTH), drafts.NONE, np.int32)
+  for row, text in zip(ends, texts, strict=False):
     row[-len(text[-drafts.WIDTH :]) :] = text[-drafts.WIDTH :]
   places = index.offer()
   assert places is not None
-  places = drafts.Places(*map(jnp.asarray, places))
-  found = np.asarray(drafts.propose(places, jnp.asarray(ends), k))
+  found = np.asarray(_compiled_propose(places, ends, 4))[: len(texts)]
   return [row[row != drafts.NONE].tolist() for row in found]
 
 
@@ -97,7 +99,7 @@ def always(monkeypatch):
   monkeypatch.setattr(drafts, '_LEAST_TOKENS', 0.0)
 
 
-@pytest.mark.parametrize('k', [1, 3, 6])
+@pytest.mark.parametrize('k', [1, 4])
 def test_the_same_tokens_in_fewer_calls(k, always):
   """What is sampled once more stands in the index."""
   engine, expected = _engine(k), clients.reference()

@@ -473,7 +473,7 @@ class TestCompilations:
 
 class TestLargerAutomata:
   def test_others_are_served_while_programs_for_them_are_compiled(self, monkeypatch):
-    engine, tokens = clients.engine(), np.array([7, 8, 9], np.int32)
+    engine, tokens = clients.engine(**clients.EXACT), np.array([7, 8, 9], np.int32)
     engine.warm_up(automata=[clients.stop()])
     (replica,) = engine.replicas
     grow, go_on = replica.device._grow, threading.Event()

@@ -1,6 +1,7 @@
 """Implicit values: their gradient, what they learn, and how the engine reads them."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from agent_r1_jax.rl import learner, packing, table
 SHAPE = packing.MicrobatchShape(2, 256)
 
 
+@functools.cache
 def _played(n=6, fresh=False):
   """Half of them succeed. With `fresh` each turn is a segment of its own."""
   make_env = lambda: test_rollout.Env(fresh=lambda turn: fresh)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 
 import jax
 from jax.experimental import pallas as pl
@@ -13,7 +12,6 @@ import pytest
 from agent_r1_jax import types
 from agent_r1_jax.models import attention, lora, sharding
 from agent_r1_jax.rl import algorithms, learner, losses, minibatch, packing, prefix_trees
-from agent_r1_jax.rl import kl as kl_lib
 from agent_r1_jax.rl import table as table_lib
 
 TREES, ROWS = packing.MicrobatchShape(2, 32), packing.MicrobatchShape(2, 32, trees=False)
@@ -160,33 +158,20 @@ def _grown(forks: int = 6) -> list[types.Trajectory]:
   return out
 
 
-_OPTIONS = {'dr_grpo': {'length': 10.0}, 'rejection': {'threshold': -2.0}}
-_MAKERS = {
-  name: functools.partial(make, **_OPTIONS.get(name, {}))
-  for name, make in inspect.getmembers(algorithms, inspect.isfunction)
-  if make.__annotations__.get('return') is algorithms.Algorithm and name[0] != '_'
-}
 _UNMASKED = {'loss_mask': False, 'advantage_mask': False}
-
-
-def _distinct() -> dict[str, tuple[algorithms.Algorithm, str]]:
-  """Algorithms of which no two compute the same from their advantages and weights."""
-  found: dict[tuple, tuple[str, algorithms.Algorithm]] = {}
-  for name, make in _MAKERS.items():
-    made = make()
-    code = getattr(made.loss, 'surrogate', made.loss).__qualname__
-    in_loss = isinstance(made.kl, kl_lib.InLoss)
-    found.setdefault((code, in_loss, made.needs_critic), (name, made))
-  return {name: (made, '') for name, made in found.values()}
-
-
-# Then what an algorithm may have besides.
-_CASES_OF_LEARNING = _distinct() | {
+# Losses of single tokens and of whole sequences, of all and of accepted trajectories, and
+# with a KL; then what an algorithm may have besides, and its critic.
+_CASES_OF_LEARNING = {
+  'kl in the loss': (algorithms.grpo(), ''),
+  'of sequences': (algorithms.gspo(), ''),
+  'rejection': (algorithms.rejection(threshold=-2.0), ''),
+  'distillation': (algorithms.distillation(), ''),
   'entropy and correction': (
     plain.GRPO._replace(entropy_coef=0.1, correction=losses.token_truncated()),
     '',
   ),
   'own critic': (algorithms.ppo(), 'own'),
+  'shared critic': (algorithms.ppo(), 'shared'),
   'shared critic, no masks': (algorithms.ppo()._replace(**_UNMASKED), 'shared'),
 }
 
@@ -194,7 +179,6 @@ _CASES_OF_LEARNING = _distinct() | {
 @pytest.mark.parametrize('case', _CASES_OF_LEARNING)
 def test_scores_loss_and_gradients_equal_those_of_whole_rows(case):
   algorithm, critic = _CASES_OF_LEARNING[case]
-  critic = critic or ('shared' if algorithm.needs_critic else '')
   ts = _grown()
   which = plain.models(own_critic=critic == 'own')
   # A critic of its own is told more: of the same task the same, so that it is shared too.
