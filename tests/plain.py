@@ -186,6 +186,16 @@ def whole(batches: Iterable[types.Batch]) -> types.Batch:
   return jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
 
 
+def unpacked(batches: Sequence[types.Batch], segments, shape=SHAPE) -> types.Batch:
+  """Unpacks batches into one whose fields are columns [n]."""
+  lengths = [len(s.tokens) for s in segments]
+  where = packing.plan_layout(
+    lengths, row_tokens=shape.row_tokens, row_multiple=shape.rows
+  )
+  assert {b.weights.shape for b in batches} == {shape[:2]}
+  return jax.tree.map(where.extract, whole(batches))
+
+
 def gradient(
   params: decoder.Params, batches: Iterable[types.Batch], loss: Callable
 ) -> tuple[decoder.Params, dict[str, np.ndarray]]:

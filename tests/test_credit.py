@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 
 import episodes
-import jax
 import numpy as np
 import plain
 import pytest
@@ -48,24 +47,10 @@ def _cut(n=14):
   return [dataclasses.replace(t, status=s) for t, s in zip(ts, statuses)]
 
 
-def _unpacked(batches, segments, shape=plain.SHAPE):
-  """Unpacks batches into one Batch whose fields are columns [n]."""
-  lengths = [len(s.tokens) for s in segments]
-  where = packing.plan_layout(
-    lengths, row_tokens=shape.row_tokens, row_multiple=shape.rows
-  )
-  assert {b.weights.shape for b in batches} == {shape[:2]}
-  fields = plain.whole(batches)
-  return jax.tree.map(where.extract, fields)
-
-
 def _score(params, trajectories):
   """Scores trajectories; the fields are columns [n]."""
   said = plain.score(params, plain.segments_of(trajectories))
   return plain.Scores(*map(np.concatenate, said))
-
-
-# Credit.
 
 
 @pytest.mark.parametrize('masked', [True, False])
@@ -147,9 +132,6 @@ def test_mean_kl_equals_verls():
     np.testing.assert_allclose(out, expected, rtol=1e-9)
 
 
-# Masks.
-
-
 @pytest.mark.parametrize('advantage_mask', [True, False])
 @pytest.mark.parametrize('loss_mask', [True, False])
 @pytest.mark.parametrize('kind', ['grpo', 'ppo', 'shared'])
@@ -164,7 +146,7 @@ def test_each_pair_of_masks_gives_its_weights_advantages_and_returns(
   table, _ = plain.credit(ts, algorithm, plain.models(own_critic=kind == 'ppo'))
   options = {'shape': plain.SHAPE, 'shared_critic': kind == 'shared'}
   batches, _ = minibatch.make_policy(table, range(14), algorithm, **options)
-  batch = _unpacked(batches, segments)
+  batch = plain.unpacked(batches, segments)
   acted = np.concatenate([s.action_mask for s in segments])
   every = [np.logical_or.accumulate(s.action_mask) for s in segments]
   every = np.concatenate(every)
@@ -181,7 +163,7 @@ def test_each_pair_of_masks_gives_its_weights_advantages_and_returns(
   if kind == 'ppo':
     assert batch.values is None and batch.returns is None, 'the critic is another model'
     whole, _ = minibatch.make_critic(table, range(14), algorithm, shape=plain.SHAPE)
-    batch = _unpacked(whole, segments)
+    batch = plain.unpacked(whole, segments)
     np.testing.assert_allclose(batch.weights, valued / valued.sum(), rtol=1e-6)
   if kind != 'grpo':
     assert not batch.returns[~valued].any() and batch.returns[acted].all()
@@ -245,7 +227,7 @@ def test_correction_weighs_actions_and_leaves_other_tokens_at_one():
   sampled = np.concatenate([s.behaviour_logprobs for s in segments])
   np.testing.assert_array_equal(acted.behaviour_logprobs, sampled[mask])
   whole, _ = minibatch.make_policy(table, range(14), algorithm, shape=plain.SHAPE)
-  batch = _unpacked(whole, segments)
+  batch = plain.unpacked(whole, segments)
   np.testing.assert_array_equal(batch.correction[mask], np.arange(2, mask.sum() + 2))
   assert (batch.correction[~mask] == 1).all()
   # The ratio starts from the policy that is updated.
@@ -308,7 +290,7 @@ def test_the_critic_sees_the_prefix_before_every_segment():
   _close(shown.final_values, after[spans.ends(table.trajectory)])
   options = {'shape': plain.SHAPE, 'prefixes': prefixes}
   batches, _ = minibatch.make_critic(table, range(14), algorithm, **options)
-  batch = _unpacked(batches, views)
+  batch = plain.unpacked(batches, views)
   np.testing.assert_array_equal(
     batch.rows.tokens, np.concatenate([v.tokens for v in views])
   )
@@ -323,7 +305,7 @@ def test_the_critic_sees_the_prefix_before_every_segment():
     assert not any(a[: len(p)].any() for a, p in zip(split, before))
   # The policy never sees it.
   batches, _ = minibatch.make_policy(table, range(14), algorithm, shape=plain.SHAPE)
-  tokens = _unpacked(batches, plain.segments_of(ts)).rows.tokens
+  tokens = plain.unpacked(batches, plain.segments_of(ts)).rows.tokens
   np.testing.assert_array_equal(tokens, table.tokens)
 
 
@@ -336,118 +318,6 @@ def test_a_segment_or_its_prefix_that_fits_no_packed_row_is_refused():
   message = 'segment of 7 tokens and the 26 before it.*critic sees do not fit a row of 32'
   with pytest.raises(ValueError, match=message):
     plain.credit([t], _PPO, prefixes=[np.zeros(26, np.int32)])
-
-
-# Mini-batches.
-
-
-def _made_up(trajectories):
-  """A table with different numbers for every token."""
-  names = (
-    'old_logprobs',
-    'advantages',
-    'ref_logprobs',
-    'correction',
-    'values',
-    'returns',
-  )
-  table = table_lib.build(trajectories)
-  numbers = {
-    name: np.arange(1.0, len(table) + 1) + 1000 * i for i, name in enumerate(names)
-  }
-  return dataclasses.replace(table, **numbers), names
-
-
-_AGGREGATES = [
-  losses.token_mean,
-  losses.seq_mean_token_mean,
-  losses.seq_mean_token_sum_norm(20),
-]
-
-
-@pytest.mark.parametrize('members', [range(14), [5, 0, 2], [1]])
-@pytest.mark.parametrize('aggregate', _AGGREGATES)
-def test_minibatch_has_every_number_at_its_token(members, aggregate):
-  algorithm = _PPO._replace(aggregate=aggregate, kl=kl_lib.InLoss())
-  (table, names), shape = (
-    _made_up(plain.trajectories()),
-    packing.MicrobatchShape(3, 40, False),
-  )
-  options = {'shape': shape, 'kl_coef': 0.3, 'shared_critic': True}
-  batches, _ = minibatch.make_policy(table, members, algorithm, **options)
-  chosen = [plain.trajectories()[i] for i in members]
-  segments = plain.segments_of(chosen)
-  batch = _unpacked(batches, segments, shape)
-  rows = np.concatenate([np.flatnonzero(table.trajectory == i) for i in members])
-  np.testing.assert_array_equal(batch.rows.tokens, table.tokens[rows])
-  for name in ('action_mask', *names):
-    np.testing.assert_array_equal(getattr(batch, name), getattr(table, name)[rows])
-  # The denominators are those of these members.
-  counts = np.array([sum(s.action_mask.sum() for s in t.segments) for t in chosen])
-  lengths = [sum(len(s.tokens) for s in t.segments) for t in chosen]
-  weights = np.repeat(aggregate(counts), lengths) * table.action_mask[rows]
-  np.testing.assert_allclose(batch.weights, weights, rtol=1e-6)
-  np.testing.assert_allclose(batch.kl_weights, 0.3 * batch.weights, rtol=1e-6)
-
-
-def _with_dead_groups():
-  """The second and the fourth group have nothing to learn from."""
-  ts = episodes.make_varied(14)
-  for i in (2, 3, 6, 7):
-    ts[i] = dataclasses.replace(
-      ts[i], turns=[dataclasses.replace(u) for u in ts[i].turns]
-    )
-    for turn in ts[i].turns:
-      turn.reward = 0.0
-  return ts
-
-
-@pytest.mark.parametrize('aggregate', _AGGREGATES)
-def test_trajectories_without_advantage_are_left_out_and_keep_the_denominators(aggregate):
-  ts = _with_dead_groups()
-  algorithm = plain.GRPO._replace(aggregate=aggregate)
-  table, _ = plain.credit(ts, algorithm)
-  whole = {'members': range(14), 'algorithm': algorithm, 'shape': plain.SHAPE}
-  sparse, _ = minibatch.make_policy(table, **whole)
-  dense, _ = minibatch.make_policy(table, **whole, shared_critic=True)
-  kept = [i for i in range(14) if i not in (2, 3, 6, 7)]
-  few = _unpacked(sparse, plain.segments_of([ts[i] for i in kept]))
-  every = _unpacked(dense, plain.segments_of(ts))
-  live = np.isin(table.trajectory, kept)
-  np.testing.assert_array_equal(few.weights, every.weights[live])
-  # To rounding: the rows are others.
-  if aggregate is losses.token_mean:
-    run = lambda batches: plain.gradient(plain.policy(), batches, plain.GRPO_OBJECTIVE)
-    (grads, sums), (expected, whole) = run(sparse), run(dense)
-    plain.close(grads, expected)
-    np.testing.assert_allclose(sums['loss'], whole['loss'], rtol=1e-5)
-
-
-def test_minibatch_without_any_advantage_is_one_trajectory_without_a_gradient():
-  ts = _with_dead_groups()
-  table, _ = plain.credit(ts, plain.GRPO)
-  (batch,), _ = minibatch.make_policy(table, [2, 3, 6, 7], plain.GRPO, shape=plain.SHAPE)
-  grads, sums = plain.gradient(plain.policy(), [batch], plain.GRPO_OBJECTIVE)
-  assert not any(map(np.any, jax.tree.leaves(grads))) and sums['loss'] == 0
-
-
-@pytest.mark.parametrize(
-  'change',
-  [
-    {'entropy_coef': 0.1},
-    {'kl': kl_lib.InLoss()},
-    {'loss': lambda stats, batch: (stats.logprobs**2, {})},
-  ],
-  ids=['entropy', 'kl', 'own loss'],
-)
-def test_where_every_token_adds_to_the_loss_none_is_left_out(change):
-  ts, algorithm = _with_dead_groups(), plain.GRPO._replace(**change)
-  table, _ = plain.credit(ts, algorithm)
-  batches, _ = minibatch.make_policy(table, range(14), algorithm, shape=plain.SHAPE)
-  assert sum((b.segment_ids > 0).sum() for b in batches) == len(table)
-
-
-# Steps.
 
 
 def _as_steps(t):
