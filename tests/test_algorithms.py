@@ -63,9 +63,6 @@ def _actions(rewards='rewards_process'):
   )
 
 
-# The parts of algorithms.
-
-
 @_every
 def test_the_kl_can_be_left_out_or_put_in(name):
   make = _MAKERS[name]
@@ -265,9 +262,6 @@ def test_norm_that_is_not_positive_is_refused(length):
     losses.seq_mean_token_sum_norm(length)
 
 
-# Advantages.
-
-
 def test_ppos_step_advantages_are_not_whitened_twice():
   actions = _actions()
   step = algorithms.ppo(estimator=advantages.step_gae, gamma=0.9).advantages(actions)
@@ -294,9 +288,6 @@ def test_groups_of_one_and_of_equal_rewards_make_no_nan(name):
       assert not out.any()
   one = actions.take(actions.trajectory == 0)
   assert np.isfinite(algorithm.advantages(one).advantages).all()
-
-
-# Aggregations; more of verl's numbers are in test_losses.
 
 
 def test_aggregations_by_hand():

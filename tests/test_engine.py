@@ -84,6 +84,7 @@ class TestOpen:
   def test_start_on_a_closed_engine_is_refused(self, engine):
     with pytest.raises(RuntimeError, match='not open'):
       engine.start([])
+    assert tiny.within(engine.run, []) == []
 
   def test_a_run_does_not_depend_on_the_one_before(self, engine):
     """As it would if it copied the prompts that rows still hold."""
@@ -169,10 +170,8 @@ async def _raises(error):
 
 
 def _replace_fetch(monkeypatch, device_get):
-  names = types_lib.SimpleNamespace(
-    device_get=device_get, tree=jax.tree, device_put=jax.device_put
-  )
-  monkeypatch.setattr(device_lib, 'jax', names)
+  names = {'tree': jax.tree, 'device_put': jax.device_put, 'device_get': device_get}
+  monkeypatch.setattr(device_lib, 'jax', types_lib.SimpleNamespace(**names))
 
 
 class TestFailure:
@@ -302,10 +301,6 @@ def test_run_inside_a_running_event_loop_works(engine):
     asyncio.run(broken_cell())
 
 
-def test_run_without_clients_returns_nothing(engine):
-  assert tiny.within(engine.run, []) == []
-
-
 class TestSizes:
   @pytest.mark.parametrize(
     'sizes, message',
@@ -339,7 +334,6 @@ class TestPrograms:
     assert narrow.stats.steps < wide.stats.steps
 
   def test_rows_beyond_the_width_take_turns_and_sample_the_same(self):
-    """All get their turn, and the same replies."""
     engine = clients.engine(width=2)
     clients.assert_plays(engine)
     # Two of six rows share a step, and few steps are of a row that has ended.

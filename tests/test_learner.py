@@ -79,9 +79,6 @@ def _expected():
   return _gradient(_batches())
 
 
-# Forward.
-
-
 def _packed():
   segments = plain.segments_of(plain.trajectories())
   where = packing.plan_layout(
@@ -116,9 +113,6 @@ def test_token_stats_equal_the_plain_computation():
   for a, e in zip(extract(after), said.after, strict=True):
     np.testing.assert_allclose(a, e, rtol=0, atol=2e-5)
   assert jax.eval_shape(whole, plain.policy(), batch).values is None
-
-
-# Gradient.
 
 
 def test_the_gradient_is_that_of_the_plain_formula():

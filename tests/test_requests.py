@@ -1,8 +1,6 @@
 """A request: its reply, chunk by chunk or whole; texts that go on, fork, and are left."""
 
 import asyncio
-import pathlib
-import re
 
 import clients
 import jax
@@ -15,8 +13,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax.agent import automata
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.models import decoder, engine_params, lora
-from agent_r1_jax.models.files import peft_files, weights
+from agent_r1_jax.models import decoder, engine_params
 
 _SLOTS, _STEPS, _LONG = clients.SLOTS, clients.STEPS, clients.ENDLESS
 
@@ -396,21 +393,3 @@ class TestRaces:
     _, segment = _run(engine, impatient(), waits_for_its_prompt())
     assert segment.tokens[: len(prompt)].tolist() == prompt.tolist()
     _assert_on_policy(segment)
-
-
-def test_the_page_about_the_engine_runs(tmp_path, capsys):
-  text = (pathlib.Path(__file__).parents[1] / 'docs' / 'engine.md').read_text()
-  first, second = re.findall(r'```python\n(.*?)```', text, re.S)
-  model, names = tiny.save(tmp_path / 'model'), {}
-  exec(first, names)
-  (best,) = tiny.within(names['main'], model)
-  assert isinstance(best, str) and capsys.readouterr().out
-  shape, params = weights.load(model)
-  params = lora.add(params, 2, ['q', 'down'], 4.0, jax.random.key(0))
-  params = jax.tree.map(lambda x: x + 0.1, params)
-  peft_files.save(tmp_path / 'adapter', params, 'base')
-  exec(second, names)
-  named = {'one': str(tmp_path / 'adapter')}
-  without, adapted = tiny.within(names['main'], model, named, np.arange(20))
-  assert len(without.tokens) == len(adapted.tokens) == 16
-  assert without.logprobs[0] != adapted.logprobs[0]

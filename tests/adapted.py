@@ -1,0 +1,43 @@
+"""Adapters of several targets and ranks on the tiny policy, for the tests of adapters."""
+
+import functools
+
+import clients
+import jax
+
+from agent_r1_jax.models import families, lora
+
+RANK, NAMES = 4, ('all', 'few', 'one')
+# Of several targets and ranks, each below or at that of the engine.
+KINDS = {
+  'all': (tuple(families.TARGETS), 4),
+  'few': (('q', 'o', 'down'), 3),
+  'one': (('v',), 1),
+}
+
+
+@functools.cache
+def add(name, seed=0):
+  """The base with an adapter that changes what is sampled."""
+  targets, rank = KINDS[name]
+  params = lora.add(clients.params(), rank, targets, 2.0 * rank, jax.random.key(seed))
+  learned, frozen = lora.split(params)
+
+  def draw(path, x):
+    key = jax.random.fold_in(jax.random.key(seed), len(jax.tree_util.keystr(path)))
+    scale = 0.6 if name == 'one' else 0.2
+    return scale * jax.random.normal(key, x.shape) if 'lora_b' in str(path) else x
+
+  return lora.join(jax.tree_util.tree_map_with_path(draw, learned), frozen)
+
+
+def make(name, seed=0):
+  return lora.take(add(name, seed))
+
+
+def make_engine(names=NAMES, count=4, rank=RANK, **sizes):
+  sizes = clients.EXACT | sizes
+  engine = clients.engine(adapters=count, adapter_rank=rank, **sizes)
+  for name in names:
+    engine.set_adapter(name, make(name))
+  return engine
