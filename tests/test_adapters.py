@@ -312,7 +312,7 @@ class TestChanges:
 
 class TestPrograms:
   def test_no_mixture_compiles_anything(self):
-    engine = adapted.make_engine((), bucket=tiny.BUCKET, narrow=True)
+    engine = adapted.make_engine(())
     engine.warm_up(automata=[clients.stop()])
     adapters = {name: adapted.make(name) for name in adapted.NAMES}
     with tiny.compilations() as compiled:
