@@ -67,9 +67,22 @@ def test_links_of_the_pages_outside_lead_somewhere(path):
 
 
 def test_the_site_shows_contributed_pages(site):
-  page = (site / 'contrib/tinker/guide.html').read_text()
-  assert 'href="../../endpoint.html' in page or 'href="../../models.html' in page
-  assert 'href="contrib/harbor/guide.html"' in (site / 'index.html').read_text()
+  guides = sorted(ROOT.glob('agent_r1_jax/contrib/*/guide.md'))
+  assert guides
+  for guide in guides:
+    assert (site / f'contrib/{guide.parent.name}/guide.html').exists(), guide
+
+
+def test_files_that_pages_name_exist():
+  """Such as `rl/losses.py` or `test_env.py`; other names are those of a user's files."""
+  contrib = ROOT / 'agent_r1_jax/contrib'
+  for page in [*ROOT.glob('*.md'), *ROOT.glob('docs/*.md'), *contrib.rglob('*.md')]:
+    if page.name == 'CHANGELOG.md':
+      continue
+    for name in re.findall(r'`([\w./]+\.py)`', page.read_text()):
+      if '/' in name or name.startswith('test_'):
+        places = (ROOT, ROOT / 'agent_r1_jax', ROOT / 'tests', page.parent)
+        assert any((place / name).exists() for place in places), (page, name)
 
 
 def test_the_tutorials_run():
