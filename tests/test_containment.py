@@ -12,9 +12,9 @@ import threading
 import late
 import pytest
 import raised
+import runs
 import script
 import test_rollout
-import test_train
 import tiny
 
 from agent_r1_jax import config as config_lib
@@ -565,7 +565,7 @@ class TestClosing:
     assert sorted(closed) == [0, 1]
 
 
-model = test_train.model
+model = runs.model
 
 
 class TestRun:
@@ -598,11 +598,11 @@ def main(workdir, model):
       return await super().step(reply)
 
   parse = lambda reply: [calls.ToolCall('hangs', {})]
-  config = test_train._config(model, steps=2, tasks=3, eval_every=0)
+  config = runs.config(model, steps=2, tasks=3, eval_every=0)
   thread_pool.POOL = thread_pool.Pool(threads=4)
   os.environ['AGENT_R1_GRACE_SECONDS'] = '600'  # However slow the machine is.
   make = lambda: Hangs([hangs], lambda task, messages: 1.0, parse=parse)
-  test_train._train(config, workdir, make_env=make, evals=None)
+  runs.run_here(config, workdir, make_env=make, evals=None)
 
 
 if __name__ == '__main__':

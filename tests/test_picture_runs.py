@@ -2,8 +2,8 @@
 
 import contextlib
 import copy
-import json
 
+import gallery
 import httpx2
 import jax
 import numpy as np
@@ -11,112 +11,24 @@ import openai
 import pytest
 import serving
 import test_pictures
-import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import report, train, types
-from agent_r1_jax.agent import pictures, tokenizer
+from agent_r1_jax import types
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.guided import choice, reward_model, search
 from agent_r1_jax.models import decoder
-from agent_r1_jax.models.files import weights
-from agent_r1_jax.rl import algorithms, learner, packing, table
+from agent_r1_jax.rl import learner, packing, table
 from agent_r1_jax.rollout import decoding, evaluate
 from agent_r1_jax.train.plan import setup
 
 pytestmark = pytest.mark.usefixtures('no_curves')
-_READER = pictures.Reader(8, 64, 8 * 8 * 9)
-_PART = pictures.make_part
 
 
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  """The directory of a tiny policy that sees."""
-  folder = tmp_path_factory.mktemp('sees')
-  tokenizer.train(
-    tiny.TEXTS,
-    vocab_size=tiny.VOCAB,
-    directory=folder / 'tokenizer',
-    more_tokens=pictures.CONTROL_TOKENS,
-  )
-  pictures.save(_READER, folder / 'tokenizer', 4)
-  shape = tiny.config('qwen2_5_vl')
-  ends = tokenizer.load(folder / 'tokenizer').eos_token_id
-  params = tiny.params(shape, {ends: 1.5})
-  weights.save(folder / 'model', shape, params, tokenizer_from=folder / 'tokenizer')
-  return folder / 'model'
+model = gallery.model
 
 
-class Gallery:
-  """Shows a picture after each reply, three in all; the first of them is the task's."""
-
-  def reset(self, task):
-    self._shown = 1
-    return task.messages
-
-  def step(self, reply):
-    self._shown += 1
-    seed = len(reply) % 4
-    shown = {
-      'role': 'user',
-      'content': [
-        {'type': 'text', 'text': 'And this?'},
-        _PART(test_pictures.image(seed, 16, 8 * self._shown)),
-      ],
-    }
-    done = self._shown > 3
-    return types.Step([] if done else [shown], float(len(reply) % 2), done)
-
-
-def _tasks(n=2):
-  ask = lambda i: test_pictures.user('What is it?', _PART(test_pictures.image(i)))
-  return [types.Task(f't{i}', [ask(i)]) for i in range(n)]
-
-
-def _config(model, **kwargs):
-  sizes = {'rows': 4, 'slots': 128, 'decode_steps': 4, 'prefill_rows': 4, 'bucket': 128}
-  small = {'tasks': 2, 'samples': 3, 'max_turns': 3, 'max_turn_tokens': 6}
-  small |= {'prefill_tokens': 16, 'microbatch': 2, 'checkpoint_every': 1}
-  small |= {'narrow': False}  # For the sake of the last bit.
-  return tiny.run_config(model=str(model), **sizes | small | kwargs)
-
-
-def test_a_policy_that_sees_is_trained_and_goes_on(model, tmp_path):
-  def run(steps, workdir):
-    train.run(
-      _config(model, steps=steps, learning_rate=1e-3),
-      str(workdir),
-      tasks=_tasks(),
-      make_env=Gallery,
-      algorithm=algorithms.grpo(kl_coef=0.01),
-      watcher=report.Watcher(),
-    )
-    return [json.loads(x) for x in (workdir / 'metrics.jsonl').read_text().splitlines()]
-
-  lines = run(2, tmp_path / 'whole')
-  assert [line['step'] for line in lines] == [1, 2]
-  for line in lines:
-    # The learner's log-probs are those of the sampler.
-    assert abs(line['train/behaviour_kl']) < 1e-6 and line['train/grad_norm'] > 0
-    assert line['rollout/status/error'] == 0
-  run(1, tmp_path / 'parts')
-  assert run(2, tmp_path / 'parts')[1]['train/loss'] == lines[1]['train/loss']
-  before, after = (weights.load(x)[1] for x in (model, tmp_path / 'whole' / 'model'))
-  for tree in ('vision', 'layers'):
-    moved = [
-      np.abs(x - y).max()
-      for x, y in zip(_leaves(before[tree]), _leaves(after[tree]), strict=True)
-    ]
-    assert min(moved) > 0
-  (log,) = (tmp_path / 'whole' / 'trajectories').glob('step-00001-*.jsonl')
-  episode = json.loads(log.read_text().splitlines()[0])
-  shown = [m['pictures'] for m in episode['messages'] if 'pictures' in m]
-  assert len(shown) == episode['metrics'].get('turns', len(episode['turn_tokens']))
-  assert all(url.startswith('data:image/png;base64,') for (url,) in shown)
-
-
-class Copied(Gallery):
+class Copied(gallery.Gallery):
   def clone(self):
     return copy.copy(self)
 
@@ -134,7 +46,7 @@ def _read_directly(params, shape, text, shown):
 @pytest.mark.parametrize('kind', ['choice', 'beams'])
 @pytest.mark.parametrize('implicit', [False, True])
 def test_a_critic_sees_what_the_policy_saw(model, monkeypatch, kind, implicit):
-  config = _config(model, rows=8)
+  config = gallery.config(model, rows=8)
   shape, params, chat = setup.load(config.model, config.chat)
   guides = (guide_lib.FORCED,) if implicit else ()
   engine = setup.make_engine(config, shape, params, guides=guides)
@@ -162,7 +74,7 @@ def test_a_critic_sees_what_the_policy_saw(model, monkeypatch, kind, implicit):
   played = evaluate.run(
     engine,
     chat,
-    {'pictures': _tasks()},
+    {'pictures': gallery.tasks()},
     Copied,
     limits=config.limits,
     decoding=decoding.Decoding(choice=decides),
@@ -179,10 +91,10 @@ def test_a_critic_sees_what_the_policy_saw(model, monkeypatch, kind, implicit):
 
 
 def test_a_reward_model_refuses_pictures(model):
-  config = _config(model)
+  config = gallery.config(model)
   chat = setup.load(config.model, config.chat)[2]
   with pytest.raises(ValueError, match='reads text only'):
-    reward_model.encode(chat, _tasks(1)[0].messages, [])
+    reward_model.encode(chat, gallery.tasks(1)[0].messages, [])
 
 
 def _leaves(tree):
@@ -219,7 +131,7 @@ def _ask(url, *parts, **options):
 def test_openais_client_sends_pictures(served):
   asked = {'logprobs': True}
   texts = [
-    _ask(served, 'What is it?', _PART(test_pictures.image(seed)), **asked)
+    _ask(served, 'What is it?', gallery.PART(test_pictures.image(seed)), **asked)
     for seed in (0, 0, 1)
   ]
   logprobs = [x.choices[0].logprobs.content[0].logprob for x in texts]
@@ -230,7 +142,7 @@ def test_openais_client_sends_pictures(served):
 
 
 def test_a_picture_of_the_assistant_is_refused(served):
-  said = {**test_pictures.user(_PART(test_pictures.image(0))), 'role': 'assistant'}
+  said = {**test_pictures.user(gallery.PART(test_pictures.image(0))), 'role': 'assistant'}
   call = {'id': '1', 'function': {'name': 'f', 'arguments': '{}'}}
   for message in (said, {**said, 'tool_calls': [call]}):
     messages = [message, test_pictures.user('Go on.')]
@@ -256,4 +168,4 @@ def test_other_pictures_are_refused(served, address, message):
 def test_a_policy_that_sees_none_says_so():
   with serving.serve() as url:
     with pytest.raises(openai.BadRequestError, match='sees none'):
-      _ask(url, 'x', _PART(test_pictures.image()))
+      _ask(url, 'x', gallery.PART(test_pictures.image()))

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import runs
 from safetensors import numpy as safetensors_numpy
 import script
-import test_train
 import tiny
 
 from agent_r1_jax import config as config_lib
@@ -31,7 +31,7 @@ from agent_r1_jax.train import metrics, preflight
 from agent_r1_jax.train.plan import footprint
 
 _FORMATS = [*quantization.FORMATS]
-model = test_train.model
+model = runs.model
 
 
 def _round_kernels(params, format_name):
@@ -194,13 +194,13 @@ def test_an_algorithm_without_a_correction_gets_one():
 @pytest.mark.usefixtures('no_curves')
 def test_a_run_is_corrected_and_learns_in_full_precision(model, tmp_path):
   numbers = {'weights': 'int8', 'cache': 'int8'}
-  config = test_train._config(model, steps=1, eval_every=0, **numbers)
-  params = test_train._run(config, tmp_path)
+  config = runs.config(model, steps=1, eval_every=0, **numbers)
+  params = runs.run(config, tmp_path)
   lines = [line for line in metrics.read(tmp_path) if line['step']]
   # The learner's policy is another one than the sampler's.
   assert all(1e-5 < abs(x['train/correction_ratio_max'] - 1) < 0.5 for x in lines)
   # The learner's parameters are no multiples of a scale.
-  test_train._assert_equal(weights.load(tmp_path / 'model')[1], params)
+  runs.assert_equal(weights.load(tmp_path / 'model')[1], params)
   up = lambda tree: tree['layers']['mlp']['up']['kernel']
   assert not np.array_equal(up(_round_kernels(params, 'int8')), up(params))
 
@@ -347,10 +347,10 @@ def _walk(jaxpr):
 
 @pytest.mark.usefixtures('no_curves')
 def test_a_run_trains_adapters_over_frozen_kernels(model, tmp_path):
-  config = test_train._config(model, steps=1, eval_every=0, lora_rank=2, frozen='int8')
-  params = test_train._run(config, tmp_path)
+  config = runs.config(model, steps=1, eval_every=0, lora_rank=2, frozen='int8')
+  params = runs.run(config, tmp_path)
   # Loaded from its checkpoint, it is the same to the last bit.
-  test_train._assert_equal(test_train._run(config, tmp_path), params)
+  runs.assert_equal(runs.run(config, tmp_path), params)
   leaf, shape = params['layers']['mlp']['up'], tiny.config(layers=1)
   assert leaf['kernel'].dtype == jnp.int8 and np.abs(leaf['lora_b']).max() > 0
   base = weights.load(model)[1]
@@ -362,7 +362,7 @@ def test_a_run_trains_adapters_over_frozen_kernels(model, tmp_path):
   assert all(abs(line['train/behaviour_kl']) < 1e-6 for line in lines)
   # The model is what was trained, in float32; the adapter is that of rounded kernels.
   _, exported = weights.load(tmp_path / 'model')
-  test_train._assert_equal(exported, lora.merge(params))
+  runs.assert_equal(exported, lora.merge(params))
   assert exported['layers']['mlp']['up']['kernel'].dtype == jnp.float32
   stored = safetensors_numpy.load_file(tmp_path / 'adapter' / 'adapter_model.safetensors')
   up = 'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'

@@ -5,15 +5,15 @@ import re
 import textwrap
 
 import pytest
+import runs
 import script as script_lib
-import test_train
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields
+from agent_r1_jax import fields, types
 from agent_r1_jax.train import metrics
 
 _ROOT = pathlib.Path(__file__).parents[1]
-model = test_train.model
+model = runs.model
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def _run(script, *flags):
 
 def test_the_task_of_the_readme_runs(model, script, tmp_path):
   # Sizes for which programs are compiled anyway.
-  small, default = test_train._config(model, steps=2, eval_every=0), config_lib.Config()
+  small, default = runs.config(model, steps=2, eval_every=0), config_lib.Config()
   chosen = {name: fields.get(small, name) for name in fields.names(default)}
   done = _run(
     script,
@@ -60,6 +60,6 @@ def test_an_empty_answer_is_wrong_and_no_error(script):
   # The function alone: the page's flags are those of its own process.
   (source,) = re.findall(r'^def reward.*?(?=\n\n\n)', script.read_text(), re.S | re.M)
   exec(source, names)
-  task = test_train.types.Task('1', [], '27')
+  task = types.Task('1', [], '27')
   for reply, reward in (('', 0.0), ('It is 27', 1.0)):
     assert names['reward'](task, [{'role': 'assistant', 'content': reply}]) == reward

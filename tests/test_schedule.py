@@ -9,14 +9,13 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-import test_train
+import runs
 import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import device
-from agent_r1_jax.host import preemption
 from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms, losses
 from agent_r1_jax.rollout import decoding as decoding_lib
@@ -26,14 +25,14 @@ from agent_r1_jax.train import schedule as schedule_lib
 from agent_r1_jax.train.plan import setup
 
 _STALE = algorithms.grpo(kl_coef=0.0, correction=losses.token_truncated())
-model = test_train.model
+model = runs.model
 pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')
 
 
 def _run(model, workdir, learned=None, **kwargs):
   """The parameters, and in `learned` the trajectories of each update."""
   options = {name: kwargs.pop(name) for name in ('make_env', 'evals') if name in kwargs}
-  config = test_train._config(model, **{'steps': 4, 'ahead': 1} | kwargs)
+  config = runs.config(model, **{'steps': 4, 'ahead': 1} | kwargs)
   learn = loop.updates.learn
 
   def spy(train_state, trajectories, *args, **kwargs):
@@ -42,7 +41,7 @@ def _run(model, workdir, learned=None, **kwargs):
     return learn(train_state, trajectories, *args, **kwargs)
 
   with mock.patch.object(loop.updates, 'learn', spy):
-    return test_train._run(config, workdir, algorithm=_STALE, **options)
+    return runs.run(config, workdir, algorithm=_STALE, **options)
 
 
 @pytest.fixture(scope='module')
@@ -69,13 +68,13 @@ class TestOneStepOffPolicy:
 
   def test_a_run_ahead_equals_rollouts_by_the_policy_before(self, whole, model):
     """Step by step, without a schedule: to the last bit."""
-    config = test_train._config(model, steps=4, ahead=1)
+    config = runs.config(model, steps=4, ahead=1)
     shape, params, chat = setup.load(config.model, config.chat)
     engine = setup.make_engine(config, shape, params)
     engine.warm_up()
     update_config, train_state = setup.make_state(config, shape, params, _STALE)
     policies = [jax.tree.map(np.array, params)]
-    sampler = _sampler(test_train._tasks(), config.seed)
+    sampler = _sampler(runs.tasks(), config.seed)
     for step in range(4):
       engine.sync_weights(jax.device_put(policies[max(0, step - 1)]), max(0, step - 1))
       chosen = sampler.start_rollout(2)
@@ -83,56 +82,14 @@ class TestOneStepOffPolicy:
         engine,
         chat,
         chosen,
-        test_train._make_env,
+        runs.make_env,
         limits=config.limits,
         samples=config.schedule.samples,
         rollout_number=run_files.rollout_number(config.schedule, step),
       )
       train_state, *_ = loop.updates.learn(train_state, played, update_config)
       policies.append(jax.tree.map(np.array, train_state.states['policy'].params))
-    test_train._assert_equal(train_state.states['policy'].params, whole[0])
-
-  @pytest.mark.parametrize('moment', ['rollout', 'update'])
-  def test_preempted_and_resumed_is_uninterrupted(self, whole, model, tmp_path, moment):
-    params, workdir, _ = whole
-    ended, learn = [], loop.updates.learn
-
-    def end_in_update(train_state, *args, **kwargs):
-      ended.extend([True] if train_state.step == 2 and moment == 'update' else [])
-      return learn(train_state, *args, **kwargs)
-
-    class Ends(env_lib.ToolEnv):
-      # As if of the package: it must not count as another environment.
-      __module__ = env_lib.__name__
-
-      async def step(self, reply):
-        policy = engines[-1].replicas[0].policy
-        if moment == 'rollout' and policy.step == 1:
-          ended.append(True)
-        return await super().step(reply)
-
-    engines, make = [], setup.make_engine
-
-    def spy(*args):
-      engines.append(make(*args))
-      return engines[-1]
-
-    make_env = lambda: Ends(
-      [test_train.look], test_train._reward, parse=test_train._parse
-    )
-    with (
-      mock.patch.object(setup, 'make_engine', spy),
-      mock.patch.object(loop.updates, 'learn', end_in_update),
-      mock.patch.object(preemption, 'watch') as watch,
-      pytest.raises(preemption.Preempted),
-    ):
-      watch.return_value.__enter__.return_value.is_requested = lambda: bool(ended)
-      _run(model, tmp_path, make_env=make_env)
-    # Line 2 waits for its evaluation; the update that was under way is learned.
-    reached = metrics.read(tmp_path)[-1]['step']
-    assert reached == {'rollout': 1, 'update': 3}[moment]
-    test_train._assert_equal(_run(model, tmp_path), params)
-    assert test_train._numbers(tmp_path) == test_train._numbers(workdir)
+    runs.assert_equal(train_state.states['policy'].params, whole[0])
 
   def test_a_rollout_is_played_during_the_update(self, model, tmp_path):
     """In turn, this would wait for ever."""
@@ -164,7 +121,7 @@ def test_a_greedy_episode_that_failed_takes_its_group_away():
   def episode(task, reward, status='done'):
     return types.Trajectory(task, 0, 0, [], [types.Turn(0, 0, 1, reward)], [], status)
 
-  tasks = test_train._tasks(3)
+  tasks = runs.tasks(3)
   groups = [[episode(task, 1.0)] * 2 for task in tasks]
   played = [episode(tasks[0], 0.25), episode(tasks[1], 0.0, 'error')]
   played.append(episode(tasks[2], 0.5, 'truncated'))
@@ -232,7 +189,7 @@ class TestEvaluationBesideRollouts:
     params, _, learned = whole
     alone = []
     _run(model, tmp_path, alone, eval_every=0, evals=None)
-    test_train._assert_equal(weights.load(tmp_path / 'model')[1], params)
+    runs.assert_equal(weights.load(tmp_path / 'model')[1], params)
     for some, others in zip(learned, alone, strict=True):
       for a, b in zip(some, others, strict=True):
         for s, t in zip(a.segments, b.segments, strict=True):
@@ -244,7 +201,7 @@ class TestEvaluationBesideRollouts:
     """The second rollout goes on when the evaluation of step 1 has ended."""
     ended, held, learned = threading.Event(), [], []
     evaluated, policies = [], [jax.tree.map(np.array, weights.load(model)[1])]
-    tasks = test_train._tasks(4)
+    tasks = runs.tasks(4)
     first = {t.id for t in _sampler(tasks, 0).start_rollout(2)}
     evals = {'dev': [dataclasses.replace(t, id=f'dev {t.id}') for t in tasks[:2]]}
 
@@ -276,16 +233,14 @@ class TestEvaluationBesideRollouts:
         ended.set()
       return {'dev': evaluated[-1]}
 
-    config = test_train._config(
-      model, steps=2, ahead=1, partial=partial, eval_every=1, rows=20
-    )
+    config = runs.config(model, steps=2, ahead=1, partial=partial, eval_every=1, rows=20)
     with (
       mock.patch.object(loop.updates, 'learn', learn_and_note),
       mock.patch.object(loop.evaluate, 'run', run_and_note),
     ):
       make_env = lambda: Waits([], lambda *_: 0.0)
       given: Any = {'tasks': tasks, 'evals': evals, 'make_env': make_env}
-      test_train._run(config, tmp_path, algorithm=_STALE, **given)
+      runs.run(config, tmp_path, algorithm=_STALE, **given)
     assert False in held and len(evaluated) == 3
     shape = tiny.config(layers=1)
     for step, played in enumerate(evaluated):

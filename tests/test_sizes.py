@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 import pytest
+import runs
 import script
-import test_train
 import tiny
 
 from agent_r1_jax import config as config_lib
@@ -27,7 +27,7 @@ _GRPO = algorithms.grpo(kl_coef=0.0)
 _WITH_REFERENCE = algorithms.grpo(kl_coef=0.001)
 _PPO = algorithms.ppo(kl_coef=0.0)
 _GB = sizes.GB
-model = test_train.model
+model = runs.model
 
 
 def _shape(name: str = 'tiny', **changes) -> decoder.DecoderConfig:
@@ -197,14 +197,14 @@ class TestCompiler:
 
     monkeypatch.setattr(footprint, '_count_temporaries', keep)
     monkeypatch.setattr(footprint, '_OBVIOUS', 0.0)
-    config = sizes.resolve(test_train._config(model, **_SHORT), _WITH_REFERENCE)
+    config = sizes.resolve(runs.config(model, **_SHORT), _WITH_REFERENCE)
     monkeypatch.setattr(footprint, '_OBVIOUS', 1.0)
     for module, name in ((learner, '_gradient'), (learner, '_apply')):
       monkeypatch.setattr(module, name, _Spy(getattr(module, name), texts['run']))
     for name in ('decode', 'prefill'):
       program = getattr(device_lib.programs_lib, name)
       monkeypatch.setattr(device_lib.programs_lib, name, _Spy(program, texts['run']))
-    test_train._run(config, tmp_path, algorithm=_WITH_REFERENCE)
+    runs.run(config, tmp_path, algorithm=_WITH_REFERENCE)
     assert len(texts['asked']) == 4 and set(texts['asked']) <= set(texts['run'])
 
 
@@ -347,7 +347,7 @@ class TestRun:
   def test_a_resumed_run_has_the_sizes_and_the_date_that_it_began_with(
     self, model, tmp_path, capfd
   ):
-    test_train._run(test_train._config(model, **_SHORT), tmp_path)
+    runs.run(runs.config(model, **_SHORT), tmp_path)
     said = [line for line in capfd.readouterr().err.splitlines() if 'sizes:' in line]
     assert len(said) == 1 and 'estimated peak' in said[0]
     first = json.loads((tmp_path / 'config.json').read_text())
@@ -356,9 +356,9 @@ class TestRun:
     first['chat']['date'] = '2001-02-03'
     (tmp_path / 'config.json').write_text(json.dumps(first))
     # Now they are to be chosen, and a new run would get others.
-    config = test_train._config(model, **_SHORT | _CHOSEN | {'steps': 2})
-    assert sizes.resolve(config, test_train._GRPO).engine.rows == 8
-    test_train._run(config, tmp_path)
+    config = runs.config(model, **_SHORT | _CHOSEN | {'steps': 2})
+    assert sizes.resolve(config, runs.GRPO).engine.rows == 8
+    runs.run(config, tmp_path)
     first['schedule']['steps'] = 2
     assert json.loads((tmp_path / 'config.json').read_text()) == first
     assert [line['step'] for line in metrics.read(tmp_path)][-1] == 2
@@ -371,16 +371,16 @@ class TestRun:
     self, model, tmp_path, monkeypatch
   ):
     """But for the slots, which bound episodes: if these do not fit, it is refused."""
-    config = test_train._config(model, **_SHORT | _CHOSEN | {'slots': 0})
+    config = runs.config(model, **_SHORT | _CHOSEN | {'slots': 0})
     monkeypatch.setenv(sizes.MEMORY_VARIABLE, '1.2')
     self._record(tmp_path, tiny.run_config(config, rows=65_536, slots=2048))
-    chosen = sizes.resolve(config, test_train._GRPO, tmp_path, seconds=0.0)
+    chosen = sizes.resolve(config, runs.GRPO, tmp_path, seconds=0.0)
     assert chosen.engine.rows < 65_536 and chosen.engine.slots == 2048
     self._record(tmp_path, tiny.run_config(config, rows=4, slots=8_388_608))
     monkeypatch.setattr(setup, 'load', None)  # Nothing is loaded before a refusal.
     message = r'(?s)has 1.2 GB.*engine.slots are those that this run'
     with pytest.raises(ValueError, match=message):
-      test_train._run(config, tmp_path)
+      runs.run(config, tmp_path)
 
   @pytest.mark.parametrize(
     'chips, axes', [(4, {}), (4, {'data': 2}), (4, {'context': 4})]
@@ -389,21 +389,21 @@ class TestRun:
     self, model, tmp_path, chips, axes, monkeypatch
   ):
     """With the command that it began with, or with what the message says."""
-    config = test_train._config(model, **_SHORT | _CHOSEN | {'slots': 130})
-    began = sizes.resolve(config, test_train._GRPO)
+    config = runs.config(model, **_SHORT | _CHOSEN | {'slots': 130})
+    began = sizes.resolve(config, runs.GRPO)
     assert began.batch.microbatch == 1
     self._record(tmp_path, began)
     elsewhere = _cpu(64, chips=chips, engines=chips)
     # These chips are not here.
     monkeypatch.setattr(setup, 'split_chips', lambda *_: None)
     config = tiny.run_config(config, **axes)
-    other = sizes.resolve(config, test_train._GRPO, tmp_path, machine=elsewhere)
+    other = sizes.resolve(config, runs.GRPO, tmp_path, machine=elsewhere)
     groups = config.mesh.count_groups(chips)
     assert (
       other.batch.microbatch % groups == 0 == other.batch.row_tokens % config.mesh.context
     )
     given = tiny.run_config(config, microbatch=2 * groups, row_tokens=384)
-    given = sizes.resolve(given, test_train._GRPO, tmp_path, machine=elsewhere)
+    given = sizes.resolve(given, runs.GRPO, tmp_path, machine=elsewhere)
     for resumed in (other, given):
       run_files.check_config(resumed, tmp_path, write=True)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import mounts
 import numpy as np
 import pytest
-import test_train
+import runs
 import tiny
 
 from agent_r1_jax import train, types
@@ -20,14 +20,14 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import guide
 from agent_r1_jax.models import decoder
 from agent_r1_jax.models.files import weights
-from agent_r1_jax.rl import algorithms, kl, learner, losses
+from agent_r1_jax.rl import algorithms, learner, losses
 from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.train import loop, metrics, run_files
 from agent_r1_jax.train.plan import setup
 
 _PLAIN = algorithms.grpo(kl_coef=0.0)
 _STALE = _PLAIN._replace(correction=losses.token_truncated())
-model = test_train.model
+model = runs.model
 pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')
 
 
@@ -35,8 +35,8 @@ def _run(model, workdir, algorithm=_PLAIN, **kwargs):
   options = {'make_env': 'make_env', 'questions': 'tasks', 'privileged': 'privileged'}
   options['guides'] = 'guides'
   given = {options[name]: kwargs.pop(name) for name in options.keys() & kwargs.keys()}
-  config = test_train._config(model, **{'steps': 2, 'eval_every': 0} | kwargs)
-  params = test_train._run(config, workdir, algorithm=algorithm, evals=None, **given)
+  config = runs.config(model, **{'steps': 2, 'eval_every': 0} | kwargs)
+  params = runs.run(config, workdir, algorithm=algorithm, evals=None, **given)
   return params, metrics.read(workdir)
 
 
@@ -52,7 +52,7 @@ class TestDynamicSampling:
     assert 'train/grad_norm' not in lines[0]
     assert [line['alarm/dead_groups'] for line in lines] == [1, 1]
     assert [line['alarm/entropy_collapse'] for line in lines] == [0, 0]
-    test_train._assert_equal(params, weights.load(model)[1])
+    runs.assert_equal(params, weights.load(model)[1])
 
   def test_a_task_that_comes_again_is_sampled_anew(self, model, tmp_path):
     made, start = [], rollout.start
@@ -63,7 +63,7 @@ class TestDynamicSampling:
 
     with mock.patch.object(rollout, 'start', spy):
       given = {'make_env': _graded(lambda *_: 0.0), 'max_refills': 1, 'samples': 8}
-      _run(model, tmp_path, questions=test_train._tasks(1), **given)
+      _run(model, tmp_path, questions=runs.tasks(1), **given)
     said = [[t.messages[-1]['content'] for t in r.result()] for r in made]
     said = [s for s in said if s]
     # Two tasks a draw, two draws a step.
@@ -99,7 +99,7 @@ def test_remax_plays_a_greedy_episode_of_each_task(model, tmp_path):
     return played
 
   paid = {'process_reward': lambda *_: 1.0 + len(begun)}
-  make_env = functools.partial(Counted, [test_train.look], lambda *_: 0.0, **paid)
+  make_env = functools.partial(Counted, [runs.look], lambda *_: 0.0, **paid)
   with (
     mock.patch.object(loop.updates, 'learn', spy),
     mock.patch.object(evaluate, 'run', watched),
@@ -116,7 +116,7 @@ def test_remax_plays_a_greedy_episode_of_each_task(model, tmp_path):
 def test_a_student_learns_its_teachers_words(model, tmp_path):
   tokenizer = tiny.chat().tokenizer
   (wanted,) = tokenizer.encode(' city', add_special_tokens=False)
-  likely = test_train._likely()
+  likely = runs.likely()
   teacher = tiny.save(tmp_path / 'teacher', likely | {wanted: likely[wanted] + 1.5})
   options = {'reference': str(teacher), 'steps': 12, 'learning_rate': 1e-2}
   _, lines = _run(model, tmp_path / 'run', algorithms.distillation(), **options)
@@ -148,34 +148,14 @@ def test_a_critic_is_warmed_up_and_told_what_the_policy_is_not(model, tmp_path):
 
   given = {'critic_warmup': 2, 'critic_learning_rate': 1e-2, 'row_tokens': 128}
   # One task, so that the losses of both steps are of the same states.
-  given |= {'questions': test_train._tasks(1)}
+  given |= {'questions': runs.tasks(1)}
   params, lines = _run(
     model, tmp_path, algorithms.ppo(kl_coef=0.0), privileged=privileged, **given
   )
-  test_train._assert_equal(params, weights.load(model)[1])
+  runs.assert_equal(params, weights.load(model)[1])
   assert len(told) == 16
   assert lines[1]['train/value_loss'] < lines[0]['train/value_loss']
   assert 'train/grad_norm' not in lines[1] and lines[1]['train/critic_grad_norm'] > 0
-
-
-def test_a_resumed_run_has_its_controllers_and_its_reference(model, tmp_path):
-  """KL control, a reference that moves, a stale engine, tasks drawn: all go on."""
-  control = kl.adaptive(target=0.001, horizon=50)
-  algorithm = algorithms.grpo(clip_high=0.3)._replace(
-    kl=kl.InLoss(0.02, control=control), correction=losses.token_truncated()
-  )
-  # Without a tool nothing waits: which rows decode together is always the same.
-  make_env = _graded(lambda task, messages: float(' city' in messages[-1]['content']))
-  given = {'sync_every': 2, 'reference_every': 3, 'max_refills': 1, 'checkpoint_every': 3}
-  given['make_env'] = make_env
-  whole, lines = _run(model, tmp_path / 'whole', algorithm, steps=5, **given)
-  coefs = [line['train/kl_coef'] for line in lines]
-  assert len(set(coefs)) > 3
-  _run(model, tmp_path / 'parts', algorithm, steps=3, **given)
-  parts, _ = _run(model, tmp_path / 'parts', algorithm, steps=5, **given)
-  test_train._assert_equal(parts, whole)
-  numbers = test_train._numbers(tmp_path / 'parts')
-  assert numbers == test_train._numbers(tmp_path / 'whole')
 
 
 def test_what_is_not_finite_is_dumped_and_nothing_is_lost(model, tmp_path):
@@ -220,9 +200,9 @@ def test_a_guide_of_ones_own_is_in_every_reply(model, tmp_path):
   result = rollout.Rollout.result
   note = lambda started: played.append(result(started)) or played[-1]
   with mock.patch.object(rollout.Rollout, 'result', note):
-    config = test_train._config(model, steps=1)
+    config = runs.config(model, steps=1)
     algorithm = algorithms.remax(correction=losses.token_truncated())
-    test_train._run(config, tmp_path, algorithm=algorithm, guides=guides)
+    runs.run(config, tmp_path, algorithm=algorithm, guides=guides)
   assert len(played) == 4  # An evaluation, a rollout, baselines, another evaluation.
   turns = [turn for t in itertools.chain(*played) for turn in t.turns]
   assert max(turn.stop - turn.start for turn in turns) == 3
@@ -233,7 +213,7 @@ def test_a_guide_of_ones_own_is_in_every_reply(model, tmp_path):
   ):
     # What is not the likeliest has at most half of the policy's probability.
     assert (logprobs[segment.action_mask] <= np.log(0.5) + 1e-4).all()
-  methods = {'alone': ({'dev': test_train._tasks(2)}, test_train._make_env)}
+  methods = {'alone': ({'dev': runs.tasks(2)}, runs.make_env)}
   alone = train.play(config, tmp_path / 'model', methods, guides=guides)['alone']['dev']
   assert {turn.stop - turn.start for t in alone for turn in t.turns} <= {1, 2, 3}
   assert any(t.turns for t in alone)
@@ -325,41 +305,3 @@ def test_a_reference_of_another_shape_is_refused_at_the_start(model, tmp_path):
   with pytest.raises(ValueError, match=r'another model \(rope_theta\)'):
     _run(model, tmp_path / 'run', algorithms.grpo(), **options)
   assert not (tmp_path / 'run').exists()
-
-
-def test_a_run_with_muon_resumes_to_the_last_bit(model, tmp_path):
-  """Its state is a tree without the leaves of the other optimizer."""
-  options = {'optimizer': 'muon', 'learning_rate': 3e-2, 'checkpoint_every': 1}
-  run = functools.partial(_run, model, **options)
-  whole, _ = run(workdir=tmp_path / 'whole', steps=2)
-  once, _ = run(workdir=tmp_path / 'parts', steps=1)
-  resumed, _ = run(workdir=tmp_path / 'parts', steps=2)
-  test_train._assert_equal(resumed, whole)
-  for tree in (weights.load(model)[1], whole):
-    kernels = (x['layers']['attn']['q']['kernel'] for x in (once, tree))
-    assert not np.array_equal(*kernels)
-
-
-def test_a_run_with_adapters_resumes_to_the_last_bit(model, tmp_path):
-  """With moments of 8 bits in the host's memory, and a KL to the base."""
-  options = {'lora_rank': 2, 'lora_targets': 'q, o,up', 'learning_rate': 3e-2}
-  options |= {'optimizer': 'adamw8', 'offload': True, 'checkpoint_every': 1}
-  run = functools.partial(_run, model, algorithm=algorithms.grpo(kl_coef=0.01))
-  whole, lines = run(workdir=tmp_path / 'whole', steps=2, **options)
-  run(workdir=tmp_path / 'parts', steps=1, **options)
-  resumed, _ = run(workdir=tmp_path / 'parts', steps=2, **options)
-  test_train._assert_equal(resumed, whole)
-  assert test_train._numbers(tmp_path / 'parts') == test_train._numbers(
-    tmp_path / 'whole'
-  )
-  test_train._assert_equal(weights.load(tmp_path / 'whole' / 'model')[1], whole)
-  before = weights.load(model)[1]
-  assert jax.tree.structure(before) == jax.tree.structure(whole)
-  named = jax.tree_util.tree_leaves_with_path(before)
-  changed = {
-    jax.tree_util.keystr(path, simple=True, separator='/')
-    for (path, old), new in zip(named, jax.tree.leaves(whole))
-    if not np.array_equal(old, new)
-  }
-  assert changed == {f'layers/{x}/kernel' for x in ('attn/q', 'attn/o', 'mlp/up')}
-  assert abs(lines[0]['train/kl']) < 1e-6 < abs(lines[-1]['train/kl'])

@@ -1,7 +1,7 @@
 """A run without a watcher of the upper floor: what it prints, keeps and refuses."""
 
 import pytest
-import test_train
+import runs
 import tiny
 
 from agent_r1_jax import train
@@ -14,13 +14,13 @@ def model(tmp_path_factory):
 
 
 def _run(config, workdir):
-  options = {'tasks': test_train._tasks(), 'evals': {'dev': test_train._tasks(2)}}
-  options |= {'make_env': test_train._make_env, 'algorithm': test_train._GRPO}
+  options = {'tasks': runs.tasks(), 'evals': {'dev': runs.tasks(2)}}
+  options |= {'make_env': runs.make_env, 'algorithm': runs.GRPO}
   return tiny.within(train.run, config, str(workdir), **options)
 
 
 def test_a_run_prints_a_line_a_step_and_keeps_metrics_and_model(model, tmp_path, capsys):
-  _run(test_train._config(model, steps=2), tmp_path)
+  _run(runs.config(model, steps=2), tmp_path)
   printed = capsys.readouterr().out.splitlines()
   assert [line.split(':')[0] for line in printed if line.startswith('Step')] == [
     'Step 0',
@@ -36,7 +36,7 @@ def test_a_run_prints_a_line_a_step_and_keeps_metrics_and_model(model, tmp_path,
 
 @pytest.mark.parametrize('name', ['sinks', 'profile'])
 def test_a_setting_that_only_a_watcher_serves_is_refused_at_once(model, tmp_path, name):
-  config = test_train._config(model, steps=2)
+  config = runs.config(model, steps=2)
   setattr(config, name, {'sinks': 'tensorboard, ', 'profile': '2'}[name])
   with pytest.raises(ValueError, match=f'{name} is .*watcher=report.Watcher()'):
     _run(config, tmp_path / 'run')
@@ -44,7 +44,7 @@ def test_a_setting_that_only_a_watcher_serves_is_refused_at_once(model, tmp_path
 
 
 def test_without_sinks_no_watcher_is_needed(model, tmp_path):
-  config = test_train._config(model, steps=1)
+  config = runs.config(model, steps=1)
   config.sinks = ''
   _run(config, tmp_path)
   assert len(metrics.read(tmp_path)) == 2

@@ -9,8 +9,8 @@ import pathlib
 import answers
 import confined
 import pytest
+import runs
 from test_directories import FILES, write
-from test_train import _likely
 import tiny
 
 from agent_r1_jax import report, train
@@ -86,7 +86,7 @@ def test_a_program_that_fails_is_an_error(task):
 
 def test_an_untrained_policy_plays_and_is_trained(task, tmp_path):
   """Its nonsense ends mini-swe-agent, and is an episode like any other."""
-  model = tiny.save(tmp_path / 'model', _likely())
+  model = tiny.save(tmp_path / 'model', runs.likely())
   run = mini.with_mini(MINI, mini.SHORT, seconds=60.0)
   config = tiny.run_config(
     model=model,
