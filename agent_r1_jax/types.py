@@ -244,7 +244,7 @@ class Trajectory:
 class Automaton:
   """A finite automaton over the tokens of a vocabulary; it begins in state 0.
 
-  agent/automata.py makes one of stop strings or a grammar, and the engine runs it.
+  agent/automata.py makes one of stop strings, grammars/compiler.py of a grammar.
   Letters: V tokens, Q states, C classes of tokens.
 
   Attributes:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax.agent import automata, byte_automata, grammars
+from agent_r1_jax.agent import automata, byte_automata
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from agent_r1_jax.grammars import byte_grammars, compiler, regex_automata
 
 
 def _ends(stop, *replies):
@@ -178,7 +179,7 @@ def _random_regex(rng, depth=3):
 def test_a_regular_expression_matches_what_pythons_matches(seed):
   """Also where an alternative begins another one, and where a part of a text matches."""
   pattern = _random_regex(np.random.default_rng(seed))
-  goto, matches = byte_automata.compile_regex(pattern)
+  goto, matches = regex_automata.compile_regex(pattern)
   for length in range(6):
     for letters in itertools.product('abc', repeat=length):
       state, text = 0, ''.join(letters)
@@ -190,7 +191,7 @@ def test_a_regular_expression_matches_what_pythons_matches(seed):
 class TestLimits:
   def test_a_long_string_takes_few_states(self):
     """10 for each character, which may have 4 bytes or be escaped; it took 2**n."""
-    automaton = grammars.json_schema({'type': 'string', 'maxLength': 1000})
+    automaton = byte_grammars.json_schema({'type': 'string', 'maxLength': 1000})
     assert len(automaton.goto) < 10_100
 
     def read(text):
@@ -204,9 +205,9 @@ class TestLimits:
 
   def test_an_expression_of_too_many_states_is_refused(self):
     with pytest.raises(ValueError, match='states, and 32,768 are allowed'):
-      byte_automata.compile_regex('(a|b)*a(a|b){14}')
+      regex_automata.compile_regex('(a|b)*a(a|b){14}')
     with pytest.raises(ValueError, match='131,07. states, and 65,536 are allowed'):
-      byte_automata.compile_regex('(a|b)*a(a|b){16}')
+      regex_automata.compile_regex('(a|b)*a(a|b){16}')
 
   def test_classes_of_tokens_are_limited_as_they_are_found(self, monkeypatch):
     """Not once all of them are there: each takes a column of all states."""
@@ -221,7 +222,7 @@ class TestLimits:
   def test_a_grammar_of_too_many_sets_of_tokens_is_refused(self, monkeypatch):
     monkeypatch.setattr(byte_automata, '_MAX_SETS', 3)
     lift = lambda pattern: byte_automata.lift_to_tokens(
-      grammars.regex(pattern), [_EOS], _PIECES, tiny.VOCAB
+      byte_grammars.regex(pattern), [_EOS], _PIECES, tiny.VOCAB
     )
     assert lift('a*')['table'].dtype == np.int16
     with pytest.raises(ValueError, match='tokens that may follow, and 3'):
@@ -229,11 +230,11 @@ class TestLimits:
 
   def test_what_takes_too_long_is_killed_in_its_process(self, monkeypatch):
     """The library would compute for hours, and cannot be interrupted."""
-    monkeypatch.setattr(grammars, 'PROCESSOR_SECONDS', 1)
+    monkeypatch.setattr(byte_grammars, 'PROCESSOR_SECONDS', 1)
     before = _children()
     with pytest.raises(ValueError, match='more than 1 s .* or 1,024 MB'):
-      automata.compile_and_wait(
-        grammars.regex, ['(a{1,300}){1,300}'], [_EOS], _PIECES, tiny.VOCAB
+      compiler.compile_and_wait(
+        byte_grammars.regex, ['(a{1,300}){1,300}'], [_EOS], _PIECES, tiny.VOCAB
       )
     assert _children() <= before  # One of an earlier test may have ended.
 
@@ -242,8 +243,8 @@ class TestLimits:
     for _ in range(1000):
       schema = {'type': 'array', 'items': schema}
     with pytest.raises(ValueError, match='nested too deeply; flatten it'):
-      automata.compile_and_wait(
-        grammars.json_schema, [schema], [_EOS], _PIECES, tiny.VOCAB
+      compiler.compile_and_wait(
+        byte_grammars.json_schema, [schema], [_EOS], _PIECES, tiny.VOCAB
       )
 
   @pytest.mark.parametrize(
@@ -257,18 +258,18 @@ class TestLimits:
   )
   def test_an_invalid_schema_is_refused_by_its_path(self, schema, message):
     with pytest.raises(ValueError, match=message):
-      grammars.json_schema(schema)
+      byte_grammars.json_schema(schema)
 
   def test_an_expression_that_matches_no_text_is_refused(self):
     with pytest.raises(ValueError, match='a.b'):
-      byte_automata.compile_regex('a^b')
+      regex_automata.compile_regex('a^b')
     with pytest.raises(ValueError, match='matches no text'):
-      byte_automata.compile_regex('ca*^b')
+      regex_automata.compile_regex('ca*^b')
 
   @pytest.mark.parametrize('pattern', ['a)|(b', '(a', '[b-a]', r'\1'])
   def test_a_malformed_expression_is_refused(self, pattern):
     with pytest.raises(ValueError, match='Failed to build DFA'):
-      byte_automata.compile_regex(pattern)
+      regex_automata.compile_regex(pattern)
 
 
 def _children(parent=None):
@@ -282,8 +283,8 @@ class TestRegex:
   pattern = r'(yes|no|(a|b)+c?) [0-9]{1,3}'
 
   def _automaton(self):
-    return automata.compile_and_wait(
-      grammars.regex, [self.pattern], [_EOS], _PIECES, tiny.VOCAB
+    return compiler.compile_and_wait(
+      byte_grammars.regex, [self.pattern], [_EOS], _PIECES, tiny.VOCAB
     )
 
   def test_replies_fit_and_end_only_where_they_do(self):
@@ -347,8 +348,8 @@ class TestJsonSchema:
     ],
   )
   def test_a_reply_is_a_value_of_the_schema(self, value, fits):
-    automaton = automata.compile_and_wait(
-      grammars.json_schema, [self.schema], [_EOS], _PIECES, tiny.VOCAB
+    automaton = compiler.compile_and_wait(
+      byte_grammars.json_schema, [self.schema], [_EOS], _PIECES, tiny.VOCAB
     )
     state = _walk(automaton, [*_encode(json.dumps(value)), _EOS])
     assert (state >= 0) == fits and (not fits or automaton.ends[state])

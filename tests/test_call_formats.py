@@ -14,12 +14,13 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata, call_formats, call_parsers, calls, grammars
+from agent_r1_jax.agent import call_formats, call_parsers, calls
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent.calls import ToolCall
+from agent_r1_jax.grammars import byte_grammars, compiler
 from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.train import preflight
@@ -605,8 +606,8 @@ def test_a_policy_that_calls_in_the_format_is_answered(name, tmp_path):
     chat = chat_lib.Chat(tiny.chat().tokenizer, **options)
   said, answered = _SAID[name]
   pieces = tokenizer_lib.token_bytes(chat.tokenizer)
-  grammar = automata.compile_and_wait(
-    grammars.regex, [said], chat.stop_ids, pieces, tiny.VOCAB
+  grammar = compiler.compile_and_wait(
+    byte_grammars.regex, [said], chat.stop_ids, pieces, tiny.VOCAB
   )
   engine = tiny.engine(_params(), slots=512, bucket=512)
   task = types.Task('t', [{'role': 'user', 'content': 'Who?'}])

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax.agent import automata, call_formats, grammars
+from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.grammars import byte_grammars, compiler
 
 
 @tool_lib.tool
@@ -101,7 +102,7 @@ class Tokens:
   def __init__(self, tokenizer, vocab_size, **kwargs):
     self.tokenizer, self.pieces = tokenizer, tokenizer_lib.token_bytes(tokenizer)
     schemas = [tool.schema for tool in TOOLS.values()]
-    self.grammar = automata.tool_calls(schemas, self.pieces, vocab_size, **kwargs)
+    self.grammar = compiler.tool_calls(schemas, self.pieces, vocab_size, **kwargs)
     self.classes, self.table = self.grammar.classes, self.grammar.table
     # Where a control token may follow, the text is free.
     self.free = self.table[:, self.classes[tokenizer.eos_token_id]] >= 0
@@ -327,7 +328,7 @@ def test_null_is_a_value_where_a_schema_is_nullable(schema, values, nullable):
     'required': ['x'],
   }
   function = {'name': 'f', 'parameters': parameters}
-  goto = grammars.tool_calls([{'function': function}], True).goto
+  goto = byte_grammars.tool_calls([{'function': function}], True).goto
 
   def fits(value):
     state = 0
@@ -347,20 +348,20 @@ class TestMistakes:
     with pytest.raises(
       ValueError, match=r'tool f: .*at \$.properties of parameters: 3 is'
     ):
-      automata.tool_calls([schema], of_tiny().pieces, tiny.VOCAB)
+      compiler.tool_calls([schema], of_tiny().pieces, tiny.VOCAB)
 
   def test_an_empty_list_of_tools_is_refused(self):
     with pytest.raises(ValueError, match='schemas is empty'):
-      automata.tool_calls([], of_tiny().pieces, tiny.VOCAB)
+      compiler.tool_calls([], of_tiny().pieces, tiny.VOCAB)
 
   def test_more_tokens_than_the_model_has_are_refused(self):
     with pytest.raises(ValueError, match='do not belong together'):
-      automata.tool_calls([now.schema], of_tiny().pieces, 100)
+      compiler.tool_calls([now.schema], of_tiny().pieces, 100)
 
   def test_a_vocabulary_without_single_bytes_is_refused(self):
     pieces = [b'' if piece == b'{' else piece for piece in of_tiny().pieces]
     with pytest.raises(ValueError, match=r'single bytes.*\{'):
-      automata.tool_calls([now.schema], pieces, tiny.VOCAB)
+      compiler.tool_calls([now.schema], pieces, tiny.VOCAB)
 
   @pytest.mark.parametrize(
     'properties', [{'a': {'type': 'string', 'not': {}}}, {'a': {'type': 'colour'}}]
@@ -369,4 +370,4 @@ class TestMistakes:
     parameters = {'type': 'object', 'properties': properties}
     schema = {'type': 'function', 'function': {'name': 'f', 'parameters': parameters}}
     with pytest.raises(ValueError, match='tool f: .*'):
-      automata.tool_calls([schema], of_tiny().pieces, tiny.VOCAB)
+      compiler.tool_calls([schema], of_tiny().pieces, tiny.VOCAB)

@@ -10,6 +10,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.grammars import compiler
 from agent_r1_jax.rollout import evaluate
 
 _LIMITS = config_lib.Limits(max_turns=2, max_turn_tokens=12)
@@ -84,6 +85,16 @@ def look(place: str) -> str:
   return place
 
 
+def _make_tool_env(call_grammar=compiler.tool_calls):
+  return env_lib.ToolEnv([look], lambda task, messages: 0.0, call_grammar=call_grammar)
+
+
+def test_calls_are_held_by_the_grammar_of_the_environment():
+  sampling, engine = config_lib.Sampling(tool_grammar=True), _engine()
+  with pytest.raises(ValueError, match='the environment has no call_grammar'):
+    evaluate.make_decoding(sampling, engine, tiny.chat(), _make_tool_env(None))
+
+
 @pytest.mark.parametrize('hold', [False, True])
 def test_calls_can_be_held_to_their_schemas(hold):
   """Of a policy that begins one and knows nothing of how it goes on."""
@@ -91,7 +102,10 @@ def test_calls_can_be_held_to_their_schemas(hold):
   params = tiny.params(tiny.config(), likely={opening: 4.0})
   engine = tiny.engine(params, bucket=tiny.SIZES['slots'])
   rows = {
-    'tools': (_sets(), lambda: env_lib.ToolEnv([look], lambda task, messages: 0.0)),
+    'tools': (
+      _sets(),
+      _make_tool_env,
+    ),
     'none': (_sets(), Env),
   }
   limits = config_lib.Limits(max_turns=1, max_turn_tokens=60)

@@ -12,8 +12,8 @@ import pytest
 from starlette import applications, routing
 import tiny
 
-from agent_r1_jax.agent import automata
 from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.grammars import compiler
 from agent_r1_jax.serve import request_grammars, requests, sources
 from agent_r1_jax.web import fairness, http
 
@@ -85,7 +85,7 @@ async def test_a_small_grammar_does_not_wait_for_large_ones_of_another(monkeypat
   await asyncio.sleep(0)
   await make('b', _SMALL)
   # Each process has refused a large one at most.
-  assert sum(task.done() for task in large) <= automata.PROCESSES
+  assert sum(task.done() for task in large) <= compiler.PROCESSES
   with pytest.raises(http.RefusedError, match='grammars are being made'):
     await make('a', _slow(24))
   for task in (*large, *grammars._made.values()):

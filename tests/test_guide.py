@@ -14,12 +14,13 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata, call_formats, grammars
+from agent_r1_jax.agent import automata, call_formats
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.grammars import byte_grammars, compiler
 
 _EOS = tiny.chat().tokenizer.eos_token_id
 
@@ -97,8 +98,8 @@ class TestOwnGuide:
     """Each restricts what the others leave, and each may end the reply."""
     pieces = test_call_grammar.of_tiny().pieces
     seven = pieces.index(b'7')
-    digits = automata.compile_and_wait(
-      grammars.regex, ['[0-9 ]*'], [_EOS], pieces, tiny.VOCAB
+    digits = compiler.compile_and_wait(
+      byte_grammars.regex, ['[0-9 ]*'], [_EOS], pieces, tiny.VOCAB
     )
     tree = tiny.params(tiny.config(), {seven: 0.4})
     allowed = np.flatnonzero(digits.table[0, digits.classes] >= 0)

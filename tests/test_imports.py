@@ -11,13 +11,14 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = 'agent_r1_jax'
-TEXT = ('agent', 'tools', 'retrieval', 'tasks')
+TEXT = ('agent', 'grammars', 'tools', 'retrieval', 'tasks')
 DEVICE = ('models', 'engine', 'rl')
 # The ground floor is the algorithm and the machine under it; the rooms of the upper floor
 # stand on it, and it imports none of them.
 GROUND = ('types', 'fields', 'config', 'host', *DEVICE, 'agent', 'rollout', 'train')
 UPPER = (
   'checks',
+  'grammars',
   'guided',
   'report',
   'retrieval',
@@ -40,7 +41,7 @@ OWNERS = {
   'flax': f'{PACKAGE}/models/',
   'orbax': f'{PACKAGE}/host/checkpoint.py',
   'faiss': f'{PACKAGE}/retrieval/dense.py',
-  'outlines_core': f'{PACKAGE}/agent/',
+  'outlines_core': f'{PACKAGE}/grammars/',
   'transformers': f'{PACKAGE}/agent/tool_schema.py {PACKAGE}/agent/tokenizer.py '
   f'{PACKAGE}/agent/template_process.py',
   'gguf': f'{PACKAGE}/contrib/gguf/files.py',

@@ -11,7 +11,8 @@ import numpy as np
 import pydantic
 import pytest
 
-from agent_r1_jax.agent import call_formats, calls, grammars, json_texts, tool_schema
+from agent_r1_jax.agent import call_formats, calls, tool_schema
+from agent_r1_jax.grammars import byte_grammars, json_texts
 
 _X = {'type': 'object', 'properties': {'x': {'type': 'boolean'}}, 'required': ['x']}
 _Y = {'type': 'object', 'properties': {'y': {'type': 'boolean'}}, 'required': ['y']}
@@ -136,7 +137,7 @@ def _fits(automaton, text):
 def test_what_is_written_is_valid(i):
   schema, said = _SCHEMAS[i], set()
   validator = jsonschema.Draft202012Validator(schema)
-  for text in _walk(np.random.default_rng(i), grammars.json_schema(schema), 15):
+  for text in _walk(np.random.default_rng(i), byte_grammars.json_schema(schema), 15):
     validator.validate(json.loads(text))
     said.add(text)
   assert len(said) > (i not in _OF_ONE_VALUE)
@@ -201,7 +202,7 @@ def test_random_schemas_are_obeyed_or_refused(seed):
     schema |= {'$defs': {'d': _draw(rng, 1)}}
     validator = jsonschema.Draft202012Validator(schema)
     try:
-      automaton = grammars.json_schema(schema)
+      automaton = byte_grammars.json_schema(schema)
     except ValueError as error:
       names = 'oneOf|not|if|contains|.*Properties|prefixItems|nothing'
       assert re.match(f'({names})|the grammar has', str(error)), (error, schema)
@@ -246,13 +247,13 @@ _OBJECT = {'type': 'object'}
 )
 def test_what_is_not_supported_is_refused_by_name(keyword, schema):
   with pytest.raises(ValueError, match=f'^{keyword}'):
-    grammars.json_schema({'type': 'array', 'items': schema})
+    byte_grammars.json_schema({'type': 'array', 'items': schema})
   parameters = {'type': 'object', 'properties': {'a': schema}}
   tool = {'function': {'name': 'f', 'parameters': parameters}}
   if keyword == r'\$ref':
     return
   with pytest.raises(ValueError, match=rf'tool f: .*\({keyword}'):
-    grammars.tool_calls([tool], True)
+    byte_grammars.tool_calls([tool], True)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,7 @@ def test_what_is_not_supported_is_refused_by_name(keyword, schema):
 )
 def test_a_schema_of_no_value_is_refused(schema):
   with pytest.raises(ValueError, match='nothing can be written|matches no text'):
-    grammars.json_schema(schema)
+    byte_grammars.json_schema(schema)
 
 
 @pytest.mark.parametrize('is_integer', [True, False])
@@ -287,7 +288,7 @@ def test_all_integers_between_bounds_are_written(is_integer, low, high):
   bounds = {'minimum': low, 'maximum': high}
   schema = {'type': 'integer' if is_integer else 'number'}
   schema |= {name: x for name, x in bounds.items() if x is not None}
-  automaton = grammars.json_schema(schema)
+  automaton = byte_grammars.json_schema(schema)
   for n in range(-150, 151):
     inside = (low is None or n >= low) and (high is None or n <= high)
     assert _fits(automaton, str(n)) == inside, n
@@ -298,7 +299,7 @@ def test_all_integers_between_bounds_are_written(is_integer, low, high):
 @pytest.mark.filterwarnings('ignore:Possible')
 @pytest.mark.parametrize('pattern', [*_PATTERNS, '[[a&&b]', '[^x~~a]'])
 def test_patterns_match_what_pythons_match(pattern):
-  automaton = grammars.json_schema({'type': 'string', 'pattern': pattern})
+  automaton = byte_grammars.json_schema({'type': 'string', 'pattern': pattern})
   letters = ['a', 'b', '"', '\\', '-', '7', ',', 'x', '\n', '/']
   for length in range(4):
     for text in map(''.join, itertools.product(letters, repeat=length)):
@@ -333,7 +334,7 @@ class _Order(pydantic.BaseModel):
 
 
 def test_what_is_written_of_a_pydantic_model_is_one():
-  automaton = grammars.json_schema(_Order.model_json_schema())
+  automaton = byte_grammars.json_schema(_Order.model_json_schema())
   orders = [
     _Order.model_validate_json(text)
     for text in _walk(np.random.default_rng(0), automaton, 60)
@@ -352,7 +353,7 @@ def test_a_tools_call_fulfils_its_schema_too():
     'required': ['say "hi"'],
   }
   tool = {'function': {'name': 'f', 'parameters': parameters}}
-  automaton = grammars.tool_calls([tool], True)
+  automaton = byte_grammars.tool_calls([tool], True)
   # A required call, and a free text after it.
   goto, free = automaton.goto, automaton.control >= 0
   far, rng = _find_distances(goto, free), np.random.default_rng(0)
@@ -372,7 +373,7 @@ def test_a_tools_call_fulfils_its_schema_too():
 def test_optional_properties_share_their_states():
   """Not one chain of states for each property that may be the first."""
   values = {f'property {i}': {'type': 'string'} for i in range(60)}
-  automaton = grammars.json_schema({'type': 'object', 'properties': values})
+  automaton = byte_grammars.json_schema({'type': 'object', 'properties': values})
   assert len(automaton.goto) < 60 * 30
   for keys in ([], [0], [59], [3, 7, 58]):
     text = json.dumps({f'property {i}': 'x' for i in keys})

@@ -15,7 +15,7 @@ import test_automata
 import tiny
 import waiting
 
-from agent_r1_jax.agent import automata, grammars
+from agent_r1_jax.grammars import byte_grammars, compiler
 from agent_r1_jax.host import isolated
 from agent_r1_jax.serve import request_grammars, requests
 from agent_r1_jax.web import http
@@ -45,13 +45,13 @@ class TestGrammars:
     return making.make(http.check_fields(requests.ChatRequest, body), restrict=True)
 
   async def test_equal_requests_share_an_automaton_that_is_made_once(self, monkeypatch):
-    made, compile_grammar = [], automata.compile_grammar
+    made, compile_grammar = [], compiler.compile_grammar
 
     async def count(*args):
       made.append(args)
       return await compile_grammar(*args)
 
-    monkeypatch.setattr(automata, 'compile_grammar', count)
+    monkeypatch.setattr(compiler, 'compile_grammar', count)
     making = self._grammars()
     asked = _with_schema({'type': 'integer'}, stop=['a', 'ab' * 500])
     one, two, other = await asyncio.gather(
@@ -114,7 +114,7 @@ class TestGrammars:
       await go_on.wait()
       return tiny.stop()
 
-    monkeypatch.setattr(automata, 'compile_grammar', wait)
+    monkeypatch.setattr(compiler, 'compile_grammar', wait)
     monkeypatch.setattr(request_grammars, '_MOST_UNDER_WAY', 1)
     first = asyncio.create_task(self._make(making, _with_schema({'type': 'null'})))
     while not making._made:
@@ -144,9 +144,11 @@ def url():
 class TestServer:
   def test_what_takes_for_ever_delays_nobody(self, url, monkeypatch):
     """It is refused, and its process is gone; meanwhile others are answered."""
-    make = functools.partial(isolated.in_subprocess, grammars.make_encoded, processes=2)
-    monkeypatch.setattr(automata, '_compile', make(**automata._LIMITS))
-    monkeypatch.setattr(grammars, 'PROCESSOR_SECONDS', 1)
+    make = functools.partial(
+      isolated.in_subprocess, byte_grammars.make_encoded, processes=2
+    )
+    monkeypatch.setattr(compiler, '_compile', make(**compiler._LIMITS))
+    monkeypatch.setattr(byte_grammars, 'PROCESSOR_SECONDS', 1)
     choice = [f'{i * 7919 % 100_003}xyz{i}' for i in range(20_000)]
     hostile: list[dict] = [_ENDLESS]
     hostile.append({'type': 'string', 'pattern': '^(a|b)*a(a|b){18}$'})

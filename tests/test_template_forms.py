@@ -8,11 +8,12 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import sft, types
-from agent_r1_jax.agent import automata, call_formats, calls, grammars
+from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.grammars import byte_grammars, compiler
 from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import rollout
 from agent_r1_jax.serve import requests
@@ -318,8 +319,8 @@ def test_an_episode_trains_on_what_its_tool_answered(model, chats):
   chat = chat_lib.Chat(chat.tokenizer, tools_in_prompt='own')
   call = chat.format.render(calls.ToolCall('look', {'place': 'X'}))
   said = re.escape(call).replace('X', '[ab]')
-  grammar = automata.compile_and_wait(
-    grammars.regex,
+  grammar = compiler.compile_and_wait(
+    byte_grammars.regex,
     [said],
     chat.stop_ids,
     tokenizer_lib.token_bytes(chat.tokenizer),

@@ -9,9 +9,10 @@ from typing import Any, Literal, Optional
 
 import pytest
 
-from agent_r1_jax.agent import calls, grammars
+from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent.tool import Tool, tool
+from agent_r1_jax.grammars import byte_grammars
 from agent_r1_jax.host import thread_pool
 
 
@@ -460,5 +461,5 @@ async def test_a_field_of_a_schema_that_is_null_is_absent(field):
   assert not (await tool_lib.call(clock, {'x': 1})).ok
   # A program or a data set may give it as it is.
   assert calls.find_parameters('now', [schema]) == without.get('parameters', {})
-  found = [grammars.tool_calls([x], True) for x in (schema, clock.schema)]
+  found = [byte_grammars.tool_calls([x], True) for x in (schema, clock.schema)]
   assert pickle.dumps(found[0]) == pickle.dumps(found[1])

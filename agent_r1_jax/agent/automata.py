@@ -1,75 +1,18 @@
-"""Makes automata over tokens: stop strings, regular expressions, schemas, tool calls.
+"""Makes the automata that end replies, at stop ids and stop strings.
 
-The engine runs them in its jitted loop (engine/automaton_guide.py). Stop strings take
-milliseconds. A grammar may be a stranger's and take hours and all memory, so a process of
-its own compiles it, which is ended when it needs too much.
+The engine runs automata in its jitted loop (engine/automaton_guide.py). Those that
+restrict replies are made in grammars/compiler.py.
 
-Letters: V tokens of the vocabulary, Q automaton states, C classes of tokens.
+Letters: V tokens of the vocabulary.
 """
 
-import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
-import contextlib
-from typing import Any
+from collections.abc import Sequence
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import byte_automata, grammars
-from agent_r1_jax.host import isolated
+from agent_r1_jax.agent import byte_automata
 
 # The most bytes of a reply's stop strings, and so the most states of their automaton.
 MAX_STOP_BYTES = 1024
-# Memory of a process that compiles. Its time is limited in seconds of a processor, so
-# that a busy machine refuses nothing; these seconds only end a process that waits.
-_LIMITS = {'seconds': 120.0, 'memory_mb': 1024}
-PROCESSES = 2
-_compile = isolated.in_subprocess(
-  grammars.make_encoded, processes=PROCESSES, imports=grammars.IMPORTS, **_LIMITS
-)
-
-
-class TooMuchError(ValueError):
-  """A grammar takes too much time or memory."""
-
-
-async def compile_grammar(
-  make: Callable, args: Sequence, vocabulary: Sequence, seconds: float | None = None
-) -> types.Automaton:
-  """Makes an automaton in one of two processes, which live on.
-
-  `make` is a function of grammars.py with these `args`; the vocabulary is (stop ids, the
-  bytes of each of the tokenizer's tokens, vocab_size); `seconds` are those of a
-  processor, PROCESSOR_SECONDS by default.
-
-  Raises:
-    ValueError: There is no such automaton, or (TooMuchError) it takes too much.
-  """
-  with _name_limits():
-    seconds = seconds or grammars.PROCESSOR_SECONDS
-    text = await _compile(make, args, vocabulary, seconds)
-  # Some 100 MB at most.
-  return types.Automaton(**await asyncio.to_thread(grammars.decode, text))
-
-
-def compile_and_wait(make: Callable, args: Sequence, *vocabulary: Any) -> types.Automaton:
-  """Like `compile_grammar`, for callers without an event loop."""
-  with _name_limits():
-    text = _compile.call_and_wait(make, args, vocabulary, grammars.PROCESSOR_SECONDS)
-  return types.Automaton(**grammars.decode(text))
-
-
-@contextlib.contextmanager
-def _name_limits() -> Iterator[None]:
-  try:
-    yield
-  except isolated.FailedError as error:
-    raise ValueError(str(error).removeprefix('ValueError: ')) from None
-  except RecursionError:
-    raise ValueError('the grammar is nested too deeply; flatten it.') from None
-  except (isolated.LostError, TimeoutError):
-    raise TooMuchError(
-      f'the grammar takes more than {grammars.PROCESSOR_SECONDS} s of a processor or '
-      f'{_LIMITS["memory_mb"]:,} MB; {byte_automata.HOW_TO_SIMPLIFY}'
-    ) from None
 
 
 def stop(
@@ -98,7 +41,7 @@ def stop(
   check_stop_strings(strings)
   if strings and not token_bytes:
     raise ValueError('Stop strings need token_bytes: the bytes of every token.')
-  search = grammars.stop(strings)
+  search = byte_automata.find_any(strings)
   return types.Automaton(
     **byte_automata.lift_to_tokens(search, ids, token_bytes, vocab_size)
   )
@@ -114,37 +57,3 @@ def check_stop_strings(strings: Sequence[str]):
       f'stop: {len(strings)} stop strings have {size:,} bytes, and {MAX_STOP_BYTES:,} '
       'are allowed; give fewer or shorter ones (chat.stop_strings, or stop of a request).'
     )
-
-
-def tool_calls(
-  schemas: Sequence[Mapping[str, Any]],
-  token_bytes: Sequence[bytes],
-  vocab_size: int,
-  *,
-  required: bool = False,
-) -> types.Automaton:
-  r"""Constrains the tool calls of a reply to Hermes format and to their schemas.
-
-  Text is free until '<tool_call>' is complete, however it is split into tokens. Then
-  follows '\n{"name": ..., "arguments": {...}}\n</tool_call>', spaced as json.dumps does,
-  with the arguments in the schema's order. Text is free again after it. Control tokens,
-  which include stop tokens, are forbidden in a call.
-
-  A call fulfils what agent/tool_schema.py checks. An argument whose schema allows any
-  value is a scalar, or a list or an object of scalars. A keyword that json_grammar.py
-  does not support is refused.
-
-  Args:
-    schemas: The tools' schemas, in the OpenAI form.
-    token_bytes: The bytes of each of the tokenizer's tokens, b'' for control tokens.
-    vocab_size: Tokens of the model (V); those beyond the tokenizer's count as control
-      tokens.
-    required: The reply must begin with a call.
-
-  Raises:
-    ValueError: There are no tools, a schema has no grammar or needs too many states, time
-      or memory, or the vocabulary lacks single bytes.
-  """
-  return compile_and_wait(
-    grammars.tool_calls, [schemas, required], (), token_bytes, vocab_size
-  )

@@ -5,7 +5,6 @@ Letters: V tokens of the vocabulary, Q automaton states, C classes of tokens.
 
 from collections.abc import Sequence
 import functools
-import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 # Limits of one automaton, so that its tables take some 100 MB of the engine at most: its
 # states, states times classes of tokens, and the sets of tokens that states allow. A text
 # of 3,000 characters, 150 tools or a choice of 200 phrases are below them.
-_MAX_STATES, _MAX_CELLS, _MAX_SETS = 1 << 15, 1 << 24, 1 << 11
+MAX_STATES, _MAX_CELLS, _MAX_SETS = 1 << 15, 1 << 24, 1 << 11
 HOW_TO_SIMPLIFY = 'give shorter lengths, fewer alternatives or fewer tools.'
 
 
@@ -31,10 +30,6 @@ class ByteAutomaton(NamedTuple):
   control: np.ndarray
   stop: np.ndarray
   ends: np.ndarray
-
-
-# Of an automaton: goto, int [Q, 256], and whether a text matches in a state, bool [Q].
-Acceptor = tuple[np.ndarray, np.ndarray]
 
 
 def build_string_search(strings: Sequence[bytes]) -> np.ndarray:
@@ -61,159 +56,16 @@ def build_string_search(strings: Sequence[bytes]) -> np.ndarray:
   return np.where(goto < 0, len(texts), goto).astype(np.int32)
 
 
-# The tokens of the library's automaton: all bytes, 256 for the end of the text, and from
-# 257 on each byte after BEGIN.
-_BEGIN, _END = b'\x01', 0
-_TOKENS = {bytes([b]): [b] for b in range(256)}
-_TOKENS |= {_BEGIN + bytes([b]): [257 + b] for b in range(256)}
+def find_any(strings: Sequence[str]) -> ByteAutomaton:
+  """Makes an automaton of texts that end where one of the strings is complete.
 
-
-def compile_regex(pattern: str) -> tuple[np.ndarray, np.ndarray]:
-  """Compiles a regular expression to an automaton over bytes; no text has a byte 0.
-
-  By itself, the library also compiles a search for the expression anywhere in a text,
-  which takes 2**n states for a string of up to n characters, and it goes on after no
-  alternative that has matched. In '(?:BEGIN(?:...)END|)', the search ends with the empty
-  text that it finds at once, and each alternative waits for END, the byte 0.
-
-  Returns:
-    goto, int32 [Q, 256], which begins in state 0, and is -1 where the text cannot match;
-    and whether the text matches, bool [Q].
-
-  Raises:
-    ValueError: The expression is malformed, matches no text or has too many states.
+  Tokens without text separate strings.
   """
-  import outlines_core
-
-  vocabulary = outlines_core.Vocabulary(256, _TOKENS)
-  # This refuses what is malformed, such as 'a)|(b': only its empty text is compiled.
-  outlines_core.Index(f'|{pattern}', vocabulary)
-  index = outlines_core.Index(f'(?:\\x01(?:{pattern})\\x00|)', vocabulary)
-  edges = index.get_transitions()
-  # With END there are at most twice as many states as without it.
-  _check_size(len(edges), 2 * _MAX_STATES, 'states')
-  # The library's numbers of states are not consecutive.
-  states, rows = np.array(sorted(edges)), [edges[state] for state in sorted(edges)]
-  table = np.full((len(states), 257 + 256), -1, np.int32)
-  sources = np.repeat(np.arange(len(states)), [len(row) for row in rows])
-  tokens = np.fromiter(itertools.chain(*rows), np.int64)
-  targets = np.fromiter(itertools.chain(*(row.values() for row in rows)), np.int64)
-  table[sources, tokens] = np.searchsorted(states, targets)
-  start = int(np.searchsorted(states, index.get_initial_state()))
-  goto = table[:, :256].copy()
-  # The library leaves out what BEGIN alone leads to.
-  goto[start] = table[start, 257:]
-  finals = np.isin(np.append(states, -1), [*index.get_final_states()])
-  matches = finals[goto[:, _END]]
-  goto[:, _END] = -1
-  if not matches.any():
-    raise ValueError('the regular expression matches no text; check it.')
-  goto, matches = keep_reachable(goto, start, matches)
-  _check_size(len(goto), _MAX_STATES, 'states')
-  return goto, matches
-
-
-# Bytes of no text: what is between them in an expression is the number of a hole.
-_MARK = '\x02{}\x03'
-
-
-def mark_hole(number: int) -> str:
-  """Returns what stands in an expression in the place of an automaton; see `fill`."""
-  return _MARK.format(number)
-
-
-def fill(automaton: Acceptor, holes: Sequence[Acceptor]) -> Acceptor:
-  """Puts automata into the places that `mark_hole` has marked in an expression.
-
-  Nothing follows where one of them matches, such as the quote that ends a string. Those
-  that begin alike are told apart by sets of states.
-  """
-  if not holes:
-    return automaton
-  goto, matches = automaton
-  blocks, size = [goto.copy()], len(goto)
-  begins: dict[int, list[int]] = {}
-  for state in np.flatnonzero(goto[:, ord(_MARK[0])] >= 0).tolist():
-    for number, (inner, ends) in enumerate(holes):
-      after = state
-      for byte in mark_hole(number).encode():
-        after = int(goto[after, byte]) if after >= 0 else -1
-      if after >= 0:
-        block = np.where(ends[inner], after, inner + size)
-        blocks.append(np.where(inner < 0, -1, block))
-        begins.setdefault(state, []).append(size)
-        size += len(inner)
-        _check_size(size, _MAX_STATES, 'states')
-  goto = np.concatenate(blocks)
-  goto[:, ord(_MARK[0])] = -1
-  close = lambda states: tuple(
-    sorted({*states}.union(*(begins.get(s, ()) for s in states)))
+  goto = build_string_search([string.encode() for string in strings])
+  end = np.full(len(goto), len(goto) - 1)
+  return ByteAutomaton(
+    goto, np.where(end == np.arange(len(goto)), end, 0), end, np.arange(len(goto)) == end
   )
-  first = close([0])
-  number, rows = {first: 0}, []
-  for states in (found := [first]):
-    columns, where = np.unique(goto[[*states]], axis=1, return_inverse=True)
-    after = [close(set(column[column >= 0].tolist())) for column in columns.T]
-    for new in after:
-      if new and number.setdefault(new, len(found)) == len(found):
-        found.append(new)
-    _check_size(len(found), _MAX_STATES, 'states')
-    rows.append(np.array([number[new] if new else -1 for new in after])[where.ravel()])
-  matches = np.append(matches, np.zeros(size - len(matches), bool))
-  return np.stack(rows), np.array([matches[[*states]].any() for states in found])
-
-
-def intersect(one: Acceptor, other: Acceptor) -> Acceptor:
-  """Makes an automaton of the texts that two of them match."""
-  (a, a_matches), (b, b_matches) = one, other
-  # The number of each pair of states that is reached.
-  number, rows = np.full(len(a) * len(b) + 1, -1, np.int32), []
-  number[0], found = 0, [np.zeros(1, np.int64)]
-  for pairs in found:
-    x, y = a[pairs // len(b)], b[pairs % len(b)]
-    after = np.where((x < 0) | (y < 0), -1, x.astype(np.int64) * len(b) + y)
-    rows.append(after)
-    new = np.unique(after)
-    new = new[(new >= 0) & (number[new] < 0)]
-    if len(new):
-      count = sum(map(len, found))
-      _check_size(count + len(new), _MAX_STATES, 'states')
-      number[new] = np.arange(len(new)) + count
-      found.append(new)
-  pairs = np.concatenate(found)
-  matches = a_matches[pairs // len(b)] & b_matches[pairs % len(b)]
-  return trim(number[np.concatenate(rows)], matches)
-
-
-def trim(goto: np.ndarray, matches: np.ndarray) -> Acceptor:
-  """Drops the states from which no text matches; ValueError if that is the first one."""
-  sources, bytes_ = np.nonzero(goto >= 0)
-  pairs = np.unique(goto[sources, bytes_].astype(np.int64) * len(goto) + sources)
-  targets, sources = np.divmod(pairs, len(goto))
-  before = np.split(sources, np.searchsorted(targets, np.arange(1, len(goto))))
-  alive, waiting = matches.copy(), np.flatnonzero(matches).tolist()
-  for state in waiting:
-    new = before[state][~alive[before[state]]]
-    alive[new] = True
-    waiting += new.tolist()
-  if not alive[0]:
-    raise ValueError('the regular expression matches no text; check it.')
-  return keep_reachable(np.where(alive[goto] & (goto >= 0), goto, -1), 0, matches)
-
-
-def keep_reachable(goto: np.ndarray, start: int, matches: np.ndarray) -> Acceptor:
-  """Drops the states that cannot be reached from `start`, which becomes the first one."""
-  seen = np.zeros(len(goto) + 1, bool)
-  seen[[start, -1]] = True
-  found = [np.array([start])]
-  while len(found[-1]):
-    after = np.unique(goto[found[-1]])
-    found.append(after[~seen[after]])
-    seen[after] = True
-  order = np.concatenate(found)
-  number = np.full(len(goto) + 1, -1, np.int32)  # The last one is that of -1.
-  number[order] = np.arange(len(order))
-  return number[goto[order]], matches[order]
 
 
 def group_tokens(
@@ -252,7 +104,7 @@ def group_tokens(
     if key not in number:
       number[key] = len(columns)
       columns.append(column)
-      _check_size(len(columns) * len(goto), _MAX_CELLS, 'states times classes of tokens')
+      check_size(len(columns) * len(goto), _MAX_CELLS, 'states times classes of tokens')
     return number[key]
 
   # Each pass reads one byte of all tokens, and each pair of class and byte once.
@@ -309,7 +161,7 @@ def lift_to_tokens(
   used, classes = np.unique(classes, return_inverse=True)
   table = table[:, used].astype(np.int16 if len(table) < 1 << 15 else np.int32)
   sets = {row.tobytes() for row in np.packbits(table >= 0, axis=1)}
-  _check_size(len(sets), _MAX_SETS, 'sets of tokens that may follow')
+  check_size(len(sets), _MAX_SETS, 'sets of tokens that may follow')
   return {'classes': classes.astype(np.int32), 'table': table, 'ends': automaton.ends}
 
 
@@ -323,7 +175,8 @@ def _check_bytes(used: np.ndarray, token_bytes: Sequence[bytes]):
     )
 
 
-def _check_size(size: int, limit: int, name: str):
+def check_size(size: int, limit: int, name: str):
+  """Raises a ValueError for an automaton that is larger than its limit."""
   if size > limit:
     raise ValueError(
       f'the grammar has {size:,} {name}, and {limit:,} are allowed; {HOW_TO_SIMPLIFY}'

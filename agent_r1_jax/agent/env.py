@@ -33,6 +33,10 @@ ProcessReward = Callable[
   ['ToolEnv', Sequence[Call], Sequence[tool_lib.ToolResult]], Score | Awaitable[Score]
 ]
 
+# Makes the grammar of calls of tools with these schemas, over tokens with these bytes, of
+# a model with so many tokens.
+CallGrammar = Callable[[Sequence[Any], Sequence[bytes], int], types.Automaton]
+
 
 class Env(Protocol):
   """What every environment has; BaseEnv says what else one may have."""
@@ -70,9 +74,11 @@ class BaseEnv(abc.ABC):
 
   Attributes:
     tools: Tools whose schemas go into the prompt.
+    call_grammar: Makes the grammar of their calls, for `tool_grammar` of config.Sampling.
   """
 
   tools: Sequence[tool_lib.Tool] = ()
+  call_grammar: CallGrammar | None = None
 
   @abc.abstractmethod
   def reset(
@@ -171,6 +177,7 @@ class ToolEnv(BaseEnv):
     max_parallel_calls: int = 8,
     in_order: bool = False,
     reward_seconds: float = 60.0,
+    call_grammar: CallGrammar | None = None,
   ):
     """Checks the arguments; nothing runs before `reset`.
 
@@ -186,6 +193,8 @@ class ToolEnv(BaseEnv):
         does may depend on that.
       reward_seconds: The time that each of reward, process_reward, metrics and parse may
         take, including the wait for a thread; a longer call gives the status FAILED.
+      call_grammar: Makes the grammar that holds calls to their schemas where a
+        configuration says `tool_grammar`; for example grammars.compiler.tool_calls.
     """
     self.set_tools(tools)
     functions: dict[str, Any] = {'reward': reward}
@@ -203,7 +212,7 @@ class ToolEnv(BaseEnv):
     self._reward_seconds = reward_seconds
     self._process_reward = process_reward or type(self).process_reward
     self._parse, self._max_parallel_calls = parse, max_parallel_calls
-    self._in_order = in_order
+    self._in_order, self.call_grammar = in_order, call_grammar
     self._done = True
 
   def set_tools(self, tools: Sequence[tool_lib.Tool]) -> None:

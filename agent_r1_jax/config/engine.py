@@ -31,8 +31,9 @@ class Sampling:
     min_p: Only tokens may be chosen that are at least this many times as probable as the
       likeliest one; 0 allows all.
     tool_grammar: Whether a grammar restricts tool calls to the schemas of the
-      environment's tools, so that none is malformed; only for the format 'hermes'. A
-      request to the engine has its grammar among `automata`, and this is not read.
+      environment's tools, so that none is malformed: the environment's `call_grammar`,
+      for the format 'hermes'. A request to the engine has its grammar among `automata`,
+      and this is not read.
   """
 
   temperature: float = 1.0

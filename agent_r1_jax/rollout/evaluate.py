@@ -7,7 +7,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata, call_formats
+from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import engine as engine_lib
@@ -54,7 +54,11 @@ def make_decoding(
   chat: chat_lib.Chat,
   env: env_lib.Env,
 ) -> decoding_lib.Decoding:
-  """Makes the decoding of a configuration; `env` has the tools of its grammar."""
+  """Makes the decoding of a configuration; `env` has the grammar of its calls.
+
+  Raises:
+    ValueError: `tool_grammar` is set, and there is no grammar of these calls.
+  """
   schemas = [tool.schema for tool in getattr(env, 'tools', ())]
   if not (config.tool_grammar and schemas):
     return decoding_lib.Decoding(config)
@@ -63,8 +67,13 @@ def make_decoding(
       f'tool_grammar: calls in the format {chat.format.name} have no grammar; make it '
       "False, or chat.tool_format 'hermes'."
     )
-  vocab_size = engine.config.vocab_size
-  grammar = automata.tool_calls(schemas, chat.token_bytes, vocab_size)
+  if not (make := getattr(env, 'call_grammar', None)):
+    raise ValueError(
+      'tool_grammar: the environment has no call_grammar; give it one, as in '
+      'ToolEnv(..., call_grammar=compiler.tool_calls) of agent_r1_jax.grammars, or make '
+      'it False.'
+    )
+  grammar = make(schemas, chat.token_bytes, engine.config.vocab_size)
   return decoding_lib.Decoding(config, grammar)
 
 

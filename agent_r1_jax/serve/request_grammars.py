@@ -1,6 +1,7 @@
 """The automata of requests: stop strings, schemas, calls that are required.
 
-They are made in processes with limits (agent/automata.py), each once while it is known.
+They are made in processes with limits (grammars/compiler.py), each once while it is
+known.
 """
 
 import asyncio
@@ -10,8 +11,9 @@ import json
 from typing import Any
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata, call_formats, grammars
+from agent_r1_jax.agent import byte_automata, call_formats
 from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.grammars import byte_grammars, compiler
 from agent_r1_jax.host import workers
 from agent_r1_jax.serve import requests
 from agent_r1_jax.web import fairness, http
@@ -31,7 +33,7 @@ class Grammars:
     self._chat, self._vocab_size = chat, vocab_size
     # What makes each automaton, by a digest of what it is made of; last used, last.
     self._made: dict[bytes, asyncio.Task[types.Automaton]] = {}
-    self._turns = fairness.Turns(automata.PROCESSES)
+    self._turns = fairness.Turns(compiler.PROCESSES)
     self._shares = fairness.Shares()
 
   async def make(
@@ -55,16 +57,18 @@ class Grammars:
       # The first time, this reads the bytes of all tokens.
       stops = await asyncio.to_thread(chat.find_stops, size, strings)
       ids, _, strings, pieces = stops
-      result = [await self._find(grammars.stop, [strings], (ids, pieces, size))]
+      result = [await self._find(byte_automata.find_any, [strings], (ids, pieces, size))]
     if not restrict or not (api_request.json_schema is not None or api_request.required):
       return result
     pieces = await asyncio.to_thread(lambda: chat.token_bytes)
     if api_request.json_schema is not None:
       vocabulary = (chat.stop_ids, pieces, size)
-      restricted = self._find(grammars.json_schema, [api_request.json_schema], vocabulary)
+      restricted = self._find(
+        byte_grammars.json_schema, [api_request.json_schema], vocabulary
+      )
     elif chat.format == call_formats.HERMES:
       restricted = self._find(
-        grammars.tool_calls, [api_request.tools, True], ((), pieces, size)
+        byte_grammars.tool_calls, [api_request.tools, True], ((), pieces, size)
       )
     else:
       text = f'calls in the format {chat.format.name} cannot be required'
@@ -82,7 +86,7 @@ class Grammars:
   async def _find(
     self, make: Callable, args: Sequence, vocabulary: tuple[Sequence[int], Any, int]
   ) -> types.Automaton:
-    """Returns an automaton of automata.compile_grammar, which is made at most once."""
+    """Returns an automaton of compiler.compile_grammar, which is made at most once."""
     try:
       text = json.dumps([make.__name__, args, vocabulary[0]])
       key = hashlib.sha256(text.encode()).digest()
@@ -112,10 +116,10 @@ class Grammars:
   async def _compile(self, make, args, vocabulary) -> types.Automaton:
     try:
       async with self._turns.take():
-        automaton = await automata.compile_grammar(make, args, vocabulary, _QUICK_SECONDS)
-    except automata.TooMuchError:
+        automaton = await compiler.compile_grammar(make, args, vocabulary, _QUICK_SECONDS)
+    except compiler.TooMuchError:
       async with self._turns.take(slow=True):
-        automaton = await automata.compile_grammar(make, args, vocabulary)
+        automaton = await compiler.compile_grammar(make, args, vocabulary)
     # Up to a second's work, which the next decode would do.
     await asyncio.to_thread(lambda: automaton.kinds)
     return automaton

@@ -1,7 +1,7 @@
-"""Grammars as automata over bytes: stop strings, regular expressions, schemas, calls.
+"""Grammars as automata over bytes: regular expressions, schemas, tool calls.
 
 A grammar may come from a stranger, and a short one may take hours and all memory. So
-automata.py calls `make_encoded` in a process of its own.
+compiler.py calls `make_encoded` in a process of its own.
 """
 
 import base64
@@ -13,8 +13,10 @@ import zlib
 
 import numpy as np
 
-from agent_r1_jax.agent import byte_automata, json_grammar, json_texts, tool_schema
+from agent_r1_jax.agent import byte_automata, tool_schema
 from agent_r1_jax.agent.byte_automata import ByteAutomaton
+from agent_r1_jax.grammars import json_schema as schema_lib
+from agent_r1_jax.grammars import json_texts, regex_automata
 from agent_r1_jax.host import isolated
 
 # Seconds of a processor until the states of a grammar are known, and can be limited; a
@@ -33,8 +35,9 @@ def make_encoded(
 ) -> str:
   """Makes an automaton over tokens in a process that ends if it takes too long.
 
-  `make` is one of the functions below, for which there are so many seconds of a
-  processor; `vocabulary` has the further arguments of byte_automata.lift_to_tokens.
+  `make` is a function below or byte_automata.find_any, for which there are so many
+  seconds of a processor; `vocabulary` has the further arguments of
+  byte_automata.lift_to_tokens.
 
   Returns:
     The automaton for `decode`.
@@ -51,15 +54,6 @@ def make_encoded(
 def decode(text: str) -> dict[str, np.ndarray]:
   """Returns the fields of the types.Automaton that `make_encoded` has made."""
   return dict(np.load(io.BytesIO(zlib.decompress(base64.b64decode(text)))))
-
-
-def stop(strings: Sequence[str]) -> ByteAutomaton:
-  """See automata.stop; strings are separated by tokens without text."""
-  goto = byte_automata.build_string_search([string.encode() for string in strings])
-  end = np.full(len(goto), len(goto) - 1)
-  return ByteAutomaton(
-    goto, np.where(end == np.arange(len(goto)), end, 0), end, np.arange(len(goto)) == end
-  )
 
 
 def regex(pattern: str, holes: Sequence[tuple[str, ...]] = ()) -> ByteAutomaton:
@@ -81,9 +75,9 @@ def regex(pattern: str, holes: Sequence[tuple[str, ...]] = ()) -> ByteAutomaton:
   )
 
 
-def _compile(pattern: str, holes: Sequence[tuple[str, ...]]) -> byte_automata.Acceptor:
+def _compile(pattern: str, holes: Sequence[tuple[str, ...]]) -> regex_automata.Acceptor:
   filling = [*map(json_texts.compile_string, holes)]
-  return byte_automata.fill(byte_automata.compile_regex(pattern), filling)
+  return regex_automata.fill(regex_automata.compile_regex(pattern), filling)
 
 
 def json_schema(schema: Mapping[str, Any]) -> ByteAutomaton:
@@ -94,14 +88,14 @@ def json_schema(schema: Mapping[str, Any]) -> ByteAutomaton:
   """
   tool_schema.check(schema, 'response_format')
   holes = []
-  pattern = json_grammar.Writer(schema, ' ?', holes).write(schema)
+  pattern = schema_lib.Writer(schema, ' ?', holes).write(schema)
   if pattern is None:
     raise ValueError('nothing can be written that fits response_format; check it.')
   return regex(pattern, holes)
 
 
 def tool_calls(schemas: Sequence[Mapping[str, Any]], required: bool) -> ByteAutomaton:
-  """See automata.tool_calls."""
+  """See compiler.tool_calls."""
   if not schemas:
     raise ValueError('schemas is empty: give at least one tool, or no grammar.')
   holes = []
@@ -117,7 +111,7 @@ def _match_call(function: Mapping[str, Any], holes: list[Any]) -> str:
   parameters = {'type': 'object', 'properties': {}, **given}
   try:
     tool_schema.check(parameters, 'parameters')
-    arguments = json_grammar.Writer(parameters, ' ', holes).write(parameters)
+    arguments = schema_lib.Writer(parameters, ' ', holes).write(parameters)
     if arguments is None:
       raise ValueError('no arguments fit them')
     name = json_texts.write_value(function['name'])
@@ -144,7 +138,7 @@ def _add_free_text(
   text = np.where(text == len(text), moved[opened], text)
   goto = np.concatenate([text, moved[call]])
   control = np.where(np.arange(len(goto)) < len(text), 0, -1)
-  table, ends = byte_automata.keep_reachable(
+  table, ends = regex_automata.keep_reachable(
     np.column_stack([goto, control]),
     int(moved[0]) if required else 0,
     np.zeros(len(goto), bool),

@@ -15,7 +15,7 @@ import warnings
 
 import numpy as np
 
-from agent_r1_jax.agent import byte_automata
+from agent_r1_jax.grammars import regex_automata
 
 INTEGER = '-?(?:0|[1-9][0-9]*)'
 NUMBER = rf'{INTEGER}(?:\.[0-9]+)?(?:[eE][+-][0-9]{{1,2}})?'
@@ -55,7 +55,7 @@ def repeat(least: float, most: float) -> str:
 def write_string(schema: Mapping[str, Any], holes: list[Any]) -> str | None:
   """Writes strings of a length, of all patterns and of a format; None if there are none.
 
-  What is more than a length is an automaton, added to `holes`; see byte_automata.fill.
+  What is more than a length is an automaton, added to `holes`; see regex_automata.fill.
 
   Raises:
     ValueError: A pattern or a format is not supported.
@@ -75,13 +75,13 @@ def write_string(schema: Mapping[str, Any], holes: list[Any]) -> str | None:
   key = (f'{_BEGIN}{_TEXT}{length}{_END}', *texts)
   if key not in holes:
     holes.append(key)
-  return byte_automata.mark_hole(holes.index(key))
+  return regex_automata.mark_hole(holes.index(key))
 
 
-def compile_string(expressions: tuple[str, ...]) -> byte_automata.Acceptor:
+def compile_string(expressions: tuple[str, ...]) -> regex_automata.Acceptor:
   """Compiles a hole: strings, in JSON, that all expressions of `write_string` match."""
-  automata = map(byte_automata.compile_regex, expressions)
-  goto, matches = functools.reduce(byte_automata.intersect, automata)
+  automata = map(regex_automata.compile_regex, expressions)
+  goto, matches = functools.reduce(regex_automata.intersect, automata)
   # A second state of each comes after a backslash.
   count, quote = len(goto), ord('"')
   quoted = np.full((2 * count, 256), -1, np.int32)
@@ -90,7 +90,7 @@ def compile_string(expressions: tuple[str, ...]) -> byte_automata.Acceptor:
   quoted[:count, ord('\\')] = np.arange(count) + count
   for character, escape in zip('"\\/\b\f\n\r\t', '"\\/bfnrt', strict=True):
     quoted[count:, ord(escape)] = goto[:, ord(character)]
-  return byte_automata.trim(quoted, np.append(matches, np.zeros(count, bool)))
+  return regex_automata.trim(quoted, np.append(matches, np.zeros(count, bool)))
 
 
 def translate(pattern: str) -> str:

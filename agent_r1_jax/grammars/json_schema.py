@@ -12,7 +12,8 @@ import re
 from typing import Any
 import urllib.parse
 
-from agent_r1_jax.agent import json_texts, tool_schema
+from agent_r1_jax.agent import tool_schema
+from agent_r1_jax.grammars import json_texts
 
 # What the alternatives of a schema are made of, by the type whose values it restricts.
 _KEYWORDS = {

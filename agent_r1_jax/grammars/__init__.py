@@ -1,0 +1,1 @@
+"""What a reply may be: regular expressions, JSON schemas, calls of tools."""
