@@ -17,9 +17,9 @@ import test_slot_attention
 from agent_r1_jax.models import attention, kv_cache, sharding
 from agent_r1_jax.models.kernels import (
   attention_kernels,
-  prefill_attention,
   row_attention,
   slot_attention,
+  tpu_attention,
 )
 
 
@@ -166,7 +166,7 @@ def _attend_to(q, k, v, sees):
 
 def test_a_prefill_on_tpus():
   """Three blocks of queries, three of slots."""
-  attend = functools.partial(prefill_attention.attend, first=0, heads=1)
+  attend = functools.partial(tpu_attention.attend_to_slots, first=0, heads=1)
   with pltpu.force_tpu_interpret_mode():
     assert_slots(attend, T=192, S=384, block=128, seed=0)
 

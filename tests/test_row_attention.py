@@ -13,7 +13,7 @@ from agent_r1_jax.models import attention, sharding
 from agent_r1_jax.models.kernels import (
   attention_kernels,
   block_attention,
-  gpu_tiles,
+  gpu,
   row_attention,
 )
 
@@ -36,7 +36,7 @@ def test_output_and_gradients_are_those_of_blocks(monkeypatch):
 
   Heads that share keys; texts of which one fills a block, and a tree of two branches.
   """
-  monkeypatch.setattr(gpu_tiles, '_DEPTH', 1)
+  monkeypatch.setattr(gpu, '_DEPTH', 1)
   rows, T = ([64] * 64 + [101] * 37, [120] * 20 + [70] * 50 + [120] * 50), 128
   ends = jnp.asarray([row + list(range(len(row) + 1, T + 1)) for row in rows])
   *qkv, dout = inputs(T, 4, 2, 128, len(rows))

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, Num
 from agent_r1_jax import types
 from agent_r1_jax.models import kv_cache, sharding
 from agent_r1_jax.models.kernels import attention_kernels as kernels
-from agent_r1_jax.models.kernels import block_attention, row_attention
+from agent_r1_jax.models.kernels import block_attention
 
 # A block of causal attention has at least this many queries.
 _MIN_BLOCK = 64
@@ -139,7 +139,7 @@ def _packed(
   if by_rows or sharding.platform() == 'cpu':
     ends_BT = spans_BT if trees else block_attention.find_ends(spans_BT)
     if by_rows:
-      return row_attention.attend(q_BTNH, k_BTKH, v_BTKH, ends_BT)
+      return kernels.over_rows(q_BTNH, k_BTKH, v_BTKH, ends_BT)
     return block_attention.attend(q_BTNH, k_BTKH, v_BTKH, ends_BT, reach, rules.cap)
   capped = rules.cap is not None
   fused = sharding.platform() == 'gpu' and kernels.has_cudnn(q_BTNH) and not capped

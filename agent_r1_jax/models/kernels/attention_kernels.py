@@ -1,7 +1,8 @@
 """Attention by the kernels of one platform: in Pallas for TPUs, and cuDNN's for GPUs.
 
 models/attention.py computes by one of them where it supports the shapes, else by XLA; the
-results are the same up to rounding. Letters as there.
+results are the same up to rounding. A kernel is imported where it is used: that is slow,
+and useless on other platforms. Letters as there.
 """
 
 import concurrent.futures
@@ -19,7 +20,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from agent_r1_jax.models import kv_cache, sharding
-from agent_r1_jax.models.kernels import row_attention, slot_attention
 
 # Causal attention over a row is computed in at most this many blocks of queries.
 MAX_BLOCKS = 8
@@ -38,9 +38,6 @@ _HOPPER = ('H100', 'H20', 'H800')  # GH200 and H200 too.
 _LARGEST_GAP = 0.05
 # How long that is waited for, compilation included.
 _CHECK_SECONDS = 300.0
-# Kernels that are checked before they are used. Their modules have `measure_gap`,
-# `VARIABLE`, which is 0 in the environment to leave them out, and what happens `INSTEAD`.
-_CHECKED: dict[str, Any] = {'slots': slot_attention, 'rows': row_attention}
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -60,8 +57,12 @@ def reads_used_slots(
     rounded: Whether the cache has 8 bits.
   """
   B, K, S, H = shape
-  if is_hopper() and slot_attention.supports(shape, dtype):
-    return _passes_check('slots', H, rounded)
+  if is_hopper():
+    from agent_r1_jax.models.kernels import slot_attention
+
+    if slot_attention.supports(shape, dtype):
+      kernel: Any = slot_attention
+      return _passes_check(kernel, H, rounded)
   if sharding.platform() != 'tpu' or rounded:
     return False
   tiles = S % LANES == 0 and H % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
@@ -78,14 +79,14 @@ def is_hopper() -> bool:
 
 
 @functools.cache
-def _passes_check(name: str, *sizes) -> bool:
+def _passes_check(kernel: Any, *sizes) -> bool:
   """Whether a kernel for GPUs computes here what XLA does; else a warning says so.
 
   Args:
-    name: A key of _CHECKED.
+    kernel: A module with `measure_gap`, `VARIABLE`, which is 0 in the environment to
+      leave the kernel out, and what happens `INSTEAD`.
     *sizes: What its `measure_gap` is given.
   """
-  kernel = _CHECKED[name]
   if os.environ.get(kernel.VARIABLE) == '0':
     return False
   if jax.default_backend() != 'gpu':
@@ -153,11 +154,11 @@ def _attend_on_tpu(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads: int, scal
   assert scales is None
   if q_BTNH.shape[1] == 1:
     return _attend_to_pages(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads)
-  # The import is slow, and useless on other platforms.
-  from agent_r1_jax.models.kernels import prefill_attention
+  from agent_r1_jax.models.kernels import tpu_attention
 
   positions_BT = jnp.where(positions_BT < k_BKSH.shape[2], positions_BT, 0)
-  return prefill_attention.attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads)
+  slots = q_BTNH, k_BKSH, v_BKSH, positions_BT
+  return tpu_attention.attend_to_slots(*slots, first, heads)
 
 
 def _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
@@ -165,7 +166,6 @@ def _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
 
   The slots of a row and a key-value head lie together: they are the pages of a text.
   """
-  # The import is slow, and useless on other platforms.
   from jax.experimental.pallas.ops.tpu import paged_attention
 
   B, K, S, H = k_BKSH.shape
@@ -192,6 +192,8 @@ def _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
 
 def _attend_to_blocks(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads: int, scales):
   """The same by the kernel for GPUs (slot_attention.py)."""
+  from agent_r1_jax.models.kernels import slot_attention
+
   positions_BT = jnp.where(positions_BT < k_BKSH.shape[2], positions_BT, 0)
   slots = q_BTNH, k_BKSH, v_BKSH, positions_BT
   return slot_attention.attend(*slots, first, heads, scales=scales)
@@ -212,7 +214,6 @@ def splash(
   A mask is a constant of the kernel, so that there are two where some layers slide; a
   layer computes one of them.
   """
-  # The import is slow, and useless on other platforms.
   from jax.experimental.pallas.ops.tpu import splash_attention
 
   T, N, H = q_BTNH.shape[1:]
@@ -247,10 +248,9 @@ def along_trees(q_BTNH, k_BTKH, v_BTKH, ends_BT) -> Float[Array, 'B T N H']:
 
   Splash attention, which knows segments, would need a mask of T x T numbers for each row.
   """
-  # The import is slow, and useless on other platforms.
-  from agent_r1_jax.models.kernels import tree_attention
+  from agent_r1_jax.models.kernels import tpu_attention
 
-  return tree_attention.attend(q_BTNH, k_BTKH, v_BTKH, ends_BT)
+  return tpu_attention.attend_along_trees(q_BTNH, k_BTKH, v_BTKH, ends_BT)
 
 
 def knows_spans(q_BTNH) -> bool:
@@ -258,10 +258,15 @@ def knows_spans(q_BTNH) -> bool:
 
   It is for GPUs of the kind of the H100, where it has passed a check.
   """
-  _, T, _, H = q_BTNH.shape
-  if not is_hopper() or not row_attention.supports(T, H, q_BTNH.dtype):
+  if not is_hopper():
     return False
-  passes = _passes_check('rows', H)
+  from agent_r1_jax.models.kernels import row_attention
+
+  _, T, _, H = q_BTNH.shape
+  if not row_attention.supports(T, H, q_BTNH.dtype):
+    return False
+  kernel: Any = row_attention
+  passes = _passes_check(kernel, H)
   left_out = os.environ.get(row_attention.VARIABLE) == '0'
   if not passes and not left_out and jax.process_count() > 1:
     raise RuntimeError(
@@ -270,6 +275,13 @@ def knows_spans(q_BTNH) -> bool:
       f'{row_attention.VARIABLE}=0.'
     )
   return passes
+
+
+def over_rows(q_BTNH, k_BTKH, v_BTKH, ends_BT) -> Float[Array, 'B T N H']:
+  """Computes `packed` by the kernel for GPUs that `knows_spans`."""
+  from agent_r1_jax.models.kernels import row_attention
+
+  return row_attention.attend(q_BTNH, k_BTKH, v_BTKH, ends_BT)
 
 
 def has_cudnn(q_BTNH) -> bool:

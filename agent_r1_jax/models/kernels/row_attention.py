@@ -1,11 +1,11 @@
 """Attention over packed rows on GPUs of Hopper's kind, in Pallas (Mosaic GPU).
 
 cuDNN knows a mask only as an addend of T x T numbers for each row. This kernel is told
-where the span of each key ends, as that for TPUs is (tree_attention.py), and knows whole
+where the span of each key ends, as that for TPUs is (tpu_attention.py), and knows whole
 texts and the paths of trees by it. As in FlashAttention (arXiv 2205.14135), the softmax
 is joined from block to block, and the backward pass computes the scores again.
 
-Tiles (gpu_tiles.py) are queries, by which keys and values come, except in the kernel for
+Tiles (gpu.py) are queries, by which keys and values come, except in the kernel for
 the gradients of keys and values, by which the queries of all heads that share them come.
 
 It has been compiled for an H100 and interpreted on a CPU, and has not run on a GPU: there
@@ -25,9 +25,9 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from agent_r1_jax.models.kernels import block_attention, gpu_tiles
+from agent_r1_jax.models.kernels import block_attention, gpu
 
-_M = _U = gpu_tiles.SIZE
+_M = _U = gpu.SIZE
 # What is 0 in the environment where the kernel is not to be used, and what happens then.
 VARIABLE = 'AGENT_R1_ROW_ATTENTION'
 INSTEAD = 'Rows attend by cuDNN, with a mask of T x T numbers'
@@ -38,9 +38,7 @@ _LOWEST = -1e30
 def supports(tokens: int, head_dim: int, dtype: Any) -> bool:
   """Whether the kernel takes rows of these tokens, of a model of this dtype."""
   return (
-    jnp.dtype(dtype) == jnp.bfloat16
-    and tokens % gpu_tiles.TILE == 0
-    and head_dim in (64, 128)
+    jnp.dtype(dtype) == jnp.bfloat16 and tokens % gpu.TILE == 0 and head_dim in (64, 128)
   )
 
 
@@ -50,7 +48,7 @@ def measure_gap(H: int) -> float:
   One has three texts and padding, the other a tree. Of a gradient it is the share of its
   largest number.
   """
-  T, keys = 2 * gpu_tiles.TILE, jax.random.split(jax.random.key(0), 4)
+  T, keys = 2 * gpu.TILE, jax.random.split(jax.random.key(0), 4)
   tree = [T] * 100 + [170] * 70 + [T] * (T - 170)
   texts = [30] * 30 + [200] * 170 + [240] * 40 + list(range(241, T + 1))
   ends_2T = jnp.asarray([texts, tree])
@@ -78,7 +76,7 @@ def attend(
 ) -> Float[Array, 'B T N H']:
   """Attends from position t to each position s with s <= t < ends[s].
 
-  T is a multiple of gpu_tiles.TILE, and each token sees itself. `interpret` are the
+  T is a multiple of gpu.TILE, and each token sees itself. `interpret` are the
   parameters of Pallas' interpreter, for tests.
   """
   return _attend(q_BTNH, k_BTKH, v_BTKH, ends_BT.astype(jnp.int32), interpret)
@@ -91,8 +89,8 @@ def _attend(q_BTNH, k_BTKH, v_BTKH, ends_BT, interpret) -> Float[Array, 'B T N H
 
 def _forward(q_BTNH, k_BTKH, v_BTKH, ends_BT, interpret):
   B, T, N, _ = q_BTNH.shape
-  out_BTNH, lse_BNT = gpu_tiles.compute(
-    gpu_tiles.Work('row_attention_forward', _begin_forward, _add_keys, _end_forward),
+  out_BTNH, lse_BNT = gpu.compute(
+    gpu.Work('row_attention_forward', _begin_forward, _add_keys, _end_forward),
     _list_seen(ends_BT, of_keys=False),
     tiles=(q_BTNH,),
     blocks=(k_BTKH, v_BTKH, ends_BT),
@@ -107,8 +105,8 @@ def _backward(interpret, saved, dout_BTNH):
   # d score = p (d p - Σ p d p), and the sum over all keys is out · d out.
   sum_BTN = (dout_BTNH.astype(jnp.float32) * out_BTNH).sum(-1)
   numbers = lse_BNT, jnp.swapaxes(sum_BTN, 1, 2)
-  (dq_BTNH,) = gpu_tiles.compute(
-    gpu_tiles.Work(
+  (dq_BTNH,) = gpu.compute(
+    gpu.Work(
       'row_attention_queries', _begin_gradients(1), _differentiate_queries, _end_queries
     ),
     _list_seen(ends_BT, of_keys=False),
@@ -117,10 +115,8 @@ def _backward(interpret, saved, dout_BTNH):
     outputs=(q_BTNH,),
     interpret=interpret,
   )
-  dk_BTKH, dv_BTKH = gpu_tiles.compute(
-    gpu_tiles.Work(
-      'row_attention_keys', _begin_gradients(2), _differentiate_keys, _end_keys
-    ),
+  dk_BTKH, dv_BTKH = gpu.compute(
+    gpu.Work('row_attention_keys', _begin_gradients(2), _differentiate_keys, _end_keys),
     _list_seen(ends_BT, of_keys=True),
     tiles=(k_BTKH, v_BTKH, ends_BT),
     blocks=(q_BTNH, dout_BTNH, *numbers),
@@ -142,7 +138,7 @@ def _list_seen(ends_BT, *, of_keys: bool) -> tuple[Array, Array]:
   seen_BAA = block_attention.find_seen(ends_BT.reshape(len(ends_BT), -1, _U))
   seen_BAA = jnp.swapaxes(seen_BAA, 1, 2) if of_keys else seen_BAA
   B, A, _ = seen_BAA.shape
-  seen_BCA = seen_BAA.reshape(B, A // gpu_tiles.GROUPS, gpu_tiles.GROUPS, A).any(2)
+  seen_BCA = seen_BAA.reshape(B, A // gpu.GROUPS, gpu.GROUPS, A).any(2)
   blocks_BCA = jnp.argsort(~seen_BCA, axis=-1, stable=True).astype(jnp.int32)
   return blocks_BCA, seen_BCA.sum(-1, dtype=jnp.int32)
 
@@ -152,9 +148,7 @@ def _begin_forward(registers, H: int) -> tuple:
   return tuple(registers.full(*shape) for shape in shapes)
 
 
-def _add_keys(
-  registers, tile: gpu_tiles.Tokens, block: gpu_tiles.Tokens, sums: tuple
-) -> tuple:
+def _add_keys(registers, tile: gpu.Tokens, block: gpu.Tokens, sums: tuple) -> tuple:
   """Adds a block to the output, and to the maximum and the sum of its weights."""
   (q_ref,), (k_ref, v_ref, ends_ref) = tile.refs, block.refs
   out_MH, top_M, sum_M = sums
@@ -178,7 +172,7 @@ def _begin_gradients(count: int) -> Callable:
 
 
 def _differentiate_queries(
-  registers, tile: gpu_tiles.Tokens, block: gpu_tiles.Tokens, sums: tuple
+  registers, tile: gpu.Tokens, block: gpu.Tokens, sums: tuple
 ) -> tuple:
   """Adds what a block of keys gives to the gradient of the queries."""
   (q_ref, dout_ref, lse_ref, sum_ref), (k_ref, v_ref, ends_ref) = tile.refs, block.refs
@@ -194,7 +188,7 @@ def _end_queries(sums: tuple, H: int) -> tuple:
 
 
 def _differentiate_keys(
-  registers, tile: gpu_tiles.Tokens, block: gpu_tiles.Tokens, sums: tuple
+  registers, tile: gpu.Tokens, block: gpu.Tokens, sums: tuple
 ) -> tuple:
   """Adds what a block of queries gives to the gradients of keys and values."""
   (k_ref, v_ref, ends_ref), (q_ref, dout_ref, lse_ref, sum_ref) = tile.refs, block.refs

@@ -27,14 +27,16 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Num
 
 from agent_r1_jax.models import kv_cache
-from agent_r1_jax.models.kernels import gpu_registers
+from agent_r1_jax.models.kernels import gpu
 
 # Queries of a tile, and the slots of a block.
-_M = BLOCK = gpu_registers.SIZE
+_M = BLOCK = gpu.SIZE
 # Blocks of keys and of values that are in shared memory at a time: with heads of 128
 # numbers of 16 bits 128 of 227 KiB.
 _DEPTH = 4
@@ -106,9 +108,6 @@ def attend(
   are not read. `interpret` are the parameters of Pallas' interpreter, for tests. A cache
   of int8 has `scales`.
   """
-  # The import is slow, and useless on other platforms.
-  from jax.experimental.pallas import mosaic_gpu as plgpu
-
   B, T, N, H = q_BTNH.shape
   K, S = heads or k_BKSH.shape[1], k_BKSH.shape[2]
   G = N // K
@@ -123,7 +122,7 @@ def attend(
     jnp.repeat(positions_BT.astype(jnp.int32), G, axis=1), ((0, 0), spare)
   )
   last_BQM = last_BX.reshape(B, tiles, _M)
-  registers = gpu_registers.choose(interpret)
+  registers = gpu.choose(interpret)
   k_scale_BKS, v_scale_BKS = scales or (None, None)
   numbers = jax.ShapeDtypeStruct((B, K, tiles, parts, _M), jnp.float32)
   out_BKQPMH, top_BKQPM, sum_BKQPM = plgpu.kernel(
@@ -152,7 +151,6 @@ def attend(
 
 def _list_scratch(H: int, dtype: Any, *, rounded: bool) -> tuple:
   """Returns the shared memory and the barriers of `_kernel`."""
-  from jax.experimental.pallas import mosaic_gpu as plgpu
 
   def block(*shape: int, dtype: Any) -> Any:
     """In tiles of 8 times as many numbers as 128 bytes hold, or all that a row has."""
@@ -192,16 +190,12 @@ class _Slots(NamedTuple):
 
   def fetch(self, at: tuple, place: Any) -> None:
     """Begins to copy a block."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     for ref, smem in zip(self.refs, self.smem, strict=True):
       if ref is not None:
         plgpu.copy_gmem_to_smem(ref.at[at], smem.at[place], self.barriers.at[place])
 
   def receive(self, place: Any, registers: Any) -> tuple[Any, Array | None]:
     """Waits for a block; returns it, and its scales for each query, [M, U], if any."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     plgpu.barrier_wait(self.barriers.at[place])
     block, scales = self.smem
     if scales is None:
@@ -230,12 +224,9 @@ def _kernel(
   *,
   parts: int,
   rows: int,
-  registers: gpu_registers.Registers,
+  registers: gpu.Registers,
 ):
   """Computes blocks part, part + parts, ... of one tile of queries."""
-  from jax.experimental import pallas as pl
-  from jax.experimental.pallas import mosaic_gpu as plgpu
-
   (q_smem, last_smem), (k_smem, v_smem, wide_smem) = queries_smem, blocks_smem
   keys = _Slots(k_refs, k_smem, blocks_barriers[0], wide_smem)
   values = _Slots(v_refs, v_smem, blocks_barriers[1], wide_smem)
@@ -288,9 +279,6 @@ def _add_block(q_smem, keys: _Slots, values: _Slots, place, seen_MU, sums, regis
 
 def _store(sums, sums_smem, refs, rows: int) -> None:
   """Copies the output of `rows` queries, and all maxima and sums, to main memory."""
-  from jax.experimental import pallas as pl
-  from jax.experimental.pallas import mosaic_gpu as plgpu
-
   for smem, x in zip(sums_smem, sums, strict=True):
     smem[...] = x
   plgpu.commit_smem()

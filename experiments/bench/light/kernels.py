@@ -49,16 +49,16 @@ def check() -> Iterator[lines.Line]:
     if platform != 'tpu':
       found['row_attention'] = row_attention.attend, _check_rows
     if platform != 'gpu':
-      from agent_r1_jax.models.kernels import tree_attention
+      from agent_r1_jax.models.kernels import tpu_attention
 
-      found['tree_attention'] = tree_attention.attend, _check_rows
+      found['tree_attention'] = tpu_attention.attend_along_trees, _check_rows
   elif _WHAT.value == 'slots':
     if platform != 'tpu':
       found['slot_attention'] = slot_attention.attend, _check_slots
     if platform != 'gpu':
-      from agent_r1_jax.models.kernels import prefill_attention
+      from agent_r1_jax.models.kernels import tpu_attention
 
-      found['prefill_attention'] = prefill_attention.attend, _check_prefill
+      found['prefill_attention'] = tpu_attention.attend_to_slots, _check_prefill
   for name, (attend, compare) in found.items():
     interpreted = contextlib.nullcontext()
     if platform == 'cpu':

@@ -1,15 +1,29 @@
-"""Attention along the paths of trees on TPUs, in Pallas.
+"""Attention on TPUs, in Pallas: along the paths of trees, and of many tokens to a cache.
 
-A block of queries reads, one after the other, the blocks of keys that one of its queries
-sees. The softmax is joined from block to block (online_softmax.py), and the backward pass
-computes the scores again. The lists of such blocks are computed before a kernel begins,
-so that a block that nothing sees is not fetched either.
+As in FlashAttention (arXiv 2205.14135), the softmax is joined from one block of keys to
+the next: of all blocks before, a kernel keeps the weighted sum of the values, the sum of
+the weights and the largest score. Scores never leave the core.
 
-Arrays of scores have keys in rows and queries in columns. The only column of numbers is
-that of the keys' ends, which all heads share.
+Arrays of scores have keys in rows and queries in columns. What there is of a query, such
+as the sum of its weights, is then a row of numbers that lie side by side, where a column
+of them would take 128 times its memory. The only column of numbers is that of the keys'
+ends in trees, which all heads share.
 
-Letters as in attention.py, and: U tokens of a block, A blocks of a row.
+Along trees, a block of queries reads the blocks of keys that one of its queries sees, and
+the backward pass computes the scores again. The lists of such blocks are computed before
+a kernel begins, so that a block that nothing sees is not fetched either.
+
+Of a cache, the blocks of slots are read that a row's tokens see. The queries that share a
+key-value head, all heads of all tokens, are computed together, so that keys and values
+are read once for a block of them. This kernel has been interpreted on a CPU and compiled
+for TPUs, and has not run on one.
+
+Letters as in attention.py, and: A blocks of a row, U tokens of a block of keys and one of
+queries in trees; of a cache X = T G queries in blocks of Q, and P slots of a block.
 """
+
+import math
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -18,13 +32,21 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from agent_r1_jax.models.kernels import block_attention, online_softmax
+from agent_r1_jax.models.kernels import block_attention
 
 # Tokens of a block: the first of these that divides a row. They are whole tiles of a TPU.
 BLOCKS = (512, 256, 128)
+# The most slots of a block of a cache, and its numbers of queries: the first that divides
+# them. Their scores have 2 MiB at most.
+_SLOTS, _QUERIES = 512, (1024, *BLOCKS)
+_HIDDEN = float(jnp.finfo(jnp.float32).min)  # The score of a key that is not seen.
+# The axis of each of two matrices over which their product sums: x · yᵀ, x · y, xᵀ · y.
+_ROWS_BY_ROWS, _ROWS_BY_COLUMNS, _COLUMNS_BY_COLUMNS = (
+  (((x,), (y,)), ((), ())) for x, y in ((1, 1), (1, 0), (0, 0))
+)
 
 
-def attend(
+def attend_along_trees(
   q_BTNH: Float[Array, 'B T N H'],
   k_BTKH: Float[Array, 'B T K H'],
   v_BTKH: Float[Array, 'B T K H'],
@@ -52,12 +74,13 @@ def _forward(q_BNTH, k_BKTH, v_BKTH, ends_BT):
   A = seen_BAA.shape[1]
   queries, keys, numbers, columns, ends = _specs(q_BNTH, k_BKTH, A)
   out_BNHT, lse_BN1T = _call(
+    'tree_attention_forward',
     _forward_kernel,
     (B, N, A, A),
     _list(seen_BAA),
     [(q_BNTH, queries), (k_BKTH, keys), (v_BKTH, keys), (ends_BT[..., None], ends)],
     [((B, N, H, T), q_BNTH.dtype, columns), ((B, N, 1, T), jnp.float32, numbers)],
-    online_softmax.Sums.shapes(H, T // A),
+    _Sums.shapes(H, T // A),
   )
   return out_BNHT, (q_BNTH, k_BKTH, v_BKTH, ends_BT, out_BNHT, lse_BN1T)
 
@@ -65,9 +88,8 @@ def _forward(q_BNTH, k_BKTH, v_BKTH, ends_BT):
 def _backward(saved, dout_BNHT):
   q_BNTH, k_BKTH, v_BKTH, ends_BT, out_BNHT, lse_BN1T = saved
   B, N, T, H = q_BNTH.shape
-  K = k_BKTH.shape[1]
   seen_BAA = _find_seen(ends_BT)
-  A = seen_BAA.shape[1]
+  K, A = k_BKTH.shape[1], seen_BAA.shape[1]
   # d score = p (d p - Σ p d p), and the sum over all keys is out · d out.
   sum_BN1T = (dout_BNHT.astype(jnp.float32) * out_BNHT).sum(2, keepdims=True)
 
@@ -78,6 +100,7 @@ def _backward(saved, dout_BNHT):
 
   specs = _specs(q_BNTH, k_BKTH, A)
   (dq_BNHT,) = _call(
+    'tree_attention_queries',
     _queries_kernel,
     (B, N, A, A),
     _list(seen_BAA),
@@ -87,6 +110,7 @@ def _backward(saved, dout_BNHT):
   )
   specs = _specs(q_BNTH, k_BKTH, A, of_keys=True)
   dk_BKTH, dv_BKTH = _call(
+    'tree_attention_keys',
     _keys_kernel,
     (B, K, A, N // K, A),
     _list(jnp.swapaxes(seen_BAA, 1, 2)),
@@ -104,7 +128,7 @@ def _forward_kernel(
   others_ref, count_ref, q_ref, k_ref, v_ref, ends_ref, out_ref, lse_ref, *scratch
 ):
   """Computes a block of queries: out [H, U], and the logarithm of the softmax's sum."""
-  sums = online_softmax.Sums(*scratch)
+  sums = _Sums(*scratch)
   i, n = pl.program_id(2), pl.program_id(3)
   j, used = _next(others_ref, count_ref, n)
 
@@ -136,9 +160,7 @@ def _queries_kernel(others_ref, count_ref, *refs):
     k_ref = inputs[1]
     _, dscores_UU = _differentiate(inputs, i, j)
     dscores_UU = dscores_UU.astype(k_ref.dtype)
-    sums_ref[...] += online_softmax.dot(
-      k_ref[...], dscores_UU, online_softmax.COLUMNS_BY_COLUMNS
-    )
+    sums_ref[...] += _dot(k_ref[...], dscores_UU, _COLUMNS_BY_COLUMNS)
 
   @pl.when(n == pl.num_programs(3) - 1)
   def end():
@@ -161,12 +183,8 @@ def _keys_kernel(others_ref, count_ref, *refs):
     q_ref, dout_ref = inputs[0], inputs[3]
     p_UU, dscores_UU = _differentiate(inputs, i, j)
     p_UU, dscores_UU = p_UU.astype(dout_ref.dtype), dscores_UU.astype(q_ref.dtype)
-    dv_sums_ref[...] += online_softmax.dot(
-      p_UU, dout_ref[...], online_softmax.ROWS_BY_ROWS
-    )
-    dk_sums_ref[...] += online_softmax.dot(
-      dscores_UU, q_ref[...], online_softmax.ROWS_BY_COLUMNS
-    )
+    dv_sums_ref[...] += _dot(p_UU, dout_ref[...], _ROWS_BY_ROWS)
+    dk_sums_ref[...] += _dot(dscores_UU, q_ref[...], _ROWS_BY_COLUMNS)
 
   @pl.when((g == pl.num_programs(3) - 1) & (n == pl.num_programs(4) - 1))
   def end():
@@ -178,19 +196,19 @@ def _differentiate(inputs, i, j) -> tuple[Float[Array, 'U U'], Float[Array, 'U U
   """Computes the softmax of a block and the gradient of its scores."""
   q_ref, k_ref, v_ref, dout_ref, lse_ref, sum_ref, ends_ref = inputs
   p_UU = jnp.exp(_scores(q_ref, k_ref, ends_ref, i, j) - lse_ref[...])
-  dp_UU = online_softmax.dot(v_ref[...], dout_ref[...], online_softmax.ROWS_BY_COLUMNS)
+  dp_UU = _dot(v_ref[...], dout_ref[...], _ROWS_BY_COLUMNS)
   return p_UU, p_UU * (dp_UU - sum_ref[...])
 
 
 def _scores(q_ref, k_ref, ends_ref, i, j) -> Float[Array, 'U U']:
   """Computes the scores of the keys of block j and the queries of block i."""
-  scores_UU = online_softmax.dot(k_ref[...], q_ref[...], online_softmax.ROWS_BY_ROWS)
+  scores_UU = _dot(k_ref[...], q_ref[...], _ROWS_BY_ROWS)
   count = lambda block, axis: (
     block * len(scores_UU) + jax.lax.broadcasted_iota(jnp.int32, scores_UU.shape, axis)
   )
   keys_UU, queries_UU = count(j, 0), count(i, 1)
   sees_UU = (keys_UU <= queries_UU) & (queries_UU < ends_ref[...])
-  return jnp.where(sees_UU, scores_UU, online_softmax.HIDDEN)
+  return jnp.where(sees_UU, scores_UU, _HIDDEN)
 
 
 def _next(others_ref, count_ref, n) -> tuple[Array, Array]:
@@ -202,9 +220,8 @@ def _next(others_ref, count_ref, n) -> tuple[Array, Array]:
 
 
 def _find_seen(ends_BT) -> Bool[Array, 'B A A']:
-  T = ends_BT.shape[1]
-  block = next(b for b in BLOCKS if T % b == 0)
-  return block_attention.find_seen(ends_BT.reshape(len(ends_BT), -1, block))
+  U = next(b for b in BLOCKS if ends_BT.shape[1] % b == 0)
+  return block_attention.find_seen(ends_BT.reshape(len(ends_BT), -1, U))
 
 
 def _list(seen_BAA) -> tuple[Int[Array, 'BAA'], Int[Array, 'BA']]:
@@ -252,7 +269,110 @@ def _specs(q_BNTH, k_BKTH, A: int, *, of_keys: bool = False) -> list[pl.BlockSpe
   ]
 
 
-def _call(kernel, grid, lists, inputs, outputs, scratch) -> tuple[Array, ...]:
+def attend_to_slots(
+  q_BTNH: Float[Array, 'B T N H'],
+  k_BKSH: Float[Array, 'B K S H'],
+  v_BKSH: Float[Array, 'B K S H'],
+  positions_BT: Int[Array, 'B T'],
+  first: Int[Array, ''] | int,
+  heads: int,
+) -> Float[Array, 'B T N H']:
+  """Attends to every slot at or before the query's position, which is one of S.
+
+  The queries share `heads` key-value heads from `first` on. T N / heads and S are
+  multiples of 128.
+  """
+  B, T, N, H = q_BTNH.shape
+  S, G = k_BKSH.shape[2], N // heads
+  X = T * G
+  q_BKXH = (q_BTNH * H**-0.5).reshape(B, T, heads, G, H)
+  q_BKXH = jnp.moveaxis(q_BKXH, 1, 2).reshape(B, heads, X, H)
+  position_BX = jnp.repeat(positions_BT.astype(jnp.int32), G, axis=1)
+  Q = next(n for n in _QUERIES if X % n == 0)
+  P = math.gcd(S, _SLOTS)
+  count_BA = position_BX.reshape(B, -1, Q).max(2) // P + 1
+  A = count_BA.shape[1]
+
+  def slots(b, k, a, p, count_ref, first_ref):
+    # The last block that is seen is named again, and so not fetched again.
+    return b, first_ref[0] + k, jnp.minimum(p, count_ref[b * A + a] - 1), 0
+
+  queries = pl.BlockSpec((None, None, Q, H), lambda b, k, a, *_: (b, k, a, 0))
+  columns = pl.BlockSpec((None, None, H, Q), lambda b, k, a, *_: (b, k, 0, a))
+  numbers = pl.BlockSpec((None, 1, Q), lambda b, k, a, *_: (b, 0, a))
+  keys = pl.BlockSpec((None, None, P, H), slots)
+  (out_BKHX,) = _call(
+    'prefill_attention',
+    _slots_kernel,
+    (B, heads, A, S // P),
+    (count_BA.reshape(-1), jnp.asarray(first, jnp.int32).reshape(1)),
+    [(q_BKXH, queries), (k_BKSH, keys), (v_BKSH, keys), (position_BX[:, None], numbers)],
+    [((B, heads, H, X), q_BTNH.dtype, columns)],
+    _Sums.shapes(H, Q),
+  )
+  out_BKHTG = out_BKHX.reshape(B, heads, H, T, G)
+  return jnp.transpose(out_BKHTG, (0, 3, 1, 4, 2)).reshape(B, T, N, H)
+
+
+def _slots_kernel(
+  count_ref, first_ref, q_ref, k_ref, v_ref, position_ref, out_ref, *scratch
+):
+  """Computes a block of queries, [H, Q]."""
+  sums = _Sums(*scratch)
+  p = pl.program_id(3)
+  used = p < count_ref[pl.program_id(0) * pl.num_programs(2) + pl.program_id(2)]
+  pl.when(p == 0)(sums.begin)
+
+  @pl.when(used)
+  def add_slots():
+    scores_PQ = _dot(k_ref[...], q_ref[...], _ROWS_BY_ROWS)
+    slot_PQ = jax.lax.broadcasted_iota(jnp.int32, scores_PQ.shape, 0) + p * len(scores_PQ)
+    sees_PQ = slot_PQ <= position_ref[...]
+    sums.add(jnp.where(sees_PQ, scores_PQ, _HIDDEN), v_ref[...])
+
+  @pl.when(p == pl.num_programs(3) - 1)
+  def end():
+    out_ref[...] = sums.mean().astype(out_ref.dtype)
+
+
+class _Sums(NamedTuple):
+  """What a kernel keeps of the blocks before, as references to float32 arrays."""
+
+  values: Any  # [H, Q]
+  weights: Any  # [1, Q]
+  most: Any  # [1, Q]
+
+  @staticmethod
+  def shapes(H: int, Q: int) -> list[tuple[int, int]]:
+    """Returns the shapes of the arrays."""
+    return [(H, Q), (1, Q), (1, Q)]
+
+  def begin(self):
+    """Begins a block of queries."""
+    self.values[...] = jnp.zeros_like(self.values)
+    self.weights[...] = jnp.zeros_like(self.weights)
+    self.most[...] = jnp.full_like(self.most, _HIDDEN)
+
+  def add(self, scores_SQ: Float[Array, 'S Q'], v_SH: Float[Array, 'S H']):
+    """Adds a block of keys."""
+    most_1Q = jnp.maximum(self.most[...], scores_SQ.max(0, keepdims=True))
+    p_SQ, before_1Q = jnp.exp(scores_SQ - most_1Q), jnp.exp(self.most[...] - most_1Q)
+    out_HQ = _dot(v_SH, p_SQ.astype(v_SH.dtype), _COLUMNS_BY_COLUMNS)
+    self.values[...] = self.values[...] * before_1Q + out_HQ
+    self.weights[...] = self.weights[...] * before_1Q + p_SQ.sum(0, keepdims=True)
+    self.most[...] = most_1Q
+
+  def mean(self) -> Float[Array, 'H Q']:
+    """Computes the weighted mean of the values; each query has seen a key."""
+    return self.values[...] / self.weights[...]
+
+
+def _dot(x: Array, y: Array, axes: Any) -> Array:
+  """Multiplies matrices, and sums in float32."""
+  return jax.lax.dot_general(x, y, axes, preferred_element_type=jnp.float32)
+
+
+def _call(name, kernel, grid, lists, inputs, outputs, scratch) -> tuple[Array, ...]:
   """Runs a kernel over a grid; `scratch` are the shapes of its sums, in float32."""
   return pl.pallas_call(
     kernel,
@@ -268,5 +388,5 @@ def _call(kernel, grid, lists, inputs, outputs, scratch) -> tuple[Array, ...]:
       # Programs that add to the same sums run one after the other.
       dimension_semantics=('parallel',) * 3 + ('arbitrary',) * (len(grid) - 3)
     ),
-    name=f'tree_attention{kernel.__name__.removesuffix("_kernel")}',
+    name=name,
   )(*lists, *(x for x, _ in inputs))

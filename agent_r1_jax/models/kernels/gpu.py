@@ -1,8 +1,15 @@
-"""Tiles of tokens, by which blocks of others come: a kernel for GPUs of Hopper's kind.
+"""What kernels for GPUs of Hopper's kind are made of: registers, and tiles of tokens.
 
-A program computes a tile of 128 tokens, of one head of one row, with three groups of 128
-threads. Two of them have 64 tokens each, whose numbers stay in shared memory; the third
-copies the blocks of 64 tokens of the other side that come by, ahead of the tensor cores.
+Pallas' kernels for such GPUs (Mosaic GPU) say how numbers are laid out over the threads;
+its interpreter (jax 0.10.2) has copies and barriers, but neither layouts nor transposed
+operands. So a kernel is written once, with one of two classes of the same methods.
+
+`compute` runs programs that each compute a tile of 128 tokens, of one head of one row, by
+which blocks of others come. It has three groups of 128 threads. Two of them have 64
+tokens each, whose numbers stay in shared memory; the third copies the blocks of 64 tokens
+of the other side, ahead of the tensor cores.
+
+M = U = SIZE: rows of a product, and columns of a block.
 """
 
 from collections.abc import Callable
@@ -11,18 +18,115 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from agent_r1_jax.models.kernels import gpu_registers
-
-# Tokens of a group and of a block, the groups that compute, and the tokens of a tile.
-SIZE, GROUPS = gpu_registers.SIZE, 2
+# Rows of a product of the tensor cores, and tokens of a group or a block.
+SIZE = 64
+# The groups that compute, and the tokens of a tile.
+GROUPS = 2
 TILE = GROUPS * SIZE
 # Blocks in shared memory at a time. With heads of 128 numbers of 16 bits, they and what
 # stays there take 192 of 227 KiB where both sides have two arrays of heads.
 _DEPTH = 4
 # Registers of a thread: 3 groups of 128 have 65,536, and the one that copies needs few.
 _COPYING, _COMPUTING = 40, 232
+
+
+class Hopper:
+  """What is done with numbers in registers, on an H100: they have layouts."""
+
+  def full(self, shape: tuple[int, ...], value: float) -> Array:
+    """Makes float32 numbers for rows, [M], or for rows and columns, [M, ...]."""
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+  def load(self, ref: Any) -> Array:
+    """Loads a number for each row from shared memory."""
+    return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(1))
+
+  def load_columns(self, ref: Any) -> Array:
+    """Loads a number for each column, and repeats it in each row, [M, U]."""
+    x_U = plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(0))
+    x_MU = jax.lax.broadcast_in_dim(x_U, (SIZE, SIZE), [1])
+    return plgpu.layout_cast(x_MU, plgpu.Layout.WGMMA)
+
+  def cast(self, ref: Any, wide_ref: Any) -> None:
+    """Casts the integers of a block, from shared memory to shared memory."""
+    x_UH = plgpu.load(ref, (), layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    wide_UH = x_UH.astype(wide_ref.dtype)
+    wide_ref[...] = plgpu.layout_cast(wide_UH, plgpu.Layout.WGMMA)
+    plgpu.commit_smem()
+
+  def count(self, axis: int) -> Array:
+    """Returns [M, U] with 0, 1, ... along an axis."""
+    layout = plgpu.Layout.WGMMA
+    return plgpu.broadcasted_iota(jnp.int32, (SIZE, SIZE), axis, layout=layout)
+
+  def multiply(self, left, right_ref, shape, *, transposed: bool = False) -> Array:
+    """Multiplies on the tensor cores, and waits for the product."""
+
+    def run(sum_ref):
+      right = plgpu.transpose_ref(right_ref, (1, 0)) if transposed else right_ref
+      plgpu.wgmma(sum_ref, left, right)
+      return sum_ref[...]
+
+    accumulator = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(run, accumulator(shape, jnp.float32))
+
+  def add_product(self, sums: Array, left: Array, right_ref) -> Array:
+    """Adds a product to sums, [M, ...] in float32, and waits for it."""
+    accumulator = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+    multiply = lambda sum_ref: plgpu.wgmma(sum_ref, left, right_ref)
+    total: Any = pl.run_state(multiply)(accumulator.init(sums))
+    return total
+
+
+class Interpreted:
+  """The same for Pallas' interpreter.
+
+  It has copies and barriers, but (jax 0.10.2) neither layouts of registers nor transposed
+  operands.
+  """
+
+  def full(self, shape: tuple[int, ...], value: float) -> Array:
+    """Makes float32 numbers."""
+    return jnp.full(shape, value, jnp.float32)
+
+  def load(self, ref: Any) -> Array:
+    """Loads all of `ref`."""
+    return ref[...]
+
+  def load_columns(self, ref: Any) -> Array:
+    """Repeats all of `ref` in each row."""
+    return jax.lax.broadcast_in_dim(ref[...], (SIZE, SIZE), [1])
+
+  def cast(self, ref: Any, wide_ref: Any) -> None:
+    """Casts."""
+    wide_ref[...] = ref[...].astype(wide_ref.dtype)
+
+  def count(self, axis: int) -> Array:
+    """Returns [M, U] with 0, 1, ... along an axis."""
+    return jax.lax.broadcasted_iota(jnp.int32, (SIZE, SIZE), axis)
+
+  def multiply(self, left, right_ref, shape, *, transposed: bool = False) -> Array:
+    """Multiplies; the result has `shape`."""
+    right = right_ref[...].T if transposed else right_ref[...]
+    product = jnp.dot(left[...], right, preferred_element_type=jnp.float32)
+    return product.reshape(shape)
+
+  def add_product(self, sums: Array, left: Array, right_ref) -> Array:
+    """Adds a product to sums."""
+    return sums + self.multiply(left, right_ref, sums.shape)
+
+
+Registers = Hopper | Interpreted
+
+
+def choose(interpret: Any) -> Registers:
+  """Returns those of the interpreter where its parameters are given."""
+  return Interpreted() if interpret else Hopper()
 
 
 class Tokens(NamedTuple):
@@ -67,9 +171,6 @@ def compute(work: Work, lists, *, tiles, blocks, outputs, interpret) -> tuple[Ar
       whose shared memory they are gathered; then [rows, heads, tokens].
     interpret: The parameters of Pallas' interpreter, for tests.
   """
-  # The import is slow, and useless on other platforms.
-  from jax.experimental.pallas import mosaic_gpu as plgpu
-
   rows, tokens, heads, head_dim = tiles[0].shape
 
   def shared(array, *leading: int) -> Any:
@@ -81,7 +182,7 @@ def compute(work: Work, lists, *, tiles, blocks, outputs, interpret) -> tuple[Ar
     return plgpu.SMEM((*leading, SIZE, head_dim), array.dtype, transforms=layout)
 
   kernel = plgpu.kernel(
-    functools.partial(_kernel, work=work, registers=gpu_registers.choose(interpret)),
+    functools.partial(_kernel, work=work, registers=choose(interpret)),
     out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs),
     scratch_types=(
       tuple(shared(x, GROUPS) for x in tiles),
@@ -132,9 +233,6 @@ class _Stream(NamedTuple):
 
   def copy(self, row) -> None:
     """Copies all blocks, each to where the one _DEPTH steps before has been read."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     steps = self.count * self.passes
 
     def fetch(step, _):
@@ -152,7 +250,6 @@ class _Stream(NamedTuple):
 
   def fold(self, add: Callable, sums: tuple) -> tuple:
     """Adds all blocks to the sums, each when it has arrived."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def read(step, sums):
       place, first = self.locate(step)
@@ -171,12 +268,9 @@ def _kernel(
   block_refs,
   *refs,
   work: Work,
-  registers: gpu_registers.Registers,
+  registers: Registers,
 ):
   """Computes one tile, of one head and row."""
-  from jax.experimental import pallas as pl
-  from jax.experimental.pallas import mosaic_gpu as plgpu
-
   *out_refs, tiles_smem, blocks_smem, numbers_smem, loaded, arrived, read = refs
   names = 'tile', 'head', 'row', 'group'
   tile, head, row, group = (jax.lax.axis_index(name) for name in names)
@@ -218,8 +312,6 @@ def _kernel(
 
 def _find_tokens(ref, row, head, first) -> Any:
   """Returns SIZE tokens of a row, of one head where there are heads, from `first` on."""
-  from jax.experimental import pallas as pl
-
   tokens = pl.ds(first, SIZE)
   places = {4: (row, tokens, head), 3: (row, head, tokens), 2: (row, tokens)}
   return ref.at[places[len(ref.shape)]]
