@@ -23,7 +23,7 @@ _TEMPERATURE = 0.7
 
 def _config(dtype: str = 'float32', family: str = 'qwen2', layers: int = 1):
   shape = tiny.config(family, layers)
-  return dataclasses.replace(shape, dtype=dtype, batch_invariant=True)
+  return dataclasses.replace(shape, dtype=dtype, ops=batch_invariant.INVARIANT)
 
 
 async def _play(engine, number: int) -> list:
@@ -122,7 +122,7 @@ def test_a_gradient_in_packed_rows_has_the_bits_of_calls_through_a_cache():
   _assert_same_bits(batches, found)
   # Exactly 0, and so the ratio exactly 1.
   assert gradients.sums['behaviour_kl'] == 0.0
-  plain = dataclasses.replace(config, batch_invariant=False)
+  plain = dataclasses.replace(config, ops=None)
   ordinary = learner.logprobs(params, batches[0], config=plain, temperature=_TEMPERATURE)
   counts = batches[0].weights != 0
   np.testing.assert_allclose(found[0][counts], ordinary[counts], atol=2e-5)
@@ -202,7 +202,7 @@ def test_the_gradient_is_that_of_the_ordinary_code():
   config = _config('float32')
 
   def compute(x, config):
-    return jnp.floor(x) if config.batch_invariant else jnp.sin(x)
+    return jnp.floor(x) if config.ops else jnp.sin(x)
 
   join = ops.choose(config).differentiate(compute, config)
   value, slope = jax.value_and_grad(join)(1.5)
@@ -220,7 +220,7 @@ def test_prefix_trees_have_the_bits_of_the_sampler_in_bfloat16():
 
 
 def test_what_is_not_known_to_have_equal_bits_is_refused():
-  shape = dataclasses.replace(tiny.config('qwen3_moe'), batch_invariant=True)
+  shape = dataclasses.replace(tiny.config('qwen3_moe'), ops=batch_invariant.INVARIANT)
   with pytest.raises(
     ValueError, match=r'model.batch_invariant: .* with experts, only on'
   ):

@@ -136,7 +136,7 @@ def check(monkeypatch):
   def run(gap):
     monkeypatch.setattr(slot_attention, 'measure_gap', lambda *args: gap())
     attention_kernels._passes_check.cache_clear()
-    return attention_kernels._passes_check('slots', 128)
+    return attention_kernels._passes_check(slot_attention, 128)
 
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
   yield run

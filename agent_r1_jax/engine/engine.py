@@ -82,7 +82,7 @@ class Engine:
     Raises:
       ValueError: A size is too small, or does not fit the number of replicas; or the
         kernels cannot have 8 bits; or there are adapters in `params` beside named ones;
-        or what config.batch_invariant excludes.
+        or what config.ops excludes.
     """
     if weights != 'model':
       quantization.check(weights, config.num_experts, 'weights')

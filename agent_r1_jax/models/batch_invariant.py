@@ -36,6 +36,7 @@ from agent_r1_jax.models import (
   head,
   kv_cache,
   lora,
+  ops,
   sharding,
 )
 
@@ -141,7 +142,7 @@ def extend(
 
 def _run(params, config, tokens_M, positions_M, store: Store) -> Float[Array, 'M D']:
   """Computes all layers of tokens and their positions, and the last norm."""
-  exact = dataclasses.replace(config, dtype='float32', batch_invariant=False)
+  exact = dataclasses.replace(config, dtype='float32', ops=None)
   embedding = params['embed']['embedding']
   x_MD = _by_blocks(
     lambda token_U: decoder.scale_embeddings(embedding[token_U], config), tokens_M
@@ -293,7 +294,7 @@ def with_plain_gradient(
   Both compute the same but for rounding; the gradient needs no bits of its own.
   """
   exact = functools.partial(compute, config=config)
-  plain_config = dataclasses.replace(config, batch_invariant=False)
+  plain_config = dataclasses.replace(config, ops=None)
   plain = functools.partial(compute, config=plain_config)
 
   @jax.custom_vjp
@@ -364,3 +365,15 @@ def _widen(layer, config) -> decoder.Params:
   layer = jax.tree.map(lambda x: x.astype(jnp.float32), layer)
   split = lambda x: x.reshape(*x.shape[:-1], config.num_heads, config.head_dim)
   return layer | {'attn': layer['attn'] | {'q': jax.tree.map(split, layer['attn']['q'])}}
+
+
+INVARIANT = ops.Ops(
+  hidden_and_loads=hidden_and_loads,
+  extend=extend,
+  logits=logits,
+  logprobs=logprobs,
+  log_softmax=log_softmax,
+  differentiate=with_plain_gradient,
+  check=check,
+  rings=False,  # Its blocks of keys begin at a text's first token.
+)

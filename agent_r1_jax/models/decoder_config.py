@@ -54,9 +54,8 @@ class DecoderConfig:
   # all but its input; 'dots', all but its projections' outputs. docs/memory.md has the
   # costs.
   remat: str = 'none'
-  # Whether log-probs have the same bits in the sampler and the learner; see
-  # batch_invariant.py.
-  batch_invariant: bool = False
+  # The functions that compute it, an ops.Ops; None for ops.PLAIN.
+  ops: Any = None
   vision: VisionConfig | None = None  # The tower that reads pictures, if there is one.
 
   def __post_init__(self):

@@ -1,4 +1,4 @@
-"""How a policy is computed: PLAIN, or INVARIANT (batch_invariant.py).
+"""The functions that compute a policy: PLAIN, or what DecoderConfig.ops names.
 
 The sampler and the learner compute by the same ones, so that their log-probs agree.
 """
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from agent_r1_jax.models import batch_invariant, decoder
+from agent_r1_jax.models import decoder
 from agent_r1_jax.models.decoder_config import DecoderConfig
 
 
@@ -24,7 +24,8 @@ class Ops(NamedTuple):
     log_softmax: As jax.nn.log_softmax, of [M, V].
     differentiate: (f, config) -> a function of parameters that computes
       f(params, config=config) and can be differentiated.
-    check: Refuses what cannot be computed so; see batch_invariant.check.
+    check: (config, params, chips=, adapters=, weights=, cache=): refuses what cannot be
+      computed so.
     rings: Whether the cache of a layer that slides may be a ring.
   """
 
@@ -48,18 +49,8 @@ PLAIN = Ops(
   check=lambda config, params, **others: None,
   rings=True,
 )
-INVARIANT = Ops(
-  hidden_and_loads=batch_invariant.hidden_and_loads,
-  extend=batch_invariant.extend,
-  logits=batch_invariant.logits,
-  logprobs=batch_invariant.logprobs,
-  log_softmax=batch_invariant.log_softmax,
-  differentiate=batch_invariant.with_plain_gradient,
-  check=batch_invariant.check,
-  rings=False,  # Its blocks of keys begin at a text's first token.
-)
 
 
 def choose(config: DecoderConfig) -> Ops:
   """Returns the functions that compute a policy of this shape."""
-  return INVARIANT if config.batch_invariant else PLAIN
+  return config.ops or PLAIN

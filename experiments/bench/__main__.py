@@ -30,7 +30,7 @@ from agent_r1_jax.agent import automata
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import batch_invariant, decoder
 from agent_r1_jax.rl import packing, table
 from experiments.bench import common
 
@@ -375,7 +375,8 @@ def main(_):
   if unknown := set(_WHAT.value) - set(names):
     raise app.UsageError(f'--what: {sorted(unknown)}; there are {names}')
   config = common.SHAPES[_SHAPE.value]
-  config = dataclasses.replace(config, batch_invariant=_BATCH_INVARIANT.value)
+  ops = batch_invariant.INVARIANT if _BATCH_INVARIANT.value else None
+  config = dataclasses.replace(config, ops=ops)
   bench = Bench(config, decoder.init(config, jax.random.key(0)))
   about = {
     'shape': _SHAPE.value,

@@ -20,7 +20,7 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import decoder, lora, quantization, sharding
+from agent_r1_jax.models import batch_invariant, decoder, lora, quantization, sharding
 from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms, optimizers, packing
 from agent_r1_jax.rl import train_state as train_state_lib
@@ -99,7 +99,7 @@ def load(
     shape,
     dtype=config.dtype,
     remat=config.remat or 'none',
-    batch_invariant=config.batch_invariant,
+    ops=batch_invariant.INVARIANT if config.batch_invariant else None,
   )
   return (
     shape,
@@ -228,8 +228,7 @@ def _check_replaceable(
   params: decoder.Params,
 ):
   """Raises ValueError unless the policy's parameters fit the reference's model."""
-  free = {'dtype': 'float32', 'remat': 'none', 'max_positions': 0}
-  free |= {'batch_invariant': False}
+  free = {'dtype': 'float32', 'remat': 'none', 'max_positions': 0, 'ops': None}
   theirs, ours = (dataclasses.replace(m, **free) for m in (reference_model, model))
   differing = [
     f.name

@@ -22,7 +22,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
 from agent_r1_jax.host import processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.models import sharding
+from agent_r1_jax.models import batch_invariant, sharding
 from agent_r1_jax.models.decoder import UNROLLED_LAYERS
 from agent_r1_jax.models.files import hf_config
 from agent_r1_jax.rl import algorithms
@@ -348,8 +348,8 @@ def read_models(config: config_lib.Model, algorithm) -> Models:
       'model.path is empty; give the directory of a model in Hugging Face layout.'
     )
   policy = hf_config.read(config.path, config.formats)
-  computes = {'dtype': config.dtype, 'batch_invariant': config.batch_invariant}
-  policy = dataclasses.replace(policy, **computes)
+  ops = batch_invariant.INVARIANT if config.batch_invariant else None
+  policy = dataclasses.replace(policy, dtype=config.dtype, ops=ops)
   if algorithm is None:
     return Models(policy)
   reference = config.reference and hf_config.read(config.reference, config.formats)
