@@ -19,13 +19,13 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
+from agent_r1_jax.engine import adapters as adapters_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import (
   decoder,
   engine_params,
   kv_cache,
   lora,
-  stacked_adapters,
 )
 
 
@@ -105,7 +105,7 @@ class TestTokens:
   def test_each_row_of_a_call_is_that_of_a_merged_copy(self, family, dtype):
     """Biases, norms after a projection, and experts, which have no adapters."""
     shape = dataclasses.replace(tiny.config(family), dtype=dtype)
-    targets = [*stacked_adapters.list_targets(shape)]
+    targets = [*lora.list_targets(shape)]
     assert ('gate' in targets) == (not shape.num_experts)
     base = tiny.params(shape)
     adapted = jax.tree_util.tree_map_with_path(
@@ -116,8 +116,8 @@ class TestTokens:
       ),
       lora.add(base, 2, targets, 4.0, jax.random.key(0)),
     )
-    values = stacked_adapters.prepare(shape, lora.take(adapted), 2)
-    stacks = stacked_adapters.put(stacked_adapters.make(shape, 3, 2), 2, values)
+    values = adapters_lib.prepare(shape, lora.take(adapted), 2)
+    stacks = adapters_lib.put(adapters_lib.make_stacks(shape, 3, 2), 2, values)
     tokens = jnp.asarray(clients.tokens(0, 12).reshape(2, 6))
     positions = jnp.tile(jnp.arange(6), (2, 1))
 
@@ -132,7 +132,7 @@ class TestTokens:
     expected, bare = extend(merged), extend(plain)
     # Neither an adapter's slot nor other rows change a bit.
     np.testing.assert_array_equal(found[1], bare[1])
-    moved = stacked_adapters.put(stacked_adapters.make(shape, 3, 2), 1, values)
+    moved = adapters_lib.put(adapters_lib.make_stacks(shape, 3, 2), 1, values)
     same = extend(plain, lora.Adapters(moved, jnp.array([1, 0])))
     np.testing.assert_array_equal(same, found)
     tolerance: dict[str, Any] = {'atol': 1e-4, 'rtol': 1e-4}

@@ -22,7 +22,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import adapter_table, event_loop
+from agent_r1_jax.engine import adapters as adapters_lib
+from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
@@ -103,7 +104,7 @@ class Engine:
     self.interrupted: Callable[[], bool] = lambda: False
     self.stats = stats_lib.Stats()
     self._meshes = [None] if mesh is None else sharding.make_replica_meshes(mesh, chips)
-    self.adapters = adapter_table.AdapterTable(
+    self.adapters = adapters_lib.AdapterTable(
       config, adapters, adapter_rank, self._meshes
     )
     self._check(params)

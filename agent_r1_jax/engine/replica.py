@@ -21,7 +21,8 @@ from jax.sharding import Mesh
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request, adapter_table, drafts, reservations
+from agent_r1_jax.engine import active_request, drafts, reservations
+from agent_r1_jax.engine import adapters as adapters_lib
 from agent_r1_jax.engine import device as device_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import request as request_lib
@@ -67,7 +68,7 @@ class Replica:
     sizes: sizes_lib.Sizes,
     guides: Mapping[guide_lib.Guide, Any],
     stats: stats_lib.Stats,
-    adapters: adapter_table.AdapterTable,
+    adapters: adapters_lib.AdapterTable,
     mesh: Mesh | None = None,
     copy_index: int = 0,
   ):
@@ -253,7 +254,7 @@ class Replica:
 
   def _choose_requests(
     self,
-    slots: adapter_table.Slots,
+    slots: adapters_lib.Slots,
     candidates: Sequence[active_request.ActiveRequest],
   ) -> tuple[Policy, list[active_request.ActiveRequest]]:
     """Chooses the requests of the next prefill, copy or decode, and gives them rows.
@@ -287,7 +288,7 @@ class Replica:
     self,
     params,
     version: int,
-    slots: adapter_table.Slots,
+    slots: adapters_lib.Slots,
     chosen: list[active_request.ActiveRequest],
   ) -> bool:
     """Copies prefixes that texts share, or else prefills one chunk of each row.
@@ -349,7 +350,7 @@ class Replica:
     self,
     params,
     policy_step: int,
-    slots: adapter_table.Slots,
+    slots: adapters_lib.Slots,
     chosen: list[active_request.ActiveRequest],
   ):
     """Samples tokens for the rows that are prefilled, and adds them to the replies."""

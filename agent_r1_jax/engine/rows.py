@@ -36,7 +36,7 @@ class Row:
   written: int = 0
   # The version of the policy, and of the adapter, that computed these.
   version: Hashable = MIXED
-  adapter: int = 0  # That adapter; see adapter_table.Weights.
+  adapter: int = 0  # That adapter; see adapters.Weights.
   # The generation that is under way in it.
   generation: request_lib.Generation | None = None
   # Whether its prefill has started; False while it waits to copy from another row.

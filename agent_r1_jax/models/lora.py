@@ -39,12 +39,13 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from agent_r1_jax.models import families, quantization, sharded_params, sharding
+from agent_r1_jax.models.decoder_config import DecoderConfig
 
 LEAVES = ('lora_a', 'lora_b', 'lora_scale')
 
 
 class Adapters(NamedTuple):
-  """Several adapters, and which of them each row uses; see stacked_adapters.py."""
+  """Several adapters, and which of them each row uses; see engine/adapters.py."""
 
   # A tree for each layer, {'attn': {'q': {'a': [n, R, I], 'b': [n, R, O]}, ...}, ...}.
   layers: tuple[dict[str, Any], ...]
@@ -64,6 +65,28 @@ def check_targets(targets: Sequence[str]) -> None:
     raise ValueError(
       f'lora_targets is {tuple(targets)}; give one or more of {tuple(families.TARGETS)}.'
     )
+
+
+def list_targets(config: DecoderConfig) -> dict[str, families.Parameter]:
+  """Lists the kernels of a layer that can have an adapter, by the adapter's name."""
+  return {
+    name: target
+    for name, target in families.TARGETS.items()
+    if config.facts.has(target.path.removeprefix('layers/'))
+  }
+
+
+def get_shapes(
+  config: DecoderConfig, target: families.Parameter, rank: int
+) -> dict[str, tuple[int, ...]]:
+  """Returns the shapes of an adapter's leaves for all layers, as `add` makes them."""
+  inputs, outputs = (
+    tuple(getattr(config, families.SIZES[letter][0]) for letter in letters)
+    for letters in (target.inputs, target.dims.split('>')[1])
+  )
+  L = config.num_layers
+  shapes = (L, *inputs, rank), (L, rank, *outputs), (L,)
+  return dict(zip(LEAVES, shapes, strict=True))
 
 
 def add(

@@ -19,7 +19,7 @@ import optax
 from agent_r1_jax import types
 from agent_r1_jax.contrib.tinker import data as data_lib
 from agent_r1_jax.contrib.tinker import losses as losses_lib
-from agent_r1_jax.models import decoder, lora, stacked_adapters
+from agent_r1_jax.models import decoder, lora
 from agent_r1_jax.rl import learner, losses, packing
 
 # The scale of an adapter of rank r is ALPHA / r, as in the LoRA of Tinker's cookbook.
@@ -92,7 +92,7 @@ class Learning:
   ):
     """Takes the base's parameters, which have no adapters; nothing is copied."""
     self.config, self.shape, self.rank = config, shape, rank
-    self.targets = tuple(stacked_adapters.list_targets(config))
+    self.targets = tuple(lora.list_targets(config))
     # The numbers are arrays of its state, so that a step may change them.
     self._adam = optax.inject_hyperparams(_make_adam)(*[1.0] * 6)
     # A value head would be learned.
@@ -250,8 +250,8 @@ class Learning:
 
   def _list_shapes(self, rank: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Lists the place, the name and the shapes of an adapter of each projection."""
-    for name, target in stacked_adapters.list_targets(self.config).items():
-      shapes = stacked_adapters.get_shapes(self.config, target, rank)
+    for name, target in lora.list_targets(self.config).items():
+      shapes = lora.get_shapes(self.config, target, rank)
       yield target.path.split('/')[1], name, shapes
 
 

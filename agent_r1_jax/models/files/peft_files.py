@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from agent_r1_jax.models import decoder, families, lora, sharding, stacked_adapters
+from agent_r1_jax.models import decoder, families, lora, sharding
 from agent_r1_jax.models.files import json_fields, tensor_files
 
 _ROOT = 'base_model.model.'  # In front of the names of the base's modules.
@@ -116,7 +116,7 @@ def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder
     _, root, module = name.rpartition(_ROOT)
     tensors[root + config.facts.read_name(module)] = tensor
   layers: dict[str, Any] = {}
-  for name, target in stacked_adapters.list_targets(config).items():
+  for name, target in lora.list_targets(config).items():
     _, place, *_ = target.path.split('/')
     tensor = f'{_ROOT}{target.tensor.removesuffix(".weight")}.lora_{{}}.weight'
     names = {
@@ -125,7 +125,7 @@ def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder
     }
     if tensors.keys().isdisjoint(names['lora_a'] + names['lora_b']):
       continue
-    shapes = stacked_adapters.get_shapes(config, target, rank)
+    shapes = lora.get_shapes(config, target, rank)
     leaves = {
       leaf: _read_leaf(file, tensors, names[leaf], shapes[leaf]) for leaf in names
     }
@@ -135,7 +135,7 @@ def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder
     raise ValueError(
       f'{file}: tensor {min(tensors)} has no place in a {config.family} of '
       f'{config.num_layers} layers; adapters may be in '
-      f'{", ".join(stacked_adapters.list_targets(config))}.'
+      f'{", ".join(lora.list_targets(config))}.'
     )
   if not layers:
     raise ValueError(f'{file}: has no tensors; write the adapter again.')

@@ -1,21 +1,23 @@
-"""Adapters side by side on the device, of which each row of a batch uses one.
+"""The adapters of an engine: by name, and stacked on the device, where each row uses one.
 
-  stacks = stacked_adapters.make(config, slots=4, rank=16)  # Zeros.
-  values = stacked_adapters.prepare(config, adapter, rank=16)
-  stacks = stacked_adapters.put(stacks, 2, values)
-  decoder.extend(params, ..., lora.Adapters(stacks, index))
+A request names an adapter. While the request is under way it uses that adapter's slot,
+which then belongs to no other name: an adapter that is removed answers the requests that
+have begun. New weights under a name come to its slot, and to the requests under way. A
+name that was removed and comes again is another adapter.
 
 Every projection of families.TARGETS has a stack of A and one of B in each layer, so that
 adapters of whatever targets and of lower ranks are rows of the same arrays: those that an
 adapter lacks are zeros. Slot 0 is zeros and stands for no adapter.
 
 A is stored [slots, R, I] and not [slots, I, R]: a TPU stores the last axis in tiles of
-128, and a rank has a few numbers. Letters as in lora.py.
+128, and a rank has a few numbers. Letters as in models/lora.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+import itertools
 import math
-from typing import Any
+import threading
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -30,29 +32,153 @@ from agent_r1_jax.models.decoder_config import DecoderConfig
 Stacks = tuple[dict[str, Any], ...]
 
 
-def list_targets(config: DecoderConfig) -> dict[str, families.Parameter]:
-  """Lists the kernels of a layer that can have an adapter, by the adapter's name."""
-  return {
-    name: target
-    for name, target in families.TARGETS.items()
-    if config.facts.has(target.path.removeprefix('layers/'))
-  }
+class Weights(NamedTuple):
+  """What a slot holds."""
+
+  version: int  # A number that differs where the weights do.
+  step: int  # The policy_step of Engine.set_adapter, reported with each token.
+  adapter: int  # The first version of the name; 0 is no adapter.
 
 
-def get_shapes(
-  config: DecoderConfig, target: families.Parameter, rank: int
-) -> dict[str, tuple[int, ...]]:
-  """Returns the shapes of an adapter's leaves for all layers, as lora.add makes them."""
-  inputs, outputs = (
-    tuple(getattr(config, families.SIZES[letter][0]) for letter in letters)
-    for letters in (target.inputs, target.dims.split('>')[1])
-  )
-  L = config.num_layers
-  shapes = (L, *inputs, rank), (L, rank, *outputs), (L,)
-  return dict(zip(lora.LEAVES, shapes, strict=True))
+class Slots(NamedTuple):
+  """What all slots hold at one time; other weights make another one."""
+
+  weights: tuple[Weights, ...]
+  # The stacks on each chip (or on `tensor` of them); none if there are no adapters.
+  copies: list[Stacks]
+
+  def select(self, copy_index: int, slots: np.ndarray) -> lora.Adapters | None:
+    """Selects the slot of each entry of a call; None if there are no adapters."""
+    index: Any = slots  # jit takes numpy arrays too.
+    return lora.Adapters(self.copies[copy_index], index) if self.copies else None
 
 
-def make(
+class AdapterTable:
+  """The named adapters; any thread may call it.
+
+  Attributes:
+    count: The most adapters; 0 leaves them out of all programs.
+    rank: The highest rank of one.
+    slots: What the slots hold now. Slot 0 stands for no adapter.
+  """
+
+  def __init__(
+    self,
+    config: DecoderConfig,
+    count: int,
+    rank: int,
+    meshes: Sequence[Mesh | None],
+  ):
+    """Allocates the stacks on each mesh.
+
+    Raises:
+      ValueError: A number is too small.
+    """
+    if count < 0 or rank < 1:
+      raise ValueError(
+        f'adapters is {count} and adapter_rank {rank}; they must be at least 0 and 1.'
+      )
+    self.count, self.rank, self._config = count, rank, config
+    copies = [
+      make_stacks(config, count + 1, rank, mesh) for mesh in (meshes if count else ())
+    ]
+    self.slots = Slots((Weights(0, 0, 0),) * (count + 1), copies)
+    self._names: dict[str, int] = {}
+    self._users = [0] * (count + 1)
+    self._versions = itertools.count(1)
+    # The first is held while weights are copied, the second only while names change: the
+    # event loop waits for no copy.
+    self._setting, self._naming = threading.Lock(), threading.Lock()
+
+  @property
+  def names(self) -> list[str]:
+    """The names in the order in which they came."""
+    return [*self._names]
+
+  @property
+  def free(self) -> int:
+    """How many slots neither a name nor a request has."""
+    with self._naming:
+      return len(self._list_free_slots())
+
+  @property
+  def unused(self) -> list[str]:
+    """The names that no request uses, in the order in which they came."""
+    with self._naming:
+      return [name for name, slot in self._names.items() if not self._users[slot]]
+
+  def set(self, name: str, adapter: dict[str, Any], policy_step: int | None):
+    """Gives a name these weights; see Engine.set_adapter."""
+    if not isinstance(name, str) or not name:
+      raise ValueError(f'an adapter is named {name!r}; give it a text.')
+    if not self.count:
+      raise ValueError('the engine has no room for adapters: make it with adapters=n.')
+    values = prepare(self._config, adapter, self.rank)
+    with self._setting:
+      weights, version = [*self.slots.weights], next(self._versions)
+      if name in self._names:
+        slot = self._names[name]
+        _, step, first = weights[slot]
+      else:
+        slot, step, first = self._find_free_slot(name), -1, version
+      step = step + 1 if policy_step is None else policy_step
+      weights[slot] = Weights(version, step, first)
+      copies = [put(x, slot, values) for x in self.slots.copies]
+      # Before the name, which a request may use from then on.
+      self.slots = Slots(tuple(weights), copies)
+      with self._naming:
+        self._names[name] = slot
+
+  def remove(self, name: str):
+    """Removes a name; see Engine.remove_adapter."""
+    with self._setting, self._naming:
+      self._find_slot(name)
+      del self._names[name]
+
+  def acquire(self, name: str | None) -> int:
+    """Adds a user to an adapter and returns its slot; `release` takes it in the end.
+
+    Raises:
+      ValueError: No adapter has the name.
+    """
+    if name is None:
+      return 0
+    with self._naming:
+      slot = self._find_slot(name)
+      self._users[slot] += 1
+    return slot
+
+  def release(self, slot: int):
+    """Removes the user that `acquire` has added."""
+    with self._naming:
+      self._users[slot] -= 1 if slot else 0
+
+  def _find_slot(self, name: str) -> int:
+    if name not in self._names:
+      names = ', '.join(self._names) or 'none'
+      raise ValueError(
+        f'there is no adapter {name!r:.80}; there are: {names}. Engine.set_adapter adds '
+        'one.'
+      )
+    return self._names[name]
+
+  def _find_free_slot(self, name: str) -> int:
+    """Finds a slot that no name and no request has."""
+    free = self._list_free_slots()
+    if not free:
+      raise ValueError(
+        f'there is no room for the adapter {name!r:.80}: {", ".join(self._names)} and '
+        f'requests of removed ones use all {self.count} slots. Remove one, wait until '
+        'its requests have ended, or make the engine with more adapters.'
+      )
+    return free[0]
+
+  def _list_free_slots(self) -> list[int]:
+    used = {0, *self._names.values()}
+    return [slot for slot, n in enumerate(self._users) if not (n or slot in used)]
+
+
+def make_stacks(
   config: DecoderConfig, slots: int, rank: int, mesh: Mesh | None = None
 ) -> Stacks:
   """Makes stacks of zeros in config.dtype.
@@ -64,8 +190,8 @@ def make(
     mesh: The chips of a replica: `tensor` shards inputs and outputs as the kernel's.
   """
   stacks: Stacks = tuple({} for _ in range(config.num_layers))
-  for name, target in list_targets(config).items():
-    shapes = get_shapes(config, target, rank)
+  for name, target in lora.list_targets(config).items():
+    shapes = lora.get_shapes(config, target, rank)
     specs = mesh and _make_specs(target, shapes, mesh)
     for layer in stacks:
       stack = layer.setdefault(_get_place(target), {}).setdefault(name, {})
@@ -94,9 +220,9 @@ def prepare(config: DecoderConfig, adapter: dict[str, Any], rank: int) -> Stacks
   """
   leaves = _check(config, adapter, rank)
   layers: Stacks = tuple({} for _ in range(config.num_layers))
-  for name, target in list_targets(config).items():
+  for name, target in lora.list_targets(config).items():
     place = _get_place(target)
-    shapes = get_shapes(config, target, rank)
+    shapes = lora.get_shapes(config, target, rank)
     L, I, O = len(layers), *_count_numbers(shapes)
     a_LRI, b_LRO = np.zeros((L, rank, I)), np.zeros((L, rank, O))
     if (place, name) in leaves:
@@ -130,7 +256,7 @@ def _check(
   config: DecoderConfig, adapter: dict[str, Any], rank: int
 ) -> dict[tuple[str, str], dict[str, np.ndarray]]:
   """Returns an adapter's leaves in numpy, by place and name; raises as `prepare`."""
-  found, targets = {}, list_targets(config)
+  found, targets = {}, lora.list_targets(config)
   for (place, name), node in _list_nodes(adapter):
     path = f'layers/{place}/{name}'
     if name not in targets or _get_place(targets[name]) != place:
@@ -145,7 +271,7 @@ def _check(
       )
     leaves = {leaf: sharding.to_numpy(x).astype(np.float32) for leaf, x in node.items()}
     shape = leaves['lora_a'].shape
-    shapes = get_shapes(config, targets[name], shape[-1] if shape else 0)
+    shapes = lora.get_shapes(config, targets[name], shape[-1] if shape else 0)
     for leaf, x in leaves.items():
       if x.shape != shapes[leaf]:
         raise ValueError(
