@@ -91,7 +91,7 @@ def test_new_adapters_change_no_log_prob():
   # Another choice of targets, in another order: the same A where there is one.
   few = _adapted(params, zero=True, targets=('down', 'q'))['layers']
   np.testing.assert_array_equal(few['attn']['q']['lora_a'], q['lora_a'])
-  assert not lora.has_adapters(few['attn']['k']) and lora.has_adapters(few['mlp'])
+  assert not lora.is_in(few['attn']['k']) and lora.is_in(few['mlp'])
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])

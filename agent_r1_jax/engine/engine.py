@@ -299,7 +299,7 @@ class Engine:
 
   def _check(self, params: decoder.Params):
     """Raises ValueError for adapters that would be added to others."""
-    if self.adapters.count and lora.has_adapters(params):
+    if self.adapters.count and lora.is_in(params):
       raise ValueError(
         'params have adapters, and the engine has named ones, which would be added to '
         "them: give the base's parameters, and set_adapter(name, lora.take(params))."

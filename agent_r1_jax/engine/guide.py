@@ -35,7 +35,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 
-# A tree of arrays: those of one request in Guide.off and Request.guides, and those of all
+# Nested arrays: those of one request in Guide.off and Request.guides, and those of all
 # entries, [M, ...], in the functions.
 State = Any
 

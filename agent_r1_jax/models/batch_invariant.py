@@ -76,7 +76,7 @@ def check(
     f'on {chips} chips': chips > 1,
     'with experts': config.num_experts > 0,
     'with pictures': config.vision is not None,
-    'with LoRA adapters (model.lora_rank)': lora.has_adapters(params),
+    'with LoRA adapters (model.lora_rank)': lora.is_in(params),
     'with named adapters': adapters > 0,
     f'with kernels of 8 bits (engine.weights={weights!r})': weights != 'model',
     f'with a cache of 8 bits (engine.cache={cache!r})': cache != 'model',
@@ -93,7 +93,7 @@ def hidden_and_loads(
 ) -> tuple[Float[Array, 'B T D'], None]:
   """Computes decoder.hidden_and_loads of packed rows; there are no experts.
 
-  Positions alone tell where the tokens of a text are, in segments and in trees. The
+  Positions alone tell where the tokens of a text are, in segments and along paths. The
   params are the learner's; there is no gradient.
   """
   B, T = rows.tokens.shape
@@ -231,7 +231,7 @@ def _attend(q_UNH, position_U, read, rules: attention.Rules) -> Float[Array, 'U 
 def _find_paths(positions_BT: Int[Array, 'B T']) -> Int[Array, 'M T']:
   """Finds where a token's text has its position 0, 1, ...: the numbers of those tokens.
 
-  It is the last token before it of that position, since trees are in depth-first order.
+  It is the last token before it of that position, since paths are in depth-first order.
   What stands at a later position than the token's own has no meaning.
   """
   B, T = positions_BT.shape

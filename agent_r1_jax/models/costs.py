@@ -48,7 +48,7 @@ class Parameters(NamedTuple):
   """How many parameters a model has that activations are multiplied with as matrices.
 
   Attributes:
-    layers: Those that each token passes, adapters included, without the head's.
+    layers: Those that each token passes, those of LoRA included, without the head's.
     head: Those of the kernel that makes the logits.
     experts: Those of all experts together.
     share: The part of the experts that computes one token.
@@ -67,8 +67,8 @@ class Parameters(NamedTuple):
 
 def count_parameters(params: Any, config: DecoderConfig) -> Parameters:
   """Counts the kernels in parameters, or in their shapes, stacked as a learner's."""
-  leaves = jax.tree_util.tree_leaves_with_path
-  size = lambda tree: sum(x.size for at, x in leaves(tree) if at[-1].key in _MATRICES)
+  leaves = jax.tree.leaves_with_path
+  size = lambda part: sum(x.size for at, x in leaves(part) if at[-1].key in _MATRICES)
   rest = {k: v for k, v in params.items() if k not in ('embed', 'lm_head', 'vision')}
   # The router is no expert.
   moe = rest['layers'].get('moe', {})
@@ -132,6 +132,6 @@ def count_gradient(
     config,
     positions[computed],
     logits if has_logits else 0,
-    products=2 if lora.has_adapters(params) else 3,
+    products=2 if lora.is_in(params) else 3,
     attention=3,
   )

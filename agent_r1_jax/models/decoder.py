@@ -252,7 +252,7 @@ def hidden(
 ) -> Float[Array, 'B T D']:
   """Final hidden states of packed rows; a token sees those up to it of its segment.
 
-  In rows of trees it sees those of its path.
+  Where texts share prefixes (types.Tree) it sees those of its path.
   """
   return hidden_and_loads(params, config, rows)[0]
 

@@ -1,7 +1,7 @@
-"""The parameters as the engine samples with them: one tree a layer, cast and merged.
+"""The parameters as the engine samples with them: layer by layer, cast and merged.
 
-The learner's are stacked over the layers, float32, with adapters apart. The results are
-the same; a decode saves slices, casts and the products of adapters.
+The learner's are stacked over the layers, float32, with LoRA's apart. The results are the
+same; a decode saves slices, casts and LoRA's products.
 """
 
 import functools
@@ -10,7 +10,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from agent_r1_jax.models import decoder, lora, quantization
+from agent_r1_jax.models import decoder, lora, quantization, sharding
 
 
 def unstack(
@@ -18,8 +18,8 @@ def unstack(
 ) -> decoder.Params:
   """Makes the parameters of `decoder.extend` from those of the learner.
 
-  `layers` becomes a tuple with a tree for each layer: an array [L, ...] becomes L arrays.
-  Norms and routers stay float32, everything else is cast to config.dtype. Adapters are
+  `layers` becomes a tuple with a dict for each layer: an array [L, ...] becomes L arrays.
+  Norms and routers stay float32, everything else is cast to config.dtype. LoRA is
   merged, one kernel after the other: all merged kernels together would be a second copy
   of the layers. Those beside frozen kernels of 8 bits stay as they are.
 
@@ -35,25 +35,24 @@ def unstack(
   if weights != 'model':
     quantization.check(weights, config.num_experts, 'engine.weights')
   others = {k: v for k, v in params.items() if k not in ('layers', 'final_norm')}
-  cast = jax.tree_util.tree_map_with_path(
-    lambda path, x: round_leaf(x, _choose_dtype(jax.tree_util.keystr(path), x, config)),
-    others,
+  cast = sharding.map_named(
+    lambda path, x: round_leaf(x, _choose_dtype(path, x, config)), others
   )
-  layers = _unstack_tree(params['layers'], config, 'layers', weights)
+  layers = _unstack_layers(params['layers'], config, 'layers', weights)
   return params | cast | {'layers': layers}
 
 
-def _unstack_tree(
-  tree: decoder.Params, config: decoder.DecoderConfig, path: str, weights: str
+def _unstack_layers(
+  stacked: decoder.Params, config: decoder.DecoderConfig, path: str, weights: str
 ) -> tuple[decoder.Params, ...]:
-  """Returns a tree for each layer; `path` are the names above the tree."""
+  """Returns a dict for each layer; `path` are the names above it."""
   stacks = {}
-  frozen = quantization.SCALE in tree
-  merges = 'lora_a' in tree and not frozen
-  for name, x in (lora.merge(tree) if merges else tree).items():
+  frozen = quantization.SCALE in stacked
+  merges = 'lora_a' in stacked and not frozen
+  for name, x in (lora.merge(stacked) if merges else stacked).items():
     place = f'{path}/{name}'
     if isinstance(x, dict):
-      stacks[name] = _unstack_tree(x, config, place, weights)
+      stacks[name] = _unstack_layers(x, config, place, weights)
     else:
       # [L, D, N, H] -> [L, D, N H], and the bias likewise: a TPU stores the last two axes
       # in tiles, so that XLA would copy each kernel at every decode to join N and H.

@@ -4,7 +4,7 @@ A new family is a row of FAMILIES and a directory of tests/golden/decoder, which
 tests/golden/make_decoder_golden.py writes. models/files/hf_config.py reads its
 config.json, and refuses what no family has. If its layers compute something new, that is
 code in models/decoder.py which depends on a field of the row. Checkpoints, sharding,
-adapters and the tests of all families follow the table.
+LoRA and the tests of all families follow the table.
 
 A dimension is a letter: L layers, D embed, F feed-forward, N query heads, K key-value
 heads, H head dim, V vocabulary, E experts, I feed-forward of an expert, S that of the
@@ -36,7 +36,7 @@ SIZES = {
 class Parameter(NamedTuple):
   """A parameter of the model; a layer's parameter is stacked over all layers."""
 
-  path: str  # Path in the parameter tree, joined by '/'.
+  path: str  # Path among the parameters, joined by '/'.
   # Name of its tensor in a checkpoint; '{}' stands for the layer. Each '{}' is a
   # dimension of the parameter, in front of those of a tensor.
   tensor: str
@@ -353,8 +353,8 @@ FAMILIES['qwen2_5_vl'] = _QWEN2._replace(
   renamed={'model.language_model.': 'model.', 'model.visual.': 'visual.'},
 )
 _EVERY = {p.path: p for family in FAMILIES.values() for p in family.parameters}
-# The kernels that may have an adapter: name -> parameter. A new one comes last, for the
-# random numbers of an adapter depend on its place.
+# The kernels to which LoRA may be added: name -> parameter. A new one comes last, for its
+# random numbers depend on its place.
 TARGETS = {kernel.path.split('/')[-2]: kernel for kernel in (*_ATTENTION, *_MLP)}
 
 
@@ -362,7 +362,7 @@ def _list_dims() -> dict[str, str]:
   dims = {p.path: p.letters for p in (*_EVERY.values(), *VALUE_HEAD)}
   for target in TARGETS.values():
     place, outputs = target.path.removesuffix('kernel'), target.dims.split('>')[1]
-    # R is an adapter's rank.
+    # R is LoRA's rank.
     dims[place + 'lora_a'] = f'L{target.inputs}R'
     dims[place + 'lora_b'] = f'LR{outputs}'
     dims[place + 'lora_scale'] = 'L'
@@ -371,6 +371,6 @@ def _list_dims() -> dict[str, str]:
   return dims
 
 
-# The letters of each parameter's dimensions, by path; leaves of adapters, and of kernels
-# of 8 bits, included.
+# The letters of each parameter's dimensions, by path; leaves of LoRA, and of kernels of
+# 8 bits, included.
 DIMS = _list_dims()

@@ -47,12 +47,12 @@ LEAVES = ('lora_a', 'lora_b', 'lora_scale')
 class Adapters(NamedTuple):
   """Several adapters, and which of them each row uses; see engine/adapters.py."""
 
-  # A tree for each layer, {'attn': {'q': {'a': [n, R, I], 'b': [n, R, O]}, ...}, ...}.
+  # For each layer {'attn': {'q': {'a': [n, R, I], 'b': [n, R, O]}, ...}, ...}.
   layers: tuple[dict[str, Any], ...]
   index: Int[Array, 'B']  # The adapter of each row; 0 is none.
 
   def get_layer(self, layer: int) -> dict[str, Any]:
-    """Returns a layer's tree, with the index beside each 'a' and 'b'."""
+    """Returns a layer's, with the index beside each 'a' and 'b'."""
     return {
       place: {name: leaf | {'index': self.index} for name, leaf in kernels.items()}
       for place, kernels in self.layers[layer].items()
@@ -111,7 +111,7 @@ def add(
   if not alpha > 0:
     raise ValueError(f'lora_alpha is {alpha}; it must be above 0, or nothing is learned.')
   check_targets(targets)
-  if has_adapters(params):
+  if is_in(params):
     raise ValueError('params have adapters already; merge them first.')
   layers = dict(params['layers'])
   for number, (name, target) in enumerate(families.TARGETS.items()):
@@ -130,10 +130,10 @@ def add(
   return params | {'layers': layers}
 
 
-def has_adapters(params: dict[str, Any]) -> bool:
-  """Whether some kernel has an adapter."""
+def is_in(params: dict[str, Any]) -> bool:
+  """Whether LoRA has been added to some kernel of the parameters."""
   return any(
-    name in LEAVES or (isinstance(node, dict) and has_adapters(node))
+    name in LEAVES or (isinstance(node, dict) and is_in(node))
     for name, node in params.items()
   )
 
@@ -160,7 +160,7 @@ def take(params: dict[str, Any]) -> dict[str, Any]:
   Raises:
     ValueError: There are none.
   """
-  if not has_adapters(params):
+  if not is_in(params):
     raise ValueError('params have no adapters; lora.add adds them.')
   return _take(params)
 
@@ -176,7 +176,7 @@ def split(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
   With adapters, A, B and a value head are learned; without, all parameters are.
   """
-  return _split(params) if has_adapters(params) else (params, {})
+  return _split(params) if is_in(params) else (params, {})
 
 
 def join(learned: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
@@ -302,9 +302,9 @@ def _split(params):
       learned[name] = node
     elif isinstance(node, dict):
       inner = _split(node)
-      for tree, part in zip((learned, frozen), inner, strict=True):
+      for side, part in zip((learned, frozen), inner, strict=True):
         if part:
-          tree[name] = part
+          side[name] = part
     else:
       frozen[name] = node
   return learned, frozen

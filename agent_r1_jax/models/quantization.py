@@ -1,7 +1,7 @@
 """Kernels of 8 bits, each with a scale for every output channel.
 
-The engine's copy may have them (config.engine.weights), or learner and engine under
-adapters (config.model.frozen).
+The engine's copy may have them (config.engine.weights), or those that LoRA leaves frozen
+(config.model.frozen), in learner and engine.
 
 W ≈ values · scale. The values are integers (int8) or small floats (float8_e4m3fn), and a
 channel's scale is its largest |W| divided by the largest number of the format. The scale
@@ -95,7 +95,7 @@ def quantize_stack(
 def freeze_leaf(
   path: str, x: Array, dtype: str, format_name: str
 ) -> tuple[Array, Array | None]:
-  """Stores a parameter of the learner as it is under adapters; returns any scale.
+  """Stores a parameter of the learner as LoRA leaves it; returns any scale.
 
   Kernels of layers get 8 bits. Embeddings and the head, which are cast to `dtype`
   wherever they are used, are stored in it.

@@ -52,11 +52,9 @@ _gather_kernel.defvjp(
 def _constrain_kernel(kernel: jax.Array, name: str, *, gathered: bool) -> jax.Array:
   mesh: Any = sharding.active_mesh()
   # As one layer of the stacked parameter, whose first axis nothing splits.
-  axes = sharding.make_spec(name, (1, *kernel.shape), mesh)[1:]
-  if gathered:
-    axes = [axis if axis == 'tensor' else None for axis in axes]
-  spec = NamedSharding(mesh, PartitionSpec(*axes))
-  return jax.lax.with_sharding_constraint(kernel, spec)
+  spec = PartitionSpec(*sharding.make_spec(name, (1, *kernel.shape), mesh)[1:])
+  spec = sharding.keep_tensor(spec) if gathered else spec
+  return jax.lax.with_sharding_constraint(kernel, NamedSharding(mesh, spec))
 
 
 def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:

@@ -20,8 +20,9 @@ models, where a mesh is set: what becomes of parameters in sharded_params.py, an
 chip computes in attention and the vocabulary head.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import contextlib
+import functools
 import math
 import re
 from typing import Any
@@ -38,11 +39,11 @@ TOKEN_SPEC = PartitionSpec(ROW_AXES, 'context')  # B T
 PARAM_AXES = ('fsdp', 'context')  # of a parameter's dimension D
 
 # The mesh axes of a parameter's dimensions, by their letters in models/families.py. Other
-# dimensions are replicated; so is an adapter's rank, so that merging is local.
+# dimensions are replicated; so is LoRA's rank, so that merging is local.
 _SPLIT_BY = dict.fromkeys('DWQ', PARAM_AXES) | dict.fromkeys('VNKFES', ('tensor',))
 # Adafactor's statistics of a kernel are thousands of times smaller and have fewer axes.
 _FACTORED = re.compile(r'\bv_(row|col)/')
-# The engine's parameters have one tree for each layer, and no dimension L.
+# The engine's parameters stand in one dict for each layer, and have no dimension L.
 _ONE_LAYER = re.compile(r'\blayers/\d+/')
 
 
@@ -96,7 +97,13 @@ def split_devices(samplers: int) -> tuple[list[Any], list[Any]]:
   return training, mine
 
 
-def make_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
+def map_named(change: Callable[..., Any], params: Any) -> Any:
+  """Applies (path, leaf) -> leaf to all leaves; a path is like 'layers/attn/q/kernel'."""
+  name = functools.partial(jax.tree_util.keystr, simple=True, separator='/')
+  return jax.tree.map_with_path(lambda path, leaf: change(name(path), leaf), params)
+
+
+def make_shardings(state: Any, mesh: Mesh | AbstractMesh) -> Any:
   """Gives each leaf of parameters, optimizer state or a TrainState a NamedSharding.
 
   Scalars are replicated. A leaf that cannot be sharded raises: if it were replicated, one
@@ -106,9 +113,7 @@ def make_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     ValueError: models/families.py does not list a leaf, or an axis does not divide one of
       its dimensions.
   """
-  return jax.tree_util.tree_map_with_path(
-    lambda path, leaf: NamedSharding(mesh, _spec(path, leaf.shape, mesh)), tree
-  )
+  return map_named(lambda p, x: NamedSharding(mesh, make_spec(p, x.shape, mesh)), state)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -144,10 +149,9 @@ def shard_params(params: Any, mesh: Mesh | None) -> Any:
   place = make_placer(mesh)
 
   def leaf(path, x):
-    name = jax.tree_util.keystr(path, simple=True, separator='/')
-    return x if isinstance(x.sharding, NamedSharding) else place(name, np.asarray(x))
+    return x if isinstance(x.sharding, NamedSharding) else place(path, np.asarray(x))
 
-  return jax.tree_util.tree_map_with_path(leaf, params)
+  return map_named(leaf, params)
 
 
 def shard_batch(batch: Any) -> Any:
@@ -268,29 +272,33 @@ def _gather(params: Any) -> Any:
   mesh: Any = active_mesh()
 
   def leaf(path, x):
-    axes = [axis if axis == 'tensor' else None for axis in _spec(path, x.shape, mesh)]
-    named = NamedSharding(mesh, PartitionSpec(*axes))
-    return jax.lax.with_sharding_constraint(x, named)
+    spec = keep_tensor(make_spec(path, x.shape, mesh))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
-  return jax.tree_util.tree_map_with_path(leaf, params)
+  return map_named(leaf, params)
 
 
-def to_host(tree: Any) -> Any:
+def keep_tensor(spec: Iterable[Any]) -> PartitionSpec:
+  """Returns what `tensor` shards of a leaf."""
+  return PartitionSpec(*(axis if axis == 'tensor' else None for axis in spec))
+
+
+def to_host(state: Any) -> Any:
   """Moves arrays to pinned host memory, sharded over the same devices.
 
   Programs may copy them from there and to there, but not compute with them.
   """
-  return jax.tree.map(lambda x: _move(x, 'pinned_host'), tree)
+  return jax.tree.map(lambda x: _move(x, 'pinned_host'), state)
 
 
-def to_device(tree: Any) -> Any:
+def to_device(state: Any) -> Any:
   """The inverse of `to_host`; arrays that are on devices already are not copied."""
-  return jax.tree.map(lambda x: _move(x, 'device'), tree)
+  return jax.tree.map(lambda x: _move(x, 'device'), state)
 
 
-def match_memory_kind(tree: Any, before: Any) -> Any:
+def match_memory_kind(state: Any, before: Any) -> Any:
   """Moves the leaves to the kind of memory that the leaves of `before` are in."""
-  return jax.tree.map(lambda x, y: _move(x, y.sharding.memory_kind), tree, before)
+  return jax.tree.map(lambda x, y: _move(x, y.sharding.memory_kind), state, before)
 
 
 def _move(x, kind):
@@ -325,11 +333,6 @@ def device_kind() -> str:
 def _abstract_device() -> Any:
   mesh = active_mesh()
   return mesh.abstract_device if mesh else None
-
-
-def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-  name = jax.tree_util.keystr(path, simple=True, separator='/')
-  return make_spec(name, shape, mesh)
 
 
 def make_spec(

@@ -204,7 +204,7 @@ class RunFiles:
       weights.save(target, update_config.model, state.params, **options)
     policy = train_state.states['policy'].params
     # PEFT has one adapter for projections that are one tensor in a checkpoint.
-    if lora.has_adapters(policy) and not update_config.model.facts.fused:
+    if lora.is_in(policy) and not update_config.model.facts.fused:
       peft_files.save(self.workdir / 'adapter', policy, pathlib.Path(base).resolve())
 
   def find_newest_checkpoint(self) -> int:

@@ -58,7 +58,7 @@ def save(
     ValueError: params have no adapters.
     OSError: The files cannot be written.
   """
-  if not lora.has_adapters(params):
+  if not lora.is_in(params):
     raise ValueError('params have no adapters; weights.save writes a complete model.')
   sees = (facts for facts in families.FAMILIES.values() if facts.sees)
   facts = next(sees) if 'vision' in params else families.FAMILIES[family or 'llama']

@@ -16,7 +16,7 @@ from agent_r1_jax.models.pictures import vision_config
 class Leaf(NamedTuple):
   """A parameter of a model, and the tensors that are stacked in it."""
 
-  path: str  # Path in the parameter tree, joined by '/'.
+  path: str  # Path among the parameters, joined by '/'.
   tensor: str  # Name of its tensors; '{}' stands for the layer.
   shape: tuple[int, ...]  # Shape of the parameter; stacked dimensions come first.
   stored: tuple[int, ...]  # Shape of a tensor. A kernel is stored [outputs, *inputs].
