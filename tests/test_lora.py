@@ -21,6 +21,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import decoder, engine_params, families, lora, quantization
+from agent_r1_jax.models import layers as layers_lib
 from agent_r1_jax.models.files import peft_files, weights
 from agent_r1_jax.rl import algorithms, learner, minibatch, optimizers, scoring
 from agent_r1_jax.rl import train_state as train_state_lib
@@ -180,7 +181,7 @@ def _residuals(params, config):
 
 def test_a_gradient_copies_no_frozen_kernels():
   """With layers in a loop, which stacks what it saves for the backward pass."""
-  layers = decoder.UNROLLED_LAYERS + 1
+  layers = layers_lib.UNROLLED_LAYERS + 1
   sizes = {'num_layers': layers, 'embed_dim': 256, 'mlp_dim': 1024}
   shape = dataclasses.replace(plain.CONFIG, **sizes)
   params = jax.eval_shape(lambda: _adapted(decoder.init(shape, jax.random.key(0))))

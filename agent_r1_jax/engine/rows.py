@@ -34,9 +34,9 @@ class Row:
   # that begins with 500 of them is now, cached is 500 and written 900; in a layer that
   # slides and has 768 slots, the first 132 tokens are lost.
   written: int = 0
-  # The version of the policy, and of the adapter, that computed these.
+  # The version of what computed these.
   version: Hashable = MIXED
-  adapter: int = 0  # That adapter; see adapters.Weights.
+  origin: int = 0  # Texts of one origin go on from what its earlier versions computed.
   # The generation that is under way in it.
   generation: request_lib.Generation | None = None
   # Whether its prefill has started; False while it waits to copy from another row.
@@ -131,18 +131,18 @@ class Rows:
         row.version = MIXED
 
   def assign(
-    self, generation: request_lib.Generation, version: Hashable, adapter: int = 0
+    self, generation: request_lib.Generation, version: Hashable, origin: int = 0
   ) -> Row | None:
     """Assigns a row to a generation's text; None if requests run in all of them.
 
     Of what the row holds, the prefix that the text begins with stays in use, unless
-    another adapter has computed it.
+    it is of another origin.
     """
     text = generation.text
     row = self.find(text)
     if row is not None:
-      row.prefill_started = row.adapter == adapter
-      row.cached = row.cached if row.adapter == adapter else 0
+      row.prefill_started = row.origin == origin
+      row.cached = row.cached if row.origin == origin else 0
     else:
       idle = [row for row in self.rows if row.generation is None]
       if not idle:
@@ -157,7 +157,7 @@ class Rows:
         del self._row_of[row.text]
       row.text, self._row_of[text] = text, row
     row.generation, row.last_request = generation, generation.number
-    row.adapter = adapter
+    row.origin = origin
     row.tokens[: len(text)], row.tokens[len(text) :] = text.tokens, -1
     # The decode computes the last token, to sample what follows it.
     row.cached = self._find_usable(row, min(row.cached, len(text) - 1))

@@ -35,19 +35,16 @@ from agent_r1_jax.models import rows as rows_lib
 from agent_r1_jax.models.decoder_config import DecoderConfig, layer_kinds
 from agent_r1_jax.models.layers import (
   MLP,
-  REMAT_POLICIES,
   Projection,
   RMSNorm,
   apply_flat,
+  scan_layers,
 )
 from agent_r1_jax.models.pictures import vision
 
 Params = dict[str, Any]
 # Queries [B, T, N, H], keys and values [B, T, K, H] -> what is attended to [B, T, N, H].
 Attend = Callable[[Array, Array, Array], Array]
-# The scan over at most this many layers is unrolled: a scan copies its residuals into one
-# array and out of it, which takes 15 % of a small model's gradient.
-UNROLLED_LAYERS = 8
 _ACTIVATIONS = {'silu': nn.silu, 'gelu_pytorch_tanh': nn.gelu}
 
 
@@ -200,18 +197,9 @@ class Decoder(nn.Module):
     embed = nn.Embed(
       c.vocab_size, c.embed_dim, dtype=c.dtype, embedding_init=init, name='embed'
     )
-    policy = REMAT_POLICIES[c.remat]
-    block = nn.remat(Block, prevent_cse=False, policy=policy) if policy else Block
     # All layers get the same arguments, but for their kinds and routes.
-    in_axes: Any = (nn.broadcast, nn.broadcast, 0, 0)
-    layers = nn.scan(
-      block,
-      variable_axes={'params': 0},
-      split_rngs={'params': True},
-      in_axes=in_axes,
-      length=c.num_layers,
-      unroll=c.num_layers if c.num_layers <= UNROLLED_LAYERS else 1,
-    )
+    all_get = nn.broadcast
+    layers = scan_layers(Block, c.remat, c.num_layers, all_get, all_get, 0, 0)
     angles, tokens_BT = compute_angles(rows, c), rows_lib.find_vocabulary_ids(rows)
     if self.is_initializing() or sharding.active_mesh() is None:
       x_BTD = embed(tokens_BT)

@@ -13,7 +13,6 @@ Letters: B rows of patches, P patches of a row, W embed of the tower, M its head
 dim, F tokens of all rows, D embed of the decoder, U patches of a window.
 """
 
-import functools
 from typing import Any
 
 from flax import linen as nn
@@ -25,7 +24,8 @@ from jaxtyping import Float, UInt8
 from agent_r1_jax.models import rope, sharded_params, sharding
 from agent_r1_jax.models.decoder_config import DecoderConfig
 from agent_r1_jax.models.kernels import attention_kernels as kernels
-from agent_r1_jax.models.layers import REMAT_POLICIES, Projection, RMSNorm, apply_flat
+from agent_r1_jax.models.layers import Projection, RMSNorm, apply_flat, scan_layers
+from agent_r1_jax.models.pictures import picture_tokens
 from agent_r1_jax.models.pictures.picture_tokens import PatchBatch
 
 # Of each colour, from 0 to 1; agent/pictures.py refuses models that have others.
@@ -33,8 +33,6 @@ MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 _EPS = 1e-6
 _THETA = 10_000.0
-# The scan over at most this many layers is unrolled, as in the decoder.
-_UNROLLED_LAYERS = 8
 
 
 def normalise(patches: UInt8[Any, 'B P C']) -> Float[Array, 'B P 3 X']:
@@ -63,6 +61,10 @@ class PatchEmbedding(nn.Module):
     return x_BPCTX.reshape(*patches_BPC.shape[:2], -1) @ kernel_XW
 
 
+def _project(config: DecoderConfig, outputs: tuple[int, ...], name: str, axes: int = 1):
+  return Projection(outputs, config.dtype, axes, use_bias=True, name=name)
+
+
 class Attention(nn.Module):
   """Attention without causality, in windows or whole pictures."""
 
@@ -72,9 +74,8 @@ class Attention(nn.Module):
   def __call__(self, x_BPW, angles, batch, full):
     """Attends; `full` says whether to the whole picture."""
     c: Any = self.config.vision
-    project = functools.partial(Projection, dtype=self.config.dtype, use_bias=True)
     heads = (3, c.num_heads, c.head_dim)
-    qkv_BP3MH = apply_flat(project(heads, name='qkv'), x_BPW)
+    qkv_BP3MH = apply_flat(_project(self.config, heads, 'qkv'), x_BPW)
     q_BPMH, k_BPMH, v_BPMH = (qkv_BP3MH[:, :, i] for i in range(3))
     q_BPMH, k_BPMH = rope.rotate(q_BPMH, angles), rope.rotate(k_BPMH, angles)
     out_BPMH = jax.lax.cond(
@@ -83,7 +84,7 @@ class Attention(nn.Module):
       lambda q, k, v: attend_windows(q, k, v, batch.windows, c.window_patches),
       *(q_BPMH, k_BPMH, v_BPMH),
     )
-    return apply_flat(project((c.embed_dim,), input_axes=2, name='out'), out_BPMH)
+    return apply_flat(_project(self.config, (c.embed_dim,), 'out', 2), out_BPMH)
 
 
 def attend(q_BPMH, k_BSMH, v_BSMH, ids_BP, ids_BS) -> Array:
@@ -130,12 +131,11 @@ class Block(nn.Module):
   def __call__(self, x_BPW, angles, batch, full):
     """Adds attention, then the feed-forward, to the residual stream."""
     c: Any = self.config.vision
-    project = functools.partial(Projection, dtype=self.config.dtype, use_bias=True)
     normed = RMSNorm(_EPS, name='attn_norm')(x_BPW)
     x_BPW += Attention(self.config, name='attn')(normed, angles, batch, full)
     normed = RMSNorm(_EPS, name='mlp_norm')(x_BPW)
-    gate, up = (project((c.mlp_dim,), name=name) for name in ('gate', 'up'))
-    down = project((c.embed_dim,), name='down')
+    gate, up = (_project(self.config, (c.mlp_dim,), name) for name in ('gate', 'up'))
+    down = _project(self.config, (c.embed_dim,), 'down')
     x_BPW += apply_flat(lambda x_MW: down(nn.silu(gate(x_MW)) * up(x_MW)), normed)
     return x_BPW, None
 
@@ -149,11 +149,12 @@ class Merger(nn.Module):
   def __call__(self, x_BPW):
     """From [B, P, W] to [B, P / merge_size², D]."""
     c: Any = self.config.vision
-    project = functools.partial(Projection, dtype=self.config.dtype, use_bias=True)
     normed = RMSNorm(_EPS, name='in_norm')(x_BPW)
     merged = normed.reshape(x_BPW.shape[0], -1, c.merged_dim)
-    hidden = nn.gelu(apply_flat(project((c.merged_dim,), name='in'), merged), False)
-    return apply_flat(project((c.out_dim,), name='out'), hidden)
+    hidden = nn.gelu(
+      apply_flat(_project(self.config, (c.merged_dim,), 'in'), merged), False
+    )
+    return apply_flat(_project(self.config, (c.out_dim,), 'out'), hidden)
 
 
 class Tower(nn.Module):
@@ -165,17 +166,8 @@ class Tower(nn.Module):
   def __call__(self, batch):
     """Embeddings [B, P / merge_size², D], in the order of windows."""
     c: Any = self.config.vision
-    policy = REMAT_POLICIES[self.config.remat]
-    block = nn.remat(Block, prevent_cse=False, policy=policy) if policy else Block
-    in_axes: Any = (nn.broadcast, nn.broadcast, 0)
-    blocks = nn.scan(
-      block,
-      variable_axes={'params': 0},
-      split_rngs={'params': True},
-      in_axes=in_axes,
-      length=c.num_layers,
-      unroll=c.num_layers if c.num_layers <= _UNROLLED_LAYERS else 1,
-    )
+    all_get, remat = nn.broadcast, self.config.remat
+    blocks = scan_layers(Block, remat, c.num_layers, all_get, all_get, 0)
     x_BPW = PatchEmbedding(self.config, name='patch')(batch.patches)
     full_L = jnp.asarray([i in c.full_attention for i in range(c.num_layers)])
     angles = _compute_angles(batch.coordinates, c.head_dim)
@@ -194,15 +186,7 @@ def _compute_angles(coordinates_BP2: Array, head_dim: int) -> tuple[Array, Array
 def init(config: DecoderConfig, key: Array) -> dict[str, Any]:
   """Random float32 parameters of a tower, which are `params['vision']`."""
   c: Any = config.vision
-  zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
-  P = c.window_patches
-  batch = PatchBatch(
-    jnp.zeros((1, P, c.channels * c.patch_size**2), jnp.uint8),
-    zeros((1, P, 2)),
-    zeros((1, P)),
-    zeros((1, P)),
-    zeros((1, P // c.merge_size**2)),
-  )
+  batch, _ = picture_tokens.pack([], c, rows=1, patches=c.window_patches)
   return dict(Tower(config).init(key, batch)['params'])
 
 

@@ -23,8 +23,8 @@ from agent_r1_jax import fields
 from agent_r1_jax.host import processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import batch_invariant, sharding
-from agent_r1_jax.models.decoder import UNROLLED_LAYERS
 from agent_r1_jax.models.files import hf_config
+from agent_r1_jax.models.layers import UNROLLED_LAYERS
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train.plan import footprint as footprint_lib
 from agent_r1_jax.train.plan import setup
