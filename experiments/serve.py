@@ -78,7 +78,7 @@ def main(_):
   )
   del params  # The engine has its own.
   for name, adapter in adapters.items():
-    engine.set_adapter(name, adapter)
+    engine.adapters.set(name, adapter)
   engine.warm_up(automata=[chat.stop_automaton(model.vocab_size)])
   served = server.make_app(
     engine,

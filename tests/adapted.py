@@ -38,5 +38,5 @@ def make(name, seed=0):
 def make_engine(names=NAMES, count=4, rank=RANK, **sizes):
   engine = clients.engine(adapters=count, adapter_rank=rank, **sizes)
   for name in names:
-    engine.set_adapter(name, make(name))
+    engine.adapters.set(name, make(name))
   return engine

@@ -49,7 +49,7 @@ def _change(leaf, x):
 def test_an_adapter_that_does_not_fit_is_refused(adapter, message):
   engine = _refusing()
   with pytest.raises(ValueError, match=message):
-    engine.set_adapter('a', adapter())
+    engine.adapters.set('a', adapter())
   assert engine.adapters.names == ['few']
 
 
@@ -65,17 +65,17 @@ def _refusing():
 def test_names_and_numbers_out_of_range_are_refused():
   engine = _refusing()
   with pytest.raises(ValueError, match="named ''; give it a text"):
-    engine.set_adapter('', adapted.make('few'))
+    engine.adapters.set('', adapted.make('few'))
   with pytest.raises(ValueError, match="no room for the adapter 'b': few .* all 1 slots"):
-    engine.set_adapter('b', adapted.make('few'))
+    engine.adapters.set('b', adapted.make('few'))
   with pytest.raises(ValueError, match="no adapter 'b'; there are: few"):
-    engine.remove_adapter('b')
+    engine.adapters.remove('b')
   for sizes in ({'count': -1}, {'count': 1, 'rank': 0}):
     with pytest.raises(ValueError, match='they must be at least 0 and 1'):
       adapted.make_engine((), **sizes)
   none = clients.engine()
   with pytest.raises(ValueError, match='make it with adapters=n'):
-    none.set_adapter('a', adapted.make('few'))
+    none.adapters.set('a', adapted.make('few'))
 
   async def ask():
     with pytest.raises(ValueError, match="no adapter 'few'; there are: none"):

@@ -191,8 +191,8 @@ class TestTexts:
     async def play():
       _, text = await _ask(engine, 0, 'all')
       begun = text.tokens[:]
-      engine.remove_adapter('all')
-      engine.set_adapter('all', adapted.make('few'))
+      engine.adapters.remove('all')
+      engine.adapters.set('all', adapted.make('few'))
       reply, _ = await _ask(engine, 1, 'all', text)
       return reply, begun
 
@@ -223,7 +223,7 @@ class TestChanges:
 
     async def play():
       old = await _ask(engine, 1, 'all')
-      engine.set_adapter('all', adapted.make('all', 1), 7)
+      engine.adapters.set('all', adapted.make('all', 1), 7)
       prefilled = engine.stats.prefilled
       new = await _ask(engine, 1, 'all')
       return old, new, engine.stats.prefilled - prefilled
@@ -244,7 +244,7 @@ class TestChanges:
       first = engine.submit(clients.request(given, None, 24, adapter='all', **fields))
       async for _ in first:
         if len(first.chunks) == 1:
-          engine.set_adapter('all', adapted.make('all', 1))
+          engine.adapters.set('all', adapted.make('all', 1))
       shared = engine.stats.shared
       other = await engine.submit(
         clients.request(first.text.tokens[:40], None, 4, adapter='all', **fields)
@@ -273,21 +273,21 @@ class TestChanges:
     """Its slot is another's only afterwards."""
     engine = adapted.make_engine(('all', 'few'))
     for name in ('b', 'c'):
-      engine.set_adapter(name, adapted.make('few'))
+      engine.adapters.set(name, adapted.make('few'))
 
     async def play():
       first = asyncio.ensure_future(_ask(engine, 1, 'all'))
       await asyncio.sleep(0)
-      engine.remove_adapter('all')
+      engine.adapters.remove('all')
       with pytest.raises(ValueError, match="no adapter 'all'; there are: few, b, c"):
         await _ask(engine, 2, 'all')
       with pytest.raises(ValueError, match="no room for the adapter 'one': few, b, c"):
-        engine.set_adapter('one', adapted.make('one'))
+        engine.adapters.set('one', adapted.make('one'))
       first = await first
       # It ends one step of the engine after its reply.
       while engine.adapters._users != [0] * 5:
         await asyncio.sleep(0)
-      engine.set_adapter('one', adapted.make('one'))
+      engine.adapters.set('one', adapted.make('one'))
       return first, await _ask(engine, 1, 'one'), await _ask(engine, 1, 'few')
 
     names = 'all', 'one', 'few'
@@ -300,8 +300,8 @@ class TestChanges:
 
     def change():
       for seed in range(12):
-        engine.set_adapter('one', adapted.make('one', seed % 2))
-        engine.remove_adapter('one')
+        engine.adapters.set('one', adapted.make('one', seed % 2))
+        engine.adapters.remove('one')
 
     thread = threading.Thread(target=change)
     thread.start()
@@ -317,11 +317,11 @@ class TestPrograms:
     adapters = {name: adapted.make(name) for name in adapted.NAMES}
     with tiny.compilations() as compiled:
       for name, adapter in adapters.items():
-        engine.set_adapter(name, adapter)
+        engine.adapters.set(name, adapter)
       for names in ((None,), ('all',), ('all', None, 'few'), adapted.NAMES):
         _run(engine, *(_ask(engine, n, name) for n, name in enumerate(names)))
-      engine.set_adapter('all', adapters['few'])
-      engine.remove_adapter('few')
+      engine.adapters.set('all', adapters['few'])
+      engine.adapters.remove('few')
       _run(engine, _ask(engine, 1, 'all'))
     assert not compiled
 
@@ -348,7 +348,7 @@ engine = engine_lib.Engine(
   tiny.config(), params, mesh=mesh, adapters=4, adapter_rank=4, **sizes
 )
 for name in adapted.NAMES:
-  engine.set_adapter(name, adapted.make(name))
+  engine.adapters.set(name, adapted.make(name))
 stacks = engine.adapters.slots.copies[0][1]
 part = lambda x: x.addressable_shards[0].data.shape
 assert part(stacks['attn']['q']['b']) == (5, 4, 16) != stacks['attn']['q']['b'].shape

@@ -21,6 +21,7 @@ from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.grammars import byte_grammars, compiler
+from agent_r1_jax.guided import value_guide
 
 _EOS = tiny.chat().tokenizer.eos_token_id
 
@@ -149,14 +150,14 @@ class TestValueGuide:
 
   def test_equal_values_are_plain_sampling(self):
     plain = {n: clients.reference()[n] for n in range(4)}
-    guide = guide_lib.make_value_guide(8)
+    guide = value_guide.make_value_guide(8)
     guides = {guide: self._head(0.0)}
     engine = tiny.engine(clients.params(), guides=guides, **clients.EXACT)
     using = {'guides': {guide: {'inverse_beta': np.float32(3.0)}}}
     clients.assert_same(clients.run(engine, range(4), **using), plain)
 
   def test_weighs_the_likeliest_and_leaves_the_others(self):
-    guide, head = guide_lib.make_value_guide(3), self._head(1.0)
+    guide, head = value_guide.make_value_guide(3), self._head(1.0)
     rng = np.random.default_rng(1)
     logits = rng.normal(size=(2, tiny.VOCAB)).astype(np.float32)
     hidden = rng.normal(size=(2, tiny.config().embed_dim)).astype(np.float32)

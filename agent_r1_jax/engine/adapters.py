@@ -36,7 +36,7 @@ class Weights(NamedTuple):
   """What a slot holds."""
 
   version: int  # A number that differs where the weights do.
-  step: int  # The policy_step of Engine.set_adapter, reported with each token.
+  step: int  # The policy_step of AdapterTable.set, reported with each token.
   adapter: int  # The first version of the name; 0 is no adapter.
 
 
@@ -107,8 +107,27 @@ class AdapterTable:
     with self._naming:
       return [name for name, slot in self._names.items() if not self._users[slot]]
 
-  def set(self, name: str, adapter: dict[str, Any], policy_step: int | None):
-    """Gives a name these weights; see Engine.set_adapter."""
+  def set(self, name: str, adapter: dict[str, Any], policy_step: int | None = None):
+    """Adds an adapter, or gives it new weights, even while replies are sampled.
+
+    If several processes hold the adapter, all must call it. Requests that name it from
+    then on are sampled with these weights, and so is what is left of those under way. As
+    with Engine.sync_weights, a text keeps the keys and values that older weights of the
+    name have computed, each token records the step of its weights, and nothing else
+    copies from a text of several. For a moment there are two copies of all adapters in
+    memory.
+
+    Args:
+      name: What requests call it.
+      adapter: The leaves of lora.take or peft_files.load: projections of
+        families.TARGETS, of ranks up to `rank`.
+      policy_step: Is reported with each token that the adapter samples, in place of that
+        of Engine.sync_weights. None: 0 at first, and one more with each new weights.
+
+    Raises:
+      ValueError: The adapter does not fit the policy, its rank is too high, its numbers
+        are not finite, or all slots are used.
+    """
     if not isinstance(name, str) or not name:
       raise ValueError(f'an adapter is named {name!r}; give it a text.')
     if not self.count:
@@ -130,7 +149,14 @@ class AdapterTable:
         self._names[name] = slot
 
   def remove(self, name: str):
-    """Removes a name; see Engine.remove_adapter."""
+    """Removes an adapter: new requests cannot name it, those under way are answered.
+
+    If the name comes again, it is another adapter: texts that continue are prefilled
+    again.
+
+    Raises:
+      ValueError: No adapter has the name.
+    """
     with self._setting, self._naming:
       self._find_slot(name)
       del self._names[name]
@@ -157,8 +183,8 @@ class AdapterTable:
     if name not in self._names:
       names = ', '.join(self._names) or 'none'
       raise ValueError(
-        f'there is no adapter {name!r:.80}; there are: {names}. Engine.set_adapter adds '
-        'one.'
+        f'there is no adapter {name!r:.80}; there are: {names}. engine.adapters.set '
+        'adds one.'
       )
     return self._names[name]
 

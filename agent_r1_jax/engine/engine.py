@@ -43,7 +43,7 @@ class Engine:
     interrupted: Called while requests are served; if it returns True, the clients end
       with replica.PreemptedError.
     sizes: The sizes of everything that is compiled.
-    adapters: The named adapters.
+    adapters: The named adapters; its `set` adds one, and `remove` takes one away.
     replicas: The replicas, each with a cache of its own.
     stats: Counts since the engine was made, over all replicas.
   """
@@ -73,7 +73,7 @@ class Engine:
         replica, or `tensor` of them share one. None: JAX's default device has one.
       chips: Chips of this process that sample instead of those of the mesh.
       replicas: How many replicas each chip has.
-      adapters: How many named adapters there may be; see `set_adapter`. `params` are then
+      adapters: How many named adapters there may be; see `adapters`. `params` are then
         those of the base alone.
       adapter_rank: The highest rank of a named adapter; all take memory for it.
       weights: 'model', or the format of 8 bits that kernels are rounded to for sampling;
@@ -213,42 +213,6 @@ class Engine:
     self._params, self._step = params, policy_step
     self._sync()
 
-  def set_adapter(
-    self, name: str, adapter: decoder.Params, policy_step: int | None = None
-  ):
-    """Adds an adapter, or gives it new weights, even while replies are sampled.
-
-    Any thread may call it; if several processes hold the adapter, all must. Requests that
-    name it from then on are sampled with these weights, and so is what is left of those
-    under way. As with `sync_weights`, a text keeps the keys and values that older weights
-    of the name have computed, each token records the step of its weights, and nothing
-    else copies from a text of several. For a moment there are two copies of all adapters
-    in memory.
-
-    Args:
-      name: What requests call it.
-      adapter: The leaves of lora.take or peft_files.load: projections of
-        families.TARGETS, of ranks up to the engine's `adapter_rank`.
-      policy_step: Is reported with each token that the adapter samples, in place of that
-        of `sync_weights`. None: 0 at first, and one more with each new weights.
-
-    Raises:
-      ValueError: The adapter does not fit the policy, its rank is too high, its numbers
-        are not finite, or all slots are used.
-    """
-    self.adapters.set(name, adapter, policy_step)
-
-  def remove_adapter(self, name: str):
-    """Removes an adapter: new requests cannot name it, those under way are answered.
-
-    Any thread may call it. If the name comes again, it is another adapter: texts that
-    continue are prefilled again.
-
-    Raises:
-      ValueError: No adapter has the name.
-    """
-    self.adapters.remove(name)
-
   def make_policy(self, params: decoder.Params, policy_step: int) -> replica_lib.Policy:
     """Makes a policy that requests can name; it is freed with the last of them.
 
@@ -302,5 +266,5 @@ class Engine:
     if self.adapters.count and lora.is_in(params):
       raise ValueError(
         'params have adapters, and the engine has named ones, which would be added to '
-        "them: give the base's parameters, and set_adapter(name, lora.take(params))."
+        "them: give the base's parameters, and adapters.set(name, lora.take(params))."
       )

@@ -159,7 +159,7 @@ class Request:
       log-probs; at most programs.TOP.
     policy: The policy that samples, from Engine.make_policy; None is the engine's own,
       even if that changes while the reply is sampled.
-    adapter: The name of an adapter of Engine.set_adapter, which is added to the policy;
+    adapter: The name of an adapter of Engine.adapters, which is added to the policy;
       None is the policy alone. Where the parent is a text of another adapter, or a fork
       of one, its tokens are prefilled again.
     pictures: Those that the tokens stand for, uint8 [H, W, 3] each, and perhaps others.

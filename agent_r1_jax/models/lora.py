@@ -33,6 +33,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+from flax import traverse_util
 import jax
 from jax import Array
 import jax.numpy as jnp
@@ -42,6 +43,8 @@ from agent_r1_jax.models import families, quantization, sharded_params, sharding
 from agent_r1_jax.models.decoder_config import DecoderConfig
 
 LEAVES = ('lora_a', 'lora_b', 'lora_scale')
+# What is learned where kernels have adapters.
+_LEARNED = {'lora_a', 'lora_b', 'value_head'}
 
 
 class Adapters(NamedTuple):
@@ -132,10 +135,7 @@ def add(
 
 def is_in(params: dict[str, Any]) -> bool:
   """Whether LoRA has been added to some kernel of the parameters."""
-  return any(
-    name in LEAVES or (isinstance(node, dict) and is_in(node))
-    for name, node in params.items()
-  )
+  return any(path[-1] in LEAVES for path in traverse_util.flatten_dict(params))
 
 
 def merge(params: dict[str, Any]) -> dict[str, Any]:
@@ -162,13 +162,15 @@ def take(params: dict[str, Any]) -> dict[str, Any]:
   """
   if not is_in(params):
     raise ValueError('params have no adapters; lora.add adds them.')
-  return _take(params)
+  flat = traverse_util.flatten_dict(params)
+  leaves = {path: x for path, x in flat.items() if path[-1] in LEAVES}
+  return traverse_util.unflatten_dict(leaves)
 
 
 def get_rank(params: dict[str, Any]) -> int:
   """Returns the highest rank of the adapters; 0 if there are none."""
-  inner = (get_rank(node) for node in params.values() if isinstance(node, dict))
-  return max(*inner, params['lora_a'].shape[-1] if 'lora_a' in params else 0, 0)
+  flat: Any = traverse_util.flatten_dict(params)
+  return max((x.shape[-1] for path, x in flat.items() if path[-1] == 'lora_a'), default=0)
 
 
 def split(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -176,13 +178,19 @@ def split(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
   With adapters, A, B and a value head are learned; without, all parameters are.
   """
-  return _split(params) if is_in(params) else (params, {})
+  if not is_in(params):
+    return params, {}
+  learned, frozen = {}, {}
+  for path, x in traverse_util.flatten_dict(params).items():
+    side = frozen if _LEARNED.isdisjoint(path) else learned
+    side[path] = x
+  return traverse_util.unflatten_dict(learned), traverse_util.unflatten_dict(frozen)
 
 
 def join(learned: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
   """The inverse of `split`."""
-  both = {k: join(learned[k], frozen[k]) for k in learned.keys() & frozen.keys()}
-  return learned | frozen | both
+  flat = traverse_util.flatten_dict
+  return traverse_util.unflatten_dict(flat(learned) | flat(frozen))
 
 
 def project(
@@ -287,24 +295,3 @@ def _adapter(shape, inputs: int, rank: int, scale: float, key: Array) -> dict[st
     'lora_b': jnp.zeros((L, rank, *out)),
     'lora_scale': jnp.full(L, scale, jnp.float32),
   }
-
-
-def _take(params):
-  inner = {k: _take(v) for k, v in params.items() if isinstance(v, dict)}
-  leaves = {k: params[k] for k in LEAVES if k in params}
-  return leaves | {k: v for k, v in inner.items() if v}
-
-
-def _split(params):
-  learned, frozen = {}, {}
-  for name, node in params.items():
-    if name in ('lora_a', 'lora_b', 'value_head'):
-      learned[name] = node
-    elif isinstance(node, dict):
-      inner = _split(node)
-      for side, part in zip((learned, frozen), inner, strict=True):
-        if part:
-          side[name] = part
-    else:
-      frozen[name] = node
-  return learned, frozen

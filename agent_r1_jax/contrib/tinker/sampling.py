@@ -1,6 +1,6 @@
 """Sampling sessions: the weights that each of them samples from, and the replies.
 
-The engine has a few adapters (Engine.set_adapter), and there may be more sampling
+The engine has a few adapters (Engine.adapters), and there may be more sampling
 sessions: the weights of a session are given to the engine when they are asked for, in
 place of those that were not asked for longest.
 """
@@ -319,7 +319,7 @@ class Samplers:
         weights = await asyncio.to_thread(self._get_weights, sampler)
         await self._free_slot()
         setting = asyncio.ensure_future(
-          asyncio.to_thread(self._engine.set_adapter, name, weights)
+          asyncio.to_thread(self._engine.adapters.set, name, weights)
         )
         try:
           await asyncio.shield(setting)
@@ -347,6 +347,6 @@ class Samplers:
       ages = {sampler.name: age for age, sampler in enumerate(self.by_id.values(), 1)}
       unused = table.unused
       first = min(table.names, key=lambda x: (x not in unused, ages.get(x, 0)))
-      self._engine.remove_adapter(first)
+      self._engine.adapters.remove(first)
     while not table.free:
       await asyncio.sleep(0.05)  # Until the request's own time is over.

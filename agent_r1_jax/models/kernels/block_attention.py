@@ -73,11 +73,6 @@ def attend(
   return jnp.transpose(out_ZKGUH, (0, 3, 1, 2, 4)).reshape(B, -1, N, H)[:, :T]
 
 
-def count_seen(ends: Int[Array, 'B T']) -> Int[Array, 'Z']:
-  """Counts the blocks of keys that each block of queries reads."""
-  return _list_visible(_Spans(_split(ends), None))[1]
-
-
 def _split(x: Array) -> Array:
   """Splits rows into blocks, [B, T, ...] to [B, A, U, ...].
 
