@@ -16,8 +16,8 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.engine import clients, request
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.engine import event_loop, request
 from agent_r1_jax.host import runtime, terminal
 from agent_r1_jax.tools import search
 from agent_r1_jax.train.plan import setup, sizes
@@ -126,7 +126,7 @@ def main(_):
         conversation.forget()
       answer = engine.start([conversation.ask(question)])
       try:
-        event_loop.wait(answer).result()
+        clients.wait(answer).result()
       except KeyboardInterrupt:
         answer.cancel()
         conversation.forget()

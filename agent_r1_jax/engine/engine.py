@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from agent_r1_jax import types
 from agent_r1_jax.engine import adapters as adapters_lib
-from agent_r1_jax.engine import event_loop
+from agent_r1_jax.engine import clients as clients_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
@@ -120,7 +120,7 @@ class Engine:
     self._params, self._step = params, 0
     self._synced: decoder.Params | None = None
     self._versions = itertools.count()
-    self._loop: event_loop.Loop | None = None
+    self._loop: clients_lib.Loop | None = None
 
   def run(self, coroutines: Iterable[Coroutine]) -> list:
     """Runs clients until all have ended, and returns their results in order.
@@ -128,7 +128,7 @@ class Engine:
     The first exception of one of them or of the engine cancels the others and is raised.
     """
     with self.open():
-      return event_loop.wait(self.start(coroutines)).result()
+      return clients_lib.wait(self.start(coroutines)).result()
 
   @contextlib.contextmanager
   def open(self) -> Iterator[None]:
@@ -140,7 +140,7 @@ class Engine:
       yield
       return
     self._sync()
-    self._loop = event_loop.Loop(self.replicas)
+    self._loop = clients_lib.Loop(self.replicas)
     try:
       yield
     finally:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request, drafts, reservations
+from agent_r1_jax.engine import active_request, clients, drafts
 from agent_r1_jax.engine import adapters as adapters_lib
 from agent_r1_jax.engine import device as device_lib
 from agent_r1_jax.engine import guide as guide_lib
@@ -102,7 +102,7 @@ class Replica:
     self._decode_ended_at: float | None = None
     # Runs decodes and nothing else, so that no user's code delays them.
     self._decode_thread = futures.ThreadPoolExecutor(1, thread_name_prefix='decode')
-    self._reservations = reservations.Reservations(self.sizes.rows)
+    self._reservations = clients.Reservations(self.sizes.rows)
     self.rows.stop_sharing()
 
   def stop(self):

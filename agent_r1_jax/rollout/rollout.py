@@ -10,8 +10,8 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.engine import clients
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.host import processes, records, thread_pool, workers
 from agent_r1_jax.rollout import context as context_lib
@@ -53,7 +53,7 @@ class Rollout:
       processes.LostError: Another process ended.
     """
     try:
-      played = event_loop.wait(self._future).result()
+      played = clients.wait(self._future).result()
       if self._engine.interrupted():
         # Even if all episodes have ended: the update would take too long.
         played = None

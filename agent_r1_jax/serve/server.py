@@ -27,8 +27,8 @@ import time
 from typing import Any
 
 from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.engine import clients
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.serve import answer as answer_lib
 from agent_r1_jax.serve import (
@@ -299,4 +299,4 @@ def serve(engine: engine_lib.Engine, app: Any, host: str = '127.0.0.1', port: in
     for number in (signal.SIGTERM, signal.SIGINT):
       signal.signal(number, stop)
     print(f'http://{host}:{listener.getsockname()[1]}', flush=True)
-    event_loop.wait(engine.start([server.serve([listener])])).result()
+    clients.wait(engine.start([server.serve([listener])])).result()

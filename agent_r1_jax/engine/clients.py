@@ -1,11 +1,15 @@
-"""The event loop, in a thread of its own, in which clients run and replicas serve."""
+"""The clients of an engine: the event loop in which they run, and the rows they reserve.
+
+The loop has a thread of its own, in which replicas serve the clients.
+"""
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+import collections
+from collections.abc import AsyncIterator, Coroutine, Hashable, Iterable, Sequence
 from concurrent import futures
+import contextlib
 import threading
-
-from agent_r1_jax.engine import replica as replica_lib
+from typing import Any
 
 # The main thread waits in steps of this length, since Python handles a signal only
 # between two of them.
@@ -22,8 +26,8 @@ def wait(future: futures.Future) -> futures.Future:
 class Loop:
   """Runs clients, and the replicas that serve them, until it is closed."""
 
-  def __init__(self, replicas: Sequence[replica_lib.Replica]):
-    """Starts the thread."""
+  def __init__(self, replicas: Sequence[Any]):
+    """Starts the thread; a replica (replica.py) can start, serve and stop."""
     self._replicas = replicas
     self._under_way: set[futures.Future] = set()
     self._groups: set[asyncio.Task] = set()
@@ -125,3 +129,47 @@ async def _guard(client: Coroutine):
     raise RuntimeError(
       f'A client of the engine tried to end the process: {error!r}.'
     ) from error
+
+
+class Reservations:
+  """The rows of one replica that clients have reserved; see Engine.reserve.
+
+  Attributes:
+    count: How many clients hold rows.
+  """
+
+  def __init__(self, rows: int):
+    """Begins with `rows` free rows."""
+    self.count = 0
+    self._free_rows = asyncio.Semaphore(rows)
+    # The lock at which the clients of each policy's version queue; and the lock at which
+    # the first ones of all queues wait, whose holder takes rows.
+    self._queues = collections.defaultdict(asyncio.Lock)
+    self._next_client = asyncio.Lock()
+
+  @contextlib.asynccontextmanager
+  async def reserve(self, version: Hashable, rows: int) -> AsyncIterator[None]:
+    """Waits for `rows` free rows and holds them inside `with`.
+
+    Args:
+      version: That of the policy that the client's requests name; None if they name none.
+      rows: The most texts that the client continues at a time.
+    """
+    taken = 0
+    try:
+      # A lock admits clients in the order in which they came. Only the first of each
+      # policy's queue waits for the second lock, so that the policies take turns. Its
+      # holder takes all its rows before another client takes any: two that each held a
+      # part of theirs would deadlock.
+      async with self._queues[version], self._next_client:
+        while taken < rows:
+          await self._free_rows.acquire()
+          taken += 1
+      self.count += 1
+      try:
+        yield
+      finally:
+        self.count -= 1
+    finally:
+      for _ in range(taken):
+        self._free_rows.release()
