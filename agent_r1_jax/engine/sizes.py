@@ -104,12 +104,11 @@ def make(
   width = rows if width is None else min(width, rows)
   checked = {'rows': rows, 'slots': slots, 'decode_steps': decode_steps}
   checked |= {'prefill_rows': prefill_rows, 'prefill_tokens': prefill_tokens}
-  if drafts < 0:
-    raise ValueError(f'drafts is {drafts}; it must be at least 0.')
-  checked |= {'width': width, 'bucket': bucket, 'replicas': replicas}
+  checked |= {'width': width, 'bucket': bucket, 'replicas': replicas, 'drafts': drafts}
   for name, size in checked.items():
-    if size < 1:
-      raise ValueError(f'{name} is {size}; it must be at least 1.')
+    least = 0 if name == 'drafts' else 1
+    if size < least:
+      raise ValueError(f'{name} is {size}; it must be at least {least}.')
   if rows % replicas or width % replicas:
     raise ValueError(
       f'rows = {rows} and width = {width} must divide by {replicas}, replicas.'

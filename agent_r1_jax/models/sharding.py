@@ -97,10 +97,13 @@ def split_devices(samplers: int) -> tuple[list[Any], list[Any]]:
   return training, mine
 
 
-def map_named(change: Callable[..., Any], params: Any) -> Any:
-  """Applies (path, leaf) -> leaf to all leaves; a path is like 'layers/attn/q/kernel'."""
+def map_named(change: Callable[..., Any], params: Any, *others: Any) -> Any:
+  """Maps (path, leaf, ...) -> leaf over parameters; see jax.tree.map.
+
+  A path is like 'layers/attn/q/kernel'.
+  """
   name = functools.partial(jax.tree_util.keystr, simple=True, separator='/')
-  return jax.tree.map_with_path(lambda path, leaf: change(name(path), leaf), params)
+  return jax.tree.map_with_path(lambda at, *xs: change(name(at), *xs), params, *others)
 
 
 def make_shardings(state: Any, mesh: Mesh | AbstractMesh) -> Any:

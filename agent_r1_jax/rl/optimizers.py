@@ -26,7 +26,7 @@ import optax
 from optax import contrib
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax.models import families
+from agent_r1_jax.models import families, sharding
 
 # float8 with 3 bits of mantissa, its largest number, and its smallest above 0.
 _FLOAT8, _LARGEST, _SMALLEST = jnp.float8_e4m3fn, 448.0, 2.0**-9
@@ -155,11 +155,11 @@ def _step(rate: Rate, decay: float, decay_all: bool):
   """Decays weights, and scales what is made of a direction by the rate."""
 
   def add(path, direction, param):
-    kept = _name(path).endswith(('scale', 'bias')) and not decay_all
+    kept = path.endswith(('scale', 'bias')) and not decay_all
     return direction if kept or not decay else direction + decay * param
 
   # Not optax's mask, of which a state has a level that those of earlier runs lack.
-  add_all = functools.partial(jax.tree_util.tree_map_with_path, add)
+  add_all = functools.partial(sharding.map_named, add)
   return optax.stateless(add_all), optax.scale_by_learning_rate(rate)
 
 
@@ -221,36 +221,32 @@ def scale_by_muon() -> optax.GradientTransformation:
     full: Any = inner.init({})
     full = full._replace(count=state.count, mu=state.mu)
     steps, full = inner.update(updates, full, params)
-    steps = jax.tree_util.tree_map_with_path(_scale_by_shape, steps)
+    steps = sharding.map_named(_scale_by_shape, steps)
     return steps, MuonState(full.count, full.mu)
 
   return optax.GradientTransformation(init, update)
 
 
-def _name(path: Any) -> str:
-  return jax.tree_util.keystr(path, simple=True, separator='/')
-
-
 def _label(params: Any) -> Any:
   """Names the optimizer of each leaf."""
-  label = lambda path, _: 'muon' if _name(path) in _KERNELS else 'adamw'
-  return jax.tree_util.tree_map_with_path(label, params)
+  label = lambda path, _: 'muon' if path in _KERNELS else 'adamw'
+  return sharding.map_named(label, params)
 
 
 def _dimensions(params: Any) -> Any:
   """Divides the dimensions of each kernel [L, *inputs, *outputs] for optax."""
 
   def divide(path, x):
-    first_output = 1 + len(_KERNELS[_name(path)].inputs)
+    first_output = 1 + len(_KERNELS[path].inputs)
     return contrib.MuonDimensionNumbers(
       tuple(range(1, first_output)), tuple(range(first_output, x.ndim))
     )
 
-  return jax.tree_util.tree_map_with_path(divide, params)
+  return sharding.map_named(divide, params)
 
 
-def _scale_by_shape(path: Any, x: Array) -> Array:
-  inputs = math.prod(x.shape[1 : 1 + len(_KERNELS[_name(path)].inputs)])
+def _scale_by_shape(path: str, x: Array) -> Array:
+  inputs = math.prod(x.shape[1 : 1 + len(_KERNELS[path].inputs)])
   outputs = x[0].size // inputs
   return _UPDATE_RMS * math.sqrt(max(inputs, outputs)) * x
 

@@ -80,16 +80,12 @@ def attend_plainly(
   q_BTNH, k_BKSH, v_BKSH, positions_BT, scales: kv_cache.Scales | None = None
 ) -> Float[Array, 'B T N H']:
   """Computes `attend` in float32 by XLA."""
-  B, T, N, H = q_BTNH.shape
-  q_BTKGH = q_BTNH.reshape(B, T, k_BKSH.shape[1], -1, H)
-  q_BTKGH, k_BKSH, v_BKSH = (x.astype(jnp.float32) for x in (q_BTKGH, k_BKSH, v_BKSH))
   if scales:
     k_BKSH, v_BKSH = k_BKSH * scales[0][..., None], v_BKSH * scales[1][..., None]
-  score_BTKGS = jnp.einsum('btkgh,bksh->btkgs', q_BTKGH, k_BKSH) * H**-0.5
-  seen_BTS = jnp.arange(k_BKSH.shape[2])[None, None] <= positions_BT[..., None]
-  score_BTKGS = jnp.where(seen_BTS[:, :, None, None], score_BTKGS, _LOWEST)
-  out_BTKGH = jnp.einsum('btkgs,bksh->btkgh', jax.nn.softmax(score_BTKGS), v_BKSH)
-  return out_BTKGH.reshape(B, T, N, H)
+  k_BSKH, v_BSKH = jnp.swapaxes(k_BKSH, 1, 2), jnp.swapaxes(v_BKSH, 1, 2)
+  q_BTNH, *kv = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))
+  seen_BTS = jnp.arange(k_BSKH.shape[1])[None, None] <= positions_BT[..., None]
+  return jax.nn.dot_product_attention(q_BTNH, *kv, mask=seen_BTS[:, None])
 
 
 def attend(
