@@ -28,19 +28,14 @@ class Leaf(NamedTuple):
     return self.path.endswith('/kernel')
 
 
-class Part(NamedTuple):
-  """A tensor, the part of a leaf at `index`; () is all of the leaf."""
-
-  spec: tensor_files.Spec
-  leaf: Leaf
-  index: tuple[int, ...]
-
-
 class Stored(NamedTuple):
-  """A tensor to be written: the rows of its parts, one after the other."""
+  """A tensor to be written: the rows of its parts, one after the other.
+
+  A part is a leaf and the index of a tensor in it; () is all of the leaf.
+  """
 
   spec: tensor_files.Spec
-  parts: list[Part]
+  parts: list[tuple[Leaf, tuple[int, ...]]]
 
 
 def list_leaves(config: decoder.DecoderConfig, value_head: bool) -> list[Leaf]:
@@ -118,44 +113,40 @@ def split_fused(
   return tensors
 
 
-def list_parts(leaves: list[Leaf], flat: dict[str, Any], dtype: Any) -> dict[str, Part]:
-  """Lists the tensors by name, in the order of published files: layer by layer."""
-  parts = []
-  for leaf in leaves:
-    target = check_dtype(flat[leaf.path].dtype if dtype is None else dtype)
-    for index, name in leaf.tensors.items():
-      spec = tensor_files.Spec(name, target, leaf.stored)
-      parts.append(Part(spec, leaf, index))
+def list_stored(
+  config: decoder.DecoderConfig, leaves: list[Leaf], flat: dict[str, Any], dtype: Any
+) -> dict[str, Stored]:
+  """Lists the tensors by name, in the order of published files: layer by layer.
 
-  def order(part: Part) -> tuple[int, ...]:
-    if part.index:
-      return 1, part.index[0]
-    return (0,) if part.leaf.path == 'embed/embedding' else (2,)
-
-  return {part.spec.name: part for part in sorted(parts, key=order)}
-
-
-def fuse(config: decoder.DecoderConfig, parts: dict[str, Part]) -> dict[str, Stored]:
-  """Puts the parameters that a file has in one tensor together, where the first was."""
+  Parameters that a file has in one tensor stand together, where the first was.
+  """
   owner = {
     part.format(layer): pattern.format(layer)
     for pattern, names in config.facts.fused.items()
     for layer in range(config.num_layers)
     for part in names
   }
-  groups: dict[str, list[Part]] = {}
-  for name, part in parts.items():
-    groups.setdefault(owner.get(name, name), []).append(part)
+  parts = [(leaf, i, name) for leaf in leaves for i, name in leaf.tensors.items()]
+  groups: dict[str, list[tuple[Leaf, tuple[int, ...]]]] = {}
+  for leaf, index, name in sorted(parts, key=lambda part: _find_place(*part[:2])):
+    groups.setdefault(owner.get(name, name), []).append((leaf, index))
   stored = {}
   for name, group in groups.items():
-    spec = group[0].spec._replace(name=name)
-    if len({part.spec.dtype for part in group}) > 1:
+    kept = (flat[leaf.path].dtype for leaf, _ in group)
+    dtypes = {check_dtype(x) for x in (kept if dtype is None else [dtype])}
+    if len(dtypes) > 1:
       raise ValueError(f'params: {name} is of several dtypes; give a dtype')
-    if len(group) > 1:
-      rows = sum(part.spec.shape[0] for part in group)
-      spec = spec._replace(shape=(rows, *spec.shape[1:]))
-    stored[name] = Stored(spec, group)
+    rows = sum(leaf.stored[0] for leaf, _ in group)
+    shape = rows, *group[0][0].stored[1:]
+    stored[name] = Stored(tensor_files.Spec(name, dtypes.pop(), shape), group)
   return stored
+
+
+def _find_place(leaf: Leaf, index: tuple[int, ...]) -> tuple[int, ...]:
+  """Embeddings come first, then layers in their order, then the rest."""
+  if index:
+    return 1, index[0]
+  return (0,) if leaf.path == 'embed/embedding' else (2,)
 
 
 def check_dtype(dtype: Any) -> np.dtype:

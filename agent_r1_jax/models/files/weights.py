@@ -136,7 +136,7 @@ def save(
     dtype = 'float32'
   leaves = tensor_layout.list_leaves(config, 'value_head' in params)
   _check_params(leaves, flat)
-  stored = tensor_layout.fuse(config, tensor_layout.list_parts(leaves, flat, dtype))
+  stored = tensor_layout.list_stored(config, leaves, flat, dtype)
   specs = [tensor.spec for tensor in stored.values()]
   files = tensor_files.shards(specs, max_shard_bytes)
   source = model_paths.get_directory(tokenizer_from or directory)
@@ -249,22 +249,19 @@ def _sibling(leaf: tensor_layout.Leaf, name: str) -> str:
 
 def _to_stored(tensor: tensor_layout.Stored, flat: dict[str, Any]) -> np.ndarray:
   """Copies one tensor to the host, in the layout of the file."""
-  parts = [_part_to_stored(part, flat) for part in tensor.parts]
+  parts = []
+  for leaf, index in tensor.parts:
+    x = flat[leaf.path]
+    # The layer is cut out on the device: jax would keep a host copy of the whole leaf.
+    x = x[index] if index else x
+    if leaf.is_kernel:
+      siblings = {n: _sibling(leaf, n) for n in (*lora.LEAVES, quantization.SCALE)}
+      beside = {n: flat[path][index] for n, path in siblings.items() if path in flat}
+      x = sharding.to_numpy(lora.merge({'kernel': x} | beside)['kernel'])
+      x = x.reshape(-1, leaf.stored[0]).T
+    x = sharding.to_numpy(x)
+    parts.append(np.ascontiguousarray(x.reshape(leaf.stored), tensor.spec.dtype))
   return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _part_to_stored(part: tensor_layout.Part, flat: dict[str, Any]) -> np.ndarray:
-  x, shape = flat[part.leaf.path], part.leaf.stored
-  # The layer is cut out on the device: jax would keep a host copy of the whole leaf.
-  x = x[part.index] if part.index else x
-  siblings = {n: _sibling(part.leaf, n) for n in (*lora.LEAVES, quantization.SCALE)}
-  beside = {n: path for n, path in siblings.items() if path in flat}
-  if part.leaf.is_kernel and beside:
-    beside = {n: flat[path][part.index] for n, path in beside.items()}
-    x = lora.merge({'kernel': x} | beside)['kernel']
-  x = sharding.to_numpy(x)
-  x = x.reshape(-1, shape[0]).T if part.leaf.is_kernel else x
-  return np.ascontiguousarray(x.reshape(shape), part.spec.dtype)
 
 
 def _check_target(directory: pathlib.Path) -> None:
