@@ -220,7 +220,7 @@ def make_stacks(
     shapes = lora.get_shapes(config, target, rank)
     specs = mesh and _make_specs(target, shapes, mesh)
     for layer in stacks:
-      stack = layer.setdefault(_get_place(target), {}).setdefault(name, {})
+      stack = layer.setdefault(target.place, {}).setdefault(name, {})
       for leaf, numbers in zip('ab', _count_numbers(shapes), strict=True):
         zeros = np.zeros((slots, rank, numbers), jnp.dtype(config.dtype))
         where = NamedSharding(mesh, specs[leaf]) if mesh and specs else None
@@ -247,19 +247,18 @@ def prepare(config: DecoderConfig, adapter: dict[str, Any], rank: int) -> Stacks
   leaves = _check(config, adapter, rank)
   layers: Stacks = tuple({} for _ in range(config.num_layers))
   for name, target in lora.list_targets(config).items():
-    place = _get_place(target)
     shapes = lora.get_shapes(config, target, rank)
     L, I, O = len(layers), *_count_numbers(shapes)
     a_LRI, b_LRO = np.zeros((L, rank, I)), np.zeros((L, rank, O))
-    if (place, name) in leaves:
-      a, b, scale = (leaves[place, name][leaf] for leaf in lora.LEAVES)
+    if (target.place, name) in leaves:
+      a, b, scale = (leaves[target.place, name][leaf] for leaf in lora.LEAVES)
       R = a.shape[-1]
       # In float32, as when an adapter is merged, and rounded to config.dtype once.
       scaled_LIR = a.reshape(L, I, R) * scale[:, None, None]
       a_LRI[:, :R], b_LRO[:, :R] = scaled_LIR.swapaxes(1, 2), b.reshape(L, R, O)
     a_LRI, b_LRO = (x.astype(jnp.dtype(config.dtype)) for x in (a_LRI, b_LRO))
     for layer, a_RI, b_RO in zip(layers, a_LRI, b_LRO, strict=True):
-      layer.setdefault(place, {})[name] = {'a': a_RI, 'b': b_RO}
+      layer.setdefault(target.place, {})[name] = {'a': a_RI, 'b': b_RO}
   return layers
 
 
@@ -285,7 +284,7 @@ def _check(
   found, targets = {}, lora.list_targets(config)
   for (place, name), node in _list_nodes(adapter):
     path = f'layers/{place}/{name}'
-    if name not in targets or _get_place(targets[name]) != place:
+    if name not in targets or targets[name].place != place:
       raise ValueError(
         f'adapter: {path} has no adapter in a {config.family}; one may be in '
         f'{", ".join(targets)}.'
@@ -336,11 +335,6 @@ def _list_nodes(adapter: Any) -> Iterator[tuple[tuple[str, str], dict[str, Any]]
 def _count_numbers(shapes: dict[str, tuple[int, ...]]) -> tuple[int, int]:
   """Counts all inputs and all outputs of a kernel (I and O)."""
   return math.prod(shapes['lora_a'][1:-1]), math.prod(shapes['lora_b'][2:])
-
-
-def _get_place(target: families.Parameter) -> str:
-  """Returns 'attn' or 'mlp'."""
-  return target.path.split('/')[1]
 
 
 def _make_specs(

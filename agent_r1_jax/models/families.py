@@ -53,6 +53,11 @@ class Parameter(NamedTuple):
     return self.dims.replace('>', '')
 
   @property
+  def place(self) -> str:
+    """The part of a layer that has it, such as 'attn' or 'mlp'."""
+    return self.path.split('/')[1]
+
+  @property
   def inputs(self) -> str:
     """The dimensions of a layer's kernel that its product contracts."""
     return self.dims.split('>')[0].removeprefix('L')

@@ -119,7 +119,7 @@ def add(
   layers = dict(params['layers'])
   for number, (name, target) in enumerate(families.TARGETS.items()):
     if name in targets:
-      _, place, *_ = target.path.split('/')
+      place = target.place
       if place not in layers:
         raise ValueError(
           f'lora_targets has {name}, and the layers of this model have experts in its '

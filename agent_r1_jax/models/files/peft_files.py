@@ -65,8 +65,7 @@ def save(
   tensors: dict[str, np.ndarray] = {}
   modules, rank, alpha = [], 0, 0.0
   for name, target in families.TARGETS.items():
-    _, place, *_ = target.path.split('/')
-    leaf = params['layers'].get(place, {}).get(name, {})
+    leaf = params['layers'].get(target.place, {}).get(name, {})
     if 'lora_a' not in leaf:
       continue
     a, b, scale = (sharding.to_numpy(leaf[part]) for part in lora.LEAVES)
@@ -117,7 +116,6 @@ def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder
     tensors[root + config.facts.read_name(module)] = tensor
   layers: dict[str, Any] = {}
   for name, target in lora.list_targets(config).items():
-    _, place, *_ = target.path.split('/')
     tensor = f'{_ROOT}{target.tensor.removesuffix(".weight")}.lora_{{}}.weight'
     names = {
       leaf: [tensor.format(layer, part) for layer in range(config.num_layers)]
@@ -130,7 +128,7 @@ def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder
       leaf: _read_leaf(file, tensors, names[leaf], shapes[leaf]) for leaf in names
     }
     leaves['lora_scale'] = jnp.full(config.num_layers, alpha / rank, jnp.float32)
-    layers.setdefault(place, {})[name] = leaves
+    layers.setdefault(target.place, {})[name] = leaves
   if tensors:
     raise ValueError(
       f'{file}: tensor {min(tensors)} has no place in a {config.family} of '
