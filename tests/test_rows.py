@@ -29,7 +29,7 @@ class Cache:
   """
 
   def __init__(self, width=_B, ring=_S):
-    self.rows = rows_lib.Rows(_B, _S, ring - _WINDOW if ring < _S else None)
+    self.rows = rows_lib.CacheRows(_B, _S, ring - _WINDOW if ring < _S else None)
     self.slots = [[None] * _S for _ in range(_B)]
     self.rings = [[None] * ring for _ in range(_B)]
     self.width, self.number = width, 0
@@ -210,7 +210,7 @@ class TestPlace:
 
   @pytest.mark.parametrize('version, kept', [(0, 12), (1, 0)])
   def test_a_text_keeps_the_prefix_of_the_last_one_in_its_row(self, version, kept):
-    rows = rows_lib.Rows(1, _S)
+    rows = rows_lib.CacheRows(1, _S)
     first, second = _text((0, 12), (1, 8)), _text((0, 12), (2, 8))
     generation = _generation(first, 0)
     row = rows.assign(generation, 0)
@@ -221,7 +221,7 @@ class TestPlace:
     assert rows.find(first) is None and row.version == version
 
   def test_an_equal_text_keeps_all_but_the_last_token(self):
-    rows = rows_lib.Rows(1, _S)
+    rows = rows_lib.CacheRows(1, _S)
     row = rows.assign(_generation(_text((0, 12)), 0), 0)
     row.extend(np.array([7, 7]))
     row.cached, row.generation = 13, None
@@ -240,7 +240,7 @@ class TestRewind:
 
   @pytest.mark.parametrize('tokens, kept', [(18, 17), (17, 16), (16, 0), (1, 0)])
   def test_a_text_goes_on_where_the_window_is_still_there(self, tokens, kept):
-    rows = rows_lib.Rows(1, _S, max_rewind=8)
+    rows = rows_lib.CacheRows(1, _S, max_rewind=8)
     row = rows.assign(_generation(_text((0, 20)), 0), 0)
     row.prefill(19)
     row.note_write(_DECODE)
@@ -252,7 +252,7 @@ class TestRewind:
     assert row.prefilled and row.written == (24 if kept else tokens - 1)
 
   def test_what_was_written_counts_however_often_it_goes_back(self):
-    rows = rows_lib.Rows(1, _S, max_rewind=8)
+    rows = rows_lib.CacheRows(1, _S, max_rewind=8)
     row = rows.assign(_generation(_text((0, 20)), 0), 0)
     row.prefill(19)
     row.note_write(_DECODE)
@@ -265,7 +265,7 @@ class TestRewind:
 
 class TestFindSources:
   def _placed(self, *texts, version=0):
-    rows = rows_lib.Rows(_B, _S)
+    rows = rows_lib.CacheRows(_B, _S)
     placed = [rows.assign(_generation(t, n), version) for n, t in enumerate(texts)]
     return rows, placed
 
@@ -299,7 +299,7 @@ class TestFindSources:
   @pytest.mark.parametrize('passed', [4, 5])
   def test_nobody_waits_for_what_a_window_has_lost(self, passed):
     """A long text is under way; another shares its beginning, 24 tokens."""
-    rows = rows_lib.Rows(_B, _S, max_rewind=4)
+    rows = rows_lib.CacheRows(_B, _S, max_rewind=4)
     texts = _text((0, 24), (1, 30)), _text((0, 24), (2, 9))
     placed = [rows.assign(_generation(t, n), 0) for n, t in enumerate(texts)]
     placed[0].prefill_started = True

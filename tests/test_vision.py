@@ -70,7 +70,7 @@ def _row(number):
   tokens = tokens.astype(np.int32)
   tokens[is_picture] = np.concatenate(ids)
   places = {
-    name: picture_tokens.Place(start, *grid)
+    name: picture_tokens.Grid(start, *grid)
     for name, start, grid in zip(names.tolist(), starts, grids, strict=True)
   }
   n = len(tokens)
@@ -172,7 +172,10 @@ def test_coordinates_are_those_of_transformers(number):
 
 def test_pictures_side_by_side_and_in_a_tree():
   """A text of two pictures; a branch that begins between them; another text."""
-  places = {100: picture_tokens.Place(0, 1, 2), 200: picture_tokens.Place(2, 3, 1)}
+  places = {
+    100: picture_tokens.Grid(0, 1, 2),
+    200: picture_tokens.Grid(2, 3, 1),
+  }
   tokens = np.array([100, 101, 200, 201, 202, 7, 8, 9, 7])
   positions = np.array([0, 1, 2, 3, 4, 5, 2, 3, 0])
   ends = np.array([8, 8, 6, 6, 6, 6, 8, 8, 9])
@@ -181,7 +184,7 @@ def test_pictures_side_by_side_and_in_a_tree():
   assert found[:, 0].tolist() == [0, 0, 2, 2, 2, 5, 2, 3, 0]
   assert found[:, 1].tolist() == [0, 0, 2, 3, 4, 5, 2, 3, 0]
   assert found[:, 2].tolist() == [0, 1, 2, 2, 2, 5, 2, 3, 0]
-  assert places[100].saved == 0 and picture_tokens.Place(0, 2, 3).saved == 3
+  assert places[100].saved == 0 and picture_tokens.Grid(0, 2, 3).saved == 3
 
 
 # The tower and the decoder compute what transformers does.

@@ -23,7 +23,7 @@ def wait(future: futures.Future) -> futures.Future:
   return future
 
 
-class Loop:
+class ClientLoop:
   """Runs clients, and the replicas that serve them, until it is closed."""
 
   def __init__(self, replicas: Sequence[Any]):

@@ -40,7 +40,7 @@ class Device:
   def __init__(
     self,
     config: decoder.DecoderConfig,
-    sizes: sizes_lib.Sizes,
+    sizes: sizes_lib.ProgramSizes,
     guides: Mapping[guide_lib.Guide, Any],
     mesh: Mesh | None = None,
   ):

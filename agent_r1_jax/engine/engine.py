@@ -120,7 +120,7 @@ class Engine:
     self._params, self._step = params, 0
     self._synced: decoder.Params | None = None
     self._versions = itertools.count()
-    self._loop: clients_lib.Loop | None = None
+    self._loop: clients_lib.ClientLoop | None = None
 
   def run(self, coroutines: Iterable[Coroutine]) -> list:
     """Runs clients until all have ended, and returns their results in order.
@@ -140,7 +140,7 @@ class Engine:
       yield
       return
     self._sync()
-    self._loop = clients_lib.Loop(self.replicas)
+    self._loop = clients_lib.ClientLoop(self.replicas)
     try:
       yield
     finally:

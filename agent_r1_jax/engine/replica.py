@@ -65,7 +65,7 @@ class Replica:
   def __init__(
     self,
     config: decoder.DecoderConfig,
-    sizes: sizes_lib.Sizes,
+    sizes: sizes_lib.ProgramSizes,
     guides: Mapping[guide_lib.Guide, Any],
     stats: stats_lib.Stats,
     adapters: adapters_lib.AdapterTable,
@@ -80,7 +80,7 @@ class Replica:
     self.interrupted: Callable[[], bool] = lambda: False
     ring = sizes.window_slots < sizes.slots
     max_rewind = sizes.window_slots - config.window if ring else None
-    self.rows = rows_lib.Rows(sizes.rows, sizes.slots, max_rewind)
+    self.rows = rows_lib.CacheRows(sizes.rows, sizes.slots, max_rewind)
     self.device = device_lib.Device(config, sizes, guides, mesh)
     self.index = drafts.Index() if sizes.drafts else None
     self._request_numbers = itertools.count()
@@ -333,7 +333,7 @@ class Replica:
     self.stats.prefill_seconds += time.perf_counter() - start_time
     return True
 
-  def _copy(self, copies: list[tuple[rows_lib.Source, rows_lib.Row]]):
+  def _copy(self, copies: list[tuple[rows_lib.Prefix, rows_lib.Row]]):
     """Copies the keys and values of prefixes to other rows."""
     size = self.sizes.prefill_rows[-1]
     source, rows = np.zeros(size, np.int32), np.full(size, self.sizes.rows, np.int32)

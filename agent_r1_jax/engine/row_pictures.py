@@ -54,7 +54,7 @@ class RowPictures:
     begins = picture_tokens.find(text.tokens, places)
     text.saved = sum(places[name].saved for name in text.tokens[begins].tolist())
 
-  def _list_places(self, text: request_lib.Text) -> dict[int, picture_tokens.Place]:
+  def _list_places(self, text: request_lib.Text) -> dict[int, picture_tokens.Grid]:
     return picture_tokens.list_places(text.pictures, self._side)
 
   def look(

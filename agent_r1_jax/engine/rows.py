@@ -82,7 +82,7 @@ class Row:
     self.cached += len(tokens)
 
 
-class Source(NamedTuple):
+class Prefix(NamedTuple):
   """A prefix of `length` tokens that can be copied from a row."""
 
   row: Row
@@ -101,7 +101,7 @@ class _Offer(NamedTuple):
 _WAIT = 'wait'
 
 
-class Rows:
+class CacheRows:
   """All rows of a replica."""
 
   def __init__(self, rows: int, slots: int, max_rewind: int | None = None):
@@ -176,7 +176,7 @@ class Rows:
 
   def find_sources(
     self, rows: Sequence[Row], most: int
-  ) -> tuple[list[tuple[Source, Row]], set[Row]]:
+  ) -> tuple[list[tuple[Prefix, Row]], set[Row]]:
     """Finds what rows can copy from others now, and which wait for another's prefill.
 
     An example: while A = system + task 1 is being prefilled, B and C = system + task 2
@@ -195,7 +195,7 @@ class Rows:
     prefilling = {row.index for row in rows if row.prefill_started}
     # Equal texts, such as the prompts of a group, are compared with the rows only twice:
     # the first text may start its prefill, and from the second on all get one result.
-    sources_of: dict[tuple[Hashable, int, bytes], list[Source | str | None]] = {}
+    sources_of: dict[tuple[Hashable, int, bytes], list[Prefix | str | None]] = {}
     for row in rows:
       if row.prefill_started:
         continue
@@ -209,11 +209,11 @@ class Rows:
         continue
       row.prefill_started = True
       prefilling.add(row.index)
-      if isinstance(source, Source):
+      if isinstance(source, Prefix):
         copies.append((source, row))
     return copies, waiting
 
-  def _find_source(self, row: Row, prefilling: set[int]) -> Source | str | None:
+  def _find_source(self, row: Row, prefilling: set[int]) -> Prefix | str | None:
     """Finds the row from which most of a text's first tokens can be copied.
 
     Args:
@@ -235,7 +235,7 @@ class Rows:
       return _WAIT
     present = max(offers, key=lambda offer: offer.cached)
     if present.cached >= row.cached + MIN_SHARED:
-      return Source(present.row, present.cached)
+      return Prefix(present.row, present.cached)
     return None
 
   def _list_offers(self, row: Row, prefilling: set[int]) -> list[_Offer]:

@@ -14,7 +14,7 @@ _LOGGER = logging.getLogger(__name__)
 _MAX_REWIND, _TILE = 256, 128
 
 
-class Sizes(NamedTuple):
+class ProgramSizes(NamedTuple):
   """The shapes of all compiled programs; see `make` for what each costs.
 
   A call uses the program of the smallest size in an ascending list that is large enough.
@@ -68,7 +68,7 @@ def make(
   drafts: int = 0,
   replicas: int = 1,
   cache: str = 'model',
-) -> Sizes:
+) -> ProgramSizes:
   """Chooses the sizes of one replica's programs, on the mesh that is set.
 
   Args:
@@ -132,7 +132,7 @@ def make(
   decodes = decode_rows, buckets, decode_buckets
   most = max(prefill_tokens, drafts_lib.count_most(decode_steps, drafts))
   ring = count_window_slots(config, slots, most)
-  return Sizes(rows, slots, ring, decode_steps, *prefills, *decodes, drafts, cache)
+  return ProgramSizes(rows, slots, ring, decode_steps, *prefills, *decodes, drafts, cache)
 
 
 def count_window_slots(config: decoder.DecoderConfig, slots: int, most: int) -> int:

@@ -175,7 +175,7 @@ def _mix(x_BTD, weight_BTk, expert_BTk, kernels: Kernels, activate):
   return out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
 
 
-class _Slots(NamedTuple):
+class _SortedPairs(NamedTuple):
   """Where the pairs lie that are sorted by expert, each expert's in whole blocks."""
 
   slot: Int[Array, 'M k']  # The slot of each pair; S if its expert is not here.
@@ -183,7 +183,7 @@ class _Slots(NamedTuple):
   sizes: Int[Array, 'E']  # The slots of each expert.
 
 
-def _sort(expert_Mk: Int[Array, 'M k'], E: int, block: int) -> _Slots:
+def _sort(expert_Mk: Int[Array, 'M k'], E: int, block: int) -> _SortedPairs:
   """Sorts pairs by expert.
 
   With blocks of 2, and the experts 1, 0 and 1 of three tokens: the slots 2, 0 and 3, the
@@ -203,7 +203,7 @@ def _sort(expert_Mk: Int[Array, 'M k'], E: int, block: int) -> _Slots:
   slot_P = jnp.minimum(slot_P, S)
   token_S = jnp.full(S, M, jnp.int32).at[slot_P].set(order_P // k, mode='drop')
   slot_P = jnp.zeros_like(slot_P).at[order_P].set(slot_P)
-  return _Slots(slot_P.reshape(M, k), token_S, sizes_E)
+  return _SortedPairs(slot_P.reshape(M, k), token_S, sizes_E)
 
 
 def _compute_ragged(x_SD, kernels: Kernels, sizes_E, activate) -> Array:

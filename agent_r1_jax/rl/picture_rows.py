@@ -48,7 +48,7 @@ def add(
       [made[x] for x in shown], config, rows=1, patches=room
     )
     places = {
-      x: picture_tokens.Place(start, *made[x].grid)
+      x: picture_tokens.Grid(start, *made[x].grid)
       for x, start in zip(shown, starts, strict=True)
     }
     found = picture_tokens.locate(tokens, positions, ends, places)

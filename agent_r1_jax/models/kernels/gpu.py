@@ -204,7 +204,7 @@ def compute(work: Work, lists, *, tiles, blocks, outputs, interpret) -> tuple[Ar
   return tuple(kernel(*lists, tiles, blocks))
 
 
-class _Stream(NamedTuple):
+class _BlockStream(NamedTuple):
   """The blocks that come by a tile, one after the other.
 
   Attributes:
@@ -276,7 +276,7 @@ def _kernel(
   tile, head, row, group = (jax.lax.axis_index(name) for name in names)
   heads, others = tile_refs[0].shape[2], block_refs[0].shape[2]
   passes = max(others // heads, 1)
-  stream = _Stream(
+  stream = _BlockStream(
     blocks_ref.at[row, tile],
     count_ref[row, tile],
     *(block_refs, blocks_smem, arrived, read, passes),

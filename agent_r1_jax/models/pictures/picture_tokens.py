@@ -155,7 +155,7 @@ def _write(
   batch.order[row, begin : begin + len(order)] = begin + np.argsort(order)
 
 
-class Place(NamedTuple):
+class Grid(NamedTuple):
   """Where the features of a picture are, and its size in tokens."""
 
   first: int  # The row of its first token's feature.
@@ -178,11 +178,11 @@ def name(pictures: Sequence[np.ndarray], side: int) -> dict[int, np.ndarray]:
   return {int(types.make_picture_ids(x, side)[0]): x for x in pictures}
 
 
-def list_places(named: Mapping[int, np.ndarray], side: int) -> dict[int, Place]:
+def list_places(named: Mapping[int, np.ndarray], side: int) -> dict[int, Grid]:
   """Lists the places of named pictures whose features follow each other."""
   places, first = {}, 0
   for first_id, pixels in named.items():
-    place = Place(first, pixels.shape[0] // side, pixels.shape[1] // side)
+    place = Grid(first, pixels.shape[0] // side, pixels.shape[1] // side)
     places[first_id], first = place, first + place.count
   return places
 
@@ -196,7 +196,7 @@ def locate(
   tokens: Int[np.ndarray, 'T'],
   positions: Int[np.ndarray, 'T'],
   ends: Int[np.ndarray, 'T'],
-  places: Mapping[int, Place],
+  places: Mapping[int, Grid],
 ) -> tuple[Int[np.ndarray, 'T'], Int[np.ndarray, 'T 3']]:
   """Locates the pictures of a packed row, or of any text.
 

@@ -65,7 +65,7 @@ def _project(config: DecoderConfig, outputs: tuple[int, ...], name: str, axes: i
   return Projection(outputs, config.dtype, axes, use_bias=True, name=name)
 
 
-class Attention(nn.Module):
+class PatchAttention(nn.Module):
   """Attention without causality, in windows or whole pictures."""
 
   config: DecoderConfig
@@ -122,7 +122,7 @@ def attend_windows(q_BPMH, k_BPMH, v_BPMH, ids_BP, size: int) -> Array:
   return out.reshape(q_BPMH.shape)
 
 
-class Block(nn.Module):
+class PatchBlock(nn.Module):
   """One layer of the tower."""
 
   config: DecoderConfig
@@ -132,7 +132,7 @@ class Block(nn.Module):
     """Adds attention, then the feed-forward, to the residual stream."""
     c: Any = self.config.vision
     normed = RMSNorm(_EPS, name='attn_norm')(x_BPW)
-    x_BPW += Attention(self.config, name='attn')(normed, angles, batch, full)
+    x_BPW += PatchAttention(self.config, name='attn')(normed, angles, batch, full)
     normed = RMSNorm(_EPS, name='mlp_norm')(x_BPW)
     gate, up = (_project(self.config, (c.mlp_dim,), name) for name in ('gate', 'up'))
     down = _project(self.config, (c.embed_dim,), 'down')
@@ -167,7 +167,7 @@ class Tower(nn.Module):
     """Embeddings [B, P / merge_size², D], in the order of windows."""
     c: Any = self.config.vision
     all_get, remat = nn.broadcast, self.config.remat
-    blocks = scan_layers(Block, remat, c.num_layers, all_get, all_get, 0)
+    blocks = scan_layers(PatchBlock, remat, c.num_layers, all_get, all_get, 0)
     x_BPW = PatchEmbedding(self.config, name='patch')(batch.patches)
     full_L = jnp.asarray([i in c.full_attention for i in range(c.num_layers)])
     angles = _compute_angles(batch.coordinates, c.head_dim)
