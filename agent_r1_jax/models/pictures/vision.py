@@ -186,7 +186,8 @@ def _compute_angles(coordinates_BP2: Array, head_dim: int) -> tuple[Array, Array
 def init(config: DecoderConfig, key: Array) -> dict[str, Any]:
   """Random float32 parameters of a tower, which are `params['vision']`."""
   c: Any = config.vision
-  batch, _ = picture_tokens.pack([], c, rows=1, patches=c.window_patches)
+  batch: Any = picture_tokens.pack([], c, rows=1, patches=c.window_patches)[0]
+  batch = jax.tree.map(jnp.asarray, batch)
   return dict(Tower(config).init(key, batch)['params'])
 
 
