@@ -261,7 +261,7 @@ def extend(
   """Writes tokens at their positions and returns their final hidden states.
 
   A token at kv_cache.NOWHERE is computed but not written; nor is one at or past the last
-  slot, but by a layer that slides. Adapters are added to the kernels.
+  slot, but by a layer that slides.
   """
   tokens = rows_lib.find_vocabulary_ids(rows)
   x: Any = params['embed']['embedding'].astype(config.dtype)[tokens]

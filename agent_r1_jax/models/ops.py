@@ -24,8 +24,7 @@ class Ops(NamedTuple):
     log_softmax: As jax.nn.log_softmax, of [M, V].
     differentiate: (f, config) -> a function of parameters that computes
       f(params, config=config) and can be differentiated.
-    check: (config, params, chips=, adapters=, weights=, cache=): refuses what cannot be
-      computed so.
+    check: (config, params, **options of an engine): refuses what cannot be computed so.
     rings: Whether the cache of a layer that slides may be a ring.
   """
 

@@ -34,7 +34,7 @@ class ModelState(NamedTuple):
 
   # The parameters. If the policy's have a 'value_head', its critic is a second head.
   params: decoder.Params
-  # Optax's state for the learned parameters (lora.split): all of them, or the adapters.
+  # Optax's state for the learned parameters (lora.split): all of them, or LoRA's.
   opt_state: Any
   step: Array  # int32 [], the number of updates so far.
 

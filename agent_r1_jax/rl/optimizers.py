@@ -119,7 +119,7 @@ def muon(
   orthogonal matrix that is nearest to a kernel's momentum, U Vᵀ of U S Vᵀ, to which
   Newton-Schulz steps come near: their singular values are 0.7 to 1.2 and not 1. A kernel
   is one matrix of inputs x outputs in each layer. Embeddings, heads, norms, biases and
-  adapters get AdamW, with the numbers of `adam`; Muon reads none of them.
+  LoRA get AdamW, with the numbers of `adam`; Muon reads none of them.
 
   It differs from that article in the size of the step, 0.2 √max(inputs, outputs) U Vᵀ
   (Moonlight, arXiv 2502.16982): the root mean square of the numbers in U Vᵀ is
@@ -259,7 +259,7 @@ def _encode(x: Array, key: Array, least: float = 0.0) -> tuple[Array, Array]:
   """Rounds x stochastically, without bias where the codes are above 2⁻⁶.
 
   No code of a row is below `least`, unless the row is all zeros: that is exact, as the
-  first gradient of an adapter's A is.
+  first gradient of LoRA's A is.
   """
   largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _LARGEST
   scales = jnp.where(largest > 0, largest, 1.0)

@@ -65,7 +65,7 @@ class TrainState:
   # By model: 'policy' and, if the critic is a model of its own, 'critic'.
   states: dict[str, learner.ModelState]
   reference: decoder.Params | None  # The reference policy's parameters, if there is one.
-  # The parameters that the engine samples from, before adapters are merged.
+  # The parameters that the engine samples from, before LoRA is merged.
   sampler: decoder.Params
   sampler_step: int = 0  # The number of rollouts that `sampler` has learned from.
   kl_coef: float = 0.0  # The present coefficient of the algorithm's KL term.
@@ -116,7 +116,7 @@ def init(
   """Makes the state before the first rollout.
 
   A critic of its own starts as a copy of the policy with a value head of zeros. Policy,
-  critic and reference share frozen parameters; with LoRA only the adapters are copied.
+  critic and reference share frozen parameters; with LoRA only what is learned is copied.
   """
   if reference is None and update_config.algorithm.needs_reference:
     reference = copy_learned(params)

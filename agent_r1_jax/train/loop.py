@@ -60,8 +60,8 @@ def run(
       view, alarms, logs of episodes, TensorBoard and other sinks, traces, and curves.
 
   Returns:
-    The policy's parameters; adapters are merged into them, unless these are beside
-    kernels of 8 bits.
+    The policy's parameters; LoRA is merged into them, unless it is beside kernels of 8
+    bits.
 
   Raises:
     ValueError: The configuration does not fit the workdir, the model, the tasks, the

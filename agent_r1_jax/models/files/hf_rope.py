@@ -25,10 +25,8 @@ def parse(raw: dict[str, Any], family: families.Family, slides: bool) -> dict[st
       other.
   """
   present = [name for name in ('rope_scaling', 'rope_parameters') if raw.get(name)]
-  parsed = [_parse_field(raw, name, family, slides) for name in present]
-  if not parsed:
-    full = _parse_rotation(raw, 'rope_scaling', {}, family)
-    return full | (_parse_local(raw, {}, family) if slides else {})
+  names = present or ['rope_scaling']
+  parsed = [_parse_field(raw, name, family, slides) for name in names]
   if parsed[0] != parsed[-1]:
     raise ValueError(
       'rope_scaling and rope_parameters differ; leave one of them, that of the training'
@@ -58,8 +56,8 @@ def make(config: Any) -> dict[str, Any]:
 def _parse_field(
   raw: dict[str, Any], name: str, family: families.Family, slides: bool
 ) -> dict[str, Any]:
-  """Reads a field; transformers 5 may nest one object a type of layer."""
-  value = raw[name]
+  """Reads a field, if it is there; transformers 5 may nest one object a type of layer."""
+  value = raw.get(name) or {}
   if not isinstance(value, dict):
     raise ValueError(f'{name} is {value!r}; an object is needed')
   nested, local = set(value) & _TYPES, {}

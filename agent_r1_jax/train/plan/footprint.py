@@ -117,7 +117,7 @@ class Footprint:
     self.models, self.machine, self.missing = models, machine, set[str]()
     self._left, self._known = seconds, dict[tuple[str, str, int, int], float]()
     self._update_config: train_state.UpdateConfig | None = None
-    # A policy that only plays has no adapters.
+    # A policy that only plays has no LoRA.
     self._frozen = config.model.frozen if models.algorithm else 'float32'
     made = jax.eval_shape(functools.partial(self._make, config))
     self._params, self._copy, parts = made

@@ -1,6 +1,6 @@
 """Lowers the programs of a run from shapes alone, so that they can be compiled before it.
 
-Parameters are trees of shapes; a mesh, which must be set, says how they lie on the chips.
+Parameters are shapes; a mesh, which must be set, says how they lie on the chips.
 None is one chip.
 """
 
@@ -81,14 +81,14 @@ def lower_sampling(
   return [decode, prefill]
 
 
-def _place(tree: Any, mesh: Any, where: Any = None) -> Any:
-  """Returns the shapes of a tree as they lie on a mesh, or all as `where` says."""
+def _place(shapes: Any, mesh: Any, where: Any = None) -> Any:
+  """Returns shapes as they lie on a mesh, or all as `where` says."""
   if mesh is None:
-    return tree
+    return shapes
   struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
   if where is not None:
-    return jax.tree.map(lambda x: struct(x, where), tree)
-  return jax.tree.map(struct, tree, sharding.make_shardings(tree, mesh))
+    return jax.tree.map(lambda x: struct(x, where), shapes)
+  return jax.tree.map(struct, shapes, sharding.make_shardings(shapes, mesh))
 
 
 def _make_batch(update_config: train_state.UpdateConfig, replay: bool) -> types.Batch:
