@@ -103,6 +103,13 @@ def _name_test(item) -> str:
 
 
 @pytest.fixture
+def float64():
+  """Formulas are compared where rounding cannot hide a difference."""
+  with jax.enable_x64(True):
+    yield
+
+
+@pytest.fixture
 def no_clock(monkeypatch):
   """Calls of users' functions are late when they say so; see late.py."""
   import late  # It imports the package, so not before the hook is there.

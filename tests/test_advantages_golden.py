@@ -1,6 +1,7 @@
 """Advantages equal the peers' own numbers (golden/make_ref_algos.py)."""
 
 import dataclasses
+import functools
 
 import episodes
 import numpy as np
@@ -37,34 +38,74 @@ def _singleton_as_verls(table, key):
   return dataclasses.replace(table, advantages=np.where(alone, verls, table.advantages))
 
 
-@_REWARDS
-@pytest.mark.parametrize('variant', _GAE)
-def test_gae_is_verls(rewards, variant):
+def _gae(variant):
   gamma, lam = _GAE[variant]
-  out = advantages.gae(episodes.golden_actions(rewards), gamma=gamma, lam=lam)
-  _equal(advantages.whiten(out), f'verl/gae/{rewards}/{variant}')
+  return functools.partial(advantages.gae, gamma=gamma, lam=lam)
+
+
+def _remax(table):
+  baselines = episodes.golden()['in/remax_baseline']
+  return advantages.greedy_baseline(dataclasses.replace(table, baselines=baselines))
+
+
+_GRPO, _WHITEN = advantages.group_relative, advantages.whiten
+_DR_GRPO = functools.partial(_GRPO, divide_by_std=False)
+
+
+@_REWARDS
+@pytest.mark.parametrize(
+  ('key', 'estimate', 'singleton', 'finish'),
+  [
+    # The peer's key, our estimator, verl's key if its singleton differs, what comes last.
+    *((f'verl/gae/{{}}/{variant}', _gae(variant), None, _WHITEN) for variant in _GAE),
+    ('verl/reinforce_pp/{}/g1.0', advantages.returns_to_go, None, _WHITEN),
+    (
+      'verl/reinforce_pp/{}/g0.97',
+      functools.partial(advantages.returns_to_go, gamma=0.97),
+      None,
+      _WHITEN,
+    ),
+    ('verl/remax/{}', _remax, None, None),
+    ('verl/grpo/{}/std1', _GRPO, 'verl/grpo/{}/std1', None),
+    ('verl/grpo/{}/std0', _DR_GRPO, 'verl/grpo/{}/std0', None),
+    # In verl's vectorised form the singleton has no advantage either.
+    ('verl/rloo_vectorized/{}', advantages.leave_one_out, None, None),
+    ('verl/rloo/{}', advantages.leave_one_out, 'verl/rloo/{}', None),
+    ('verl/reinforce_pp_baseline/{}', _DR_GRPO, 'verl/grpo/{}/std0', _WHITEN),
+    ('verl/gdpo_single/{}', _GRPO, 'verl/grpo/{}/std1', _WHITEN),
+    # Agent-R1's steps are our segments.
+    ('agentr1/token_gae/{}/g1.0_l1.0', _gae('g1.0_l1.0'), None, _WHITEN),
+    ('agentr1/token_gae/{}/g0.99_l0.95', _gae('g0.99_l0.95'), None, _WHITEN),
+    ('agentr1/grpo/{}/std1', _GRPO, None, None),
+    ('agentr1/grpo/{}/std0', _DR_GRPO, None, None),
+  ],
+)
+def test_estimators_are_the_peers(key, estimate, singleton, finish, rewards):
+  joined = key.startswith('agentr1')
+  out = estimate(episodes.golden_actions(rewards, joined=joined))
+  if singleton:
+    out = _singleton_as_verls(out, f'{singleton.format(rewards)}/adv')
+  out = finish(out) if finish else out
+  _equal(out, key.format(rewards), joined=joined, returns=out.returns is not None)
+
+
+@_REWARDS
+def test_gdpo_of_one_part_is_whitened_grpo(rewards):
+  batch = episodes.golden_actions(rewards)
+  batch = dataclasses.replace(batch, parts={'score': batch.scores})
+  expected = _WHITEN(_GRPO(batch)).advantages
+  np.testing.assert_array_equal(advantages.gdpo(batch).advantages, expected)
 
 
 @_REWARDS
 @pytest.mark.parametrize('variant', ['g1.0_l1.0', 'g0.99_l0.95'])
 def test_gae_without_the_mask_is_search_r1s(rewards, variant):
-  gamma, lam = _GAE[variant]
-  batch = episodes.golden_actions(rewards, masked=False)
-  out = advantages.gae(batch, gamma=gamma, lam=lam)
+  out = _gae(variant)(episodes.golden_actions(rewards, masked=False))
   g = episodes.golden()
   expected = g[f'searchr1/gae_unmasked/{rewards}/{variant}/ret']
   _close(out.returns.reshape(12, 24), expected)
   # Its advantages are whitened; the returns are made of them before that.
   _close(out.advantages.reshape(12, 24), expected - g['in/values'])
-
-
-@_REWARDS
-@pytest.mark.parametrize('variant', ['g1.0_l1.0', 'g0.99_l0.95'])
-def test_gae_over_segments_is_agent_r1s_over_steps(rewards, variant):
-  gamma, lam = _GAE[variant]
-  batch = episodes.golden_actions(rewards, joined=True)
-  out = advantages.whiten(advantages.gae(batch, gamma=gamma, lam=lam))
-  _equal(out, f'agentr1/token_gae/{rewards}/{variant}', joined=True)
 
 
 @_REWARDS
@@ -108,24 +149,6 @@ def test_bi_level_gae_is_ragens():
   _equal(advantages.whiten(out), 'ragen/bi_level_gae/g1_l1_hg0.95', tolerance=1e-6)
 
 
-@_REWARDS
-@pytest.mark.parametrize('variant', ['std1', 'std0'])
-def test_group_relative_is_verls_but_for_the_singleton(rewards, variant):
-  batch = episodes.golden_actions(rewards)
-  out = advantages.group_relative(batch, divide_by_std=variant == 'std1')
-  key = f'verl/grpo/{rewards}/{variant}'
-  _equal(_singleton_as_verls(out, f'{key}/adv'), key, returns=False)
-
-
-@_REWARDS
-@pytest.mark.parametrize('variant', ['std1', 'std0'])
-def test_group_relative_over_segments_is_agent_r1s_over_steps(rewards, variant):
-  batch = episodes.golden_actions(rewards, joined=True)
-  assert len(batch.group) == 5
-  out = advantages.group_relative(batch, divide_by_std=variant == 'std1')
-  _equal(out, f'agentr1/grpo/{rewards}/{variant}', joined=True, returns=False)
-
-
 @pytest.mark.parametrize('scale', ['group', 'none'])
 def test_group_relative_is_trls(scale):
   """Four rows a group, the outcome's rewards; its ε is larger."""
@@ -134,49 +157,6 @@ def test_group_relative_is_trls(scale):
   out = advantages.group_relative(batch, divide_by_std=scale == 'group', eps=1e-4)
   first = spans.starts(out.trajectory)
   _close(out.advantages[first], episodes.golden()[f'trl/adv/{scale}'])
-
-
-@_REWARDS
-def test_leave_one_out_is_verls(rewards):
-  """And the singleton is, as in verl's vectorised form."""
-  out = advantages.leave_one_out(episodes.golden_actions(rewards))
-  _equal(out, f'verl/rloo_vectorized/{rewards}', returns=False)
-  key = f'verl/rloo/{rewards}'
-  _equal(_singleton_as_verls(out, f'{key}/adv'), key, returns=False)
-
-
-@_REWARDS
-@pytest.mark.parametrize('gamma', [1.0, 0.97])
-def test_whitened_returns_to_go_are_verls_reinforce_pp(rewards, gamma):
-  out = advantages.returns_to_go(episodes.golden_actions(rewards), gamma=gamma)
-  _equal(advantages.whiten(out), f'verl/reinforce_pp/{rewards}/g{gamma}')
-
-
-@_REWARDS
-def test_whitened_group_relative_is_verls_baseline_but_for_the_singleton(rewards):
-  batch = episodes.golden_actions(rewards)
-  out = advantages.group_relative(batch, divide_by_std=False)
-  out = _singleton_as_verls(out, f'verl/grpo/{rewards}/std0/adv')
-  _equal(advantages.whiten(out), f'verl/reinforce_pp_baseline/{rewards}', returns=False)
-
-
-@_REWARDS
-def test_greedy_baseline_is_verls_remax(rewards):
-  batch = episodes.golden_actions(rewards)
-  baselines = episodes.golden()['in/remax_baseline']
-  batch = dataclasses.replace(batch, baselines=baselines)
-  _equal(advantages.greedy_baseline(batch), f'verl/remax/{rewards}')
-
-
-@_REWARDS
-def test_gdpo_of_one_part_is_verls_but_for_the_singleton(rewards):
-  batch = episodes.golden_actions(rewards)
-  batch = dataclasses.replace(batch, parts={'score': batch.scores})
-  raw = advantages.group_relative(batch)
-  white = advantages.whiten(raw)
-  np.testing.assert_array_equal(advantages.gdpo(batch).advantages, white.advantages)
-  raw = _singleton_as_verls(raw, f'verl/grpo/{rewards}/std1/adv')
-  _equal(advantages.whiten(raw), f'verl/gdpo_single/{rewards}', returns=False)
 
 
 def _authors_steps(rewards):

@@ -13,6 +13,7 @@ import tiny
 from agent_r1_jax import types
 from agent_r1_jax.rl import advantages, algorithms, kl, learner, losses, spans
 
+pytestmark = pytest.mark.usefixtures('float64')
 # Every constructor, with the options that it must have.
 _MUST = {'dr_grpo': {'length': 24}}
 _MAKERS = {
@@ -21,13 +22,6 @@ _MAKERS = {
   if make.__annotations__.get('return') is algorithms.Algorithm and name[0] != '_'
 }
 _every = pytest.mark.parametrize('name', _MAKERS)
-
-
-@pytest.fixture(autouse=True)
-def float64():
-  """The formulas are compared where rounding cannot hide a difference."""
-  with jax.enable_x64(True):
-    yield
 
 
 @functools.cache

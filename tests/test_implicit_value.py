@@ -18,7 +18,7 @@ from agent_r1_jax.guided import implicit_value
 from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import learner, packing, table
 
-SHAPE = packing.MicrobatchShape(2, 256)
+SHAPE, LARGE = (packing.MicrobatchShape(rows, 256) for rows in (2, 8))
 
 
 @functools.cache
@@ -79,10 +79,7 @@ def test_an_episode_without_a_reply_is_left_out():
 def test_a_step_is_the_same_however_it_is_batched():
   """SGD at rate 1 shows the gradient."""
   played = _played(4)
-  one, other = (
-    _fit(played, 1, optax.sgd(1.0), shape)[0]
-    for shape in (SHAPE, packing.MicrobatchShape(4, 256))
-  )
+  one, other = (_fit(played, 1, optax.sgd(1.0), shape)[0] for shape in (SHAPE, LARGE))
   a, b = (np.asarray(p['embed']['embedding']) for p in (one, other))
   np.testing.assert_allclose(a, b, atol=1e-5)
   assert np.abs(a - np.asarray(test_rollout._params()['embed']['embedding'])).max() > 1e-5
@@ -93,7 +90,7 @@ def test_the_gradient_is_that_of_whole_episodes():
   played = _played(4, fresh=True)
   assert {len(t.segments) for t in played} == {1, 2}
   built, params = table.build(played), test_rollout._params()
-  (batch,), where = packing.pack_microbatches(built, packing.MicrobatchShape(8, 256))
+  (batch,), where = packing.pack_microbatches(built, LARGE)
   success = np.arange(len(played)) % 2
 
   def loss(params, odds):
@@ -106,7 +103,7 @@ def test_the_gradient_is_that_of_whole_episodes():
     return -jnp.mean(jnp.where(success, *chances))
 
   gradient = jax.jit(jax.grad(loss))
-  for shape in (packing.MicrobatchShape(1, 256), packing.MicrobatchShape(8, 256)):
+  for shape in (SHAPE, LARGE):
     fitted, odds = _fit(played, 1, optax.sgd(1.0), shape)
     step = jax.tree.map(np.subtract, params, fitted)
     expected = gradient(params, odds)

@@ -10,6 +10,7 @@ import tiny
 from agent_r1_jax import types
 from agent_r1_jax.rl import kl, losses
 
+pytestmark = pytest.mark.usefixtures('float64')
 ESTIMATORS = {
   'kl': kl.k1,
   'k1': kl.k1,
@@ -22,13 +23,6 @@ ESTIMATORS = {
   'k3+': kl.straight_through(kl.k3),
   'low_var_kl+': kl.straight_through(kl.k3),
 }
-
-
-@pytest.fixture(autouse=True)
-def float64():
-  """The formulas are compared where rounding cannot hide a difference."""
-  with jax.enable_x64(True):
-    yield
 
 
 def _golden(*keys, dtype=None):

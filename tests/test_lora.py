@@ -98,9 +98,9 @@ def test_new_adapters_change_no_log_prob():
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_the_merged_policy_is_the_adapted_one_to_the_last_bit(dtype):
   """Which is what the engine samples with, and what is exported."""
-  params = tiny.params(tiny.config(layers=2))
+  params = tiny.params(tiny.config(layers=1))
   adapted = _adapted(params)
-  shape = dataclasses.replace(tiny.config(layers=2), dtype=dtype)
+  shape = dataclasses.replace(tiny.config(layers=1), dtype=dtype)
   text = jnp.arange(20).reshape(1, 20) * 7 % tiny.VOCAB
   places = jnp.arange(20).reshape(1, 20)
 
@@ -115,7 +115,7 @@ def test_the_merged_policy_is_the_adapted_one_to_the_last_bit(dtype):
 @pytest.mark.parametrize('frozen', ['model', 'int8'])
 def test_adapters_of_a_bfloat16_policy_have_gradients_on_a_cpu(frozen):
   """XLA's CPU back end cannot run some products of bfloat16 with a float32 result."""
-  shape = dataclasses.replace(tiny.config(layers=2), dtype='bfloat16')
+  shape = dataclasses.replace(tiny.config(layers=1), dtype='bfloat16')
   params = tiny.params(shape)
   if frozen != 'model':
     params = quantization.freeze(params, shape, frozen)

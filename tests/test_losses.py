@@ -11,6 +11,7 @@ import tiny
 from agent_r1_jax import types
 from agent_r1_jax.rl import losses, packing, table
 
+pytestmark = pytest.mark.usefixtures('float64')
 SURROGATES = {
   'ppo_clip': losses.ppo_clip(),
   'gspo': losses.gspo(clip_low=0.1, clip_high=0.1),
@@ -20,13 +21,6 @@ SURROGATES = {
   'likelihood': losses.likelihood(),
   'dppo_tv': losses.dppo_tv(),
 }
-
-
-@pytest.fixture(autouse=True)
-def float64():
-  """The formulas are compared where rounding cannot hide a difference."""
-  with jax.enable_x64(True):
-    yield
 
 
 def _golden(*keys, dtype=None):

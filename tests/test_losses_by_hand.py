@@ -5,11 +5,12 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import test_losses
 
 from agent_r1_jax.rl import losses
 
-float64 = test_losses.float64
+pytestmark = pytest.mark.usefixtures('float64')
 
 
 def _each(surrogate, ratios, advantages, old=-2.0):

@@ -64,18 +64,19 @@ def learned(params, segments, *, trees: bool, temperature: float = 1.0):
   return np.split(layout.extract(np.concatenate(found)), np.cumsum(lengths)[:-1])
 
 
-@pytest.mark.parametrize('trees', [False, True])
 @pytest.mark.parametrize('sizes', [{}, {'rows': 2, 'prefill_tokens': 4}])
-def test_log_probs_are_the_learners(params, sizes, trees):
+def test_log_probs_are_the_learners(params, sizes):
+  """In whole rows and in trees."""
   engine = tiny.engine(params, shape=_CONFIG, **sizes)
-  plays = [play(engine, n, turns) for n, turns in enumerate(EPISODES)]
-  segments = engine.run(plays)
-  for segment, logprobs in zip(segments, learned(params, segments, trees=trees)):
-    mask = segment.action_mask
-    np.testing.assert_allclose(
-      segment.behaviour_logprobs[mask], logprobs[mask], rtol=0, atol=2e-5
-    )
-    assert (logprobs[segment.tokens >= types.FIRST_PICTURE_ID] == 0).all()
+  segments = engine.run([play(engine, n, turns) for n, turns in enumerate(EPISODES)])
+  for trees in (False, True):
+    found = learned(params, segments, trees=trees)
+    for segment, logprobs in zip(segments, found, strict=True):
+      mask = segment.action_mask
+      np.testing.assert_allclose(
+        segment.behaviour_logprobs[mask], logprobs[mask], rtol=0, atol=2e-5
+      )
+      assert (logprobs[segment.tokens >= types.FIRST_PICTURE_ID] == 0).all()
 
 
 def test_what_a_picture_shows_changes_what_is_sampled(params):
