@@ -55,7 +55,7 @@ def test_k3_far_from_the_reference_is_verls():
     assert (back(jnp.ones_like(out))[0] == 0).all()
 
 
-@pytest.mark.parametrize('name', ESTIMATORS)
+@pytest.mark.parametrize('name', ['k1', 'k2', 'k3', 'k1+', 'k2+', 'k3+'])
 def test_estimators_are_the_same_on_the_host(name):
   logp, ref = (episodes.golden()[key] for key in ('in/logp', 'in/ref_logp'))
   for shift in (0.0, 30.0, -30.0):

@@ -35,7 +35,7 @@ _CASES = list(_cases())
 
 
 @pytest.mark.parametrize(('lengths', 'multiple'), _CASES)
-def test_every_token_has_a_place_of_its_own(lengths, multiple):
+def test_every_token_has_a_place_of_its_own_and_comes_back_from_it(lengths, multiple):
   where = packing.plan_layout(lengths, row_tokens=32, row_multiple=multiple)
   assert where.rows % multiple == 0 and where.rows > 0
   used = np.zeros((where.rows, 32), int)
@@ -48,6 +48,14 @@ def test_every_token_has_a_place_of_its_own(lengths, multiple):
   filled = np.sort(filled[filled > 0])
   assert len(filled) < 2 or filled[0] + filled[1] > 32
   assert where.rows - max(len(filled), 1) < multiple
+  column = np.random.default_rng(0).normal(size=sum(lengths))
+  packed = where.place(column, np.float64)
+  assert packed.shape == (where.rows, 32) and packed.dtype == np.float64
+  np.testing.assert_allclose(packed.sum(), column.sum(), atol=1e-9)
+  np.testing.assert_array_equal(where.extract(packed), column)
+  parts = np.split(column, np.cumsum(lengths, dtype=int))
+  for n, part, (row, offset) in zip(lengths, parts, where.starts, strict=False):
+    np.testing.assert_array_equal(packed[row, offset : offset + n], part)
 
 
 def test_layout_is_first_fit_decreasing():
@@ -59,19 +67,6 @@ def test_layout_is_first_fit_decreasing():
 def test_a_segment_longer_than_a_row_is_refused():
   with pytest.raises(ValueError, match='33 tokens does not fit a row of 32.*row_tokens'):
     packing.plan_layout([1, 33, 4], row_tokens=32)
-
-
-@pytest.mark.parametrize(('lengths', 'multiple'), _CASES)
-def test_extract_is_the_inverse_of_place(lengths, multiple):
-  where = packing.plan_layout(lengths, row_tokens=32, row_multiple=multiple)
-  column = np.random.default_rng(0).normal(size=sum(lengths))
-  packed = where.place(column, np.float64)
-  assert packed.shape == (where.rows, 32) and packed.dtype == np.float64
-  np.testing.assert_allclose(packed.sum(), column.sum(), atol=1e-9)
-  np.testing.assert_array_equal(where.extract(packed), column)
-  ends = np.cumsum(lengths, dtype=int)
-  for n, end, (row, offset) in zip(lengths, ends, where.starts, strict=True):
-    np.testing.assert_array_equal(packed[row, offset : offset + n], column[end - n : end])
 
 
 @pytest.mark.parametrize(('lengths', 'multiple'), _CASES)
