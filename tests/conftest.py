@@ -103,6 +103,14 @@ def _name_test(item) -> str:
 
 
 @pytest.fixture
+def engine():
+  """An engine on the tiny policy."""
+  import clients
+
+  return clients.engine()
+
+
+@pytest.fixture
 def float64():
   """Formulas are compared where rounding cannot hide a difference."""
   with jax.enable_x64(True):

@@ -18,11 +18,6 @@ from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 
 
-@pytest.fixture
-def engine():
-  return clients.engine()
-
-
 class TestOnPolicy:
   def test_log_probs_are_the_learners(self):
     """Of ragged, copied and interrupted texts, in rows that were used before."""

@@ -17,11 +17,6 @@ def _run(engine, *coroutines):
   return tiny.within(engine.run, coroutines)
 
 
-@pytest.fixture
-def engine():
-  return clients.engine()
-
-
 class TestSync:
   def test_a_policy_is_taken_over_in_the_midst(self):
     engine, other = (

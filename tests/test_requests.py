@@ -26,11 +26,6 @@ def _assert_on_policy(*segments):
   tiny.assert_on_policy(clients.params(), segments)
 
 
-@pytest.fixture
-def engine():
-  return clients.engine()
-
-
 def test_a_key_depends_on_every_part_and_on_nothing_else():
   parts = [(0, 0, 'a', 0), (1, 0, 'a', 0), (0, 1, 'a', 0), (0, 0, 'b', 0), (0, 0, 'a', 1)]
   keys = {tuple(request_lib.make_key(*p).tolist()) for p in parts}

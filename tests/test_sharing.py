@@ -4,7 +4,6 @@ import asyncio
 
 import clients
 import numpy as np
-import pytest
 import tiny
 
 from agent_r1_jax.engine import request as request_lib
@@ -17,11 +16,6 @@ _SYSTEM = clients.tokens(1000, 400)
 
 def _run(engine, *coroutines):
   return tiny.within(engine.run, coroutines)
-
-
-@pytest.fixture
-def engine():
-  return clients.engine()
 
 
 def _distinct(texts):
