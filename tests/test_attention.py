@@ -108,12 +108,13 @@ def test_a_cpus_blocks_in_bfloat16():
 def test_blocks_before_the_window_are_not_read():
   q, k, v, _ = inputs(1, 256, 2, 1, 32)
   spoilt, ids = v.at[:, :64].set(jnp.nan), jnp.ones((1, 256), int)
-  local = attention.Local(True, jnp.arange(256)[None])
+  local = attention.Local(jnp.asarray(True), jnp.arange(256)[None])
   attend = functools.partial(attention.packed, rules=attention.Rules(window=64))
+  attend = jax.jit(attend)
   out = attend(q, k, spoilt, types.Segments(ids), local=local)
   # Token 126 sees token 63, so that its block reads the spoilt one; the next does not.
   np.testing.assert_array_equal(np.isnan(out[0]).any((1, 2)), np.arange(256) < 128)
-  everything = local._replace(slides=False)
+  everything = local._replace(slides=jnp.asarray(False))
   assert np.isnan(attend(q, k, spoilt, types.Segments(ids), local=everything)).all()
 
 
@@ -122,7 +123,8 @@ def test_blocks_that_nothing_sees_are_not_read():
   q, k, v, _ = inputs(1, 256, 2, 1, 32)
   ids = jnp.asarray(np.arange(256) // 64 + 1)[None]
   spoilt = k.at[:, 64:128].set(jnp.nan)
-  out, clean = (attention.packed(q, x, v, types.Segments(ids)) for x in (spoilt, k))
+  attend = jax.jit(attention.packed)
+  out, clean = (attend(q, x, v, types.Segments(ids)) for x in (spoilt, k))
   assert np.isnan(out[:, 64:128]).all()
   np.testing.assert_array_equal(out[:, :64], clean[:, :64])
   np.testing.assert_array_equal(out[:, 128:], clean[:, 128:])

@@ -75,7 +75,7 @@ def test_a_token_is_the_same_whatever_the_others_take(platform):
 def test_experts_of_another_chip_add_nothing(platform):
   x, weight, expert, kernels = _inputs(30, 2)
   half = lambda part: jax.tree.map(lambda x: x[part], kernels)
-  mix = functools.partial(experts._mix, activate=jax.nn.silu)
+  mix = jax.jit(functools.partial(experts._mix, activate=jax.nn.silu))
   parts = (
     mix(x, weight, expert, half(slice(0, 2))),
     mix(x, weight, expert - 2, half(slice(2, None))),
@@ -133,14 +133,15 @@ def test_loads_are_of_the_text_alone_and_balance_is_measured():
   tokens = jnp.array([[5, 6, 7, 5, 6, 8, 0, 0]], jnp.int32)
   positions = jnp.array([[0, 1, 2, 0, 1, 2, 0, 0]], np.int32)
   ids = jnp.array([[1, 1, 1, 2, 2, 2, 0, 0]], np.int32)
-  _, loads = decoder.hidden_and_loads(params, config, tiny.rows(tokens, positions, ids))
+  compute = jax.jit(decoder.hidden_and_loads, static_argnums=1)
+  _, loads = compute(params, config, tiny.rows(tokens, positions, ids))
   assert loads.shape == (2, 8)
   np.testing.assert_array_equal(loads.sum(1), [6 * 2] * 2)
   tree = jnp.array([[5, 6, 7, 8, 0, 0, 0, 0]], np.int32)
   places = jnp.array([[0, 1, 2, 2, 0, 0, 0, 0]], np.int32)
   ends = jnp.array([[4, 4, 3, 4, 5, 6, 7, 8]], np.int32)
   rows = types.Rows(tree, places, types.Tree(places, ends))  # It reads no parents.
-  _, of_tree = decoder.hidden_and_loads(params, config, rows)
+  _, of_tree = compute(params, config, rows)
   np.testing.assert_array_equal(of_tree.sum(1), [4 * 2] * 2)
   found = learner._measure_balance(jnp.asarray([[4.0, 0, 0, 0], [1.0, 1, 2, 0]]))
   assert found['expert_max_load'] == (4 + 2) / 2 and found['expert_idle'] == 4 / 8
