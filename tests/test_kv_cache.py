@@ -38,7 +38,7 @@ def _fill(B: int, T: int, K: int, S: int, H: int):
   k, v = jnp.asarray(numbers)
   positions = np.arange(T)[None] + np.arange(B)[:, None]
   layer = kv_cache.empty(shape, B, S, 'int8')[0]
-  return kv_cache.write(layer, k, v, jnp.asarray(positions)), k, v, positions
+  return jax.jit(kv_cache.write)(layer, k, v, positions), k, v, positions
 
 
 def test_each_slot_of_a_head_is_rounded_to_255_numbers():
@@ -75,9 +75,9 @@ def test_attention_is_that_over_dequantised_keys_and_values(dtype, rules):
   layer = layer._replace(scales=(k_scale * 0 + 0.02, v_scale))
   q = jax.random.normal(jax.random.key(0), (2, 3, 6, 16), dtype)
   positions = jnp.asarray([[0, 1, 2], [17, 18, 19]])
-  attend = functools.partial(attention.cached, q)
-  found = attend(layer.keys, layer.values, positions, rules, layer.scales)
-  plain = attention.cached(q.astype(jnp.float32), *_dequantise(layer), positions, rules)
+  attend = jax.jit(attention.cached, static_argnums=4)
+  found = attend(q, layer.keys, layer.values, positions, rules, layer.scales)
+  plain = attend(q.astype(jnp.float32), *_dequantise(layer), positions, rules)
   assert found.dtype == dtype
   far = np.abs(np.float32(found) - plain).max(-1) / np.abs(plain).max(-1)
   assert far.max() < (1e-5 if dtype == 'float32' else 0.02)
