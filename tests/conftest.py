@@ -186,7 +186,7 @@ def pytest_collection_modifyitems(config, items):
   """
   tests = collections.Counter(item.path for item in items)
   items.sort(key=lambda item: tests[item.path])
-  if config.getoption('--rewrite-refusals') and '[' not in ' '.join(config.args):
+  if config.getoption('--rewrite-refusals') and '::' not in ' '.join(config.args):
     import refusals
 
     refusals.drop_missing({_name_test(item) for item in items})

@@ -35,12 +35,10 @@ def update(test: str, said: dict[str, str], file: pathlib.Path = FILE):
 
 
 def drop_missing(tests: Collection[str], file: pathlib.Path = FILE):
-  """Drops the cases whose function is in some test while their parameters are in none."""
-  functions = {_get_function(test) for test in tests}
+  """Drops the cases of the files of some tests that are of none of them."""
+  files = {_get_file(test) for test in tests}
   _rewrite(
-    lambda case: _get_test(case) in tests or _get_function(case) not in functions,
-    {},
-    file,
+    lambda case: _get_test(case) in tests or _get_file(case) not in files, {}, file
   )
 
 
@@ -58,8 +56,8 @@ def _get_test(case: str) -> str:
   return case.split(' #')[0]
 
 
-def _get_function(test: str) -> str:
-  return _get_test(test).split('[')[0]
+def _get_file(test: str) -> str:
+  return test.split('::')[0]
 
 
 class Refusals:

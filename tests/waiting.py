@@ -1,5 +1,6 @@
 """Waits of tests: for what is to happen, never for a time."""
 
+import asyncio
 from collections.abc import Callable
 import pathlib
 import time
@@ -11,6 +12,14 @@ def until(condition: Callable[[], object], what: str, seconds: float = 60):
   while not condition():
     assert time.monotonic() < end, f'{what} did not happen in {seconds:g} s'
     time.sleep(0.01)
+
+
+async def soon(condition: Callable[[], object], what: str = 'it', seconds: float = 60):
+  """Does the same while other coroutines run."""
+  end = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < end, f'{what} did not happen in {seconds:g} s'
+    await asyncio.sleep(0.005)
 
 
 def has_ended(pid: int) -> bool:

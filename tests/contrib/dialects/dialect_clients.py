@@ -1,4 +1,4 @@
-"""The three dialects as their official clients speak them, for test_dialects.py.
+"""The three dialects as their official clients speak them.
 
 Each of them asks with its own items, which it gets back from `ask` as it will send them.
 """
@@ -8,6 +8,11 @@ from typing import Any, NamedTuple
 
 import anthropic
 import openai
+import serving
+
+SEARCH = serving.search_tool()
+TOOLS = [SEARCH.schema]
+USER = {'role': 'user', 'content': 'Who is it?'}
 
 
 class Answer(NamedTuple):
@@ -158,3 +163,6 @@ def _parse(arguments: str) -> Any:
     return json.loads(arguments)
   except ValueError:
     return arguments
+
+
+ALL = {'chat': Chat, 'messages': Messages, 'responses': Responses}
