@@ -2,19 +2,19 @@
 
 import asyncio
 import contextvars
-import functools
 import itertools
 import os
 import signal
 import sys
 import threading
 
+import episode_ends
 import late
 import pytest
 import raised
+import rollouts
 import runs
 import script
-import test_rollout
 import tiny
 
 from agent_r1_jax import config as config_lib
@@ -23,31 +23,7 @@ from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.host import preemption, thread_pool, workers
-from agent_r1_jax.rl import table
-from agent_r1_jax.rollout import rollout
-from agent_r1_jax.tasks import context, rewards
-
-_LIMITS = config_lib.Limits(max_turns=3, max_turn_tokens=80)
-
-
-@functools.cache
-def _params(likely=2.2):
-  """Replies end after few tokens; with 1.4, some do not end within 16."""
-  return tiny.params(tiny.config(), likely={tiny.chat().stop_ids[0]: likely})
-
-
-def _tasks(n):
-  return [
-    types.Task(
-      f'task {i}', [{'role': 'user', 'content': f'What is {i}?'}], i, {'list': [i]}
-    )
-    for i in range(n)
-  ]
-
-
-def _collect(make_env, tasks, *, limits=_LIMITS, tree=None, **kwargs):
-  engine = test_rollout._engine(tree or _params())
-  return test_rollout._collect(make_env, tasks, engine=engine, limits=limits, **kwargs)
+from agent_r1_jax.tasks import rewards
 
 
 @pytest.fixture
@@ -55,41 +31,6 @@ def pool(monkeypatch):
   made = thread_pool.Pool(threads=4)
   monkeypatch.setattr(thread_pool, 'POOL', made)
   return made
-
-
-class Env:
-  """Ends after the second reply at the latest; `do` may raise, hang or give a Step."""
-
-  def __init__(self, do=lambda where, task: None):
-    self.do, self.turn = do, 0
-
-  async def reset(self, task):
-    self.task = task
-    await self._do('reset')
-    return list(task.messages)
-
-  async def step(self, reply):
-    self.turn += 1
-    answer = await self._do('step')
-    if answer is not None:
-      return answer
-    message = {'role': 'user', 'content': f'{len(reply)} letters.'}
-    done = self.turn == 2
-    return types.Step([] if done else [message], float(len(reply)), done=done)
-
-  async def _do(self, where):
-    answer = self.do(where, self.task)
-    return await answer if asyncio.iscoroutine(answer) else answer
-
-
-class PlainEnv(Env):
-  """The same with methods that are not async."""
-
-  def reset(self, task):
-    return asyncio.run(super().reset(task))
-
-  def step(self, reply):
-    return asyncio.run(super().step(reply))
 
 
 _ENDS = (*raised.ENDS, *raised.ERRORS)
@@ -106,7 +47,7 @@ def _raise(task):
 
 class TestRaising:
   @pytest.mark.parametrize('where', ['make_env', 'reset', 'step'])
-  @pytest.mark.parametrize('kind', [Env, PlainEnv])
+  @pytest.mark.parametrize('kind', [episode_ends.Env, episode_ends.PlainEnv])
   def test_what_an_environment_raises_marks_its_own_episode(self, kind, where):
     def do(at, task):
       if at == where:
@@ -118,16 +59,18 @@ class TestRaising:
         _raise(types.Task('', [], made[-1]))
       return kind(do)
 
-    seen, tasks = [], _tasks(len(_KINDS) + 2)
-    played = _collect(make_env, tasks)
+    seen, tasks = [], episode_ends.tasks(len(_KINDS) + 2)
+    played = episode_ends.collect(make_env, tasks)
     assert [t.status for t in played] == ['error'] * len(_KINDS) + ['done'] * 2
     for name, t in zip(_KINDS, played):
       assert name in t.error and 'test_containment.py' in t.error
       assert sum(v for k, v in t.metrics.items() if k.startswith('error/')) == 1
       assert len(t.turns) == (where == 'step')
     if where != 'make_env':
-      for t, expected in zip(played[-2:], _collect(Env, tasks)[-2:]):
-        test_rollout._same(t, expected)
+      for t, expected in zip(
+        played[-2:], episode_ends.collect(episode_ends.Env, tasks)[-2:]
+      ):
+        rollouts.assert_same(t, expected)
 
   @pytest.mark.parametrize('where', ['reward', 'process_reward', 'metrics', 'parse'])
   @pytest.mark.parametrize('is_async', [True, False])
@@ -148,7 +91,9 @@ class TestRaising:
     functions = {'reward': lambda task, messages: 1.0}
     if where != 'parse':
       functions[where] = fails_later if is_async else fails
-    played = _collect(lambda: Parses([], **functions), _tasks(len(_KINDS) + 1))
+    played = episode_ends.collect(
+      lambda: Parses([], **functions), episode_ends.tasks(len(_KINDS) + 1)
+    )
     assert [t.status for t in played] == ['error'] * len(_KINDS) + ['done']
     for name, t in zip(_KINDS, played):
       assert name in t.error and 'test_containment.py' in t.error
@@ -166,7 +111,7 @@ class TestRaising:
       types.Step([{'role': 'user', 'content': 3}]),
     ]
 
-    class Lies(Env):
+    class Lies(episode_ends.Env):
       async def step(self, reply):
         return steps[self.task.answer]
 
@@ -177,7 +122,9 @@ class TestRaising:
       'the reward/x of a turn is nan',
     ]
     messages += ['ValueError', 'not a list', 'no message', 'no role', '']
-    for t, message in zip(_collect(Lies, _tasks(9)), messages, strict=True):
+    for t, message in zip(
+      episode_ends.collect(Lies, episode_ends.tasks(9)), messages, strict=True
+    ):
       assert t.status == 'error' and message in t.error
 
   def test_what_a_reward_does_to_its_arguments_nobody_sees(self):
@@ -200,23 +147,23 @@ class TestRaising:
         task.messages.append('spoiled')  # type: ignore
         return opening
 
-    (task,), other = _tasks(1), _tasks(1)[0]
+    (task,), other = episode_ends.tasks(1), episode_ends.tasks(1)[0]
     for make_env in (
       lambda: env_lib.ToolEnv([], spoils, metrics=lambda *a: {'m': spoils(*a)}),
       lambda: env_lib.ToolEnv([], rewards.hybrid(a=(1.0, spoils), b=(1.0, spoils))),
     ):
       seen.clear()
-      played = _collect(make_env, [task], samples=3)
+      played = episode_ends.collect(make_env, [task], samples=3)
       assert {s[:2] for s in seen} == {(repr(other), 'What is 0?')}
       assert min(n for _, _, n in seen) == 2
       assert task == other and all(t.task is task for t in played)
       assert all(t.messages[0]['content'] == 'What is 0?' for t in played)
-    _collect(lambda: Spoils([], spoils), [task], samples=2)
+    episode_ends.collect(lambda: Spoils([], spoils), [task], samples=2)
     assert task == other
 
 
 class TestHanging:
-  @pytest.mark.parametrize('kind', [Env, PlainEnv])
+  @pytest.mark.parametrize('kind', [episode_ends.Env, episode_ends.PlainEnv])
   @pytest.mark.parametrize('where', ['reset', 'step'])
   def test_an_environment_that_hangs_costs_its_own_episode(
     self, no_clock, gate, kind, where
@@ -226,13 +173,15 @@ class TestHanging:
     def do(at, task):
       if at == where and task.answer in (1, 2):
         late.hang()
-        return asyncio.sleep(3600) if kind is Env else gate.wait()
+        return asyncio.sleep(3600) if kind is episode_ends.Env else gate.wait()
 
     limits = config_lib.Limits(3, 80, **{f'{where}_seconds': 60.5})
-    played = _collect(lambda: kind(do), _tasks(6), limits=limits)
-    for t, expected in zip(played, _collect(Env, _tasks(6)), strict=True):
+    played = episode_ends.collect(lambda: kind(do), episode_ends.tasks(6), limits=limits)
+    for t, expected in zip(
+      played, episode_ends.collect(episode_ends.Env, episode_ends.tasks(6)), strict=True
+    ):
       if t.task.answer not in (1, 2):
-        test_rollout._same(t, expected)
+        rollouts.assert_same(t, expected)
         continue
       assert t.status == 'error'
       text = f'{where} gave no answer within 60.5 seconds ({where}_seconds)'
@@ -240,7 +189,7 @@ class TestHanging:
       assert t.metrics['timeouts'] == 1.0
       abandoned = {k: v for k, v in t.metrics.items() if 'abandoned' in k}
       hung = {'abandoned_calls': 1.0, f'abandoned/{where}': 1.0}
-      assert abandoned == ({} if kind is Env else hung)
+      assert abandoned == ({} if kind is episode_ends.Env else hung)
 
   @pytest.mark.parametrize('where', ['make_env', 'reward', 'process_reward', 'metrics'])
   def test_a_function_that_hangs_is_abandoned_and_counted(self, no_clock, gate, where):
@@ -252,8 +201,8 @@ class TestHanging:
     if where != 'make_env':
       functions = {'reward': lambda task, messages: 1.0} | {where: hangs}
       make = lambda: env_lib.ToolEnv([], **functions, reward_seconds=60)
-      limits, field = _LIMITS, 'reward_seconds'
-    for t in _collect(make, _tasks(2), limits=limits):
+      limits, field = episode_ends.LIMITS, 'reward_seconds'
+    for t in episode_ends.collect(make, episode_ends.tasks(2), limits=limits):
       assert t.status == 'error'
       assert f'{where} gave no answer within 60 seconds ({field})' in t.error
       assert t.metrics['timeouts'] == t.metrics[f'abandoned/{where}'] == 1.0
@@ -276,7 +225,9 @@ class TestHanging:
 
     monkeypatch.setattr(asyncio, 'timeout', timeout_of_episode)
     limits = config_lib.Limits(3, 80, episode_seconds=5.0)
-    first, hung, last = _collect(lambda: Env(do), _tasks(3), limits=limits)
+    first, hung, last = episode_ends.collect(
+      lambda: episode_ends.Env(do), episode_ends.tasks(3), limits=limits
+    )
     assert (first.status, last.status) == ('done', 'done')
     assert hung.error == 'the episode took longer than 5 seconds (episode_seconds)'
     assert (hung.status, hung.metrics['timeouts']) == ('error', 1.0)
@@ -315,7 +266,9 @@ class TestHanging:
         return await super().reset(task)
 
     tools = [hangs, hangs_in_thread, works]
-    played = _collect(lambda: Calls(tools, lambda *_: 1.0), _tasks(12))
+    played = episode_ends.collect(
+      lambda: Calls(tools, lambda *_: 1.0), episode_ends.tasks(12)
+    )
     assert [(t.status, t.reward) for t in played] == [('done', 1.0)] * 12
     for t in played:
       said = [m['content'] for m in t.messages if m['role'] == 'tool']
@@ -342,7 +295,9 @@ class TestHanging:
         self._parse = lambda r: [calls.ToolCall('search', {})] * (len(self.messages) == 2)
         return await super().reset(task)
 
-    (played,) = _collect(lambda: Calls([search], lambda *_: 1.0), _tasks(1))
+    (played,) = episode_ends.collect(
+      lambda: Calls([search], lambda *_: 1.0), episode_ends.tasks(1)
+    )
     assert played.metrics['tool_timeouts'] == 1
     assert [r.message for r in caplog.records if 'no answer' in r.message] == [
       'search has given no answer for 0.25 of 0.5 seconds (task task 0, sample 0, turn 1)'
@@ -356,7 +311,7 @@ class TestHanging:
     monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 600)
     attempts, caught, over = itertools.count(), [], threading.Event()
 
-    class Caught(Env):
+    class Caught(episode_ends.Env):
       """In its first attempts task 0 waits, and something blocks its event loop."""
 
       def reset(self, task):
@@ -376,193 +331,14 @@ class TestHanging:
       gate.wait()
 
     limits = config_lib.Limits(3, 80, reset_seconds=60, step_seconds=60)
-    played = _collect(Caught, _tasks(6), limits=limits, on_done=lambda t: over.set())
+    played = episode_ends.collect(
+      Caught, episode_ends.tasks(6), limits=limits, on_done=lambda t: over.set()
+    )
     assert len(caught) == 5
-    for t, expected in zip(played, _collect(Env, _tasks(6)), strict=True):
-      test_rollout._same(t, expected)
-
-
-@tool_lib.tool
-def count(text: str) -> tool_lib.Report:
-  """Counts.
-
-  Args:
-    text: Anything.
-  """
-  ran.append(text)
-  return tool_lib.Report(len(text), reward=0.25)
-
-
-ran: list[str] = []
-
-
-def _parse(reply):
-  return [calls.ToolCall('count', {'text': reply})] if len(reply) % 8 else []
-
-
-_VALUE = {'done': 16.0, 'truncated': 32.0, 'max_turns': 64.0}
-
-
-class TestBudgets:
-  def _played(self, reward, wrap=lambda env: env, **kwargs):
-    make = lambda: wrap(env_lib.ToolEnv([count], reward, parse=_parse, **kwargs))
-    limits = config_lib.Limits(max_turns=3, max_turn_tokens=16)
-    played = _collect(make, _tasks(8), limits=limits, samples=3, tree=_params(1.4))
-    assert {t.status for t in played} == {'done', 'truncated', 'max_turns'}
-    return played
-
-  @pytest.mark.parametrize(
-    'wrap', [lambda env: env, lambda env: context.SlidingWindow(env, turns=1)]
-  )
-  def test_the_reward_is_told_how_it_ended_and_what_was_said(self, wrap):
-    heard = {}
-    said = lambda messages: [m['content'] for m in messages if m['role'] == 'assistant']
-
-    def reward(task, messages, *, status):
-      heard[task.id, *said(messages)] = status
-      return {'end': _VALUE[status]}
-
-    ran.clear()
-    played = self._played(reward, wrap, metrics=lambda task, messages: {'asked': 1.0})
-    for t in played:
-      tokens = [
-        t.segments[turn.segment].tokens[turn.start : turn.stop] for turn in t.turns
-      ]
-      replies, status = [tiny.chat().decode(part) for part in tokens], t.status
-      assert heard[t.task.id, *replies] == status
-      # An unfinished reply's calls are not run and not paid.
-      called = sum(bool(_parse(r)) for r in replies[: -1 if status != 'max_turns' else 3])
-      assert t.metrics.get('reward/process', 0.0) == 0.25 * called
-      assert t.metrics['reward/end'] == _VALUE[status] and t.metrics['asked'] == 1.0
-      tokens = table.build([t])
-      paid = tokens.rewards[tokens.action_mask]
-      assert paid.sum() == t.reward == 0.25 * called + _VALUE[status]
-      assert paid[-1] >= _VALUE[status]  # On the last action token: never lost.
-    assert len(ran) == sum(4 * t.metrics.get('reward/process', 0.0) for t in played)
-
-  def test_each_part_of_a_hybrid_gets_the_status(self):
-    def end(task, messages, status):
-      return _VALUE[status]
-
-    async def end_later(task, messages, status='unknown'):
-      return _VALUE[status]
-
-    one = lambda task, messages: 1.0
-    mixed = rewards.hybrid(a=(1.0, end), b=(3.0, end_later), c=(1.0, one))
-    for t in self._played(mixed):
-      assert t.reward - t.metrics.get('reward/process', 0.0) == 4 * _VALUE[t.status] + 1
-
-  def test_finish_of_an_own_environment_scores_the_end_by_a_budget(self):
-    class Judges(Env):
-      def finish(self, status, reply):
-        return types.Step([], reward=1000.0, metrics={status: float(reply is not None)})
-
-    limits = config_lib.Limits(max_turns=1, max_turn_tokens=16)
-    played = _collect(Judges, _tasks(8), limits=limits, tree=_params(1.4))
-    assert {t.status for t in played} == {'truncated', 'max_turns'}
-    for t in played:
-      assert t.metrics[t.status] == (t.status == 'truncated')
-      assert t.reward == 1000 + (len(t.messages[1]['content']) * (len(t.messages) > 2))
-
-  def test_what_finish_raises_marks_its_episode_as_an_error(self):
-    class Fails(Env):
-      async def finish(self, status, reply):
-        raise SystemExit('all is well')
-
-    for t in _collect(Fails, _tasks(4), limits=config_lib.Limits(1, 16)):
-      assert t.status == 'error' and 'SystemExit: all is well' in t.error
-
-  def test_a_prompt_that_fits_no_row_is_not_judged(self):
-    task = types.Task('long', [{'role': 'user', 'content': 'one two three ' * 100}])
-    (t,) = _collect(lambda: env_lib.ToolEnv([], lambda *_: 1.0), [task])
-    assert (t.status, t.turns, t.reward) == ('truncated', [], 0.0)
-
-
-@pytest.mark.parametrize(
-  'field',
-  ['reset_seconds', 'step_seconds', 'close_seconds', 'episode_seconds', 'reward_seconds'],
-)
-@pytest.mark.parametrize('seconds', [0, -1.0, float('nan')])
-def test_a_time_limit_that_is_not_above_0_is_refused(field, seconds):
-  with pytest.raises(ValueError, match=f'{field} is .*must be a'):
-    if field == 'reward_seconds':
-      env_lib.ToolEnv([], lambda *_: 1.0, reward_seconds=seconds)
-    else:
-      config_lib.Limits(**{field: seconds}).check()
-
-
-class TestClosing:
-  @pytest.mark.parametrize('kind', [Env, PlainEnv])
-  def test_every_environment_is_closed_once(self, no_clock, gate, kind, caplog):
-    """Odd tasks are broken in their steps, even ones in reset; the first and last end."""
-    closed = []
-
-    def do(where, task):
-      if where == ('reset', 'step')[task.answer % 2] and task.answer in (1, 2):
-        raise ValueError('broken')
-      if where == ('reset', 'step')[task.answer % 2] and task.answer in (3, 4):
-        late.hang()
-        return asyncio.sleep(3600) if kind is Env else gate.wait()
-
-    class Plain(kind):
-      def close(self):
-        closed.append(self.task.answer)
-        if self.task.answer == 2:
-          raise SystemExit('close is broken')
-        if self.task.answer == 3:
-          late.hang()
-          gate.wait()
-
-    class Later(Plain):
-      async def close(self):
-        await asyncio.to_thread(super().close)
-
-    limits = config_lib.Limits(1, 80, close_seconds=60)
-    for make in (Plain, Later):
-      closed.clear()
-      played = _collect(lambda make=make: make(do), _tasks(6), limits=limits)
-      assert sorted(closed) == list(range(6))
-      assert [t.task.answer for t in played if 'close_failed' in t.metrics] == [2, 3]
-      statuses = [t.status for t in played]
-      assert statuses == ['max_turns'] + ['error'] * 4 + ['max_turns']
-    assert 'SystemExit: close is broken' in caplog.text
-    assert 'close gave no answer within 60 seconds (close_seconds)' in caplog.text
-
-  def test_an_environment_that_is_made_too_late_is_closed(self, no_clock, gate):
-    closed = threading.Event()
-
-    class Closes(Env):
-      def close(self):
-        closed.set()
-
-    def make_env():
-      late.hang()
-      gate.wait()
-      return Closes()
-
-    (t,) = _collect(make_env, _tasks(1), limits=config_lib.Limits(reset_seconds=60))
-    assert t.status == 'error' and not closed.is_set()
-    gate.set()
-    assert closed.wait(600)
-
-  def test_environments_of_a_stopped_run_are_closed(self):
-    closed, inside = [], threading.Semaphore(0)
-
-    class Waits(Env):
-      async def step(self, reply):
-        inside.release()
-        await asyncio.sleep(3600)
-
-      async def close(self):
-        # The end of the first episode must not interrupt the close of the second.
-        await asyncio.sleep(0.2 * self.task.answer)
-        closed.append(self.task.answer)
-
-    engine = test_rollout._engine(_params())
-    with engine.open():
-      rollout.start(engine, tiny.chat(), _tasks(2), Waits, limits=_LIMITS)
-      assert inside.acquire(timeout=600) and inside.acquire(timeout=600)
-    assert sorted(closed) == [0, 1]
+    for t, expected in zip(
+      played, episode_ends.collect(episode_ends.Env, episode_ends.tasks(6)), strict=True
+    ):
+      rollouts.assert_same(t, expected)
 
 
 model = runs.model

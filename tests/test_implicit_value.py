@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import rollouts
 import test_choice
-import test_rollout
 import tiny
 
 from agent_r1_jax.engine import guide as guide_lib
@@ -24,8 +24,8 @@ SHAPE, LARGE = (packing.MicrobatchShape(rows, 256) for rows in (2, 8))
 @functools.cache
 def _played(n=6, fresh=False):
   """Half of them succeed. With `fresh` each turn is a segment of its own."""
-  make_env = lambda: test_rollout.Env(fresh=lambda turn: fresh)
-  played = test_rollout._collect(make_env, test_rollout._tasks(n))
+  make_env = lambda: rollouts.Env(fresh=lambda turn: fresh)
+  played = rollouts.collect(make_env, rollouts.tasks(n))
   for i, trajectory in enumerate(played):
     for turn in trajectory.turns:
       turn.reward = 0.0
@@ -60,7 +60,7 @@ def test_learns_what_succeeds_from_the_policy_on(fresh):
   note = lambda step, metrics: losses.append(metrics['loss'])
   _, odds = _fit(played, 20, optax.adam(3e-2), seen=note)
   # The sampler's log-probs are the learner's; half of them succeed.
-  first = odds.prior + odds.beta * _sums(test_rollout._params(), played)
+  first = odds.prior + odds.beta * _sums(rollouts.params(), played)
   assert first.mean() == pytest.approx(0, abs=1e-3)
   expected = np.logaddexp(0, first) - (np.arange(len(played)) % 2) * first
   assert losses[0] == pytest.approx(expected.mean(), abs=1e-4)
@@ -82,14 +82,14 @@ def test_a_step_is_the_same_however_it_is_batched():
   one, other = (_fit(played, 1, optax.sgd(1.0), shape)[0] for shape in (SHAPE, LARGE))
   a, b = (np.asarray(p['embed']['embedding']) for p in (one, other))
   np.testing.assert_allclose(a, b, atol=1e-5)
-  assert np.abs(a - np.asarray(test_rollout._params()['embed']['embedding'])).max() > 1e-5
+  assert np.abs(a - np.asarray(rollouts.params()['embed']['embedding'])).max() > 1e-5
 
 
 def test_the_gradient_is_that_of_whole_episodes():
   """However many segments they have, and wherever these are packed; SGD shows it."""
   played = _played(4, fresh=True)
   assert {len(t.segments) for t in played} == {1, 2}
-  built, params = table.build(played), test_rollout._params()
+  built, params = table.build(played), rollouts.params()
   (batch,), where = packing.pack_microbatches(built, LARGE)
   success = np.arange(len(played)) % 2
 
@@ -113,7 +113,7 @@ def test_the_gradient_is_that_of_whole_episodes():
 
 
 def test_the_engine_reads_what_the_learner_computes(tmp_path):
-  own, critic = test_rollout._params(), tiny.params(tiny.config(), likely={100: 0.5})
+  own, critic = rollouts.params(), tiny.params(tiny.config(), likely={100: 0.5})
   policy, tokenizer = tmp_path / 'policy', tiny.tokenizer_dir()
   weights.save(policy, tiny.config(), own, tokenizer_from=tokenizer)
   odds = implicit_value.Odds(0.1, 0.3)
@@ -124,8 +124,8 @@ def test_the_engine_reads_what_the_learner_computes(tmp_path):
   engine = tiny.engine(
     own,
     guides={guide_lib.FORCED: None},
-    slots=test_rollout._SLOTS,
-    bucket=test_rollout._SLOTS,
+    slots=rollouts.SLOTS,
+    bucket=rollouts.SLOTS,
   )
   made = choice_lib.by_implicit_value(
     engine, tmp_path / 'critic', tmp_path / 'policy', candidates=2

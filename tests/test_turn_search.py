@@ -7,8 +7,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import rollouts
 import test_choice
-import test_rollout
 import tiny
 
 from agent_r1_jax import config as config_lib
@@ -113,7 +113,7 @@ async def test_an_episode_that_ended_stays_in_the_beam(width):
   assert found.digits == (9,) and not found.closed
 
 
-class Env(test_rollout.Env):
+class Env(rollouts.Env):
   def clone(self):
     return copy.copy(self)
 
@@ -121,13 +121,13 @@ class Env(test_rollout.Env):
 LONG_REPLIES = config_lib.Limits(max_turns=3, max_turn_tokens=48)
 
 
-def _play(make, n=3, limits=test_rollout._LIMITS, **env):
-  engine = test_rollout._engine()
+def _play(make, n=3, limits=rollouts.LIMITS, **env):
+  engine = rollouts.engine()
   decoding = decoding_lib.Decoding(
     choice=make(engine.make_policy(test_choice._critic(), 0))
   )
-  tasks = test_rollout._tasks(n, test_choice.LONG)
-  played = test_rollout._collect(
+  tasks = rollouts.tasks(n, test_choice.LONG)
+  played = rollouts.collect(
     lambda: Env(**env), tasks, engine=engine, decoding=decoding, limits=limits
   )
   return played, engine.stats.prefilled
@@ -148,7 +148,7 @@ _all_kinds = pytest.mark.parametrize(
 )
 def test_search_over_one_candidate_is_plain_sampling(make):
   for a, b in zip(test_choice._play(None), _play(make)[0], strict=True):
-    test_rollout._same(a, b)
+    rollouts.assert_same(a, b)
 
 
 @_searches
@@ -162,8 +162,8 @@ def test_searched_episode_is_on_policy_and_prefills_nothing_twice(make, monkeypa
   monkeypatch.setattr(choice_lib.StateValues, 'read', note)
   (t,), prefilled = _play(make, 1, LONG_REPLIES, forever=True)
   (segment,) = t.segments
-  test_rollout._assert_exact(t)
-  tiny.assert_on_policy(test_rollout._params(), [segment])
+  rollouts.assert_exact(t)
+  tiny.assert_on_policy(rollouts.params(), [segment])
   assert len(t.turns) == 3 and t.status == 'max_turns'
   # Policy and critic compute a prefix once, but for less than what is worth a copy.
   distinct = {tuple(text[:n]) for text in states for n in range(1, len(text) + 1)}
@@ -221,13 +221,13 @@ def test_all_texts_are_closed_at_the_end(make, make_env, monkeypatch):
 
   monkeypatch.setattr(replica_lib.Replica, 'submit', note)
   monkeypatch.setattr(Failing, 'failed', False)
-  engine = tiny.engine(test_rollout._params(), slots=256, bucket=256, rows=10)
+  engine = tiny.engine(rollouts.params(), slots=256, bucket=256, rows=10)
   decoding = decoding_lib.Decoding(
     choice=make(engine.make_policy(test_choice._critic(), 0))
   )
-  (t,) = test_rollout._collect(
+  (t,) = rollouts.collect(
     lambda: make_env(forever=True),
-    test_rollout._tasks(1),
+    rollouts.tasks(1),
     engine=engine,
     decoding=decoding,
     limits=LONG_REPLIES,
@@ -256,14 +256,14 @@ class Reader(NamedTuple):
 
 def test_an_implicit_value_is_the_log_prob_of_the_replies_so_far():
   critic, seen = tiny.params(tiny.config(), likely={100: 0.5}), []
-  size = test_rollout._SLOTS
+  size = rollouts.SLOTS
   engine = tiny.engine(
-    test_rollout._params(), guides={guide_lib.FORCED: None}, slots=size, bucket=size
+    rollouts.params(), guides={guide_lib.FORCED: None}, slots=size, bucket=size
   )
   reader: Any = Reader(engine.make_policy(critic, 0), seen)
-  (t,) = test_rollout._collect(
+  (t,) = rollouts.collect(
     lambda: Env(forever=True),
-    test_rollout._tasks(1),
+    rollouts.tasks(1),
     engine=engine,
     decoding=decoding_lib.Decoding(choice=reader),
   )
@@ -295,13 +295,13 @@ class LongText(Env):
 @pytest.mark.parametrize('implicit', [False, True])
 @_all_kinds
 def test_an_episode_without_room_is_truncated_as_without_a_search(make, implicit):
-  size = test_rollout._SLOTS
+  size = rollouts.SLOTS
   engine = tiny.engine(
-    test_rollout._params(), guides={guide_lib.FORCED: None}, slots=size, bucket=size
+    rollouts.params(), guides={guide_lib.FORCED: None}, slots=size, bucket=size
   )
   critic = engine.make_policy(test_choice._critic(), 0)
   for choice in (None, make(critic, implicit)):
-    ordinary, answer, fresh, prompt = test_rollout._collect(
+    ordinary, answer, fresh, prompt = rollouts.collect(
       LongText,
       engine=engine,
       decoding=decoding_lib.Decoding(choice=choice),
@@ -318,7 +318,7 @@ def test_an_episode_without_room_is_truncated_as_without_a_search(make, implicit
 
 def test_environment_without_clone_is_an_error():
   critic = test_choice._critic()
-  engine = test_rollout._engine()
+  engine = rollouts.engine()
   beams = search_lib.Beams(1, 2, engine.make_policy(critic, 0))
   (t,) = test_choice._play(beams, 1, engine)
   assert t.status == 'error' and 'has no method clone' in t.error
