@@ -9,6 +9,7 @@ import itertools
 import json
 import sys
 
+import coding_tasks
 from confined import needs_sandbox  # noqa: F401
 import graders
 import pytest
@@ -19,34 +20,13 @@ from agent_r1_jax.tasks import plain_values, programming
 
 pytestmark = pytest.mark.usefixtures('needs_sandbox')
 
-HUMANEVAL = {
-  'task_id': 'HumanEval/0',
-  'prompt': 'def helper(x):\n  return 2 * x\n\ndef double(x):\n    """ 2 x """\n',
-  'entry_point': 'double',
-  'canonical_solution': '    return x + x\n',
-  'test': 'def check(candidate):\n  assert candidate(helper(2)) == 8\n'
-  '  assert candidate([1]) == [1, 1]\n',
-}
-MBPP = {
-  'task_id': 7,
-  'text': 'Write a function to double.',
-  'code': 'def double(x):\n  return 2 * x',
-  'test_list': ['assert double(2) == 4', "assert double('a') == 'aa'"],
-  'test_setup_code': '',
-}
 
-
-def _load(tmp_path, *rows):
-  path = tmp_path / 'rows.jsonl'
-  path.write_text('\n'.join(map(json.dumps, rows)))
-  load = programming.load_mbpp if 'text' in rows[0] else programming.load_humaneval
-  return load(path)
-
-
-@pytest.mark.parametrize('row', [HUMANEVAL, MBPP])
+@pytest.mark.parametrize('row', [coding_tasks.HUMANEVAL, coding_tasks.MBPP])
 def test_a_loaded_task_shows_neither_hidden_tests_nor_its_solution(tmp_path, row):
-  (task,) = _load(tmp_path, row)
-  assert task.id == {0: 'HumanEval/0', 7: 'mbpp/7'}[0 if row is HUMANEVAL else 7]
+  (task,) = coding_tasks.load(tmp_path, row)
+  assert (
+    task.id == {0: 'HumanEval/0', 7: 'mbpp/7'}[0 if row is coding_tasks.HUMANEVAL else 7]
+  )
   for ask in (programming.agent_task, programming.direct_task):
     (message,) = ask(task).messages
     assert message['content'].endswith(task.info['question'])
@@ -57,11 +37,16 @@ def test_a_loaded_task_shows_neither_hidden_tests_nor_its_solution(tmp_path, row
 
 @pytest.mark.parametrize(
   'row, name',
-  [(HUMANEVAL, 'test'), (HUMANEVAL, 'prompt'), (MBPP, 'text'), (MBPP, 'test_list')],
+  [
+    (coding_tasks.HUMANEVAL, 'test'),
+    (coding_tasks.HUMANEVAL, 'prompt'),
+    (coding_tasks.MBPP, 'text'),
+    (coding_tasks.MBPP, 'test_list'),
+  ],
 )
 def test_a_broken_row_is_named(tmp_path, row, name):
   broken = {key: value for key, value in row.items() if key != name}
-  load = programming.load_mbpp if row is MBPP else programming.load_humaneval
+  load = programming.load_mbpp if row is coding_tasks.MBPP else programming.load_humaneval
   path = tmp_path / 'rows.jsonl'
   path.write_text(json.dumps(broken))
   with pytest.raises(ValueError, match=f'row 1: .*{name}'):
@@ -71,7 +56,9 @@ def test_a_broken_row_is_named(tmp_path, row, name):
 @pytest.mark.parametrize('test', ['assert 1 == 1', 'assert obj.f() == 1', 'assert (', 5])
 def test_a_test_that_calls_no_function_is_named(tmp_path, test):
   with pytest.raises(ValueError, match="row 2: 'test_list' is .* that call a function"):
-    _load(tmp_path, MBPP, {**MBPP, 'test_list': [test]})
+    coding_tasks.load(
+      tmp_path, coding_tasks.MBPP, {**coding_tasks.MBPP, 'test_list': [test]}
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,9 +81,9 @@ def test_the_last_block_is_the_program(reply, program):
   assert programming.extract_program(reply) == program
 
 
-@pytest.mark.parametrize('row', [HUMANEVAL, MBPP])
+@pytest.mark.parametrize('row', [coding_tasks.HUMANEVAL, coding_tasks.MBPP])
 def test_right_and_wrong_programs(tmp_path, row):
-  (task,) = _load(tmp_path, row)
+  (task,) = coding_tasks.load(tmp_path, row)
   judge = lambda program: programming.run_tests(program, task.answer)
   assert judge('def double(x):\n  return x + x') is None
   assert judge('def double(x):\n  return 5') == 'a test failed'
@@ -106,7 +93,7 @@ def test_right_and_wrong_programs(tmp_path, row):
   )
   assert 'ZeroDivisionError' in (judge('def double(x):\n  return x / 0') or '')
   assert 'SyntaxError' in (judge('def double(x:') or '')
-  if row is HUMANEVAL:
+  if row is coding_tasks.HUMANEVAL:
     assert judge(row['canonical_solution']) is None
 
 
@@ -123,10 +110,10 @@ HONEST = {
 }
 
 
-@pytest.mark.parametrize('row', [HUMANEVAL, MBPP])
+@pytest.mark.parametrize('row', [coding_tasks.HUMANEVAL, coding_tasks.MBPP])
 @pytest.mark.parametrize('name', HONEST)
 def test_an_honest_program_passes(tmp_path, row, name):
-  (task,) = _load(tmp_path, row)
+  (task,) = coding_tasks.load(tmp_path, row)
   program = HONEST[name].format('def double(x):\n  return x + x')
   assert programming.run_tests(program, task.answer) is None
 
@@ -141,7 +128,9 @@ def test_an_honest_program_passes(tmp_path, row, name):
   ],
 )
 def test_a_program_may_return_more_than_json_has(tmp_path, returned, test):
-  (task,) = _load(tmp_path, MBPP | {'test_list': [f'assert {test}']})
+  (task,) = coding_tasks.load(
+    tmp_path, coding_tasks.MBPP | {'test_list': [f'assert {test}']}
+  )
   program = f'import decimal, fractions\ndef double(x):\n  return {returned}'
   assert programming.run_tests(program, task.answer) is None
 
@@ -225,185 +214,15 @@ def test_a_test_means_what_it_means_in_python(name):
   assert programming.run_tests(program, task.answer) is None
 
 
-CHEATS = {
-  'it exits with 0': 'import sys\nsys.exit(0)',
-  'it ends the process': 'import os\nos._exit(0)',
-  'it ends the process when asked': 'def double(x):\n  import os\n  os._exit(0)',
-  'it becomes another program': 'import os\nos.execv("/bin/true", ["true"])',
-  'an equal of everything': (
-    'class E:\n  def __eq__(self, other):\n    return True\n'
-    'class L(list):\n  def __eq__(self, other):\n    return True\n'
-    'def double(x):\n  return E()'
-  ),
-  'a list that equals everything': (
-    'class L(list):\n  def __eq__(self, other):\n    return True\n'
-    'def double(x):\n  return L()'
-  ),
-  'patched builtins': (
-    'import builtins\nbuiltins.AssertionError = Warning\nbuiltins.sum = lambda x: 0\n'
-    'def double(x):\n  return 5'
-  ),
-  'a helper of the tests': 'def helper(x):\n  return 0\ndef double(x):\n  return 0 * x',
-  'the check itself': 'def check(f):\n  pass\ndef double(x):\n  return 5',
-  'a builtin of the tests': 'def double(x):\n  return 5\n__builtins__ = None',
-  'the frames of the judge': (
-    'import sys\ndef double(x):\n  f = sys._getframe()\n'
-    '  while f:\n    f.f_globals["double"] = lambda x: 2 * x\n    f = f.f_back\n'
-    '  return 5'
-  ),
-  'what the judge reads': (
-    'def double(x):\n  print("null", flush=True)\n  import os\n'
-    '  os.write(1, b"\\ntrue\\n")\n  return 5'
-  ),
-  'the tests in a file': 'def double(x):\n  return open("rows.jsonl").read()',
-  'a lying class': (
-    'class C:\n  __class__ = int\n  def __index__(self): return 4\n'
-    '  def __eq__(self, other): return True\ndef double(x):\n  return C()'
-  ),
-  'a number that equals everything': (
-    'class N(int):\n  def __eq__(self, other): return True\n  __hash__ = None\n'
-    'def double(x):\n  return N(5)'
-  ),
-  'a text that equals everything': (
-    'class S(str):\n  def __eq__(self, other): return True\n'
-    '  def __str__(self): return self\ndef double(x):\n  return S("5")'
-  ),
-  'an iterator that equals everything': (
-    'class I:\n  def __next__(self): raise StopIteration\n'
-    '  def __eq__(self, other): return True\ndef double(x):\n  return I()'
-  ),
-  'its own values': (
-    '_judge_values["encode"] = lambda *a: {"object": 0}\ndef double(x):\n  return 5'
-  ),
-  'its own JSON': (
-    'import json\njson.dumps = lambda *a: "{\\"handle\\": 0}"\ndef double(x):\n  return 5'
-  ),
-  'no JSON': '_judge_values["print"] = lambda *a: None\ndef double(x):\n  return 4',
-  'a thread that prints': (
-    'import threading\ndef f():\n  while True: print("null", flush=True)\n'
-    'threading.Thread(target=f, daemon=True).start()\ndef double(x):\n  return 5'
-  ),
-  'the word of the worker': (
-    'import os\ndef double(x):\n  for f in range(3, 9):\n    try: os.write(f, b"0000")\n'
-    '    except OSError: pass\n  return 5'
-  ),
-  'closed files': 'import os\ndef double(x):\n  os.closerange(0, 64)\n  return 5',
-  'an assertion of its own': 'def double(x):\n  raise AssertionError("passed")',
-  'the end of the process': 'def double(x):\n  raise SystemExit(0)',
-  'an interruption': 'def double(x):\n  raise KeyboardInterrupt',
-  'the end of an iteration': 'def double(x):\n  raise StopIteration',
-  'a signal to itself': 'import os\ndef double(x):\n  os.kill(os.getpid(), 9)',
-  'a signal to the judge': 'import os\ndef double(x):\n  os.kill(os.getppid(), 9)',
-  'the memory of the judge': (
-    'import os\ndef double(x):\n  return open(f"/proc/{os.getppid()}/mem", "rb").read(9)'
-  ),
-  'no end': 'def double(x):\n  return double(x)',
-  'a list in itself': 'def double(x):\n  x = []\n  x.append(x)\n  return x',
-  'a deep list': (
-    'def double(x):\n  x = []\n  for _ in range(10**5): x = [x]\n  return x'
-  ),
-  'much memory': 'def double(x):\n  return bytearray(1 << 30)',
-  'a long text': 'def double(x):\n  return "a" * (2 << 20)',
-  'a flood': 'def double(x):\n  while True: print("a" * (1 << 20))',
-  'a thing that has all': (
-    'class E:\n  def __getattr__(self, name): return lambda *a: True\n'
-    '  __eq__ = __lt__ = __gt__ = __contains__ = __bool__ = lambda *a: True\n'
-    'def double(x):\n  return E()'
-  ),
-  'an array of too many': (
-    'class A:\n  pass\nA.__module__, A.__name__ = "numpy", "generic"\n'
-    'class D: str = "i8"\nA.dtype, A.shape = D, (1 << 40,)\n'
-    'A.ravel = lambda self: self\nA.tolist = lambda self: [1]\n'
-    'def double(x):\n  return A()'
-  ),
-  'an exception that ends the judge': 'def double(x):\n  raise GeneratorExit',
-  'no memory': 'def double(x):\n  raise MemoryError',
-  'no number': 'def double(x):\n  return float("nan")',
-  'a number of no sense': (
-    'import decimal\ndef double(x):\n  return decimal.Decimal("sNaN")'
-  ),
-  'a coroutine': 'async def double(x):\n  return 2 * x',
-  'a class': 'class double:\n  def __init__(self, x): pass\n  __eq__ = lambda *_: True',
-  'names that are none': (
-    '_judge_values["globals"] = lambda: {"double": 0, "x = 1; double": 0, 5: 0}\n'
-    'def double(x):\n  return 5'
-  ),
-  'the garbage': (
-    'import gc\ndef double(x):\n'
-    '  return [o for o in gc.get_objects() if "candidate" in str(o)][0]'
-  ),
-}
-
-
-@pytest.mark.parametrize('sign', '+-')
-def test_an_object_does_not_say_how_far_it_is_from_the_right_answer(sign):
-  program = 'class D:\n  def __sub__(self, other): return 0.0\n  __add__ = __sub__\n'
-  program += 'def double(x):\n  return D()'
-  test = f'assert abs(double(2) {sign} 4) < 1e-6'
-  answer = {'entry_point': 'double', 'prompt': '', 'tests': [test]}
-  assert 'TypeError' in programming.run_tests(program, answer)
-
-
-@pytest.mark.parametrize(
-  'asked', ['startswith("4")', 'isdigit()', 'issubset({4})', 'is_integer()']
-)
-def test_an_object_does_not_say_what_only_a_value_can(asked):
-  program = 'class D:\n  def __getattr__(self, name): return lambda *a: True\n'
-  program += 'def double(x):\n  return D()'
-  test = f'assert double(2).{asked}'
-  answer = {'entry_point': 'double', 'prompt': '', 'tests': [test]}
-  assert 'AttributeError' in programming.run_tests(program, answer)
-
-
-# Names that a program of MBPP defines, and what its tests mean by them.
-SHADOWS = {
-  'a builtin': ('set = lambda x: 0', 'set(double([1])) == set([1, 1, 2])'),
-  'a builtin function': ('def len(x):\n  return 0', 'len(double([1])) == len([1, 1])'),
-  'an exception': (
-    'class AssertionError(Exception):\n  pass',
-    'isinstance(double([1]), AssertionError)',
-  ),
-  'a module': (
-    'class math:\n  def isclose(a, b):\n    return True',
-    'math.isclose(double(1), 2)',
-  ),
-  'all builtins': (
-    '_judge_values["before"] = {}\n__builtins__ = {"set": lambda x: 0}',
-    'set(double([1])) == set([1, 1, 2])',
-  ),
-}
-
-
-@pytest.mark.parametrize('name', SHADOWS)
-def test_the_names_of_a_program_are_not_those_of_its_tests(tmp_path, name):
-  shadow, test = SHADOWS[name]
-  (task,) = _load(tmp_path, MBPP | {'test_list': [f'assert {test}']})
-  program = f'{shadow}\ndef double(x):\n  return 5'
-  assert programming.run_tests(program, task.answer) is not None
-
-
-def test_what_only_the_program_defines_its_tests_may_call(tmp_path):
-  (task,) = _load(tmp_path, MBPP | {'test_list': ['assert double(half(4)) == 4']})
-  program = 'def half(x):\n  return x // 2\ndef double(x):\n  return 2 * x'
-  assert programming.run_tests(program, task.answer) is None
-
-
-@pytest.mark.parametrize('row', [HUMANEVAL, MBPP])
-@pytest.mark.parametrize('name', CHEATS)
-def test_a_cheat_fails(tmp_path, row, name):
-  (task,) = _load(tmp_path, row)
-  assert programming.run_tests(CHEATS[name], task.answer) is not None
-
-
 def test_a_message_of_a_test_that_cannot_be_printed(tmp_path):
   test = 'assert double(2) == 4, ("wrong", double(2))'
-  (task,) = _load(tmp_path, MBPP | {'test_list': [test]})
+  (task,) = coding_tasks.load(tmp_path, coding_tasks.MBPP | {'test_list': [test]})
   program = 'def double(x):\n  return 10 ** 5000'
   assert programming.run_tests(program, task.answer) == 'a test failed'
 
 
 async def _play(judge, tmp_path, reply):
-  (task,) = _load(tmp_path, MBPP)
+  (task,) = coding_tasks.load(tmp_path, coding_tasks.MBPP)
   agent = env.ToolEnv([], judge.reward, metrics=judge.metrics)
   await agent.reset(task)
   step = await agent.step(reply)
@@ -436,7 +255,7 @@ async def test_a_program_that_ends_the_judge_has_failed(tmp_path, monkeypatch):
 async def test_a_program_that_fills_the_memory_of_the_judge_has_failed(tmp_path):
   """By a number of a few bytes, with which the tests make 2 GiB."""
   test = 'assert len(bytes(double(2))) == 1 << 31'
-  (task,) = _load(tmp_path, MBPP | {'test_list': [test]})
+  (task,) = coding_tasks.load(tmp_path, coding_tasks.MBPP | {'test_list': [test]})
   judge = programming.Judge(seconds=120.0, processes=1)
   reply = '```python\ndef double(x):\n  return 1 << 31\n```'
   found = await judge.metrics(task, [{'role': 'assistant', 'content': reply}])
@@ -450,7 +269,9 @@ async def test_a_program_that_fills_the_memory_of_the_judge_has_failed(tmp_path)
 
 
 def test_a_range_that_a_program_returns_is_not_too_long(tmp_path):
-  (task,) = _load(tmp_path, MBPP | {'test_list': ['assert 5 in double(10)']})
+  (task,) = coding_tasks.load(
+    tmp_path, coding_tasks.MBPP | {'test_list': ['assert 5 in double(10)']}
+  )
   judge = lambda text: programming.run_tests(
     f'def double(x):\n  return {text}', task.answer
   )
@@ -461,7 +282,9 @@ def test_a_range_that_a_program_returns_is_not_too_long(tmp_path):
 
 def test_nothing_of_a_program_is_kept(tmp_path):
   test = 'class Kept(set):\n  def f(self): pass\nkept = Kept(double([1]))\nassert kept'
-  (task,) = _load(tmp_path, MBPP | {'test_list': ['assert double(2) == 4', test]})
+  (task,) = coding_tasks.load(
+    tmp_path, coding_tasks.MBPP | {'test_list': ['assert double(2) == 4', test]}
+  )
   gc.disable()
   try:
     programming.run_tests('def double(x):\n  return 2 * x', task.answer)

@@ -1,12 +1,12 @@
 """Tasks that are directories: what is read, refused, played, judged and checked."""
 
 import json
-import os
 import re
 import threading
 from unittest import mock
 
 import confined
+import directory_tasks
 import pytest
 
 from agent_r1_jax import testing
@@ -15,37 +15,6 @@ from agent_r1_jax.tools import shell
 
 pytestmark = pytest.mark.usefixtures('needs_shell')
 needs_shell, layers = confined.needs_shell, confined.layers
-
-# The agent has to write 42 into /app/out.txt; half of it is worth a half.
-FILES = {
-  'task.toml': '[agent]\ntimeout_sec = 60.0\n[verifier]\ntimeout_sec = 20.0\n',
-  'instruction.md': 'Write the number of `/app/in.txt` to `/app/out.txt`.\n',
-  'environment/Dockerfile': (
-    '# A comment.\nFROM python:3-slim\nRUN pip install --no-cache-dir \\\n  pytest\n'
-    'WORKDIR /app\nCOPY in.txt .\nCOPY more /data/\nCMD ["bash"]\n'
-  ),
-  'environment/in.txt': '42\n',
-  'environment/more/deep/where.sh': '#!/bin/sh\necho /data/deep is $(pwd)\n',
-  'tests/test.sh': '#!/bin/bash\npython3 /tests/grade.py > /logs/verifier/reward.txt\n',
-  'tests/grade.py': (
-    'import pathlib\n'
-    "path = pathlib.Path('/app/out.txt')\n"
-    "text = path.read_text() if path.is_file() else ''\n"
-    "print({'42': 1, '21': .5}.get(text.strip(), 0))\n"
-  ),
-  'solution/solve.sh': 'cat /app/in.txt > /app/out.txt\n',
-}
-SOLVE = 'echo 42 > /app/out.txt'
-
-
-def write(folder, changes=None):
-  """Writes the task with changed files, where None removes one; returns its folder."""
-  for name, text in (FILES | (changes or {})).items():
-    if text is not None:
-      path = folder / name
-      path.parent.mkdir(parents=True, exist_ok=True)
-      path.write_text(text)
-  return folder
 
 
 def call(command):
@@ -59,7 +28,7 @@ def workspace(tmp_path):
   opened = []
 
   def lay(changes=None, **limits):
-    folder = write(tmp_path / f'task{len(opened)}', changes)
+    folder = directory_tasks.write(tmp_path / f'task{len(opened)}', changes)
     made = directories.Workspace(shell.Limits(**limits))
     opened.append(made)
     made.lay(task_folders.read(folder))
@@ -71,11 +40,15 @@ def workspace(tmp_path):
 
 
 def test_a_folder_becomes_a_task(tmp_path):
-  write(tmp_path / 'b')
-  write(tmp_path / 'a', {'instruction.md': 'Another.', 'environment/Dockerfile': None})
+  directory_tasks.write(tmp_path / 'b')
+  directory_tasks.write(
+    tmp_path / 'a', {'instruction.md': 'Another.', 'environment/Dockerfile': None}
+  )
   first, second = directories.load(tmp_path)
   assert (first.id, second.id) == ('a', 'b')
-  assert second.messages == [{'role': 'user', 'content': FILES['instruction.md']}]
+  assert second.messages == [
+    {'role': 'user', 'content': directory_tasks.FILES['instruction.md']}
+  ]
   (same,) = directories.load(tmp_path / 'b')
   assert same == second
   assert directories.DirectoryEnv.least_limits(mock.Mock(), second) == {
@@ -85,7 +58,7 @@ def test_a_folder_becomes_a_task(tmp_path):
   read = directories.read(second)
   assert read.files == {
     '/app/in.txt': '42\n',
-    '/data/deep/where.sh': FILES['environment/more/deep/where.sh'],
+    '/data/deep/where.sh': directory_tasks.FILES['environment/more/deep/where.sh'],
   }
   assert (read.workdir, read.agent_seconds, read.test_seconds) == ('/app', 60.0, 20.0)
   assert '/app/more/deep/where.sh' in directories.read(first).files
@@ -199,7 +172,9 @@ FAULTS = {
 @pytest.mark.parametrize('name', FAULTS)
 def test_tests_that_fail_give_no_reward_and_a_reason(workspace, name):
   script, reason = FAULTS[name]
-  settings = FILES['task.toml'].replace('20.0', '1' if 'longer' in reason else '60')
+  settings = directory_tasks.FILES['task.toml'].replace(
+    '20.0', '1' if 'longer' in reason else '60'
+  )
   played = workspace({'tests/test.sh': script, 'task.toml': settings}, disk_mb=8)
   assert played.judge() == 0.0
   assert re.search(reason, played.reason, re.DOTALL)
@@ -225,7 +200,7 @@ def test_a_reward_in_json(workspace):
 
 def test_an_agent_that_ends_its_shell_or_removes_all_has_no_reward(workspace):
   played = workspace()
-  played.run(f'{SOLVE}; rm -rf /app')
+  played.run(f'{directory_tasks.SOLVE}; rm -rf /app')
   assert played.judge() == 0.0 and 'No such file' in played.reason
   played.close()
   assert played.judge() == 0.0 and 'shell has ended' in played.reason
@@ -241,7 +216,7 @@ def test_the_time_of_the_agent_is_bounded(workspace, monkeypatch):
   clock.now += 0.5
   assert played.seconds_left == 0
   with pytest.raises(shell.CommandError, match='time of this task is over'):
-    played.run(SOLVE)
+    played.run(directory_tasks.SOLVE)
   assert (played.judge(), played.reason) == (0.0, '')
 
 
@@ -257,8 +232,8 @@ def test_no_command_of_the_agent_runs_among_those_of_the_judge(workspace):
 
 
 async def test_it_is_an_environment(tmp_path):
-  (task,) = directories.load(write(tmp_path))
-  replies = [call('ls'), call(SOLVE), 'Done.']
+  (task,) = directories.load(directory_tasks.write(tmp_path))
+  replies = [call('ls'), call(directory_tasks.SOLVE), 'Done.']
   make_env = lambda: directories.DirectoryEnv(seconds=60.0)
   steps = await testing.check_env(make_env, task, replies)
   assert steps[0].messages[0]['content'] == 'in.txt\n'
@@ -267,7 +242,11 @@ async def test_it_is_an_environment(tmp_path):
 
 
 async def test_a_folder_is_read_in_a_thread(tmp_path, monkeypatch):
-  (task,), read, threads = directories.load(write(tmp_path)), directories.read, []
+  (task,), read, threads = (
+    directories.load(directory_tasks.write(tmp_path)),
+    directories.read,
+    [],
+  )
   monkeypatch.setattr(
     directories, 'read', lambda task: threads.append(threading.get_ident()) or read(task)
   )
@@ -278,10 +257,10 @@ async def test_a_folder_is_read_in_a_thread(tmp_path, monkeypatch):
 
 
 async def test_an_episode_whose_time_is_over_is_judged(tmp_path):
-  (task,) = directories.load(write(tmp_path))
+  (task,) = directories.load(directory_tasks.write(tmp_path))
   env = directories.DirectoryEnv(seconds=60.0)
   await env.reset(task)
-  assert not (await env.step(call(SOLVE))).done
+  assert not (await env.step(call(directory_tasks.SOLVE))).done
   env._workspace._end = 0.0
   step = await env.step(call('ls'))
   env.close()
@@ -289,10 +268,14 @@ async def test_an_episode_whose_time_is_over_is_judged(tmp_path):
 
 
 def test_every_task_is_checked(tmp_path):
-  write(tmp_path / 'right')
-  write(tmp_path / 'none', {'solution/solve.sh': None})
-  write(tmp_path / 'wrong', {'solution/solve.sh': 'echo no; echo 21 > /app/out.txt'})
-  write(tmp_path / 'easy', {'tests/test.sh': 'echo 1 > /logs/verifier/reward.txt'})
+  directory_tasks.write(tmp_path / 'right')
+  directory_tasks.write(tmp_path / 'none', {'solution/solve.sh': None})
+  directory_tasks.write(
+    tmp_path / 'wrong', {'solution/solve.sh': 'echo no; echo 21 > /app/out.txt'}
+  )
+  directory_tasks.write(
+    tmp_path / 'easy', {'tests/test.sh': 'echo 1 > /logs/verifier/reward.txt'}
+  )
   found = directories.check(directories.load(tmp_path))
   assert found == {
     'none': 'it has no solution/solve.sh',
@@ -301,113 +284,11 @@ def test_every_task_is_checked(tmp_path):
   }
 
 
-REFUSED = {
-  'no TOML': ({'task.toml': 'x = ['}, 'task.toml: it is no TOML'),
-  'deep TOML': ({'task.toml': 'x = ' + '[' * 20_000}, 'task.toml: it is no TOML'),
-  'no table': ({'task.toml': 'agent = 3'}, r'agent is 3; make it a table'),
-  'a text': ({'task.toml': '[agent]\ntimeout_sec = "9"'}, 'agent.timeout_sec is '),
-  'a truth': ({'task.toml': '[agent]\ntimeout_sec = true'}, 'agent.timeout_sec is '),
-  'NaN': ({'task.toml': '[verifier]\ntimeout_sec = nan'}, 'verifier.timeout_sec is nan'),
-  'for ever': ({'task.toml': '[verifier]\ntimeout_sec = inf'}, 'at most 86400'),
-  'an image': ({'task.toml': '[environment]\ndocker_image = "x"'}, 'docker_image is set'),
-  'a GPU': ({'task.toml': '[environment]\ngpus = 1'}, 'environment.gpus is set'),
-  'steps': ({'task.toml': '[[steps]]\nname = "a"'}, 'steps is set, which needs more'),
-  'keys': ({'task.toml': '[verifier]\nenv = {A = "b"}'}, 'verifier.env is set'),
-  'no prompt': ({'instruction.md': ' \n'}, 'instruction.md: it is missing or empty'),
-  'no tests': ({'tests/test.sh': None}, 'tests/test.sh: it is missing or empty'),
-  'compose': ({'environment/compose.yaml': 'x'}, 'compose.yaml: there are no containers'),
-  'too large': ({'environment/x': 'x' * (1 << 22)}, 'at most 2000 files and 4 MiB'),
-}
-
-
-@pytest.mark.parametrize('name', REFUSED)
-def test_what_cannot_be_played_is_refused(tmp_path, name):
-  changes, match = REFUSED[name]
-  write(tmp_path / 'x', changes)
-  with pytest.raises(ValueError, match=f'1 tasks cannot be played:\n.*{match}'):
-    directories.load(tmp_path)
-
-
-LINES = {
-  'FROM alpine': 'the image is another one',
-  'FROM python:3-slim\nFROM python:3-slim': 'line 2: .*: the image is another one',
-  'FROM python:3.5': 'the Python here is 3',
-  'RUN apt-get update': "line 1: 'RUN apt-get update': a command would have to be run",
-  'RUN pip install pytest && rm x': '&& is not installed',
-  'RUN pip install pytest==0.1': r'pytest==0.1 is not installed here \([1-9]',
-  'RUN pip install no-such-package-x': 'is not installed here .in no version',
-  'RUN \\\n  pip install': 'line 1: ',
-  'ENV A=b': 'ENV is not among what can be done',
-  'USER me': 'USER is not among',
-  'COPY --from=x a /app/': 'flags, variables',
-  'COPY $X /app/': 'flags, variables',
-  'COPY nothing /app/': 'nothing is not in environment/',
-  'COPY ../task.toml /app/': 'task.toml is not in environment/',
-  'COPY in.txt': 'it has 1 words',
-  'COPY in.txt /etc/passwd': "would be among the system's files",
-  'COPY in.txt /tests/x': 'the layout has its own files',
-  'COPY in.txt /app/../../usr/bin/sh': "would be among the system's files",
-  'WORKDIR /usr/lib': "would be among the system's files",
-  'WORKDIR': 'it has 0 words',
-  'COPY "in.txt /app/': 'No closing quotation',
-  'COPY in.txt /data/x': 'a line such as WORKDIR /app is missing',
-}  # fmt: skip
-
-
-@pytest.mark.parametrize('lines', LINES)
-def test_a_dockerfile_that_needs_an_image_is_refused_by_its_line(tmp_path, lines):
-  folder = write(tmp_path, {'environment/Dockerfile': lines})
-  with pytest.raises(ValueError, match=LINES[lines]):
-    task_folders.read(folder)
-
-
-def test_what_copy_makes(tmp_path):
-  folder = write(
-    tmp_path,
-    {
-      'environment/Dockerfile': (
-        'FROM debian\nWORKDIR /usr/src/x\nCOPY in.txt a\nCOPY in.txt ./b/\n'
-        'COPY more/deep deep\nCOPY in.txt more/deep/where.sh deep\nWORKDIR sub\n'
-        'COPY more .\n'
-      )
-    },
-  )
-  read = task_folders.read(folder)
-  names = ('a', 'b/in.txt', 'deep/where.sh', 'deep/in.txt', 'sub/deep/where.sh')
-  assert {*read.files} == {f'/usr/src/x/{name}' for name in names}
-  assert read.workdir == '/usr/src/x/sub' and '/usr/src' in read.places
-
-
-def test_links_and_what_is_no_file_are_refused(tmp_path):
-  for name, make in {
-    'file': lambda path: path.symlink_to('/etc/passwd'),
-    'folder': lambda path: path.symlink_to('/etc'),
-    'pipe': lambda path: os.mkfifo(path),
-  }.items():
-    folder = write(tmp_path / name)
-    make(folder / 'environment' / 'x')
-    with pytest.raises(ValueError, match=r'x: it is a link or no regular file'):
-      task_folders.read(folder)
-  (tmp_path / 'linked').symlink_to(write(tmp_path / 'real'))
-  with pytest.raises(ValueError, match='linked: it is a link; copy the folder'):
-    task_folders.read(tmp_path / 'linked')
-  with pytest.raises(ValueError, match='neither it nor a folder in it'):
-    directories.load(tmp_path / 'file' / 'environment')
-
-
 def test_bytes_that_are_no_text_travel_as_they_are(tmp_path):
-  folder = write(tmp_path)
+  folder = directory_tasks.write(tmp_path)
   data = bytes(range(256)) + b' /app/x '
   (folder / 'environment' / 'in.txt').write_bytes(data)
   played = directories.Workspace()
   played.lay(task_folders.read(folder))
   assert played.read_files()['app/in.txt'] == data.decode(errors='surrogateescape')
   played.close()
-
-
-def test_a_dockerfile_of_very_many_lines_is_read():
-  """In a time that is proportional to its length."""
-  lines = ['RUN pip install \\', *['  a \\'] * 200_000, '', '# b', '  c', 'CMD d']
-  (number, run), last = task_folders._split_lines('\n'.join(lines))
-  assert number == 1 and run == f'RUN pip install {"a " * 200_000}c'
-  assert last == (200_005, 'CMD d')

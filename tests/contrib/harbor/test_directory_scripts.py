@@ -1,9 +1,9 @@
 """The scripts that take tasks which are directories."""
 
 import confined
+import directory_tasks
 import pytest
 import script
-import test_directories
 
 from agent_r1_jax.contrib.harbor import directories
 from experiments import task_list
@@ -14,7 +14,7 @@ MODEL = script.ROOT / 'experiments' / 'miniwiki' / 'model'
 
 @pytest.mark.usefixtures('needs_shell')
 def test_scripts_take_a_folder_of_tasks_and_refuse_too_little_time(tmp_path):
-  folder = test_directories.write(tmp_path / 'tasks' / 'one').parent
+  folder = directory_tasks.write(tmp_path / 'tasks' / 'one').parent
   for options in (
     ['experiments.directories', '--watched=1'],
     ['experiments.evaluate', '--task=directories', f'--config.model.path={MODEL}'],
