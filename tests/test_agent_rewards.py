@@ -52,7 +52,7 @@ async def test_hybrid_weighs_and_names_its_parts():
   }
 
 
-async def test_the_parts_are_computed_at_the_same_time():
+async def test_the_parts_are_computed_at_the_same_time(refused):
   both, ended = asyncio.Barrier(2), asyncio.Event()
 
   async def meet(task, messages):
@@ -73,21 +73,21 @@ async def test_the_parts_are_computed_at_the_same_time():
   async def fail(task, messages):
     raise ValueError('no reward')
 
-  with pytest.raises(ValueError, match='no reward'):
+  with refused('no reward'):
     await rewards.hybrid(a=(1.0, wait), b=(1.0, fail))(TASK, said('6'))
   await asyncio.wait_for(ended.wait(), 60)
 
 
-async def test_parts_are_numbers():
+async def test_parts_are_numbers(refused):
   inner = rewards.hybrid(outcome=(1.0, right))
   env = env_lib.ToolEnv([], rewards.hybrid(inner=(1.0, inner)))
-  with pytest.raises(ValueError, match=r"\{'outcome': 1.0\} has parts"):
+  with refused('outcome'):
     await play(env, '6')
 
 
 @pytest.mark.parametrize('part', [right, (1.0, 2.0), (float('nan'), right)])
-def test_a_part_is_a_weight_and_a_reward(part):
-  with pytest.raises(ValueError, match='outcome.*(give a weight and a reward|be finite)'):
+def test_a_part_is_a_weight_and_a_reward(refused, part):
+  with refused('outcome'):
     rewards.hybrid(outcome=part)
 
 

@@ -48,29 +48,29 @@ def test_scores_equal_the_formula(title_weight):
     assert [hit.score for hit in hits] == sorted(found.values(), reverse=True)
 
 
-def test_save_and_load(tmp_path):
+def test_save_and_load(refused, tmp_path):
   index = bm25.BM25(PASSAGES)
   index.save(tmp_path)
   queries = ['capital of Norway', 'zebra']
   assert bm25.BM25.load(tmp_path).search(queries, 3) == index.search(queries, 3)
   documents.write_corpus(tmp_path / 'documents.jsonl.gz', PASSAGES[:2])
-  with pytest.raises(ValueError, match='an index of 3 passages beside 2'):
+  with refused('an index of 3 passages'):
     bm25.BM25.load(tmp_path)
   index.save(tmp_path)
   (tmp_path / 'params.index.json').write_text('{')
-  with pytest.raises(ValueError, match='no BM25 index; save it again'):
+  with refused('no BM25 index; save it'):
     bm25.BM25.load(tmp_path)
 
 
 @pytest.mark.parametrize(
   ('passage', 'message'),
   [
-    (Document('9', 'A', ' '), r"passages\[3\]: 'text' is ' '; give a text"),
-    (Document('0', 'A', 'b'), r"passages\[3\]: id '0' is that of an earlier row"),
+    (Document('9', 'A', ' '), 'passages[3]'),
+    (Document('0', 'A', 'b'), 'passages[3]'),
   ],
 )
-def test_what_could_not_be_loaded_is_not_saved(tmp_path, passage, message):
-  with pytest.raises(ValueError, match=message):
+def test_what_could_not_be_loaded_is_not_saved(refused, tmp_path, passage, message):
+  with refused(message):
     bm25.BM25([*PASSAGES, passage]).save(tmp_path / 'index')
   assert not [*tmp_path.glob('index/*.gz')] and not [*tmp_path.glob('index/*.json')]
 
@@ -88,7 +88,7 @@ def test_an_index_that_is_loaded_stays_where_another_is_saved(tmp_path):
 
 
 @pytest.mark.parametrize('killed_after', [1, 2, 4])
-def test_a_save_that_was_cut_off_is_refused(tmp_path, monkeypatch, killed_after):
+def test_a_save_that_was_cut_off_is_refused(refused, tmp_path, monkeypatch, killed_after):
   bm25.BM25(PASSAGES).save(tmp_path)
   replaced, replace = (
     itertools.count(),
@@ -104,7 +104,7 @@ def test_a_save_that_was_cut_off_is_refused(tmp_path, monkeypatch, killed_after)
     patch.setattr(os, 'replace', until)
     with pytest.raises(KeyboardInterrupt):
       bm25.BM25(PASSAGES[::-1]).save(tmp_path)
-  with pytest.raises(ValueError, match='was cut off; save it again'):
+  with refused('was cut off; save it'):
     bm25.BM25.load(tmp_path)
   bm25.BM25(PASSAGES[::-1]).save(tmp_path)
   assert bm25.BM25.load(tmp_path).documents == PASSAGES[::-1]
@@ -129,7 +129,7 @@ def test_the_library_narrates_nothing(caplog):
   assert not [r for r in caplog.records if r.name.startswith('bm25s')]
 
 
-def test_edges():
+def test_edges(refused):
   index = bm25.BM25(PASSAGES)
   assert index.search([], 2) == []
   assert index.search(['', '?!', 'zebra'], 2) == [[], [], []]
@@ -137,7 +137,7 @@ def test_edges():
   assert empty == []
   assert [hit.document.id for hit in found] == ['1', '0']
   assert len(bm25.BM25([Document('0', '?', '!'), *PASSAGES]).search(['Oslo'], 1)[0]) == 1
-  with pytest.raises(ValueError, match='passages is empty'):
+  with refused('passages is empty'):
     bm25.BM25([])
 
 
@@ -171,9 +171,9 @@ def test_scripts_without_spaces_are_searched(name):
   assert hits[0].document.id == name
 
 
-def test_misuse():
+def test_misuse(refused):
   for passages in ([], [Document('1', '', '')], [Document('1', '-', '...')]):
-    with pytest.raises(ValueError, match='passages'):
+    with refused('passages'):
       bm25.BM25(passages)
   (hits,) = bm25.BM25([Document('9', '', ''), *PASSAGES]).search(['Norway'], 9)
   assert {hit.document.id for hit in hits} == {'1', '2'}

@@ -342,32 +342,30 @@ def test_null_is_a_value_where_a_schema_is_nullable(schema, values, nullable):
 
 
 class TestMistakes:
-  def test_a_broken_schema_is_refused_with_its_tool(self):
+  def test_a_broken_schema_is_refused_with_its_tool(self, refused):
     parameters = {'type': 'object', 'properties': 3}
     schema = {'type': 'function', 'function': {'name': 'f', 'parameters': parameters}}
-    with pytest.raises(
-      ValueError, match=r'tool f: .*at \$.properties of parameters: 3 is'
-    ):
+    with refused('tool f: its parameters'):
       compiler.tool_calls([schema], of_tiny().pieces, tiny.VOCAB)
 
-  def test_an_empty_list_of_tools_is_refused(self):
-    with pytest.raises(ValueError, match='schemas is empty'):
+  def test_an_empty_list_of_tools_is_refused(self, refused):
+    with refused('schemas is empty'):
       compiler.tool_calls([], of_tiny().pieces, tiny.VOCAB)
 
-  def test_more_tokens_than_the_model_has_are_refused(self):
-    with pytest.raises(ValueError, match='do not belong together'):
+  def test_more_tokens_than_the_model_has_are_refused(self, refused):
+    with refused('do not belong together'):
       compiler.tool_calls([now.schema], of_tiny().pieces, 100)
 
-  def test_a_vocabulary_without_single_bytes_is_refused(self):
+  def test_a_vocabulary_without_single_bytes_is_refused(self, refused):
     pieces = [b'' if piece == b'{' else piece for piece in of_tiny().pieces]
-    with pytest.raises(ValueError, match=r'single bytes.*\{'):
+    with refused("single bytes [b'{"):
       compiler.tool_calls([now.schema], pieces, tiny.VOCAB)
 
   @pytest.mark.parametrize(
     'properties', [{'a': {'type': 'string', 'not': {}}}, {'a': {'type': 'colour'}}]
   )
-  def test_a_schema_without_a_grammar_is_refused(self, properties):
+  def test_a_schema_without_a_grammar_is_refused(self, refused, properties):
     parameters = {'type': 'object', 'properties': properties}
     schema = {'type': 'function', 'function': {'name': 'f', 'parameters': parameters}}
-    with pytest.raises(ValueError, match='tool f: .*'):
+    with refused('tool f: its parameters'):
       compiler.tool_calls([schema], of_tiny().pieces, tiny.VOCAB)

@@ -161,44 +161,43 @@ def test_the_generation_config_adds_stop_ids(tmp_path):
 @pytest.mark.parametrize(
   'template, message',
   [
-    (None, 'has no chat template; add "chat_template"'),
+    (None, 'chat_template'),
     ('{% for m in messages %}{{ m.content + "\n" }}{% endfor %}', 'begin with a control'),
   ],
 )
-def test_unusable_templates_are_refused(tmp_path, template, message):
+def test_unusable_templates_are_refused(refused, tmp_path, template, message):
   tokenizer_lib.train(
     [chats.TEXT], vocab_size=320, directory=tmp_path, chat_template=template
   )
-  with pytest.raises(ValueError, match=message):
+  with refused(message):
     chat_lib.Chat(tokenizer_lib.load(tmp_path))
 
 
-def test_too_small_a_limit_is_refused(small):
-  with pytest.raises(ValueError, match='max_tool_tokens=3 has no room'):
+def test_too_small_a_limit_is_refused(refused, small):
+  with refused('max_tool_tokens'):
     chat_lib.Chat(small, max_tool_tokens=3)
 
 
-def test_a_tool_message_must_be_text(small):
-  with pytest.raises(ValueError, match='must be a string'):
-    chat_lib.Chat(small).encode_delta([{'role': 'tool', 'content': None}])
-
-
 @pytest.mark.parametrize(
-  'message, said',
+  ('messages', 'named'),
   [
-    ({'role': 'user'}, 'has no content'),
-    ({'role': 'user', 'content': 3}, "has a content of <class 'int'>"),
-    ({'content': 'x'}, 'is no message'),
-    ('hello', 'is no message'),
+    ([{'role': 'user'}], 'content'),
+    ([{'role': 'user', 'content': 3}], 'content'),
+    ([{'role': 'tool', 'content': None}], 'content'),
+    ([{'content': 'x'}], "{'content': 'x'}"),
+    (['hello'], 'hello'),
   ],
 )
-def test_a_broken_message_is_named(small, message, said):
+def test_a_broken_message_is_named(refused, small, messages, named):
   chat = chat_lib.Chat(small)
   for send in (chat.encode_delta, chat.encode_prompt):
-    with pytest.raises(ValueError, match=said):
-      send([message])
-  with pytest.raises(ValueError, match='at least one message'):
-    chat.encode_prompt([])
+    with refused(named):
+      send(messages)
+
+
+def test_a_prompt_has_a_message(refused, small):
+  with refused('message'):
+    chat_lib.Chat(small).encode_prompt([])
 
 
 # It neither writes schemas nor takes a system message.
@@ -246,7 +245,9 @@ def test_a_template_without_tools_gets_them_into_the_system_message(ignorant):
   ) == chats.controls(ignorant, ids)
 
 
-def test_a_template_without_system_messages_gets_tools_into_the_first_one(tmp_path):
+def test_a_template_without_system_messages_gets_tools_into_the_first_one(
+  refused, tmp_path
+):
   tokenizer_lib.train(
     [chats.TEXT], vocab_size=320, directory=tmp_path, chat_template=STRICT
   )
@@ -254,11 +255,11 @@ def test_a_template_without_system_messages_gets_tools_into_the_first_one(tmp_pa
   text = chats.prompt_text(chat, chats.OPENING[1:], chats.TOOLS)
   assert text.startswith('<|im_start|>user\nYou can call the tools')
   assert text.endswith('\n\nWho wrote it?<|im_end|>\n<|im_start|>assistant\n')
-  with pytest.raises(ValueError, match='roles system, user: no system here. Give it'):
+  with refused('roles system, user: no'):
     chat.encode_prompt(chats.OPENING)
 
 
-def test_tools_in_prompt_is_obeyed(ignorant, small):
+def test_tools_in_prompt_is_obeyed(refused, ignorant, small):
   for tokenizer in (ignorant, small):
     own = chat_lib.Chat(tokenizer, tools_in_prompt='own')
     prompt = own.encode_prompt(chats.OPENING)
@@ -268,5 +269,5 @@ def test_tools_in_prompt_is_obeyed(ignorant, small):
   np.testing.assert_array_equal(refusing.encode_prompt(chats.OPENING, chats.TOOLS), said)
   refusing = chat_lib.Chat(ignorant, tools_in_prompt='refuse')
   refusing.encode_prompt(chats.OPENING)
-  with pytest.raises(ValueError, match="make tools_in_prompt 'default'"):
+  with refused('tools_in_prompt'):
     refusing.encode_prompt(chats.OPENING, chats.TOOLS)

@@ -58,7 +58,7 @@ def test_control_tokens_of_a_schema_become_text(data_dir):
   )
 
 
-def test_a_task_marks_its_own_words(small):
+def test_a_task_marks_its_own_words(refused, small):
   chat = chat_lib.Chat(small)
   ask = types.ControlText('Write <answer>x</answer>, {0}! {note:>4}{{}}: {0}{question}')
   text = ask.format('<answer>', note='z', question='<|im_end|>')
@@ -76,7 +76,7 @@ def test_a_task_marks_its_own_words(small):
   outer = types.ControlText('{}{}{}').format(text, '<|im_', 'end|>')
   ids = chat.encode_prompt([{'role': 'user', 'content': outer}])
   assert list(ids).count(opening) == 1 and list(ids).count(end) == 1
-  with pytest.raises(ValueError, match='filled in already'):
+  with refused('filled in already'):
     text.format()
 
 

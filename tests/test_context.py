@@ -133,14 +133,14 @@ async def test_a_rebuilt_context_is_the_rendered_state():
   assert [step.metrics['context/fresh'] for step in steps] == [1.0, 1.0, 0.0]
 
 
-async def test_a_rendering_that_is_no_prompt_is_refused():
+async def test_a_rendering_that_is_no_prompt_is_refused(refused):
   for messages, shown in (([], r'\[\]'), (turn(0), r"\[\{'role': 'assistant'")):
     env = context.Rebuilt(make(), lambda env, messages=messages: messages)
     with pytest.raises(ValueError, match=f'render gave {shown}.*begins with a system'):
       await env.reset(TASK)
   env = context.Rebuilt(make(), lambda env: env.messages[2:] or env.messages)
   await env.reset(TASK)
-  with pytest.raises(ValueError, match='begins with a system or user message'):
+  with refused('begins with a system'):
     await env.step(call(0))
 
 
@@ -178,8 +178,8 @@ async def test_its_messages_belong_to_the_caller(name):
 
 
 @pytest.mark.parametrize('strategy', [context.SlidingWindow, context.Summary])
-def test_it_remembers_something(strategy):
-  with pytest.raises(ValueError, match='turns=0 must be at least 1'):
+def test_it_remembers_something(refused, strategy):
+  with refused('turns'):
     strategy(make(), turns=0)
 
 

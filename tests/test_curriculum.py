@@ -163,10 +163,10 @@ def test_tasks_are_read_when_they_are_drawn():
   assert [int(t.id) for t in drawn] == read and len(read) == 4
 
 
-def test_an_unknown_field_or_weight_is_refused():
+def test_an_unknown_field_or_weight_is_refused(refused):
   config = config_lib.Curriculum(weight='variance', by='hops')
-  with pytest.raises(ValueError, match="'hops'.*'t0' has level"):
+  with refused('hops'):
     _sampler(3, config)
   for wrong in ({'weight': 'hard'}, {'by': 'level'}, {'uniform_share': 0.0}):
-    with pytest.raises(ValueError, match='curriculum'):
+    with refused('curriculum'):
       config_lib.Curriculum(**wrong).check()

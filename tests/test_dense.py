@@ -86,18 +86,18 @@ def test_save_and_load(tmp_path):
   assert again.search(queries, 5) == index.search(queries, 5)
 
 
-def test_a_damaged_index_is_refused(tmp_path):
-  with pytest.raises(ValueError, match=r'index\.faiss: no FAISS index'):
+def test_a_damaged_index_is_refused(refused, tmp_path):
+  with refused('index.faiss'):
     dense.Dense.load(tmp_path, _encode)
   dense.Dense(PASSAGES, _encode).save(tmp_path)
   (tmp_path / 'index.faiss').write_bytes((tmp_path / 'index.faiss').read_bytes()[:999])
-  with pytest.raises(ValueError, match='save it again'):
+  with refused('save it again'):
     dense.Dense.load(tmp_path, _encode)
   other = dense.Dense(PASSAGES[:5], _encode)
   other.save(tmp_path / 'other')
   dense.Dense(PASSAGES, _encode).save(tmp_path)
   (tmp_path / 'other' / 'index.faiss').replace(tmp_path / 'index.faiss')
-  with pytest.raises(ValueError, match='5 vectors for 600 passages'):
+  with refused('5 vectors for 600'):
     dense.Dense.load(tmp_path, _encode)
 
 
@@ -108,7 +108,7 @@ def test_a_damaged_index_is_refused(tmp_path):
     ('Flat', faiss.METRIC_L1),
   ],
 )
-def test_an_index_of_distances_is_refused(tmp_path, factory, metric):
+def test_an_index_of_distances_is_refused(refused, tmp_path, factory, metric):
   """The farthest passages would be the best."""
   dense.Dense(PASSAGES[:90], _encode).save(tmp_path)
   vectors = _encode([p.contents for p in PASSAGES[:90]])
@@ -116,12 +116,12 @@ def test_an_index_of_distances_is_refused(tmp_path, factory, metric):
   index.train(vectors)
   index.add(vectors)
   faiss.write_index(index, str(tmp_path / 'index.faiss'))
-  with pytest.raises(ValueError, match='no inner product'):
+  with refused('no inner product'):
     dense.Dense.load(tmp_path, _encode)
 
 
 @pytest.mark.parametrize('factory', ['Flat', 'IVF8,Flat'])
-def test_vectors_in_shards_make_the_same_index(factory):
+def test_vectors_in_shards_make_the_same_index(refused, factory):
   vectors = _encode([p.contents for p in PASSAGES])
   shards = np.split(vectors, [1, 200, 200, 555])
   sharded = dense.Dense(
@@ -130,32 +130,32 @@ def test_vectors_in_shards_make_the_same_index(factory):
   direct = dense.Dense(PASSAGES, _encode, factory=factory, train_size=450)
   queries = [f'query {i}' for i in range(40)]
   assert sharded.search(queries, 5) == direct.search(queries, 5)
-  with pytest.raises(ValueError, match='vectors has 599 rows for 600 passages'):
+  with refused('vectors has 599 rows'):
     dense.Dense(PASSAGES, _encode, vectors=[vectors[1:]])
 
 
-def test_another_encoder_is_refused(tmp_path):
+def test_another_encoder_is_refused(refused, tmp_path):
   dense.Dense(PASSAGES, _encode).save(tmp_path)
   noise = np.random.default_rng(0).normal(size=16) * 0.01
   dense.Dense.load(tmp_path, lambda texts: _encode(texts) + noise)  # As of bfloat16.
   other = lambda texts: _encode([f'{text} 1{text.split()[-1]}' for text in texts])
-  with pytest.raises(ValueError, match='made with another encoder'):
+  with refused('made with another'):
     dense.Dense.load(tmp_path, other)
-  with pytest.raises(ValueError, match='gave 8 numbers a text, the index holds 16'):
+  with refused('gave 8 numbers a text'):
     dense.Dense.load(tmp_path, lambda texts: _encode(texts)[:, :8])
 
 
-def test_misuse():
-  with pytest.raises(ValueError, match='passages is empty'):
+def test_misuse(refused):
+  with refused('passages is empty'):
     dense.Dense([], _encode)
   for factory, parameters in (('Ivy', ''), ('Flat', 'nproble=3'), ('Flat', 'x')):
-    with pytest.raises(ValueError, match='FAISS knows no factory'):
+    with refused('FAISS knows no factory'):
       dense.Dense(PASSAGES, _encode, factory=factory, parameters=parameters)
-  with pytest.raises(ValueError, match=r'shape \(16,\) for 600 texts'):
+  with refused('shape (16,) for 600'):
     dense.Dense(PASSAGES, lambda texts: _encode(texts)[0])
-  with pytest.raises(ValueError, match='not finite'):
+  with refused('not finite'):
     dense.Dense(PASSAGES, lambda texts: _encode(texts) * np.nan)
-  with pytest.raises(ValueError, match=r"'IVF700,Flat' cannot learn from 600 passages"):
+  with refused('IVF700,Flat'):
     dense.Dense(PASSAGES, _encode, factory='IVF700,Flat')
   index = dense.Dense(PASSAGES, _encode)
   for k in (0, -1):
@@ -164,5 +164,5 @@ def test_misuse():
   assert index.search([], 3) == []
   assert len(dense.Dense(PASSAGES[:2], _encode).search(['query 9'], 10)[0]) == 2
   index = dense.Dense(PASSAGES, _encode, encode_query=lambda texts: _encode(texts)[:, :8])
-  with pytest.raises(ValueError, match='gave 8 numbers a text, the index holds 16'):
+  with refused('gave 8 numbers a text'):
     index.search(['query 9'], 1)

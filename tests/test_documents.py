@@ -63,8 +63,8 @@ def test_the_mark_of_a_spreadsheet_is_no_name(tmp_path):
     (gzip.compress(LINE, mtime=0)[:-8] + bytes(8), 'damaged at row 1: CRC'),
   ],
 )
-def test_a_broken_row_is_named(tmp_path, content, message):
-  with pytest.raises(ValueError, match=r'corpus\.jsonl: .*') as error:
+def test_a_broken_row_is_named(refused, tmp_path, content, message):
+  with refused('corpus.jsonl') as error:
     documents.read_corpus(_file(tmp_path, content))
   error.match(message)
 
@@ -72,14 +72,14 @@ def test_a_broken_row_is_named(tmp_path, content, message):
 @pytest.mark.parametrize(
   ('name', 'content', 'message'),
   [
-    ('a.csv', b'id,title\n1,"A\nB"\n2,B\n3,\xff\n', r'row 3: cannot be read: .*utf-8'),
-    ('a.tsv', b'id\n1\n' + b'x' * (1 << 18), r'row 2: cannot be read: field larger'),
-    ('a.json', b'[{"id": 1},\n{"id": 2},\n{3}]', r'the array: cannot be read: .*line 3'),
-    ('a.json', b'{\n"Data": 3}', r"the object: cannot be read: one object of \['Data'\]"),
+    ('a.csv', b'id,title\n1,"A\nB"\n2,B\n3,\xff\n', 'row 3: cannot be read'),
+    ('a.tsv', b'id\n1\n' + b'x' * (1 << 18), 'row 2: cannot be read'),
+    ('a.json', b'[{"id": 1},\n{"id": 2},\n{3}]', 'the array: cannot be'),
+    ('a.json', b'{\n"Data": 3}', 'Data'),
   ],
 )
-def test_where_a_file_is_broken(tmp_path, name, content, message):
-  with pytest.raises(ValueError, match=message):
+def test_where_a_file_is_broken(refused, tmp_path, name, content, message):
+  with refused(message):
     list(documents.read_rows(_file(tmp_path, content, name)))
 
 
@@ -95,8 +95,8 @@ def test_render():
   assert documents.render([]) == 'No passage found.'
 
 
-def test_a_row_that_is_too_deep_is_named(tmp_path):
+def test_a_row_that_is_too_deep_is_named(refused, tmp_path):
   path = tmp_path / 'rows.jsonl'
   path.write_text('{"id": "1"}\n' + '[' * 100_000 + ']' * 100_000 + '\n')
-  with pytest.raises(ValueError, match=r'rows\.jsonl: row 2: cannot be read'):
+  with refused('rows.jsonl'):
     list(documents.read_rows(path))

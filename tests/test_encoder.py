@@ -126,22 +126,22 @@ def test_the_forms_of_a_directory(directory):
 @pytest.mark.parametrize(
   ('file', 'fields', 'message'),
   [
-    ('config.json', {'model_type': 'mpnet'}, "config.json: model_type is 'mpnet'"),
-    ('config.json', {'hidden_act': 'relu'}, "hidden_act is 'relu'; only 'gelu'"),
-    ('config.json', {'hidden_size': None}, 'hidden_size is None'),
-    ('config.json', {'num_attention_heads': 5}, 'does not divide hidden_size'),
-    ('config.json', {'num_hidden_layers': 3}, 'no tensor encoder.layer.2.attention'),
-    ('config.json', {'intermediate_size': 41}, r'shape \[40, 24\], by config.json'),
-    ('config.json', {'vocab_size': 80}, 'has 88 tokens, the model has 80'),
-    ('tokenizer.json', {'model': None}, 'tokenizer.json: no tokenizer'),
-    ('1_Pooling/config.json', {'pooling_mode_max_tokens': True}, 'pooling is .*max_tok'),
-    ('1_Pooling/config.json', {'pooling_mode': 'max'}, "pooling is 'max'; 'mean' and"),
-    ('sentence_bert_config.json', {'max_seq_length': 'x'}, "max_seq_length is 'x'"),
+    ('config.json', {'model_type': 'mpnet'}, 'config.json'),
+    ('config.json', {'hidden_act': 'relu'}, 'hidden_act'),
+    ('config.json', {'hidden_size': None}, 'hidden_size'),
+    ('config.json', {'num_attention_heads': 5}, 'hidden_size'),
+    ('config.json', {'num_hidden_layers': 3}, 'encoder.layer'),
+    ('config.json', {'intermediate_size': 41}, 'config.json'),
+    ('config.json', {'vocab_size': 80}, 'has 88 tokens, the'),
+    ('tokenizer.json', {'model': None}, 'tokenizer.json'),
+    ('1_Pooling/config.json', {'pooling_mode_max_tokens': True}, 'pooling_mode_max_tok'),
+    ('1_Pooling/config.json', {'pooling_mode': 'max'}, 'max'),
+    ('sentence_bert_config.json', {'max_seq_length': 'x'}, 'max_seq_length'),
   ],
 )
-def test_what_is_not_computed_is_refused(directory, file, fields, message):
+def test_what_is_not_computed_is_refused(refused, directory, file, fields, message):
   _edit(directory / file, **fields)
-  with pytest.raises(ValueError, match=message):
+  with refused(message):
     encoder.Encoder(directory)
 
 

@@ -75,6 +75,17 @@ found = fingerprint.describe_run(algorithm, env, tasks)
 found['rewards'] = {name: fingerprint.describe(r) for name, r in rewards.items()}
 print(json.dumps(found))
 '''
+# Prints the digest of tasks with a set and an object.
+_DIGEST = """
+import dataclasses, json, numpy as np
+from agent_r1_jax import types
+from agent_r1_jax.train import fingerprint
+class Other: pass
+info = {'set': {'a', 'b', 'c', 'd', 'e'}, 'other': Other(), 'array': np.arange(3)}
+tasks = [types.Task(str(i), [], answer={(i, 'x'): frozenset('abcd')}, info=info)
+         for i in range(300)]
+print(json.dumps(fingerprint.tasks_digest({'': tasks})))
+"""
 _ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -127,17 +138,25 @@ def _different(a, b):
 
 @pytest.fixture(scope='module')
 def described(tmp_path_factory):
-  """Descriptions of the script, and of it with each of the changes."""
+  """Descriptions of the script and of it with each of the changes, then digests."""
   assert all(_SCRIPT.count(old) == 1 for old, _, _ in _CHANGES)
   changed = [_SCRIPT.replace(old, new) for old, new, _ in _CHANGES]
-  return _describe(tmp_path_factory.mktemp('script'), _SCRIPT, *changed)
+  digests = _DIGEST, _DIGEST.replace('np.arange(3)', 'np.arange(4)')
+  digests += (_DIGEST.replace('(i,', '(-i,'),)
+  return _describe(tmp_path_factory.mktemp('script'), _SCRIPT, *changed, *digests)
 
 
-def test_the_same_script_is_the_same_at_every_start(described, tmp_path):
+@pytest.fixture(scope='module')
+def described_again(tmp_path_factory):
   """Elsewhere, later, with other addresses and hashes, comments and lines."""
   script = '# A comment.\n\n' + _SCRIPT.replace('  found =', '  # why\n  found =', 1)
   script = script.replace('"""Counts."""', '"""Counts what is there."""')
-  assert _describe(tmp_path / 'deep' / 'er', script, seed='2') == described[:1]
+  folder = tmp_path_factory.mktemp('again') / 'deep' / 'er'
+  return _describe(folder, script, _DIGEST, seed='2')
+
+
+def test_the_same_script_is_the_same_at_every_start(described, described_again):
+  assert described_again[0] == described[0]
 
 
 @pytest.mark.parametrize('number', range(len(_CHANGES)))
@@ -255,21 +274,10 @@ def test_tasks_whose_answers_json_lacks_have_a_digest():
   assert one == same != other
 
 
-def test_a_digest_is_the_same_in_every_process(tmp_path):
+def test_a_digest_is_the_same_in_every_process(described, described_again):
   """A set has another order there, and an object another address."""
-  script = """
-import dataclasses, json, numpy as np
-from agent_r1_jax import types
-from agent_r1_jax.train import fingerprint
-class Other: pass
-info = {'set': {'a', 'b', 'c', 'd', 'e'}, 'other': Other(), 'array': np.arange(3)}
-tasks = [types.Task(str(i), [], answer={(i, 'x'): frozenset('abcd')}, info=info)
-         for i in range(300)]
-print(json.dumps(fingerprint.tasks_digest({'': tasks})))
-"""
-  changed = script.replace('np.arange(3)', 'np.arange(4)'), script.replace('(i,', '(-i,')
-  first = _describe(tmp_path / 'a', script, *changed)
-  assert len({*first}) == 3 and _describe(tmp_path / 'b', script, seed='2') == first[:1]
+  digest, *others = described[1 + len(_CHANGES) :]
+  assert len({digest, *others}) == 3 and described_again[1] == digest
 
 
 def test_what_processes_do_not_share_is_named():

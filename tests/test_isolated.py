@@ -32,11 +32,11 @@ async def test_it_is_the_function_of_the_same_file(tmp_path, monkeypatch):
   assert await grade('four') == 4
 
 
-async def test_modules_are_imported_before_the_first_call():
+async def test_modules_are_imported_before_the_first_call(refused):
   grade = isolated.in_subprocess(graders.imported, seconds=60, imports=['this'])
   assert await grade('this')
   missing = isolated.in_subprocess(graders.imported, seconds=60, imports=['not_there'])
-  with pytest.raises(isolated.FailedError, match="No module named 'not_there'"):
+  with refused('not_there', isolated.FailedError):
     await missing('this')
 
 
@@ -47,7 +47,7 @@ async def test_processes_are_kept_and_are_so_many():
   assert await which() in found
 
 
-async def test_a_catastrophe_is_killed_and_holds_nobody_up():
+async def test_a_catastrophe_is_killed_and_holds_nobody_up(refused):
   which = isolated.in_subprocess(graders.catastrophe, seconds=1.0, processes=1)
   assert await which('aab') is True
   caught = asyncio.create_task(which('a' * 60))
@@ -55,25 +55,25 @@ async def test_a_catastrophe_is_killed_and_holds_nobody_up():
   while not caught.done():  # The interpreter goes on.
     await asyncio.sleep(0.01)
     turns += 1
-  with pytest.raises(TimeoutError, match='catastrophe gave no answer within 1 seconds'):
+  with refused('catastrophe gave no', TimeoutError):
     await caught
   assert turns > 5
   assert await which('aab') is True  # In another process.
 
 
-async def test_a_process_that_ends_is_replaced():
+async def test_a_process_that_ends_is_replaced(refused):
   leave = isolated.in_subprocess(graders.leave, seconds=60, processes=1)
   for _ in range(2):
-    with pytest.raises(isolated.LostError, match='leave ended with status 0 before it'):
+    with refused('leave ended with', isolated.LostError):
       await leave()
 
 
-async def test_a_function_beyond_its_memory_is_lost_and_replaced():
+async def test_a_function_beyond_its_memory_is_lost_and_replaced(refused):
   allocate = isolated.in_subprocess(
     graders.allocate, seconds=60, processes=1, memory_mb=256
   )
   assert await allocate(200) == 200 << 20
-  with pytest.raises(isolated.LostError, match='status 12 .*: it needed more memory'):
+  with refused('status 12 before it', isolated.LostError):
     await allocate(300)
   assert await allocate(200) == 200 << 20  # In another process.
   free = isolated.in_subprocess(graders.allocate, seconds=60, processes=1)
@@ -107,28 +107,28 @@ def test_a_lower_limit_of_memory_is_kept():
   'kind, message',
   [('exit', 'SystemExit: 0'), ('value', 'ValueError: bad'), ('stop', 'StopIteration')],
 )
-async def test_what_a_function_raises_is_in_the_error(kind, message):
+async def test_what_a_function_raises_is_in_the_error(refused, kind, message):
   fail = isolated.in_subprocess(graders.fail, seconds=60, processes=1)
-  with pytest.raises(isolated.FailedError, match=message):
+  with refused(message, isolated.FailedError):
     await fail(kind)
 
 
-async def test_a_result_that_is_no_json_is_an_error():
-  with pytest.raises(isolated.FailedError, match='is not JSON: TypeError'):
+async def test_a_result_that_is_no_json_is_an_error(refused):
+  with refused('is not JSON: TypeError', isolated.FailedError):
     await isolated.in_subprocess(graders.odd, seconds=60)()
 
 
 @pytest.mark.parametrize(
   'kwargs, message',
   [
-    ({'fn': lambda: 0}, 'is no name to import it by: define it at the top'),
-    ({'seconds': 0}, 'seconds=0, processes=4, memory_mb=None must be above 0'),
-    ({'processes': 0}, 'processes=0, memory_mb=None must be above 0'),
-    ({'memory_mb': 0}, 'memory_mb=0 must be above 0'),
+    ({'fn': lambda: 0}, 'is no name to import'),
+    ({'seconds': 0}, 'seconds'),
+    ({'processes': 0}, 'processes'),
+    ({'memory_mb': 0}, 'memory_mb'),
   ],
 )
-def test_wrong_arguments_are_refused(kwargs, message):
-  with pytest.raises(ValueError, match=message):
+def test_wrong_arguments_are_refused(refused, kwargs, message):
+  with refused(message):
     isolated.in_subprocess(**{'fn': graders.length, 'seconds': 1.0} | kwargs)
 
 

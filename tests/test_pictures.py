@@ -75,8 +75,8 @@ def save(made: Image.Image, kind: str, **options) -> bytes:
     (encode(b'x' * (21 << 20)), 'send at most'),
   ],
 )
-def test_what_is_no_picture_is_refused(address, message):
-  with pytest.raises(ValueError, match=message):
+def test_what_is_no_picture_is_refused(refused, address, message):
+  with refused(message):
     READER.read(address)
 
 
@@ -131,17 +131,17 @@ def test_data_cannot_spell_a_picture(chat):
   assert (ids >= types.FIRST_PICTURE_ID).sum() == 6
 
 
-def test_a_model_that_sees_nothing_says_so():
-  with pytest.raises(ValueError, match=r'sees none: there is no preprocessor_config'):
+def test_a_model_that_sees_nothing_says_so(refused):
+  with refused('preprocessor_config'):
     tiny.chat().encode_prompt([user('x', pictures.make_part(image()))])
-  with pytest.raises(ValueError, match=r'has no .*<\|vision_start\|>'):
+  with refused('image_pad'):
     chat_lib.Chat(tiny.chat().tokenizer, pictures=READER)
 
 
-def test_other_parts_are_refused(chat):
-  with pytest.raises(ValueError, match='is no part of a message'):
+def test_other_parts_are_refused(refused, chat):
+  with refused('is no part of a'):
     chat.encode_prompt([user({'type': 'input_audio', 'input_audio': {}})])
-  with pytest.raises(ValueError, match='a policy writes none'):
+  with refused('a policy writes none'):
     message = {'role': 'assistant', 'content': [pictures.make_part(image())]}
     chat.encode_prompt([{'role': 'user', 'content': 'x'}, message])
 
@@ -232,7 +232,7 @@ def test_the_api_takes_parts_with_pictures():
     requests.ChatRequest.model_validate({'messages': [user({'type': 'file'})]})
 
 
-def test_a_reader_is_that_of_the_model_directory(tmp_path):
+def test_a_reader_is_that_of_the_model_directory(refused, tmp_path):
   assert pictures.load(tmp_path, 8) is None
   pictures.save(READER, tmp_path, patch=4)
   again = pictures.load(tmp_path, 8)
@@ -240,14 +240,14 @@ def test_a_reader_is_that_of_the_model_directory(tmp_path):
   path = tmp_path / 'preprocessor_config.json'
   raw = json.loads(path.read_text())
   path.write_text(json.dumps(raw | {'image_mean': [0.5, 0.5, 0.5]}))
-  with pytest.raises(ValueError, match='colours are scaled'):
+  with refused('colours are scaled'):
     pictures.load(tmp_path, 8)
   path.write_text(json.dumps(raw | {'min_pixels': 'all'}))
-  with pytest.raises(ValueError, match="min_pixels is 'all'"):
+  with refused('min_pixels'):
     pictures.load(tmp_path, 8)
   path.write_text(json.dumps(raw))
-  with pytest.raises(ValueError, match='is 8, and a token of the model has 28 pixels'):
+  with refused('is 8, and a token of'):
     pictures.load(tmp_path, 28)
   path.write_text('{}')
-  with pytest.raises(ValueError, match='cannot be read'):
+  with refused('cannot be read'):
     pictures.load(tmp_path, 8)

@@ -147,16 +147,18 @@ def test_evaluation_sets_of_each_layout_are_read(
 @pytest.mark.parametrize(
   ('name', 'text', 'message'),
   [
-    ('a.tsv', 'id\tquestion\tpossible_answers\n1\tq\tAnn\n', "'possible_answers' is"),
-    ('a.json', '[{"Question": "q", "QuestionId": "1"}]', "'Answer' is missing"),
-    ('a.csv', 'Question,Answer\nq\n', "row 1: 'Answer' is None"),
-    ('a.json', '{\n"Version": 1}', 'a list "Data" was expected'),
+    ('a.tsv', 'id\tquestion\tpossible_answers\n1\tq\tAnn\n', 'possible_answers'),
+    ('a.json', '[{"Question": "q", "QuestionId": "1"}]', 'Answer'),
+    ('a.csv', 'Question,Answer\nq\n', 'Answer'),
+    ('a.json', '{\n"Version": 1}', 'a list "Data" was'),
     ('a.csv', 'Question,Answer\n', 'holds no rows'),
   ],
 )
-def test_a_broken_row_of_an_evaluation_set_is_named(tmp_path, name, text, message):
+def test_a_broken_row_of_an_evaluation_set_is_named(
+  refused, tmp_path, name, text, message
+):
   (tmp_path / name).write_text(text)
-  with pytest.raises(ValueError, match=message):
+  with refused(message):
     qa_data.load(tmp_path / name)
 
 
@@ -191,8 +193,8 @@ def test_a_broken_row_is_named(tmp_path, rows, message):
   error.match(message)
 
 
-def test_a_missing_file_is_named(tmp_path):
-  with pytest.raises(FileNotFoundError, match='nowhere'):
+def test_a_missing_file_is_named(refused, tmp_path):
+  with refused('nowhere', FileNotFoundError):
     qa_data.load(tmp_path / 'nowhere.jsonl')
 
 

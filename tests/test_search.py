@@ -11,6 +11,7 @@ import types
 
 import pytest
 import test_retrieval_client as retrieval_client
+import waiting
 
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.host import thread_pool
@@ -99,8 +100,7 @@ async def test_what_is_asked_while_the_retriever_is_busy_is_one_search():
   echo.gate.clear()
   tool = search.search_tool(echo, k=1, window=0)
   first = asyncio.create_task(_call(tool, 'first'))
-  while not echo.inside:
-    await asyncio.sleep(0.001)
+  await waiting.soon(lambda: echo.inside, 'a call')
   later = [asyncio.create_task(_call(tool, f'{number}')) for number in range(20)]
   for _ in range(20):  # Turns of the loop, in which the questions are asked.
     await asyncio.sleep(0)
@@ -155,8 +155,7 @@ async def test_a_time_out_of_one_leaves_the_others():
   tool = search.search_tool(echo, k=1)
   hasty = asyncio.create_task(tool.fn('hasty'))
   patient = asyncio.create_task(_call(tool, 'patient'))
-  while not echo.inside:
-    await asyncio.sleep(0.001)
+  await waiting.soon(lambda: echo.inside, 'a call')
   hasty.cancel()
   with pytest.raises(asyncio.CancelledError):
     await hasty

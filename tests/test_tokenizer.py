@@ -177,13 +177,13 @@ def test_token_bytes_of_published_tokenizers(data_dir):
   assert b''.join(table[i] for i in encode(tokenizer, text)) == text.encode()
 
 
-def test_token_bytes_refuses_other_kinds(tmp_path):
+def test_token_bytes_refuses_other_kinds(refused, tmp_path):
   import tokenizers
   import transformers
 
   words = tokenizers.Tokenizer(tokenizers.models.WordLevel({'日': 0, 'a': 1}, 'a'))
   wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
-  with pytest.raises(ValueError, match='not byte-level'):
+  with refused('not byte-level'):
     tokenizer_lib.token_bytes(wrapped)
 
 
@@ -194,8 +194,8 @@ def test_eos_ids_include_those_of_the_generation_config(copied, listed, ids):
   assert tokenizer_lib.eos_ids(tokenizer_lib.load(copied)) == ids
 
 
-def test_a_missing_directory_is_named(tmp_path):
-  with pytest.raises(ValueError, match=r'nowhere does not exist; give'):
+def test_a_missing_directory_is_named(refused, tmp_path):
+  with refused('nowhere does not'):
     tokenizer_lib.load(tmp_path / 'nowhere')
 
 
@@ -212,19 +212,19 @@ def test_missing_and_truncated_files_are_named(copied, name):
 @pytest.mark.parametrize(
   'content, message',
   [
-    ('{"model": 1}', 'holds no readable fast tokenizer'),
-    ('[' * 100_000 + ']' * 100_000, r'/tokenizer\.json is not valid JSON'),
+    ('{"model": 1}', 'holds no readable fast'),
+    ('[' * 100_000 + ']' * 100_000, 'tokenizer.json'),
   ],
   ids=['another', 'deep'],
 )
-def test_json_that_is_no_tokenizer_is_named(copied, content, message):
+def test_json_that_is_no_tokenizer_is_named(refused, copied, content, message):
   (copied / 'tokenizer.json').write_text(content)
-  with pytest.raises(ValueError, match=message):
+  with refused(message):
     tokenizer_lib.load(copied)
 
 
-def test_too_few_ids_are_refused(tmp_path):
-  with pytest.raises(ValueError, match='vocab_size=266 is too small.*267'):
+def test_too_few_ids_are_refused(refused, tmp_path):
+  with refused('vocab_size'):
     tokenizer_lib.train(TEXTS, vocab_size=266, directory=tmp_path)
   assert not list(tmp_path.iterdir())
 
@@ -258,7 +258,9 @@ def test_a_template_that_does_not_end_is_refused(copied, template, message, monk
     tokenizer_lib.load(copied)
 
 
-def test_a_template_that_does_not_end_on_longer_messages_is_ended(copied, monkeypatch):
+def test_a_template_that_does_not_end_on_longer_messages_is_ended(
+  refused, copied, monkeypatch
+):
   """It is bounded at each encoding; the process that renders it is started again."""
   monkeypatch.setattr(template_process, '_CPU_SECONDS', 0.5)
   path = copied / 'tokenizer_config.json'
@@ -272,6 +274,6 @@ def test_a_template_that_does_not_end_on_longer_messages_is_ended(copied, monkey
   say = lambda text: chat.encode_prompt([{'role': 'user', 'content': text}])
   before = say('What is it?')
   for text in ('What is it? ' * 10, 'How big is it?'):
-    with pytest.raises(ValueError, match='did not end within 0.5 s of a processor'):
+    with refused('did not end within 0.5'):
       say(text)
     np.testing.assert_array_equal(say('What is it?'), before)

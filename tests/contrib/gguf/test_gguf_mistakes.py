@@ -67,8 +67,8 @@ def test_factors_of_1_scale_nothing():
     np.ones(32, np.float16),
   ],
 )
-def test_other_factors_are_refused(factors):
-  with pytest.raises(ValueError, match='rope_freqs.weight is not a scaling of Llama 3'):
+def test_other_factors_are_refused(refused, factors):
+  with refused('rope_freqs.weight'):
     _parse(_llama3(), factors)
 
 
@@ -109,27 +109,21 @@ def test_the_factor_of_yarn_has_two_keys(key):
 
 
 @pytest.mark.parametrize(
-  ('family', 'facts', 'message'),
+  ('family', 'key', 'value'),
   [
-    ('qwen3_moe', {'expert_used_count': None}, 'expert_used_count is None; a positive n'),
-    ('qwen3_moe', {'expert_weights_scale': 2.5}, 'weights_scale is 2.5, which is not su'),
-    ('phi3', {'rope.scaling.attn_factor': 1.19}, 'attn_factor is 1.19, which is not sup'),
-    ('gemma2', {'rope.freq_base_swa': 50.0}, 'freq_base_swa is 50.0, which is not supp'),
-    (
-      'olmo3',
-      {'block_count': 3},
-      'sliding_window_pattern has 2 of 3 layers; fetch it ag',
-    ),
-    (
-      'gemma3_text',
-      {'attention.sliding_window_pattern': 'an array'},
-      "sliding_window_pattern is 'an array'; a positive number",
-    ),
+    ('qwen3_moe', 'expert_used_count', None),
+    ('qwen3_moe', 'expert_weights_scale', 2.5),
+    ('phi3', 'rope.scaling.attn_factor', 1.19),
+    ('gemma2', 'rope.freq_base_swa', 50.0),
+    ('gemma3_text', 'attention.sliding_window_pattern', 'an array'),
+    ('olmo3', 'block_count', 3),
   ],
 )
-def test_metadata_of_a_family_that_are_wrong_or_not_supported(family, facts, message):
-  with pytest.raises(ValueError, match=message):
-    _parse(gguf_maker.read_config(_GOLDEN / family), **facts)
+def test_metadata_of_a_family_that_are_wrong_or_not_supported(
+  refused, family, key, value
+):
+  with refused('sliding_window_pattern' if family == 'olmo3' else key):
+    _parse(gguf_maker.read_config(_GOLDEN / family), **{key: value})
 
 
 def test_numbers_are_the_decimals_that_were_rounded_to_32_bits():
@@ -144,40 +138,34 @@ def test_numbers_are_the_decimals_that_were_rounded_to_32_bits():
 # A mistake in a file, each once.
 
 
-@pytest.mark.parametrize(
-  ('metadata', 'message'),
-  [
-    ({'general.architecture': 'bert'}, "holds a model of architecture 'bert'; give a"),
-    ({'general.type': 'adapter'}, "holds a adapter of architecture 'llama'; give a mo"),
-    ({'llama.block_count': None}, 'block_count is None; a positive number is needed'),
-    ({'llama.block_count': 'two'}, "block_count is 'two'; a positive number is needed"),
-    ({'llama.block_count': 4_000_000_000}, 'no known model has more than 1,000'),
-    ({'llama.block_count': 3}, 'no tensor model.layers.2.input_layernorm.weight; fetch'),
-    ({'llama.block_count': 1}, 'tensor blk.1.attn_norm.weight has no place in a model'),
-    ({'llama.attention.head_count': [4, 2]}, "head_count is 'an array'; a positive num"),
-    ({'llama.attention.head_count': False}, 'head_count is False; a positive number is'),
-    ({'llama.attention.value_length': 32}, 'keys and values have different lengths'),
-    ({'llama.attention.causal': False}, 'only causal models are supported'),
-    ({'llama.attention.sliding_window': 9}, 'attention.sliding_window is 9, which is no'),
-    (
-      {'llama.rope.scaling.type': 'longrope'},
-      "rope type is 'longrope'; supported are 'def",
-    ),
-    ({'llama.rope.dimension_count': 32}, 'partial_rotary_factor is 0.5; only 1 is supp'),
-    ({'llama.rope.scaling.factor': 2.0}, 'rope.scaling.factor is 2.0, which is not supp'),
-    ({'llama.rope.freq_base': math.nan}, 'freq_base is nan; a positive number is needed'),
-    (
-      {'llama.embedding_length': 64},
-      r'shape \[40, 32\], by the metadata it is \[40, 64\]',
-    ),
-  ],
-)
-def test_metadata_that_is_wrong_or_not_supported(tmp_path, metadata, message):
+# Metadata, and what is named if not its key.
+_WRONG = [
+  ('general.architecture', 'bert'),
+  ('general.type', 'adapter', 'holds a adapter'),
+  *(('llama.block_count', value) for value in (None, 'two')),
+  ('llama.block_count', 4_000_000_000, 'num_hidden_layers'),
+  ('llama.block_count', 3, 'model.layers.2'),
+  ('llama.block_count', 1, 'blk.1.attn_norm.weight'),
+  *(('llama.attention.head_count', value) for value in ([4, 2], False)),
+  ('llama.attention.value_length', 32, 'keys and values'),
+  ('llama.attention.causal', False),
+  ('llama.attention.sliding_window', 9),
+  ('llama.rope.scaling.type', 'longrope', 'rope type'),
+  ('llama.rope.scaling.factor', 2.0),
+  ('llama.rope.dimension_count', 32, 'partial_rotary_factor'),
+  ('llama.rope.freq_base', math.nan),
+  ('llama.embedding_length', 64, 'embed_tokens.weight has shape [40, 32]'),
+]
+
+
+@pytest.mark.parametrize('row', range(len(_WRONG)))
+def test_metadata_that_is_wrong_or_not_supported(refused, tmp_path, row):
+  key, value, *others = _WRONG[row]
   file = tmp_path / 'model.gguf'
   gguf_maker.convert(
-    gguf_maker.make_model(tmp_path / 'model', width=32), file, metadata=metadata
+    gguf_maker.make_model(tmp_path / 'model', width=32), file, metadata={key: value}
   )
-  with pytest.raises(ValueError, match=message) as error:
+  with refused(*others or [key.partition('.')[2]]) as error:
     gguf_maker.load(file)
   assert str(tmp_path) in str(error.value)
 
@@ -191,35 +179,30 @@ def test_metadata_that_says_that_the_model_does_without(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ('tensors', 'message'),
+  ('tensor', 'array', 'kind', 'named'),
   [
-    ({'token_embd.weight': None}, 'no matrix token_embd.weight; fetch the whole model'),
-    ({'output_norm.weight': None}, 'no tensor model.norm.weight; fetch the whole model'),
-    ({'blk.0.attn_q.bias': (32, 'F32')}, 'tensor blk.0.attn_q.bias has no place in a mo'),
-    (
-      {'blk.0.ffn_norm.weight': (31, 'F32')},
-      r'weight has shape \[31\], by the metada',
-    ),
-    ({'blk.0.ffn_norm.weight': (32, 'I32')}, 'is I32, which gguf does not dequantise'),
+    ('token_embd.weight', None, '', 'token_embd.weight'),
+    ('output_norm.weight', None, '', 'model.norm.weight'),
+    ('blk.0.attn_q.bias', np.zeros(32, np.float32), 'F32', 'blk.0.attn_q.bias'),
+    ('blk.0.ffn_norm.weight', np.zeros(31, np.float32), 'F32', 'has shape [31]'),
+    ('blk.0.ffn_norm.weight', np.zeros(32, np.int32), 'I32', 'ffn_norm.weight is I32'),
   ],
 )
-def test_tensors_that_are_wrong_or_missing(tmp_path, tensors, message):
-  make = lambda size, kind: np.zeros(size, np.int32 if kind == 'I32' else np.float32)
-  tensors = {name: entry and (make(*entry), entry[1]) for name, entry in tensors.items()}
-  file = tmp_path / 'model.gguf'
+def test_tensors_that_are_wrong_or_missing(refused, tmp_path, tensor, array, kind, named):
+  file, entry = tmp_path / 'model.gguf', None if array is None else (array, kind)
   gguf_maker.convert(
-    gguf_maker.make_model(tmp_path / 'model', width=32), file, tensors=tensors
+    gguf_maker.make_model(tmp_path / 'model', width=32), file, tensors={tensor: entry}
   )
-  with pytest.raises(ValueError, match=message) as error:
+  with refused(named) as error:
     gguf_maker.load(file)
   assert str(file) in str(error.value)
 
 
-def test_numbers_that_are_not_finite(tmp_path):
+def test_numbers_that_are_not_finite(refused, tmp_path):
   file, x = tmp_path / 'model.gguf', np.full((256, 256), np.nan, np.float32)
   model = gguf_maker.make_model(tmp_path / 'model')
   gguf_maker.convert(model, file, 'Q8_0', tensors={'blk.1.attn_q.weight': (x, 'F32')})
-  with pytest.raises(ValueError, match='65536 of 131072 numbers of layers/attn/q/kernel'):
+  with refused('65536 of 131072'):
     gguf_maker.load(file)
 
 
@@ -247,14 +230,14 @@ def test_a_file_that_is_none_is_truncated_or_damaged(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, gguf_maker.load(file)[1], tied[1])
 
 
-def test_a_file_for_big_endian_machines(tmp_path):
+def test_a_file_for_big_endian_machines(refused, tmp_path):
   file = tmp_path / 'model.gguf'
   writer = gguf.GGUFWriter(file, 'llama', endianess=gguf.GGUFEndian.BIG)
   writer.write_header_to_file()
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
   writer.close()
-  with pytest.raises(ValueError, match='the numbers are big-endian'):
+  with refused('the numbers are'):
     gguf_maker.load(file)
 
 
@@ -278,17 +261,15 @@ def test_any_byte_of_the_header_may_be_wrong(tmp_path):
   assert 50 < refused < 300
 
 
-def test_several_files_parts_of_one_and_none(tmp_path):
+def test_several_files_parts_of_one_and_none(refused, tmp_path):
   model = gguf_maker.convert(
     gguf_maker.make_model(tmp_path / 'model', width=32), tmp_path / 'in' / 'a.gguf'
   )
   shutil.copy(model, model.with_name('b.gguf'))
-  with pytest.raises(
-    ValueError, match=r'several GGUF files \(a.gguf, b.gguf\); give the'
-  ):
+  with refused('a.gguf'):
     gguf_maker.load(model.parent)
   assert gguf_maker.load(model)[0].embed_dim == 32
-  with pytest.raises(ValueError, match='c.gguf: no such file; give a GGUF file'):
+  with refused('c.gguf'):
     gguf_maker.load(model.with_name('c.gguf'))
   model.rename(model.with_name('a-00001-of-00002.gguf'))
   merge = r'--merge a-00001-of-00002.gguf a.gguf\) and give the merged file'
@@ -297,29 +278,29 @@ def test_several_files_parts_of_one_and_none(tmp_path):
       gguf_maker.load(path)
 
 
-def test_without_the_format(tmp_path):
+def test_without_the_format(refused, tmp_path):
   model = gguf_maker.make_model(tmp_path / 'model', width=32)
   file = gguf_maker.convert(model, tmp_path / 'in' / 'model.gguf')
   for path in (file, file.parent, tmp_path / 'nowhere.gguf'):
-    with pytest.raises(ValueError, match=r'read with formats=\[gguf.FORMAT\]') as error:
+    with refused('gguf.FORMAT') as error:
       weights.load(path)
     assert str(path) in str(error.value)
 
 
-def test_without_the_package(tmp_path, monkeypatch):
+def test_without_the_package(refused, tmp_path, monkeypatch):
   file = gguf_maker.convert(
     gguf_maker.make_model(tmp_path / 'model', width=32), tmp_path / 'model.gguf'
   )
   monkeypatch.setitem(sys.modules, 'gguf', None)
-  with pytest.raises(ValueError, match=r"pip install 'agent_r1_jax\[gguf\]'"):
+  with refused('agent_r1_jax[gguf]'):
     gguf_maker.load(file)
 
 
 @pytest.mark.parametrize('tensors, fields', [(10**6, 0), (0, 1 << 60), (1, 1)])
-def test_counts_that_no_model_has_are_refused_at_once(tmp_path, tensors, fields):
+def test_counts_that_no_model_has_are_refused_at_once(refused, tmp_path, tensors, fields):
   """Of tensors, of fields, and of the texts of an array."""
   texts = struct.pack('<Q1sIIQ', 1, b'a', 9, 8, 1 << 40)
   head = b'GGUF' + struct.pack('<IQQ', 3, tensors, fields)
   (tmp_path / 'a.gguf').write_bytes(head + texts + bytes(1 << 16))
-  with pytest.raises(ValueError, match='it claims 1,[0-9,]* fields, texts or tensors'):
+  with refused('it claims'):
     files.read_config(tmp_path / 'a.gguf')

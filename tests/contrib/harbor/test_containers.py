@@ -7,8 +7,8 @@ import threading
 from unittest import mock
 
 import confined
+import directory_tasks
 import pytest
-from test_directories import FILES, SOLVE, write
 
 from agent_r1_jax import types
 from agent_r1_jax.contrib.harbor import containers, directories
@@ -24,7 +24,7 @@ def play(tmp_path):
   """Plays the task by a script, which has docker's command as $0."""
 
   def play_script(script, changes=None, **options):
-    (task,) = directories.load(write(tmp_path / 'task', changes))
+    (task,) = directories.load(directory_tasks.write(tmp_path / 'task', changes))
     command = lambda task, docker: ['bash', '-c', script, docker]
     run = containers.WorkspaceRun(command, directories.open_workspace, **options)
     return asyncio.run(run(task, URL))
@@ -39,7 +39,7 @@ def test_a_program_works_in_the_workspace_and_is_judged(play, tmp_path):
     "$0" exec -w /data -e A='b c' -i $id bash -lc 'pwd; echo $A; exit 3' > {seen}
     echo $? >> {seen}
     "$0" exec $id cat in.txt /etc/passwd >> {seen} 2>&1
-    "$0" exec -w /app $id bash -c "{SOLVE}"
+    "$0" exec -w /app $id bash -c "{directory_tasks.SOLVE}"
     "$0" stop $id; "$0" rm -f $id
   """
   assert play(script) == {'solved': 1.0}
@@ -102,16 +102,15 @@ def test_options_of_a_command(play, tmp_path):
 def test_a_program_that_fails_is_an_error_unless_it_was_refused(play):
   with pytest.raises(RuntimeError, match='ended with status 3: .*no'):
     play('echo no >&2; exit 3')
-  script = (
-    f'"$0" exec x bash -c "{SOLVE}"; echo "400 {{\'code\': \'max_turns\'}}"; exit 1'
-  )
+  script = f'"$0" exec x bash -c "{directory_tasks.SOLVE}"; '
+  script += "echo \"400 {'code': 'max_turns'}\"; exit 1"
   assert play(script) == {'solved': 1.0}
 
 
 def test_the_time_of_the_agent_bounds_the_program(play):
   """What it left then is judged: here what was there at first."""
   changes = {
-    'task.toml': FILES['task.toml'].replace('60.0', '0.5'),
+    'task.toml': directory_tasks.FILES['task.toml'].replace('60.0', '0.5'),
     'environment/Dockerfile': None,
     'environment/out.txt': '42',
   }
@@ -119,7 +118,7 @@ def test_the_time_of_the_agent_bounds_the_program(play):
 
 
 def test_an_episode_has_to_last_as_long_as_its_task_may(tmp_path):
-  (task,) = directories.load(write(tmp_path))
+  (task,) = directories.load(directory_tasks.write(tmp_path))
   run = containers.WorkspaceRun(lambda task, docker: [], directories.open_workspace)
   assert program.Program(run).least_limits(task) == {'episode_seconds': 140.0}
   assert program.Program(run).least_limits(types.Task('x', [])) == {'episode_seconds': 0}
@@ -139,7 +138,9 @@ async def test_who_connects_and_sends_nothing_is_let_go(monkeypatch):
 
 
 async def test_many_commands_at_a_time_are_run_one_after_the_other(tmp_path):
-  workspace = directories.open_workspace(directories.load(write(tmp_path))[0])
+  workspace = directories.open_workspace(
+    directories.load(directory_tasks.write(tmp_path))[0]
+  )
   results = []
   async with containers.open_docker(workspace, 60.0) as docker:
     assert os.stat(os.path.dirname(docker)).st_mode & 0o77 == 0

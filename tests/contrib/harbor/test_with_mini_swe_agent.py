@@ -8,9 +8,9 @@ import pathlib
 
 import answers
 import confined
+import directory_tasks
 import pytest
 import runs
-from test_directories import FILES, write
 import tiny
 
 from agent_r1_jax import report, train
@@ -51,7 +51,7 @@ def _serve(commands):
 
 @pytest.fixture
 def task(tmp_path):
-  (task,) = directories.load(write(tmp_path / 'task'))
+  (task,) = directories.load(directory_tasks.write(tmp_path / 'task'))
   return task
 
 
@@ -65,7 +65,7 @@ def test_a_policy_that_knows_the_commands_solves_the_task(task):
   with _serve(commands) as (url, asked):
     reward = asyncio.run(mini.with_mini(MINI, seconds=60.0)(task, url))
   assert reward == {'solved': 1.0}
-  assert len(asked) == 3 and FILES['instruction.md'].strip() in str(
+  assert len(asked) == 3 and directory_tasks.FILES['instruction.md'].strip() in str(
     asked[0]['messages'][1]['content']
   )
   first, second = (body['messages'][-1]['content'] for body in asked[1:])

@@ -8,7 +8,6 @@ import threading
 import time
 
 import numpy as np
-import pytest
 import tinker_service as service
 
 from agent_r1_jax.contrib.tinker import data as data_lib
@@ -118,7 +117,7 @@ def test_keys_and_room(workdir):
     assert asked.post('telemetry', content=b'{}').json() == {'status': 'accepted'}
 
 
-def test_others_are_served_between_the_micro_batches_of_a_long_request():
+def test_others_are_served_between_the_micro_batches_of_a_long_request(refused):
   data = [
     data_lib.make_datum(
       service.TEXT[:7], {'target_tokens': np.ma.array(service.TEXT[1:])}
@@ -150,13 +149,13 @@ def test_others_are_served_between_the_micro_batches_of_a_long_request():
       yield
       raise ValueError('in the second step')
 
-    with pytest.raises(ValueError, match='second step'):
+    with refused('second step'):
       await worker.run('a', fails)
 
   asyncio.run(play())
 
 
-def test_owners_take_turns_and_a_function_that_hangs_ends_the_rest():
+def test_owners_take_turns_and_a_function_that_hangs_ends_the_rest(refused):
   async def play():
     worker = work.Worker(0.2)
     order, hang = [], threading.Event()
@@ -180,14 +179,16 @@ def test_owners_take_turns_and_a_function_that_hangs_ends_the_rest():
     results.begin('waits', b'', lambda: worker.run('b', print))
     for name in ('hangs', 'waits'):
       assert 'taken as lost' in (await results.wait(name))['error']
-    with pytest.raises(http.RefusedError, match='taken as lost'):
+    with refused('taken as lost', http.RefusedError):
       worker.check()
     hang.set()
 
   asyncio.run(play())
 
 
-def test_too_many_operations_are_refused_but_the_one_that_they_wait_for(monkeypatch):
+def test_too_many_operations_are_refused_but_the_one_that_they_wait_for(
+  refused, monkeypatch
+):
   monkeypatch.setattr(work, '_MOST_WAITING', 3)
 
   async def play():
@@ -202,7 +203,7 @@ def test_too_many_operations_are_refused_but_the_one_that_they_wait_for(monkeypa
 
     tasks = [begin(number) for number in (4, 3, 2)]
     await asyncio.sleep(0)
-    with pytest.raises(http.RefusedError, match='3 requests of this model wait already'):
+    with refused('3 requests of this', http.RefusedError):
       order.check(5)
     await asyncio.gather(begin(1), *tasks)
     assert done == [1, 2, 3, 4]
