@@ -92,10 +92,10 @@ def test_bombs_are_not_decoded(side):
     picture_files.decode(_huge_png(side, side))
 
 
-def test_a_webp_bomb_is_not_decoded(refused):
+def test_a_webp_bomb_is_not_decoded():
   header = b'RIFF' + struct.pack('<I', 22) + b'WEBPVP8X' + struct.pack('<II', 10, 0)
   data = header + b'\xff\x3f\x00' * 2
-  with refused('16384 x 16384 pixels'):
+  with pytest.raises(ValueError, match='16384 x 16384 pixels'):
     picture_files.decode(data)
 
 
@@ -107,25 +107,25 @@ def _animate(kind):
 @pytest.mark.parametrize(
   ('data', 'message'),
   [
-    (b'', 'no picture that can be'),
-    (b'GIF89a' + bytes(40), 'no picture that can be'),
-    (b'<svg/>', 'no picture that can be'),
-    (b'\x89PNG\r\n\x1a\n', 'the header of the PNG'),
-    (b'\xff\xd8\xff', 'the header of the JPEG'),
-    (b'\xff\xd8\xff\xe0\x00\x00' + bytes(30), 'the header of the JPEG'),
-    (b'RIFF....WEBPVP8 ', 'the header of the WEBP'),
-    (_huge_png(0, 5), 'the header of the PNG'),
+    (b'', 'no picture that can be read; send PNG, JPEG or WebP'),
+    (b'GIF89a' + bytes(40), 'no picture that can be read'),
+    (b'<svg/>', 'no picture that can be read'),
+    (b'\x89PNG\r\n\x1a\n', 'the header of the PNG file is broken'),
+    (b'\xff\xd8\xff', 'the header of the JPEG file is broken'),
+    (b'\xff\xd8\xff\xe0\x00\x00' + bytes(30), 'the header of the JPEG file is broken'),
+    (b'RIFF....WEBPVP8 ', 'the header of the WEBP file is broken'),
+    (_huge_png(0, 5), 'the header of the PNG file is broken'),
     (_huge_png(8, 8), 'the PNG file is broken'),
     (_save(_draw(), 'PNG')[:700], 'the PNG file is broken'),
-    (_save(_draw(), 'JPEG')[:700], 'the JPEG file is'),
-    (_save(_draw(), 'WEBP')[:300], 'the WEBP file is'),
-    (_animate('PNG'), 'animated, with 2'),
-    (_animate('WEBP'), 'animated, with 2'),
+    (_save(_draw(), 'JPEG')[:700], 'the JPEG file is broken'),
+    (_save(_draw(), 'WEBP')[:300], 'the WEBP file is broken'),
+    (_animate('PNG'), 'animated, with 2 frames; send one of them'),
+    (_animate('WEBP'), 'animated, with 2 frames'),
     (_save(_draw(), 'PNG') + bytes(picture_files.MAX_BYTES), 'a file of 20,9'),
   ],
 )
-def test_what_cannot_be_read_is_refused(refused, data, message):
-  with refused(message):
+def test_what_cannot_be_read_is_refused(data, message):
+  with pytest.raises(ValueError, match=message):
     _read(data)
 
 
@@ -158,8 +158,8 @@ def test_pixels_stay_in_their_bounds(size, grid):
   assert found == grid and 64 <= found[0] * found[1] * 64 <= 4096
 
 
-def test_a_line_is_no_picture(refused):
-  with refused('is 1 x 300 pixels, one'):
+def test_a_line_is_no_picture():
+  with pytest.raises(ValueError, match='is 1 x 300 pixels, one side 300 times the other'):
     picture_files.fit(300, 1, *_BOUNDS)
 
 
@@ -167,19 +167,19 @@ def _url(data, kind):
   return f'data:image/{kind};base64,{base64.b64encode(data).decode()}'
 
 
-def test_a_file_that_takes_for_ever_is_given_up(refused, monkeypatch):
+def test_a_file_that_takes_for_ever_is_given_up(monkeypatch):
   """A small one: each of its scans goes through all blocks again."""
   data = _save(Image.new('L', (3000, 3000)), 'JPEG', progressive=True)
   scan, end = data.rindex(b'\xff\xda'), data.rindex(b'\xff\xd9')
   hostile = data[:end] + data[scan:end] * 2000 + data[end:]
   assert len(hostile) < 1 << 20
   monkeypatch.setattr(picture_files, 'PROCESSOR_SECONDS', 1)
-  with refused('more than 1 s of a'):
+  with pytest.raises(ValueError, match='more than 1 s of a processor or 1,536 MB'):
     _READER.read(_url(hostile, 'jpeg'))
   assert _READER.read(_url(_save(_draw(), 'PNG'), 'png')).shape == (24, 40, 3)
 
 
-def test_a_picture_is_decoded_in_another_process(refused, monkeypatch):
+def test_a_picture_is_decoded_in_another_process(monkeypatch):
   """And is the same, and what is wrong with it is said."""
   data = _save(_draw(size=(61, 47)), 'PNG')
   want = _read(data)
@@ -187,5 +187,5 @@ def test_a_picture_is_decoded_in_another_process(refused, monkeypatch):
   found = _READER.read(_url(data, 'png'))
   np.testing.assert_array_equal(found, want)
   assert not found.flags.writeable
-  with refused('the picture is 9000 x'):
+  with pytest.raises(ValueError, match='^the picture is 9000 x 9000 pixels'):
     _READER.read(_url(_huge_png(9000, 9000), 'png'))
