@@ -28,7 +28,7 @@ def tasks(n):
 
 
 def collect(make_env, tasks, *, limits=LIMITS, tree=None, **kwargs):
-  engine = rollouts.engine(tree or params())
+  engine = rollouts.make_engine(tree or params())
   return rollouts.collect(make_env, tasks, engine=engine, limits=limits, **kwargs)
 
 

@@ -21,11 +21,11 @@ def params():
   return tiny.params(tiny.config(), likely={tiny.chat().stop_ids[0]: 1.4})
 
 
-def engine(tree=None):
+def make_engine(tree=None):
   return tiny.engine(tree or params(), slots=SLOTS, bucket=SLOTS)
 
 
-def tasks(n, text='What is {}?'):
+def make_tasks(n, text='What is {}?'):
   return [
     types.Task(f'task {i}', [{'role': 'user', 'content': text.format(i)}], answer=i)
     for i in range(n)
@@ -33,7 +33,7 @@ def tasks(n, text='What is {}?'):
 
 
 def collect(make_env, tasks=None, *, engine=None, chat=None, limits=LIMITS, **kwargs):
-  given = engine or engine(), chat or tiny.chat(), tasks or tasks(4), make_env
+  given = engine or make_engine(), chat or tiny.chat(), tasks or make_tasks(4), make_env
   return tiny.within(rollout.collect, *given, limits=limits, **kwargs)
 
 

@@ -7,7 +7,7 @@ import math
 import jax
 import numpy as np
 import pytest
-import test_rollout
+import rollouts
 import tiny
 
 from agent_r1_jax import config as config_lib
@@ -28,7 +28,7 @@ def _critic():
   """The policy with a value head, whose values depend on the whole text."""
   kernel = np.random.default_rng(0).normal(size=(tiny.config().embed_dim, 1))
   head = {'kernel': np.float32(kernel), 'bias': np.ones(1, np.float32)}
-  return test_rollout._params() | {'value_head': jax.device_put(head)}
+  return rollouts.params() | {'value_head': jax.device_put(head)}
 
 
 def _learned_values(segment):
@@ -42,10 +42,10 @@ def _learned_values(segment):
 
 
 def _play(choice, n=3, engine=None, forever=False, **decoding):
-  return test_rollout._collect(
-    functools.partial(test_rollout.Env, forever=forever),
-    test_rollout._tasks(n, LONG),
-    engine=engine or test_rollout._engine(),
+  return rollouts.collect(
+    functools.partial(rollouts.Env, forever=forever),
+    rollouts.make_tasks(n, LONG),
+    engine=engine or rollouts.make_engine(),
     decoding=decoding_lib.Decoding(choice=choice, **decoding),
   )
 
@@ -66,7 +66,7 @@ class TestValues:
       seen.append(candidate)
       return candidate.value
 
-    engine = test_rollout._engine(_critic() if own_head else None)
+    engine = rollouts.make_engine(_critic() if own_head else None)
     critic = None if own_head else engine.make_policy(_critic(), 0)
     played = _play(choice_lib.Choice(2, score, critic=critic), engine=engine)
     assert max(len(t.turns) for t in played) > 1
@@ -85,14 +85,14 @@ class TestValues:
     assert worse > 2
 
   def test_no_token_is_prefilled_twice(self):
-    engine = test_rollout._engine()
+    engine = rollouts.make_engine()
     (t,) = _play(choice_lib.Choice(2, choice_lib.mean_logprob), 1, engine, True)
     (segment,) = t.segments
     given = int((~segment.action_mask).sum())
     # The decode computes the last token of each prompt; here it was a prompt's once.
     assert len(t.turns) > 1 and engine.stats.prefilled == given - 1
 
-    engine = test_rollout._engine()
+    engine = rollouts.make_engine()
     critic = engine.make_policy(_critic(), 0)
     (t,) = _play(choice_lib.Choice(2, critic=critic), 1, engine, True)
     (segment,) = t.segments
@@ -101,7 +101,7 @@ class TestValues:
     assert len(t.turns) > 1 and engine.stats.prefilled < 2 * given + sampled
 
   def test_too_few_rows_are_refused(self):
-    engine = test_rollout._engine()
+    engine = rollouts.make_engine()
     critic = engine.make_policy(_critic(), 0)
     with pytest.raises(ValueError, match='rows: 8 texts .* fit the 6 rows'):
       _play(choice_lib.Choice(4, critic=critic), engine=engine)
@@ -112,7 +112,7 @@ class TestChoice:
     plain = _play(None)
     for choice in (choice_lib.Choice(1), choice_lib.Choice(1, beta=math.inf)):
       for a, b in zip(plain, _play(choice), strict=True):
-        test_rollout._same(a, b)
+        rollouts.assert_same(a, b)
         assert b.metrics['sampled_tokens'] == sum(
           turn.stop - turn.start for turn in b.turns
         )
@@ -132,8 +132,8 @@ class TestChoice:
     assert sorted(taken) == sorted(b for b in best if b) and len({*lengths}) > 4
     # Whoever was chosen, text and log-probs are those of the plain episode's rules.
     for trajectory in played:
-      test_rollout._assert_exact(trajectory)
-    tiny.assert_on_policy(test_rollout._params(), [t.segments[0] for t in played])
+      rollouts.assert_exact(trajectory)
+    tiny.assert_on_policy(rollouts.params(), [t.segments[0] for t in played])
     many = sum(t.metrics['sampled_tokens'] for t in played)
     assert many > 2 * sum(turn.stop - turn.start for t in played for turn in t.turns)
 
@@ -146,7 +146,7 @@ class TestChoice:
       taken[beta] = np.mean([t.segments[0].tokens[t.turns[0].start] % 7 for t in played])
     assert taken[0.0] > taken[1.0] > taken[math.inf]
     greedy = _play(choice_lib.Choice(3), 1, sampling=config_lib.GREEDY)
-    test_rollout._same(greedy[0], _play(None, 1, sampling=config_lib.GREEDY)[0])
+    rollouts.assert_same(greedy[0], _play(None, 1, sampling=config_lib.GREEDY)[0])
 
   def test_rejected_candidates_are_closed(self, monkeypatch):
     """Else their rows are kept until they are the oldest, and the cache fills."""
@@ -177,7 +177,7 @@ class TestSavedCritic:
     weights.save(
       tmp_path / 'model',
       tiny.config(),
-      test_rollout._params(),
+      rollouts.params(),
       tokenizer_from=tiny.tokenizer_dir(),
     )
     return tmp_path / 'model'
@@ -193,7 +193,7 @@ class TestSavedCritic:
     return target
 
   def test_critic_is_read_at_the_state_it_was_trained_at(self, policy):
-    engine = test_rollout._engine()
+    engine = rollouts.make_engine()
     target = self._save(policy, algorithms.ppo(kl_coef=0.0, gamma=0.5))
     discounted = choice_lib.by_value(engine, target, policy, candidates=2, gamma=0.5)
     turn = algorithms.ppo(estimator=advantages.step_gae, gamma=0.5)

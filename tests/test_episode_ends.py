@@ -205,7 +205,7 @@ class TestClosing:
         await asyncio.sleep(0.2 * self.task.answer)
         closed.append(self.task.answer)
 
-    engine = rollouts.engine(episode_ends.params())
+    engine = rollouts.make_engine(episode_ends.params())
     with engine.open():
       rollout.start(
         engine, tiny.chat(), episode_ends.tasks(2), Waits, limits=episode_ends.LIMITS

@@ -25,7 +25,7 @@ SHAPE, LARGE = (packing.MicrobatchShape(rows, 256) for rows in (2, 8))
 def _played(n=6, fresh=False):
   """Half of them succeed. With `fresh` each turn is a segment of its own."""
   make_env = lambda: rollouts.Env(fresh=lambda turn: fresh)
-  played = rollouts.collect(make_env, rollouts.tasks(n))
+  played = rollouts.collect(make_env, rollouts.make_tasks(n))
   for i, trajectory in enumerate(played):
     for turn in trajectory.turns:
       turn.reward = 0.0

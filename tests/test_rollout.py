@@ -21,7 +21,7 @@ from agent_r1_jax.tasks import context, rewards
 
 @functools.cache
 def _played():
-  return rollouts.collect(rollouts.Env, rollouts.tasks(5), samples=3)
+  return rollouts.collect(rollouts.Env, rollouts.make_tasks(5), samples=3)
 
 
 class TestTrajectory:
@@ -55,8 +55,8 @@ class TestTrajectory:
     assert {t.status for t in _played()} == {'done', 'truncated', 'max_turns'}
 
   def test_a_groups_prompt_is_prefilled_once(self):
-    engine = rollouts.engine()
-    task = rollouts.tasks(1, 'What is the capital of the country of {}?')
+    engine = rollouts.make_engine()
+    task = rollouts.make_tasks(1, 'What is the capital of the country of {}?')
     limits = config_lib.Limits(1, 16)
     rollouts.collect(
       rollouts.Env, task, engine=engine, samples=tiny.SIZES['rows'], limits=limits
@@ -67,7 +67,7 @@ class TestTrajectory:
 
 class TestRandomness:
   def test_it_does_not_depend_on_latency_order_or_company(self):
-    tasks = rollouts.tasks(5)
+    tasks = rollouts.make_tasks(5)
     for order, make_env in (
       (range(5), lambda: rollouts.Env(wait=0.01)),
       ((3, 0, 4, 1, 2), rollouts.Env),
@@ -79,9 +79,9 @@ class TestRandomness:
         rollouts.assert_same(t, _played()[3 * number + t.sample])
 
   def test_it_depends_on_seed_draw_task_and_sample(self):
-    task = rollouts.tasks(1)
+    task = rollouts.make_tasks(1)
     first, second = rollouts.collect(rollouts.Env, task, samples=2)
-    marked = rollouts.engine()
+    marked = rollouts.make_engine()
     marked.sync_weights(rollouts.params(), 7)
     others = [
       rollouts.collect(rollouts.Env, task, seed=1)[0],
@@ -96,18 +96,18 @@ class TestRandomness:
     np.testing.assert_array_equal(segment.policy_steps, 7 * segment.action_mask)
 
   def test_rewards_know_the_policys_step(self):
-    engine = rollouts.engine()
+    engine = rollouts.make_engine()
     engine.sync_weights(rollouts.params(), 7)
     parts = rewards.hybrid(late=(lambda step: step / 8, lambda *_: 1.0))
     make_env = lambda: env_lib.ToolEnv([], parts)
     assert [t.reward for t in rollouts.collect(make_env, engine=engine)] == [7 / 8] * 4
 
   def test_a_task_that_comes_again_is_played_differently(self):
-    twice = rollouts.collect(rollouts.Env, rollouts.tasks(1) * 2, samples=2)
+    twice = rollouts.collect(rollouts.Env, rollouts.make_tasks(1) * 2, samples=2)
     assert len({tuple(t.segments[0].tokens.tolist()) for t in twice}) == 4
     assert [t.group for t in twice] == [0, 0, 1, 1]
     rollouts.assert_same(
-      twice[1], rollouts.collect(rollouts.Env, rollouts.tasks(1), samples=2)[1]
+      twice[1], rollouts.collect(rollouts.Env, rollouts.make_tasks(1), samples=2)[1]
     )
 
 
@@ -125,8 +125,8 @@ class TestFresh:
 
 class TestEnds:
   def test_a_prompt_that_fits_no_row_is_truncated_without_a_turn(self):
-    long = rollouts.tasks(1, 'one two three ' * 100)
-    lost, *others = rollouts.collect(rollouts.Env, long + rollouts.tasks(3))
+    long = rollouts.make_tasks(1, 'one two three ' * 100)
+    lost, *others = rollouts.collect(rollouts.Env, long + rollouts.make_tasks(3))
     assert (lost.status, lost.segments, lost.turns) == ('truncated', [], [])
     assert lost.messages == long[0].messages
     length = len(tiny.chat().encode_prompt(long[0].messages))
@@ -172,7 +172,7 @@ class TestEnds:
           return dataclasses.replace(step, messages=[seen], done=False)
         return step
 
-    kept, tasks = store_lib.EpisodeStore(tmp_path), rollouts.tasks(4)
+    kept, tasks = store_lib.EpisodeStore(tmp_path), rollouts.make_tasks(4)
     played = rollouts.collect(Keeps, tasks, store=kept, limits=config_lib.Limits(3, 80))
     assert not recwarn.list  # The store warns of what it cannot write.
     assert [t.status == 'error' for t in played] == [False, True, False, False]
@@ -197,11 +197,11 @@ class TestEnds:
 
   def test_a_reply_that_fills_its_row_truncates_the_episode(self):
     """The row's room limits a reply, not the turn's budget alone."""
-    task = rollouts.tasks(1, 'one two three ' * 18)
+    task = rollouts.make_tasks(1, 'one two three ' * 18)
     room = rollouts.SLOTS - len(tiny.chat().encode_prompt(task[0].messages))
     assert 10 < room < 60
     silent = {i: -9.0 for i in tiny.chat().stop_ids}
-    engine = rollouts.engine(tiny.params(tiny.config(), likely=silent))
+    engine = rollouts.make_engine(tiny.params(tiny.config(), likely=silent))
     (t,) = rollouts.collect(
       rollouts.Env, task, engine=engine, limits=config_lib.Limits(3, 60)
     )
@@ -223,7 +223,7 @@ class TestEnds:
 class TestErrors:
   def test_what_fails_when_the_run_is_told_to_end_is_not_kept(self, tmp_path):
     """Its program got the signal, too: the next start plays the episode again."""
-    engine, told = rollouts.engine(), []
+    engine, told = rollouts.make_engine(), []
     engine.interrupted = lambda: bool(told)
 
     class Told(rollouts.Env):
@@ -233,11 +233,11 @@ class TestErrors:
 
     kept = store_lib.EpisodeStore(tmp_path)
     with pytest.raises(replica.PreemptedError):
-      rollouts.collect(Told, rollouts.tasks(1), engine=engine, store=kept)
-    assert kept.open_rollout(0, rollouts.tasks(1)).get(('task 0', 0)) is None
+      rollouts.collect(Told, rollouts.make_tasks(1), engine=engine, store=kept)
+    assert kept.open_rollout(0, rollouts.make_tasks(1)).get(('task 0', 0)) is None
 
   def test_tasks_of_equal_ids_keep_their_own_episodes(self, tmp_path):
-    first, second = (dataclasses.replace(t, id='1') for t in rollouts.tasks(2))
+    first, second = (dataclasses.replace(t, id='1') for t in rollouts.make_tasks(2))
     kept = store_lib.EpisodeStore(tmp_path)
     for samples in (1, 2):
       played = rollouts.collect(
@@ -268,7 +268,7 @@ def test_an_environment_gets_the_number_of_its_episode():
         found.add(number)
 
     make_env = lambda: wrap(Seeded())
-    rollouts.collect(make_env, rollouts.tasks(2), samples=3, **given)
+    rollouts.collect(make_env, rollouts.make_tasks(2), samples=3, **given)
     return found
 
   first = numbers(seed=1)

@@ -78,7 +78,7 @@ def _parse(reply):
 @functools.cache
 def _played_with_tools():
   make_env = functools.partial(env_lib.ToolEnv, _TOOLS, lambda t, m: 1.0, parse=_parse)
-  return rollouts.collect(make_env, rollouts.tasks(8), samples=2)
+  return rollouts.collect(make_env, rollouts.make_tasks(8), samples=2)
 
 
 class TestTools:
@@ -131,8 +131,8 @@ def test_template_tokens_in_questions_and_answers_stay_text(window):
     for name in ('<tool_call>', '<|im_start|>', '<|im_end|>')
   )
   likely = {end: 3.0, start: -9.0, call: -9.0}  # Short replies; no token of the template.
-  engine = rollouts.engine(tiny.params(tiny.config(), likely=likely))
-  tasks = rollouts.tasks(4, f'{{}} {_FORGED}')
+  engine = rollouts.make_engine(tiny.params(tiny.config(), likely=likely))
+  tasks = rollouts.make_tasks(4, f'{{}} {_FORGED}')
   played = rollouts.collect(
     make_env, tasks, engine=engine, limits=config_lib.Limits(3, 8)
   )
@@ -173,9 +173,9 @@ class TestStopStrings:
     """Of a policy that says one word for ever, so that its text is plain."""
     chat = chat_lib.Chat(tiny.chat().tokenizer, stop_strings=[' the'])
     (word,) = chat.tokenizer.encode(' the', add_special_tokens=False)
-    engine = rollouts.engine(tiny.params(tiny.config(), likely={word: 9.0}))
+    engine = rollouts.make_engine(tiny.params(tiny.config(), likely={word: 9.0}))
     make_env = functools.partial(rollouts.Env, forever=True)
-    (t,) = rollouts.collect(make_env, rollouts.tasks(1), engine=engine, chat=chat)
+    (t,) = rollouts.collect(make_env, rollouts.make_tasks(1), engine=engine, chat=chat)
     assert [m['content'] for m in t.messages[1::2]] == [' the'] * 3
     assert t.status == 'max_turns'
     text = chat.tokenizer.apply_chat_template(t.messages[:-1], tokenize=False)
@@ -229,7 +229,7 @@ def _play_strategy(strategy, final=lambda *_: 16.0, **kwargs):
 
   limits = config_lib.Limits(max_turns=5, max_turn_tokens=32)
   played = rollouts.collect(
-    make_env, rollouts.tasks(12), engine=rollouts.engine(tree), limits=limits
+    make_env, rollouts.make_tasks(12), engine=rollouts.make_engine(tree), limits=limits
   )
   assert {'done'} < {t.status for t in played} <= {'done', 'truncated', 'max_turns'}
   tiny.assert_on_policy(tree, [s for t in played for s in t.segments])

@@ -124,8 +124,8 @@ def test_bodies_keys_and_back_pressure(url):
   assert httpx2.get(f'{url}/health').json()['status'] == 'ok'
   # One reply may be under way.
   limits = {'max_waiting': 1 - serving.engine().sizes.rows}
-  served = serving.serve(keys=['right', 'other'], **limits)
-  with served as guarded, contextlib.ExitStack() as stack:
+  running = serving.serve(keys=['right', 'other'], **limits)
+  with running as guarded, contextlib.ExitStack() as stack:
     fields = {'base_url': f'{guarded}/v1', 'max_retries': 0}
     make = lambda key: stack.enter_context(openai.OpenAI(api_key=key, **fields))
     for ask in (

@@ -122,11 +122,11 @@ LONG_REPLIES = config_lib.Limits(max_turns=3, max_turn_tokens=48)
 
 
 def _play(make, n=3, limits=rollouts.LIMITS, **env):
-  engine = rollouts.engine()
+  engine = rollouts.make_engine()
   decoding = decoding_lib.Decoding(
     choice=make(engine.make_policy(test_choice._critic(), 0))
   )
-  tasks = rollouts.tasks(n, test_choice.LONG)
+  tasks = rollouts.make_tasks(n, test_choice.LONG)
   played = rollouts.collect(
     lambda: Env(**env), tasks, engine=engine, decoding=decoding, limits=limits
   )
@@ -227,7 +227,7 @@ def test_all_texts_are_closed_at_the_end(make, make_env, monkeypatch):
   )
   (t,) = rollouts.collect(
     lambda: make_env(forever=True),
-    rollouts.tasks(1),
+    rollouts.make_tasks(1),
     engine=engine,
     decoding=decoding,
     limits=LONG_REPLIES,
@@ -263,7 +263,7 @@ def test_an_implicit_value_is_the_log_prob_of_the_replies_so_far():
   reader: Any = Reader(engine.make_policy(critic, 0), seen)
   (t,) = rollouts.collect(
     lambda: Env(forever=True),
-    rollouts.tasks(1),
+    rollouts.make_tasks(1),
     engine=engine,
     decoding=decoding_lib.Decoding(choice=reader),
   )
@@ -318,7 +318,7 @@ def test_an_episode_without_room_is_truncated_as_without_a_search(make, implicit
 
 def test_environment_without_clone_is_an_error():
   critic = test_choice._critic()
-  engine = rollouts.engine()
+  engine = rollouts.make_engine()
   beams = search_lib.Beams(1, 2, engine.make_policy(critic, 0))
   (t,) = test_choice._play(beams, 1, engine)
   assert t.status == 'error' and 'has no method clone' in t.error
