@@ -15,6 +15,7 @@ import fcntl
 import functools
 import pathlib
 import re
+import tempfile
 
 import pytest
 
@@ -100,5 +101,6 @@ class Refusals:
   def _write(self, text: str) -> str:
     """In one line, without what differs between sessions."""
     text = re.sub(re.escape(self._folder) + r'(/[^/\s]*)?', 'TMP', text)
+    text = re.sub(re.escape(tempfile.gettempdir()) + r'/tmp\w+', 'TMP', text)
     text = re.sub(r'\b0x[0-9a-f]{6,}', '0x...', text.replace(_ROOT, 'ROOT'))
     return text.encode('unicode_escape').decode()

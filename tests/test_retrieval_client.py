@@ -72,20 +72,20 @@ def test_what_may_pass_is_tried_again(remote):
   assert len(fake.asked) >= 5
 
 
-def test_a_server_that_asks_for_more_time_than_is_left_is_not_asked_again(
-  refused, remote
-):
+def test_a_server_that_asks_for_more_time_than_is_left_is_not_asked_again(remote):
   with scripted((503, b''), retry_after='3600') as fake:
-    with refused('within 60 seconds', client.RemoteError):
+    with pytest.raises(client.RemoteError, match='within 60 seconds: status 503'):
       remote(fake.url, **QUICK).search(['a'], 1)
   assert len(fake.asked) == 1
 
 
 @pytest.mark.parametrize('answer', ['hang', 'drip'])
-def test_a_slow_server_costs_no_more_than_the_deadline(refused, remote, answer):
+def test_a_slow_server_costs_no_more_than_the_deadline(remote, answer):
   with scripted(answer) as fake:
     asked = remote(fake.url, timeout=0.1, deadline=0.5, backoff=0.01)
-    with refused('no passages within 0.5', client.RemoteError):
+    with pytest.raises(
+      client.RemoteError, match='no passages within 0.5 seconds: .*no an'
+    ):
       asked.search(['a'], 1)
 
 
@@ -114,6 +114,6 @@ def test_nonsense_names_the_server(remote, answer, message):
   assert len(fake.asked) == 1
 
 
-def test_an_address_without_a_protocol_is_refused(refused):
-  with refused('host:8000'):
+def test_an_address_without_a_protocol_is_refused():
+  with pytest.raises(ValueError, match="url is 'host:8000'; begin with http"):
     client.Remote('host:8000')

@@ -122,9 +122,7 @@ def test_samples(asked):
   assert np.isnan(part).tolist() == [True] * 6 + [False] * 2
 
 
-def test_a_state_ends_at_its_time_and_what_is_replaced_leaves_the_disk(
-  refused, asked, workdir
-):
+def test_a_state_ends_at_its_time_and_what_is_replaced_leaves_the_disk(asked, workdir):
   run = service.Run(asked)
   saved = states.States(workdir, 'tiny', service.TINY)
   data = saved.directory / run.id / '.data'
@@ -138,7 +136,7 @@ def test_a_state_ends_at_its_time_and_what_is_replaced_leaves_the_disk(
   file = saved.directory / run.id / 'weights' / 'a' / 'state.json'
   record = json.loads(file.read_text())
   file.write_text(json.dumps(record | {'expires_at': '2020-01-01T00:00:00+00:00'}))
-  with refused('no state', http.RefusedError):
+  with pytest.raises(http.RefusedError, match='no state'):
     saved.describe(paths[0])
   assert [x['tinker_path'] for x in saved.describe_all(run.id)] == paths[1:]
   assert {folder.name for folder in data.iterdir()} == first & folders
@@ -153,7 +151,7 @@ def test_a_run_has_a_bounded_number_of_states(asked, monkeypatch):
   assert 'the run has 2 states' in run.post('save_weights', path='c')['error']
 
 
-def test_a_state_goes_on_bit_for_bit(refused, asked, workdir):
+def test_a_state_goes_on_bit_for_bit(asked, workdir):
   run = service.Run(asked, train_mlp=False)
   for _ in range(2):
     run.passed([service.shifted()])
@@ -191,7 +189,7 @@ def test_a_state_goes_on_bit_for_bit(refused, asked, workdir):
   assert run.id in [r['training_run_id'] for r in runs]
   file = workdir / 'states' / run.id / 'weights' / 'two' / 'optimizer.safetensors'
   file.write_bytes(file.read_bytes()[:-1] + b'x')
-  with refused('checksum differs', http.RefusedError):
+  with pytest.raises(http.RefusedError, match='checksum differs'):
     saved.load(path, optimizer=True)
   assert (
     asked.delete(f'training_runs/{run.id}/checkpoints/weights/two').status_code == 200
