@@ -24,6 +24,11 @@ def read(name: str) -> list[kernels.Kernel]:
   return kernels.list_kernels(hlo.Program(text))
 
 
+def short(name: str) -> str:
+  """A program as a compiler writes it, shortened."""
+  return (_RECORDED / f'{name}.txt').read_text()
+
+
 def total(found: list[kernels.Kernel], what: str, kind: str = '') -> float:
   """A number of all calls of all kernels, or of those of a kind."""
   return sum(k.calls * getattr(k, what) for k in found if kind in (k.kind, ''))
@@ -137,50 +142,9 @@ def test_what_runs_beside_the_rest_costs_nothing_until_the_memory_is_full():
   assert best == pytest.approx(2e-3, rel=1e-3)
 
 
-# A loop of a GPU, shortened: its counter grows by 2 from 1 up to 8, in a kernel.
-_LOOP = """
-%add (p.1: s32[]) -> s32[] {
-  %p.1 = s32[] parameter(0)
-  %two = s32[] constant(2)
-  ROOT %sum = s32[] add(%p.1, %two)
-}
-%slice (p.2: f32[9,64], p.3: s32[]) -> f32[1,64] {
-  %p.2 = f32[9,64]{1,0} parameter(0)
-  %p.3 = s32[] parameter(1)
-  ROOT %s = f32[1,64]{1,0} dynamic-slice(%p.2, %p.3), dynamic_slice_sizes={1,64}
-}
-%update (p.4: f32[9,64], p.5: f32[1,64], p.6: s32[]) -> f32[9,64] {
-  %p.4 = f32[9,64]{1,0} parameter(0)
-  %p.5 = f32[1,64]{1,0} parameter(1)
-  %p.6 = s32[] parameter(2)
-  ROOT %u = f32[9,64]{1,0} dynamic-update-slice(%p.4, %p.5, %p.6)
-}
-%body (t.1: (s32[], f32[9,64])) -> (s32[], f32[9,64]) {
-  %t.1 = (s32[], f32[9,64]{1,0}) parameter(0)
-  %i.1 = s32[] get-tuple-element(%t.1), index=0
-  %x.1 = f32[9,64]{1,0} get-tuple-element(%t.1), index=1
-  %row = f32[1,64]{1,0} fusion(%x.1, %i.1), kind=kLoop, calls=%slice
-  %new = f32[9,64]{1,0} fusion(%x.1, %row, %i.1), kind=kLoop, calls=%update
-  %next = s32[] fusion(%i.1), kind=kLoop, calls=%add
-  ROOT %t.2 = (s32[], f32[9,64]{1,0}) tuple(%next, %new)
-}
-%condition (t.3: (s32[], f32[9,64])) -> pred[] {
-  %t.3 = (s32[], f32[9,64]{1,0}) parameter(0)
-  %i.3 = s32[] get-tuple-element(%t.3), index=0
-  %end = s32[] constant(8)
-  ROOT %less = pred[] compare(%i.3, %end), direction=LT
-}
-ENTRY %main (x: f32[9,64]) -> (s32[], f32[9,64]) {
-  %x = f32[9,64]{1,0} parameter(0)
-  %start = s32[] constant(1)
-  %t = (s32[], f32[9,64]{1,0}) tuple(%start, %x)
-  ROOT %w = (s32[], f32[9,64]{1,0}) while(%t), condition=%condition, body=%body
-}
-"""
-
-
 def test_a_loop_runs_as_its_counter_says_and_slices_count_as_slices():
-  found = {k.name: k for k in kernels.list_kernels(hlo.Program(_LOOP))}
+  """Of a GPU: the counter grows by 2 from 1 up to 8, in a kernel."""
+  found = {k.name: k for k in kernels.list_kernels(hlo.Program(short('loop')))}
   assert {k.calls for k in found.values()} == {4}  # 1, 3, 5 and 7.
   row, number = 64 * 4, 4
   assert found['row'].bytes == 2 * row + number
@@ -190,44 +154,18 @@ def test_a_loop_runs_as_its_counter_says_and_slices_count_as_slices():
 
 
 def test_a_loop_that_the_data_stop_counts_as_often_as_one_says():
-  text = _LOOP.replace('%end = s32[] constant(8)', '%end = s32[] get-tuple-element(%t.3)')
+  text = short('loop')
+  text = text.replace('%end = s32[] constant(8)', '%end = s32[] get-tuple-element(%t.3)')
   found = kernels.list_kernels(hlo.Program(text), unknown=7)
   assert {k.calls for k in found} == {7} and {k.inside for k in found} == {('w',)}
 
 
-# As a TPU's compiler writes them, shortened: a kernel that a nested fusion reads, one
-# row of it, and a quarter that is copied to the vector memory, S(1), beside other work.
-_READS = """
-%view (p.1: bf16[64,32]) -> bf16[32,64] {
-  %p.1 = bf16[64,32]{1,0} parameter(0)
-  ROOT %v = bf16[32,64]{1,0} bitcast(%p.1)
-}
-%product (p.2: bf16[8,32], p.3: bf16[64,32]) -> bf16[8,64] {
-  %p.2 = bf16[8,32]{1,0:T(8,128)(2,1)S(1)} parameter(0)
-  %p.3 = bf16[64,32]{1,0} parameter(1)
-  %k = bf16[32,64]{1,0} fusion(%p.3), kind=kLoop, calls=%view
-  ROOT %c = bf16[8,64]{1,0:T(8,128)(2,1)S(1)} convolution(%p.2, %k), dim_labels=bf_io->bf
-}
-%row (p.4: bf16[64,32], p.5: s32[]) -> bf16[1,32] {
-  %p.4 = bf16[64,32]{1,0} parameter(0)
-  %p.5 = s32[]{:S(6)} parameter(1)
-  %flat = bf16[64,32]{1,0} bitcast(%p.4)
-  ROOT %r = bf16[1,32]{1,0} dynamic-slice(%flat, %p.5), dynamic_slice_sizes={1,32}
-}
-ENTRY %main (x: bf16[8,32], w: bf16[64,32], i: s32[]) -> bf16[8,64] {
-  %x = bf16[8,32]{1,0:T(8,128)(2,1)S(1)} parameter(0)
-  %w = bf16[64,32]{1,0} parameter(1)
-  %i = s32[]{:S(6)} parameter(2)
-  %one = bf16[1,32]{1,0} fusion(%w, %i), kind=kLoop, calls=%row
-  %b = ((bf16[64,32]{1,0}), bf16[16,32]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%w)
-  %d = bf16[16,32]{1,0:S(1)} slice-done(%b)
-  ROOT %y = bf16[8,64]{1,0:S(1)} fusion(%x, %w), kind=kOutput, calls=%product
-}
-"""
-
-
 def test_reads_of_nested_fusions_views_and_copies_count():
-  found = {k.name: k for k in kernels.list_kernels(hlo.Program(_READS))}
+  """Of a TPU: a kernel that a nested fusion reads, one row of it, and a quarter of it.
+
+  The quarter is copied to the vector memory, S(1), beside other work.
+  """
+  found = {k.name: k for k in kernels.list_kernels(hlo.Program(short('reads')))}
   assert set(found) == {'one', 'b', 'y'}
   whole, row = 2 * 64 * 32, 2 * 32
   assert found['y'].bytes == whole and found['y'].operations == 2 * 8 * 64 * 32
@@ -235,22 +173,13 @@ def test_reads_of_nested_fusions_views_and_copies_count():
   assert found['b'].bytes == whole // 4 and found['b'].beside
 
 
-# A TPU's products are convolutions; here three of [8, 16] x [16, 32] meet in a window.
-_CONVOLUTION = """
-ENTRY %main (a: bf16[3,8,16], b: bf16[3,16,32]) -> bf16[3,8,32] {
-  %a = bf16[3,8,16]{2,1,0} parameter(0)
-  %b = bf16[3,16,32]{2,1,0} parameter(1)
-  ROOT %c = bf16[3,8,32]{2,1,0} convolution(%a, %b), WINDOW, dim_labels=0bf_0io->0bf
-}
-"""
-
-
 @pytest.mark.parametrize(
   ('window', 'pairs'),
   [('window={size=3 pad=1_1}', 7), ('window={size=3 stride=2 pad=2_2 lhs_dilate=3}', 3)],
 )
 def test_a_convolution_counts_where_it_meets_numbers(window, pairs):
-  text = _CONVOLUTION.replace('WINDOW', window)
+  """A TPU's products are convolutions: three of [8, 16] x [16, 32] meet in a window."""
+  text = short('convolution').replace('WINDOW', window)
   [kernel] = kernels.list_kernels(hlo.Program(text))
   assert kernel.operations == 2 * 8 * 16 * 32 * pairs
 
@@ -294,49 +223,13 @@ def test_collectives_count_as_often_as_their_loop_runs():
   assert done.stdout == f'{counts} 1\n', done.stderr[-4000:]
 
 
-# As a TPU's compiler writes it, shortened: a gather that runs beside other work is two
-# fusions, and how often the loop runs is in its condition only.
-_PIECES = """
-%begin (p.1: bf16[2,8]) -> (bf16[4,8], u32[]) {
-  %p.1 = bf16[2,8]{1,0:T(2,128)(2,1)} parameter(0)
-  %flag = u32[]{:S(2)} constant(0)
-  %g.1 = bf16[4,8]{1,0:T(8,128)(2,1)} all-gather(%p.1), channel_id=7, x={chain_id="3"}
-  ROOT %both = (bf16[4,8]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) tuple(%g.1, %flag)
-}
-%end (p.2: bf16[2,8]) -> bf16[4,8] {
-  %p.2 = bf16[2,8]{1,0:T(2,128)(2,1)} parameter(0)
-  ROOT %g.2 = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} all-gather(%p.2), channel_id=7, x={chain_id="3"}
-}
-%body (t.1: (s32[], bf16[2,8])) -> (s32[], bf16[2,8]) {
-  %t.1 = (s32[]{:T(128)}, bf16[2,8]{1,0:T(2,128)(2,1)}) parameter(0)
-  %i.1 = s32[]{:T(128)} get-tuple-element(%t.1), index=0
-  %p = bf16[2,8]{1,0:T(2,128)(2,1)} get-tuple-element(%t.1), index=1
-  %a = (bf16[4,8]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) fusion(%p), kind=kCustom, calls=%begin
-  %b = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} fusion(%p), kind=kCustom, calls=%end
-  %s = (f32[4], f32[2]) all-reduce-start(%p), channel_id=1, to_apply=%add
-  %d = (f32[4], f32[2]) all-reduce-done(%s)
-  %one = s32[]{:T(128)} constant(1)
-  %next = s32[]{:T(128)} add(%i.1, %one)
-  ROOT %t.2 = (s32[]{:T(128)}, bf16[2,8]{1,0:T(2,128)(2,1)}) tuple(%next, %p)
-}
-%condition (t.3: (s32[], bf16[2,8])) -> pred[] {
-  %t.3 = (s32[]{:T(128)}, bf16[2,8]{1,0:T(2,128)(2,1)}) parameter(0)
-  %i.3 = s32[]{:T(128)} get-tuple-element(%t.3), index=0
-  %n = s32[]{:T(128)} constant(12)
-  ROOT %lt = pred[]{:T(512)} compare(%i.3, %n), direction=LT
-}
-ENTRY %main (x: bf16[2,8]) -> (s32[], bf16[2,8]) {
-  %x = bf16[2,8]{1,0:T(2,128)(2,1)} parameter(0)
-  %zero = s32[]{:T(128)} constant(0)
-  %t = (s32[]{:T(128)}, bf16[2,8]{1,0:T(2,128)(2,1)}) tuple(%zero, %x)
-  ROOT %w = (s32[]{:T(128)}, bf16[2,8]{1,0:T(2,128)(2,1)}) while(%t), condition=%condition, body=%body
-}
-"""  # noqa: E501
-
-
 def test_pieces_of_one_collective_count_once():
+  """On a TPU a gather that runs beside other work is two fusions.
+
+  How often the loop runs is in its condition only.
+  """
   counts = {'all-gather': 12 * 64, 'all-reduce': 12 * 24}
-  found = kernels.list_kernels(hlo.Program(_PIECES))
+  found = kernels.list_kernels(hlo.Program(short('pieces')))
   exchanged = collections.Counter()
   for kernel in found:
     for kind, size in kernel.exchanged.items():
@@ -344,25 +237,9 @@ def test_pieces_of_one_collective_count_once():
   assert exchanged == counts and not any(kernel.inside for kernel in found)
 
 
-# A product of two arrays of 4,096 x 4,096 numbers on v5e, shortened.
-_PRODUCT = """
-%f (left: bf16[4096,4096], right: bf16[4096,4096]) -> bf16[4096,4096] {
-  %left = bf16[4096,4096]{1,0:S(1)} parameter(0)
-  %right = bf16[4096,4096]{1,0} parameter(1)
-  ROOT %product = bf16[4096,4096]{1,0} convolution(%left, %right), dim_labels=bf_io->bf
-}
-ENTRY %main (a: bf16[4096,4096], b: bf16[4096,4096]) -> bf16[4096,4096] {
-  %a = bf16[4096,4096]{1,0} parameter(0)
-  %start = (bf16[4096,4096]{1,0:S(1)}, bf16[4096,4096]{1,0}, u32[]) copy-start(%a)
-  %b = bf16[4096,4096]{1,0} parameter(1)
-  %done = bf16[4096,4096]{1,0:S(1)} copy-done(%start)
-  ROOT %out = bf16[4096,4096] fusion(%done, %b), calls=%f, {"estimated_cycles":"1083068"}
-}
-"""
-
-
 def test_an_estimated_product_takes_what_one_took_on_a_chip_less_the_time_to_start_it():
-  found = kernels.list_kernels(hlo.Program(_PRODUCT))
+  """Of two arrays of 4,096 x 4,096 numbers on v5e."""
+  found = kernels.list_kernels(hlo.Program(short('product')))
   assert sum(k.operations for k in found) == 2 * 4096**3
   best, in_turn = roofline.sum_seconds(found, chips.CHIPS['v5e'])
   assert best == pytest.approx(0.7206e-3, rel=1e-3)
