@@ -19,6 +19,12 @@ def params():
   return tiny.params(_CONFIG)
 
 
+def _engine(params, **sizes):
+  """With few programs, which take long to compile."""
+  sizes = {'bucket': tiny.SIZES['slots'], 'narrow': False} | sizes
+  return tiny.engine(params, shape=_CONFIG, **sizes)
+
+
 def picture(seed: int, rows: int = 2, columns: int = 3) -> np.ndarray:
   rng = np.random.default_rng(seed)
   return rng.integers(0, 256, (8 * rows, 8 * columns, 3), np.uint8)
@@ -67,7 +73,7 @@ def learned(params, segments, *, trees: bool, temperature: float = 1.0):
 @pytest.mark.parametrize('sizes', [{}, {'rows': 2, 'prefill_tokens': 4}])
 def test_log_probs_are_the_learners(params, sizes):
   """In whole rows and in trees."""
-  engine = tiny.engine(params, shape=_CONFIG, **sizes)
+  engine = _engine(params, **sizes)
   segments = engine.run([play(engine, n, turns) for n, turns in enumerate(EPISODES)])
   for trees in (False, True):
     found = learned(params, segments, trees=trees)
@@ -80,7 +86,7 @@ def test_log_probs_are_the_learners(params, sizes):
 
 
 def test_what_a_picture_shows_changes_what_is_sampled(params):
-  engine = tiny.engine(params, shape=_CONFIG)
+  engine = _engine(params)
   turns = lambda seed: [(1, picture(seed), 2, 3)]
   first, again, other = engine.run([play(engine, 0, turns(s)) for s in (0, 0, 5)])
   np.testing.assert_array_equal(first.behaviour_logprobs, again.behaviour_logprobs)
@@ -90,14 +96,14 @@ def test_what_a_picture_shows_changes_what_is_sampled(params):
 def test_prefixes_are_shared_by_what_pictures_show(params):
   """Of one place and size; a placeholder alone would make them equal."""
   for second, shared in ((0, 28), (6, 0)):
-    engine = tiny.engine(params, shape=_CONFIG)
+    engine = _engine(params)
     texts = [[(1, picture(seed, 5, 5), 2, 3, 4)] for seed in (0, second)]
     engine.run([play(engine, n, text) for n, text in enumerate(texts)])
     assert (engine.stats.shared, engine.stats.prefilled) == (shared, 56 - shared)
 
 
 def test_features_are_computed_once_for_a_policy(params, monkeypatch):
-  engine = tiny.engine(params, shape=_CONFIG, prefill_tokens=4)
+  engine = _engine(params, prefill_tokens=4)
   pictures, seen = engine.replicas[0].device.pictures, []
   see = pictures._see
   monkeypatch.setattr(pictures, '_see', lambda *args: seen.append(1) or see(*args))
@@ -110,7 +116,7 @@ def test_features_are_computed_once_for_a_policy(params, monkeypatch):
 
 
 def test_pictures_that_a_request_does_not_bring_are_refused(params):
-  engine = tiny.engine(params, shape=_CONFIG)
+  engine = _engine(params)
   ids = write(1, picture(0))
 
   async def ask(**options):
@@ -133,7 +139,7 @@ async def _ask(engine, ids):
 
 
 def test_a_fork_sees_what_its_parent_saw(params):
-  engine = tiny.engine(params, shape=_CONFIG)
+  engine = _engine(params)
 
   async def branch():
     shown = [picture(0)]
