@@ -170,12 +170,7 @@ TEMPLATES = {
   'nemo': (_MISTRAL.replace('SP', ''), _MISTRAL_TOKENS, '<s>', '</s>'),
   'smollm3': (_SMOLLM3, (), None, '<|im_end|>'),
   'phi4': (_PHI4, ('<|im_sep|>',), None, '<|im_end|>'),
-  'phi3': (
-    PHI3,
-    ('<|system|>', '<|user|>', '<|assistant|>', '<|end|>'),
-    None,
-    '<|end|>',
-  ),
+  'phi3': (PHI3, ('<|system|>', '<|user|>', '<|assistant|>', '<|end|>'), None, '<|end|>'),
   'olmo2': (_OLMO2, (), '<|endoftext|>', '<|endoftext|>'),
   'olmo3': (_OLMO3, (), None, '<|endoftext|>'),
   'gemma2': (_GEMMA.replace('SYSTEM', _REFUSES), _GEMMA_TOKENS, '<bos>', '<end_of_turn>'),

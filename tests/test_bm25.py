@@ -64,10 +64,7 @@ def test_save_and_load(refused, tmp_path):
 
 @pytest.mark.parametrize(
   ('passage', 'message'),
-  [
-    (Document('9', 'A', ' '), 'passages[3]'),
-    (Document('0', 'A', 'b'), 'passages[3]'),
-  ],
+  [(Document('9', 'A', ' '), 'passages[3]'), (Document('0', 'A', 'b'), 'passages[3]')],
 )
 def test_what_could_not_be_loaded_is_not_saved(refused, tmp_path, passage, message):
   with refused(message):

@@ -158,10 +158,7 @@ async def test_a_tool_returns_pictures():
 
   result = await tool.call(look, {'at': 3})
   assert result.ok and result.text == ''
-  assert result.parts == (
-    {'type': 'text', 'text': 'at 3'},
-    pictures.make_part(image(3)),
-  )
+  assert result.parts == ({'type': 'text', 'text': 'at 3'}, pictures.make_part(image(3)))
   world = env.ToolEnv([look], lambda task, messages: 0.0)
   await world.reset(types.Task('1', [{'role': 'user', 'content': 'x'}]))
   call = '<tool_call>\n{"name": "look", "arguments": {"at": 3}}\n</tool_call>'

@@ -47,10 +47,7 @@ _WRONG = {
     [_tool({'properties': _TYPE_OF_A_LIST})],
   ],
   'tool_choice': [{'function': 'f'}, {'function': {'name': 'f'}}],
-  'response_format': [
-    {'type': 'xml'},
-    {'type': 'json_schema', 'json_schema': 'x'},
-  ],
+  'response_format': [{'type': 'xml'}, {'type': 'json_schema', 'json_schema': 'x'}],
 }
 _NOWHERE = {'name': 'a', 'schema': {'$ref': '#/x'}}
 # What is wrong with several fields, or with none by itself.

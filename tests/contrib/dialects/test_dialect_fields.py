@@ -45,11 +45,7 @@ def test_fields_of_messages(url):
   with _clients(url) as (client, _):
     sampling = {'extra_body': {'temperature': 0, 'top_p': 0.9, 'top_k': 5}}
     ask = functools.partial(
-      client.messages.create,
-      model='policy',
-      messages=[_USER],
-      max_tokens=40,
-      **sampling,
+      client.messages.create, model='policy', messages=[_USER], max_tokens=40, **sampling
     )
     whole = ask(metadata={'user_id': 'a'})
     assert whole.stop_reason in ('end_turn', 'max_tokens') and whole.stop_sequence is None
@@ -83,9 +79,7 @@ def test_fields_of_responses(url):
     whole = ask(max_output_tokens=40, metadata={'a': 'b'})
     assert whole.metadata == {'a': 'b'} and whole.usage.total_tokens > 2
     again = ask(
-      input=[_USER],
-      max_output_tokens=40,
-      include=['message.output_text.logprobs'],
+      input=[_USER], max_output_tokens=40, include=['message.output_text.logprobs']
     )
     part = again.output[0].content[0]
     assert again.output_text == whole.output_text
@@ -116,12 +110,7 @@ def test_a_reply_that_may_have_one_call_ends_with_it(url):
   }
 
   def count(path, **fields):
-    body = {
-      'temperature': 0,
-      'max_tokens': 200,
-      'input': [_USER],
-      **fields,
-    }
+    body = {'temperature': 0, 'max_tokens': 200, 'input': [_USER], **fields}
     usage = httpx2.post(f'{url}/v1/{path}', json=body, timeout=120).json()['usage']
     return usage.get('completion_tokens') or usage['output_tokens']
 
@@ -261,8 +250,7 @@ def test_hostile_bodies_keys_and_the_form_of_errors(url):
       assert post(path, body).status_code == 400
     assert post(path, b' ' * (1 << 23)).status_code == 413
     nan = post(
-      path,
-      f'{{"temperature": NaN, "max_tokens": 5, {said}: [{json.dumps(_USER)}]}}',
+      path, f'{{"temperature": NaN, "max_tokens": 5, {said}: [{json.dumps(_USER)}]}}'
     )
     assert nan.status_code == 400 and 'temperature is nan' in nan.text
   assert post('messages', '{').json()['error']['type'] == 'invalid_request_error'

@@ -115,10 +115,7 @@ def test_what_a_client_sends_back_is_the_reply(scripted, name, stream):
     results = [(id_, 'found') for id_, _, _ in answer.calls]
     results = agent.results(results) if results else [_USER]
     await agent.ask(
-      [_USER, *answer.items, *results],
-      dialect_clients.TOOLS,
-      most=2048,
-      **more,
+      [_USER, *answer.items, *results], dialect_clients.TOOLS, most=2048, **more
     )
     reply, given = source.replies[-2], source.asked[-1].messages
     expected = requests.make_comparable(reply.as_message())
