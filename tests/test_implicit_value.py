@@ -18,7 +18,14 @@ from agent_r1_jax.guided import implicit_value
 from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import learner, packing, table
 
+# Of equal odds and optimizers the update is compiled once.
+_make_loss, _SGD = functools.cache(implicit_value._make_loss), optax.sgd(1.0)
 SHAPE, LARGE = (packing.MicrobatchShape(rows, 256) for rows in (2, 8))
+
+
+@pytest.fixture(autouse=True)
+def few_losses(monkeypatch):
+  monkeypatch.setattr(implicit_value, '_make_loss', _make_loss)
 
 
 @functools.cache
@@ -70,7 +77,7 @@ def test_learns_what_succeeds_from_the_policy_on(fresh):
 def test_an_episode_without_a_reply_is_left_out():
   played = _played(4)
   late = dataclasses.replace(played[0], group=9, segments=[], turns=[])
-  results = [_fit(given, 1, optax.sgd(1.0)) for given in (played, [*played, late])]
+  results = [_fit(given, 1, _SGD) for given in (played, [*played, late])]
   (_, odds), (params, same) = results
   assert odds == same
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
@@ -79,7 +86,7 @@ def test_an_episode_without_a_reply_is_left_out():
 def test_a_step_is_the_same_however_it_is_batched():
   """SGD at rate 1 shows the gradient."""
   played = _played(4)
-  one, other = (_fit(played, 1, optax.sgd(1.0), shape)[0] for shape in (SHAPE, LARGE))
+  one, other = (_fit(played, 1, _SGD, shape)[0] for shape in (SHAPE, LARGE))
   a, b = (np.asarray(p['embed']['embedding']) for p in (one, other))
   np.testing.assert_allclose(a, b, atol=1e-5)
   assert np.abs(a - np.asarray(rollouts.params()['embed']['embedding'])).max() > 1e-5
@@ -104,7 +111,7 @@ def test_the_gradient_is_that_of_whole_episodes():
 
   gradient = jax.jit(jax.grad(loss))
   for shape in (SHAPE, LARGE):
-    fitted, odds = _fit(played, 1, optax.sgd(1.0), shape)
+    fitted, odds = _fit(played, 1, _SGD, shape)
     step = jax.tree.map(np.subtract, params, fitted)
     expected = gradient(params, odds)
     for a, b in zip(jax.tree.leaves(step), jax.tree.leaves(expected), strict=True):
