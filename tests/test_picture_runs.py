@@ -33,10 +33,9 @@ class Copied(gallery.Gallery):
     return copy.copy(self)
 
 
-def _read_directly(params, shape, text, shown):
+def _read_directly(params, shape, text):
   """Returns values and log-probs of a text's tokens, [n] each, by the learner."""
-  none = np.zeros(len(text))
-  segments = [types.Segment(text, none > 0, none, pictures=tuple(shown))]
+  segments = [types.Segment.read(text)]
   rows = packing.MicrobatchShape(1, 128, False, shape.vision)
   (batch,), _ = packing.pack_microbatches(table.from_segments(segments), rows)
   values = learner.values(params, batch, config=shape)
@@ -57,10 +56,10 @@ def test_a_critic_sees_what_the_policy_saw(model, monkeypatch, kind, implicit):
   name = 'read_replies' if implicit else 'read'
   read = getattr(choice.StateValues, name)
 
-  async def record(self, texts, shown, *replies):
-    values = await read(self, texts, shown, *replies)
+  async def record(self, texts, *replies):
+    values = await read(self, texts, *replies)
     replies = replies[0] if replies else [None] * len(texts)
-    found.extend(zip(texts, shown, replies, values.tolist(), strict=True))
+    found.extend(zip(texts, replies, values.tolist(), strict=True))
     return values
 
   monkeypatch.setattr(choice.StateValues, name, record)
@@ -80,9 +79,9 @@ def test_a_critic_sees_what_the_policy_saw(model, monkeypatch, kind, implicit):
     decoding=decoding.Decoding(choice=decides),
   )['pictures']
   assert all(t.error is None and t.turns for t in played)
-  assert any(len(shown) > 1 for _, shown, _, _ in found)
-  for text, shown, reply, value in found:
-    values, logprobs = _read_directly(critic, shape, text, shown)
+  assert any(len(text.pictures) > 1 for text, _, _ in found)
+  for text, reply, value in found:
+    values, logprobs = _read_directly(critic, shape, text)
     expected = (
       logprobs[len(text) - len(reply.tokens) : len(text)].sum() if reply else None
     )

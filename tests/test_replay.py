@@ -42,7 +42,7 @@ def test_a_reply_reports_the_experts_of_its_text_from_the_first_token_on():
 
   async def play():
     ask = lambda tokens, **options: engine.submit(
-      request_lib.Request(tokens, max_tokens=9, **{'routes': True} | options)
+      request_lib.Request(tokens, max_tokens=9, **{'replay': True} | options)
     )
     first = ask(prompt)
     replies = [await first]
@@ -50,7 +50,7 @@ def test_a_reply_reports_the_experts_of_its_text_from_the_first_token_on():
     fork = ask(prompt[:3], parent=request_lib.Fork(first.text, 30))
     replies.append(await fork)
     replies.append(await ask(prompt[:5], parent=first.text))
-    assert (await ask(prompt, routes=False)).routes is None
+    assert (await ask(prompt, replay=False)).routes is None
     texts = first.text.tokens[:length], fork.text.tokens, first.text.tokens
     return replies, texts
 

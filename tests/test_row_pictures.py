@@ -43,11 +43,12 @@ async def play(engine, number: int, turns):
   for turn, parts in enumerate(turns):
     shown = [x for x in parts if np.ndim(x) == 3]
     ids, key = write(*parts), request.make_key(number, turn)
-    asked = request.Request(ids, text, max_tokens=9, key=key, pictures=shown)
+    prompt = types.Prompt(ids, shown)
+    asked = request.Request(prompt, text, max_tokens=9, key=key)
     generation = engine.submit(asked)
     reply = await generation
     text = generation.text
-    made.add_turn(passage, ids, reply, shown)
+    made.add_turn(passage, prompt, reply)
   return made.collect()[0][0]
 
 
@@ -119,23 +120,23 @@ def test_pictures_that_a_request_does_not_bring_are_refused(params):
   engine = _engine(params)
   ids = write(1, picture(0))
 
-  async def ask(**options):
-    await engine.submit(request.Request(ids, max_tokens=2, **options))
+  async def ask(*shown):
+    await engine.submit(request.Request(types.Prompt(ids, shown), max_tokens=2))
 
   with pytest.raises(ValueError, match='end in a picture'):
-    engine.run([ask(pictures=[picture(0)])])
+    engine.run([ask(picture(0))])
   ids = np.append(ids, 2)
   with pytest.raises(ValueError, match='is outside the vocabulary of 300'):
     engine.run([ask()])
   with pytest.raises(ValueError, match='is outside the vocabulary of 300'):
-    engine.run([ask(pictures=[picture(1)])])
+    engine.run([ask(picture(1))])
   blind = tiny.engine(tiny.params(tiny.config()))
   with pytest.raises(ValueError, match='is outside the vocabulary of 300'):
     blind.run([_ask(blind, ids)])
 
 
 async def _ask(engine, ids):
-  await engine.submit(request.Request(ids, max_tokens=2, pictures=[picture(0)]))
+  await engine.submit(request.Request(types.Prompt(ids, [picture(0)]), max_tokens=2))
 
 
 def test_a_fork_sees_what_its_parent_saw(params):
@@ -143,16 +144,16 @@ def test_a_fork_sees_what_its_parent_saw(params):
 
   async def branch():
     shown = [picture(0)]
-    ids = write(1, *shown, 9)
-    first = engine.submit(request.Request(ids, max_tokens=3, pictures=shown))
+    prompt = types.Prompt(write(1, *shown, 9), shown)
+    first = engine.submit(request.Request(prompt, max_tokens=3))
     await first
     fork = request.Fork(first.text, 8)
     second = engine.submit(request.Request(write(2, 3), fork, max_tokens=4))
     await second
     with pytest.raises(ValueError, match='those of the fork, end in a picture'):
-      engine.submit(request.Request(write(2), request.Fork(first.text, 6)))
-    alone = request.Request(write(1, *shown, 9, 2, 3), max_tokens=4, pictures=shown)
-    return await second, await engine.submit(alone)
+      engine.submit(request.Request(write(2), request.Fork(first.text, 6), max_tokens=4))
+    alone = types.Prompt(write(1, *shown, 9, 2, 3), shown)
+    return await second, await engine.submit(request.Request(alone, max_tokens=4))
 
   ((forked, alone),) = engine.run([branch()])
   np.testing.assert_array_equal(forked.tokens, alone.tokens)

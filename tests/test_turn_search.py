@@ -155,9 +155,9 @@ def test_search_over_one_candidate_is_plain_sampling(make):
 def test_searched_episode_is_on_policy_and_prefills_nothing_twice(make, monkeypatch):
   states, read = [], choice_lib.StateValues.read
 
-  async def note(self, texts, pictures):
-    states.extend(texts)
-    return await read(self, texts, pictures)
+  async def note(self, texts):
+    states.extend(text.tokens for text in texts)
+    return await read(self, texts)
 
   monkeypatch.setattr(choice_lib.StateValues, 'read', note)
   (t,), prefilled = _play(make, 1, LONG_REPLIES, forever=True)

@@ -212,6 +212,10 @@ class Chat(renderer_lib.Renderer):
     ended = last_token is None or last_token in self.stop_ids
     return ids[1:] if ended else ids
 
+  def attach(self, ids: np.ndarray, messages: Sequence[types.Message]) -> types.Prompt:
+    """Adds what the tokens of messages stand for, so that a policy can read them."""
+    return types.Prompt(ids, self.list_pictures(messages))
+
   def list_pictures(self, messages: Sequence[types.Message]) -> list[np.ndarray]:
     """Reads the pictures of messages, in their order, uint8 [H, W, 3] each.
 

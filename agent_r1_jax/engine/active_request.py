@@ -73,14 +73,7 @@ class ActiveRequest:
       )
     )
 
-  def add_chunk(
-    self,
-    decoded: Any,
-    m: int,
-    policy_step: int,
-    guide_states: list,
-    routes: np.ndarray | None = None,
-  ):
+  def add_chunk(self, decoded: Any, m: int, policy_step: int, guide_states: list):
     """Adds the tokens that a decode sampled to the text and the reply.
 
     Args:
@@ -88,7 +81,6 @@ class ActiveRequest:
       m: The request's entry in the decode.
       policy_step: The policy_step of the policy that sampled them.
       guide_states: The states of the guides after the tokens.
-      routes: The experts of the whole text, if the reply has ended and reports them.
     """
     assert self.row is not None
     n, top = decoded.count[m], self.generation.request.top_logprobs
@@ -101,7 +93,7 @@ class ActiveRequest:
       top_logprobs=decoded.top_logprobs[m, :n, :top],
       values=decoded.values[m, :n],
       behaviour_logprobs=decoded.behaviour_logprobs[m, :n],
-      routes=routes,
+      routes=decoded.routes.get(m),
     )
     self.guide_states = guide_states
     if self.generation.request.score_prompt and self.generation.prompt is None:
@@ -117,8 +109,10 @@ class ActiveRequest:
     first = request_lib.Scores(np.full(1, np.nan, np.float32), none, unknown)
     columns = map(np.concatenate, zip(first, *self.scored, strict=True))
     scores = request_lib.Scores(*columns)
-    shown = np.asarray(request.tokens) >= types.FIRST_PICTURE_ID
-    return scores._replace(logprobs=np.where(shown, np.float32(np.nan), scores.logprobs))
+    is_text = request.prompt.tokens < types.FIRST_PICTURE_ID
+    return scores._replace(
+      logprobs=np.where(is_text, scores.logprobs, np.float32(np.nan))
+    )
 
   def add_to(self, index: drafts.Index):
     """Adds the last chunk to an index, or the whole reply where that was the last."""
@@ -136,11 +130,11 @@ class ActiveRequest:
 
 def make_prefill_batch(
   rows: Sequence[rows_lib.Row], size: int, tokens: int, unused_row: int
-) -> tuple[np.ndarray, types.Rows, np.ndarray]:
-  """Makes the arguments index and rows of `programs.prefill`, in numpy.
+) -> tuple[programs_lib.PrefillBatch, np.ndarray]:
+  """Makes the batch of `programs.prefill`, in numpy.
 
   Returns:
-    These, and how many tokens of each entry are prefilled.
+    The batch, and how many tokens of each entry are prefilled.
 
   Args:
     rows: Rows whose next tokens are prefilled.
@@ -157,7 +151,8 @@ def make_prefill_batch(
     index[m], count[m], token_ids[m, :n] = row.index, n, missing
     positions[m, :n] = np.arange(row.cached, row.cached + n)
   arrays: Any = token_ids, positions  # jit takes numpy arrays too.
-  return index, types.Rows(*arrays), count
+  given: Any = index
+  return programs_lib.PrefillBatch(given, types.Rows(*arrays)), count
 
 
 def make_targets(
@@ -198,14 +193,17 @@ def make_decode_batch(
     size: Number of entries (M).
     guides: All guides of the engine (G).
     unused_row: The row of an entry without a request.
-    sees: Whether texts may have pictures.
+    sees: Whether the policy sees, so that coordinates may be behind positions.
   """
   rows = np.full(size, unused_row, np.int32)
   # An entry without a request has a budget of 0, so that it does not run.
   length, budget, saved = np.zeros((3, size), np.int32)
   ends = np.full((size, drafts.WIDTH), drafts.NONE, np.int32)
   keys, temperature = np.zeros((size, 2), np.uint32), np.ones(size, np.float32)
-  top, guide_mask = np.zeros(size, bool), np.zeros((len(guides), size), bool)
+  (top, replay), guide_mask = (
+    np.zeros((2, size), bool),
+    np.zeros((len(guides), size), bool),
+  )
   for m, active in requests.items():
     row, request = active.row, active.generation.request
     assert row is not None and row.text is not None
@@ -214,7 +212,7 @@ def make_decode_batch(
     budget[m], keys[m] = active.generation.remaining, request.key
     temperature[m], top[m] = request.sampling.temperature, request.top_logprobs > 0
     guide_mask[:, m] = active.guide_mask
-    saved[m] = row.text.saved
+    replay[m], saved[m] = request.replay, row.text.saved
   states = tuple(
     jax.tree.map(
       lambda *leaves: np.stack(leaves),
@@ -223,6 +221,6 @@ def make_decode_batch(
     for g, guide in enumerate(guides)
   )
   # In the order of DecodeBatch's fields.
-  columns: Any = (rows, length, ends, budget, keys, temperature, top, guide_mask, states)
+  arrays: Any = rows, length, ends, budget, keys, temperature, top, replay, guide_mask
   how_far: Any = saved if sees else None
-  return programs_lib.DecodeBatch(*columns, saved=how_far)
+  return programs_lib.DecodeBatch(*arrays, guide_states=states, saved=how_far)

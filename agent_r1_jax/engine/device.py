@@ -22,6 +22,7 @@ from agent_r1_jax.engine import (
 )
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
+from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.models import decoder, lora, sharding
@@ -82,9 +83,10 @@ class Device:
     for bucket in sizes.buckets:
       for size in sizes.prefill_rows:
         options = size, sizes.prefill_tokens, sizes.rows
-        index, rows, slots = active_request.make_prefill_batch((), *options)
-        rows = self.look(params, None, (), rows)._replace(adapters=select(slots))
-        self.prefill(params, index, rows, bucket)
+        batch, slots = active_request.make_prefill_batch((), *options)
+        batch = self.look(params, None, (), batch)
+        rows = batch.rows._replace(adapters=select(slots))
+        self.prefill(params, batch._replace(rows=rows), bucket)
         on_done()
       most = sizes.prefill_rows[-1]  # The row after the last marks an unused entry.
       unused = np.full(most, sizes.rows, np.int32)
@@ -99,7 +101,7 @@ class Device:
       sizes.decode_buckets, sizes.decode_rows, places
     ):
       batch = active_request.make_decode_batch(
-        {}, size, self.guides, sizes.rows, sees=self.pictures is not None
+        {}, size, self.guides, sizes.rows, sees=self.config.vision is not None
       )
       batch = batch._replace(adapters=select(np.zeros(size, np.int32)))
       self.decode(params, batch, bucket, place)
@@ -112,26 +114,43 @@ class Device:
     with sharding.use_mesh(self.mesh):
       self.cache = programs_lib.copy(self.cache, source, rows, bucket=bucket)
 
-  def look(
-    self, params, version, cached: Sequence[rows_lib.Row], rows: types.Rows
-  ) -> types.Rows:
-    """Adds the pictures of the next tokens of texts; see RowPictures.look."""
-    return self.pictures.look(params, version, cached, rows) if self.pictures else rows
+  def check(self, request: request_lib.Request):
+    """Raises ValueError for a request that cannot be answered."""
+    request_lib.check(
+      request,
+      vocab_size=self.config.vocab_size,
+      slots=self.sizes.slots,
+      guides=self.guides,
+      more_ids=self.pictures.list_ids(request.prompt) if self.pictures else (),
+    )
+    if self.pictures:
+      self.pictures.check(request)
 
-  def prefill(
+  def add(self, text: request_lib.Text, request: request_lib.Request):
+    """Notes what a text shows, to which the tokens of a request were added."""
+    if self.pictures:
+      self.pictures.add(text, request)
+
+  def look(
     self,
     params,
-    index: np.ndarray,
-    rows: types.Rows,
-    bucket: int,
-    targets: prompt_scores.Targets | None = None,
+    version,
+    cached: Sequence[rows_lib.Row],
+    batch: programs_lib.PrefillBatch,
+  ) -> programs_lib.PrefillBatch:
+    """Adds the pictures of the next tokens of texts; see RowPictures.look."""
+    if not self.pictures:
+      return batch
+    rows = self.pictures.look(params, version, cached, batch.rows)
+    return batch._replace(rows=rows)
+
+  def prefill(
+    self, params, batch: programs_lib.PrefillBatch, bucket: int
   ) -> prompt_scores.Scored | None:
     """Writes tokens to rows; returns the scores of any targets, in numpy."""
     options = {'config': self.config, 'bucket': bucket}
     with sharding.use_mesh(self.mesh):
-      self.cache, scored = programs_lib.prefill(
-        params, self.cache, index, rows, targets, **options
-      )
+      self.cache, scored = programs_lib.prefill(params, self.cache, batch, **options)
     return scored and jax.device_get(scored)
 
   def decode(
@@ -140,15 +159,13 @@ class Device:
     batch: programs_lib.DecodeBatch,
     bucket: int,
     places: drafts.Places | None = None,
-    routed: Sequence[int] = (),
-  ) -> tuple[tuple[guide_lib.State, ...], programs_lib.Decoded, dict[int, np.ndarray]]:
+  ) -> tuple[tuple[guide_lib.State, ...], programs_lib.Decoded]:
     """Samples tokens.
 
     With `places`, sizes.drafts tokens are drafted for each call of the policy.
 
     Returns:
-      The states of the guides and the tokens, in numpy; and for those of the entries
-      `routed` whose reply has ended, the experts that computed their text, if any did.
+      The states of the guides and the tokens, in numpy.
     """
     with sharding.use_mesh(self.mesh):
       self._load_automata()
@@ -170,14 +187,15 @@ class Device:
       none = np.zeros((*decoded.tokens.shape, 0), np.int32)
       decoded = decoded._replace(top_tokens=none, top_logprobs=np.float32(none))
     guide_states, decoded = jax.device_get((guide_states, decoded))
-    return guide_states, decoded, self._read_routes(batch, decoded, routed)
+    return guide_states, decoded._replace(routes=self._read_routes(batch, decoded))
 
-  def _read_routes(self, batch, decoded, entries: Sequence[int]) -> dict[int, np.ndarray]:
+  def _read_routes(self, batch, decoded) -> dict[int, np.ndarray]:
     """Reads the experts of texts whose replies have ended, [tokens, L, k] by entry."""
     if not self.config.num_experts:
       return {}
     ended = decoded.stopped | (decoded.count == batch.budget)
-    lengths = {m: int(batch.length[m] + decoded.count[m]) for m in entries if ended[m]}
+    entries = np.flatnonzero(batch.replay & ended).tolist()
+    lengths = {m: int(batch.length[m] + decoded.count[m]) for m in entries}
     read = {}
     for m, length in lengths.items():
       bucket = sizes_lib.round_up(self.sizes.buckets, length)

@@ -11,7 +11,7 @@ prefill, or those that a decode computes at once: the last one and a draft of k 
 last tokens of a text, S slots, V tokens of the vocabulary, G guides, n likeliest tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import functools
 from typing import Any, NamedTuple
 
@@ -32,6 +32,14 @@ from agent_r1_jax.models import rows as rows_lib
 TOP = 20
 
 
+class PrefillBatch(NamedTuple):
+  """The next tokens of texts; entry m is the text of row index[m]."""
+
+  index: Int[Array, 'M']  # Distinct rows; B or more marks an unused entry.
+  rows: types.Rows
+  targets: prompt_scores.Targets | None = None  # What is scored, if anything is.
+
+
 class DecodeBatch(NamedTuple):
   """The requests of one decode; entry m continues the text in row rows[m]."""
 
@@ -42,9 +50,10 @@ class DecodeBatch(NamedTuple):
   keys: UInt32[Array, 'M 2']  # The randomness of each request.
   temperature: Float[Array, 'M']  # The temperature of sampling; 0 is greedy.
   top: Bool[Array, 'M']  # Whether log-probs of the likeliest tokens are wanted.
+  replay: Bool[Array, 'M']  # Whether the experts of the text are wanted at its end.
   guide_mask: Bool[Array, 'G M']  # Whether guide g changes the logits of entry m.
   guide_states: tuple[guide_lib.State, ...]  # The state of each guide, arrays [M, ...].
-  # How far a text's coordinates are behind its positions, if the policy sees pictures.
+  # How far a text's coordinates are behind its positions, if the policy sees.
   saved: Int[Array, 'M'] | None = None
   adapters: lora.Adapters | None = None  # The one of each entry, if the engine has any.
 
@@ -65,27 +74,27 @@ class Decoded(NamedTuple):
   stopped: Bool[Array, 'M']  # Whether a guide ended the reply.
   top_tokens: Int[Array, 'M steps n']  # The likeliest tokens, where they were asked for.
   top_logprobs: Float[Array, 'M steps n']  # Their log-probs.
+  # Of the entries with `replay` whose reply has ended: the experts that computed their
+  # text, [tokens, L, k]. Device.decode adds them.
+  routes: Mapping[int, Any] = {}
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'bucket'), donate_argnames='cache')
 def prefill(
   params: decoder.Params,
   cache: kv_cache.Cache,
-  index: Int[Array, 'M'],
-  rows: types.Rows,
-  targets: prompt_scores.Targets | None = None,
+  batch: PrefillBatch,
   *,
   config: decoder.DecoderConfig,
   bucket: int,
 ) -> tuple[kv_cache.Cache, prompt_scores.Scored | None]:
-  """Writes the next tokens of texts to the cache; entry m is the text of row index[m].
+  """Writes the next tokens of texts to the cache; those before them are in it already.
 
-  These are distinct; B or more marks an unused entry. The tokens before those of `rows`
-  are in the cache already. The first `bucket` slots of each row are read and written: all
-  positions of `rows` are below it, but for NOWHERE. The cache is donated; the params come
-  from engine_params.unstack. With `targets`, which is another program, their scores are
-  returned too.
+  The first `bucket` slots of each row are read and written: all positions are below it,
+  but for NOWHERE. The cache is donated; the params come from engine_params.unstack. With
+  targets, which is another program, their scores are returned too.
   """
+  index, rows, targets = batch
   view = _gather_rows(cache, index, bucket)
   x, view = ops_lib.choose(config).extend(params, config, rows, view)
   scored = None
@@ -238,7 +247,7 @@ def _extend_replies(
   runs_MT = alive[:, None] & (steps_1T < left_M1) & (tokens_MT != drafts.NONE)
   length_M1 = (batch.length + out.count)[:, None]
   positions_MT = jnp.where(runs_MT, length_M1 + steps_1T, kv_cache.NOWHERE)
-  # What a draft copies of a picture is no token of the vocabulary either.
+  # What a draft copies may be no token of the vocabulary either.
   known_MT = jnp.clip(tokens_MT, 0, policy.config.vocab_size - 1)
   rows = rows_lib.continue_text(known_MT, positions_MT, batch.saved)
   rows = rows._replace(adapters=batch.adapters)

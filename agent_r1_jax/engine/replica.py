@@ -134,15 +134,8 @@ class Replica:
         text is being sampled, a guide or an adapter is unknown, or an automaton does
         not fit.
     """
-    pictures = self.device.pictures
-    request_lib.check(
-      request,
-      vocab_size=self.config.vocab_size,
-      slots=self.sizes.slots,
-      guides=self.device.guides,
-      shown=pictures.list_ids(request.pictures) if pictures else (),
-    )
-    parent, tokens = request.parent, np.asarray(request.tokens, np.int32)
+    self.device.check(request)
+    parent, prompt = request.parent, request.prompt
     if any(a.generation.text is parent and not a.generation.done for a in self._active):
       raise ValueError(
         'The text is being sampled for another request: wait for that one, cancel it, or '
@@ -156,14 +149,13 @@ class Replica:
       raise
     if isinstance(parent, request_lib.Text):
       text = parent
-      text.append(tokens)
+      text.append(prompt)
     else:
-      prefix = parent.text.tokens[: parent.length] if parent else tokens[:0]
-      text = request_lib.Text(self, np.concatenate([prefix, tokens]))
-    if pictures:
-      pictures.add(text, parent, request.pictures)
+      prefix = parent.text.prompt[: parent.length] if parent else types.Prompt()
+      text = request_lib.Text(self, prefix + prompt)
+    self.device.add(text, request)
     if self.index:
-      self.index.add(text.tokens, len(tokens))
+      self.index.add(text.tokens, len(prompt))
     number = next(self._request_numbers)
     generation = request_lib.Generation(request, text, number, self._changed.set)
     self._active.append(
@@ -312,20 +304,21 @@ class Replica:
     rows = [row for row in rows if is_scored(row) == scored][:most]
     size = sizes_lib.round_up(sizes.prefill_rows, len(rows))
     options = size, sizes.prefill_tokens, sizes.rows  # The last one is not written.
-    index, tokens, count_M = active_request.make_prefill_batch(rows, *options)
-    tokens = self.device.look(params, version, rows, tokens)
-    actives, targets = [missing[row] for row in rows], None
+    batch, count_M = active_request.make_prefill_batch(rows, *options)
+    batch = self.device.look(params, version, rows, batch)
+    actives = [missing[row] for row in rows]
     if scored:
       targets = active_request.make_targets(actives, size, sizes.prefill_tokens)
+      batch = batch._replace(targets=targets)
     counts = count_M.tolist()
     for row, count in zip(rows, counts, strict=False):
       row.prefill(count)
       self.stats.prefilled += count
     bucket = sizes_lib.round_up(sizes.buckets, max(row.cached for row in rows))
     slot_M = active_request.make_slots(dict(enumerate(actives)), size)
-    tokens = tokens._replace(adapters=slots.select(self._copy_index, slot_M))
-    options = index, tokens, bucket, targets
-    call = functools.partial(self.device.prefill, params, *options)
+    adapters = slots.select(self._copy_index, slot_M)
+    batch = batch._replace(rows=batch.rows._replace(adapters=adapters))
+    call = functools.partial(self.device.prefill, params, batch, bucket)
     # Only scores are waited for, so only then in a thread.
     if scores := await self._in_thread(call) if scored else call():
       for m, active in enumerate(actives):
@@ -369,15 +362,14 @@ class Replica:
     }
     guides = self.device.guides
     batch = active_request.make_decode_batch(
-      entries, size, guides, sizes.rows, sees=self.device.pictures is not None
+      entries, size, guides, sizes.rows, sees=self.config.vision is not None
     )
     # The call is made in the thread too: on a CPU it returns when it has computed.
     places = self.index.offer() if self.index else None
     slot_M = active_request.make_slots(entries, size)
     batch = batch._replace(adapters=slots.select(self._copy_index, slot_M))
-    routed = [m for m, active in entries.items() if active.generation.request.routes]
-    decode = functools.partial(self.device.decode, params, batch, bucket, places, routed)
-    guide_states, decoded, routes = await self._in_thread(decode)
+    decode = functools.partial(self.device.decode, params, batch, bucket, places)
+    guide_states, decoded = await self._in_thread(decode)
     self._decode_ended_at = time.perf_counter()
     self.stats.decode_seconds += self._decode_ended_at - start_time
     sampled, calls = int(decoded.count.sum()), int(decoded.calls.sum())
@@ -391,7 +383,7 @@ class Replica:
       if not active.generation.done:
         states = [jax.tree.map(lambda x, m=m: x[m], state) for state in guide_states]
         step = slots.weights[active.slot].step if active.slot else policy_step
-        active.add_chunk(decoded, m, step, states, routes.get(m))
+        active.add_chunk(decoded, m, step, states)
         if self.index:
           active.add_to(self.index)
         self._unanswered_replies += active.generation.done

@@ -54,7 +54,7 @@ class Chunk(NamedTuple):
     behaviour_logprobs: The tokens' log-probs, float32 [n], under the distribution that
       they were sampled from, after guides and truncation. Importance weights divide by
       its probabilities. Equal to `logprobs` if no guide or truncation is used.
-    routes: Of a whole reply, if the request wants them: the experts that computed the
+    routes: Of a whole reply to a request with `replay`: the experts that computed the
       text from its first token on, [m, L, k]. The last tokens may not be computed yet.
   """
 
@@ -82,7 +82,7 @@ class Scores(NamedTuple):
 
   Attributes:
     logprobs: float32 [n], under the policy's temperature-scaled full softmax, as those of
-      a Chunk; NaN for the first token and for those of pictures.
+      a Chunk; NaN for the first token and for those outside the vocabulary.
     top_tokens: int32 [n, top_logprobs], the likeliest tokens there; 0 in the first.
     top_logprobs: float32 [n, top_logprobs], their log-probs; NaN in the first.
   """
@@ -103,29 +103,28 @@ class Text:
   Attributes:
     replica: The replica whose cache holds the text.
     closed: Whether its row is reused before those of other texts.
-    pictures: The pictures that its tokens may stand for, by their first tokens.
+    prompt: All tokens, for a policy to read.
     saved: How far its last token's coordinates are behind its position; see
-      models/pictures/picture_tokens.py.
+      row_pictures.RowPictures.add.
   """
 
-  def __init__(self, replica: Any, tokens: np.ndarray):
+  def __init__(self, replica: Any, tokens: np.ndarray | types.Prompt):
     """Makes a text that has no row yet."""
     self.replica, self.closed = replica, False
-    self.pictures: dict[int, np.ndarray] = {}
+    self.prompt = types.Prompt() + types.Prompt.of(tokens)
     self.saved = 0
-    self._tokens = np.array(tokens, np.int32)
 
   def __len__(self) -> int:
-    return len(self._tokens)
+    return len(self.prompt)
 
   @property
   def tokens(self) -> np.ndarray:
     """All tokens, int32."""
-    return self._tokens
+    return self.prompt.tokens
 
-  def append(self, tokens: np.ndarray):
+  def append(self, tokens: np.ndarray | types.Prompt):
     """Adds tokens at the end; called by the engine only."""
-    self._tokens = np.concatenate([self._tokens, np.asarray(tokens, np.int32)])
+    self.prompt += types.Prompt.of(tokens)
 
   def close(self):
     """Marks the text as complete: requests may still fork it, but not continue it."""
@@ -144,7 +143,8 @@ class Request:
   """Tokens to append to a text, and how to sample the reply.
 
   Attributes:
-    tokens: The tokens to append, int32 [n], at least one.
+    tokens: The tokens to append, int32 [n], at least one; or a Prompt, which tells what
+      those outside the vocabulary stand for.
     parent: The text that they are appended to, or a fork of one; None begins a new text.
     max_tokens: The most tokens of the reply.
     sampling: How the tokens of the reply are chosen; by default the policy's own
@@ -162,15 +162,14 @@ class Request:
     adapter: The name of an adapter of Engine.adapters, which is added to the policy;
       None is the policy alone. Where the parent is a text of another adapter, or a fork
       of one, its tokens are prefilled again.
-    pictures: Those that the tokens stand for, uint8 [H, W, 3] each, and perhaps others.
-    routes: Whether the reply reports the experts that computed the text, if the policy
-      has any.
+    replay: Whether the reply reports the experts that computed the text, if the policy
+      has any, so that training can use the same.
     score_prompt: Whether `Generation.prompt` gets the log-probs of the tokens, which then
       have no parent. All of them are computed, whatever the cache holds.
     client: Whose request it is: those that wait for a row take turns; '' is nobody's.
   """
 
-  tokens: np.ndarray
+  tokens: np.ndarray | types.Prompt
   parent: Text | Fork | None = None
   max_tokens: int = 512
   sampling: config_lib.Sampling = dataclasses.field(default_factory=config_lib.Sampling)
@@ -182,10 +181,14 @@ class Request:
   top_logprobs: int = 0
   policy: Any = None
   adapter: str | None = None
-  pictures: Sequence[np.ndarray] = ()
-  routes: bool = False
+  replay: bool = False
   score_prompt: bool = False
   client: str = ''
+
+  @property
+  def prompt(self) -> types.Prompt:
+    """The tokens, with what they stand for."""
+    return types.Prompt.of(self.tokens)
 
 
 def check(
@@ -194,20 +197,20 @@ def check(
   vocab_size: int,
   slots: int,
   guides: Collection[guide_lib.Guide],
-  shown: Sequence[int] | np.ndarray = (),
+  more_ids: Sequence[int] | np.ndarray = (),
 ):
   """Raises ValueError for a request that the engine cannot answer.
 
-  An error during a decode would end the requests of all clients. `shown` are the ids of
-  the request's pictures.
+  An error during a decode would end the requests of all clients. `more_ids` are those
+  outside the vocabulary that the request tells the meaning of.
   """
   request.sampling.check()
   parent, added, most = request.parent, len(request.tokens), request.max_tokens
   if added == 0 or most < 1:
     raise ValueError(f'{added} tokens to append, {most} to sample: at least 1 of each.')
-  tokens = np.asarray(request.tokens)
+  tokens = request.prompt.tokens
   outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
-  if len(outside := outside[~np.isin(outside, shown)]):
+  if len(outside := outside[~np.isin(outside, more_ids)]):
     raise ValueError(f'token {outside[0]} is outside the vocabulary of {vocab_size}.')
   if request.score_prompt and parent is not None:
     raise ValueError('score_prompt scores a whole text: leave parent out.')
@@ -220,12 +223,6 @@ def check(
       raise ValueError(
         f'a fork of the first {before} tokens of a text that has {len(parent.text)}.'
       )
-  ends = [tokens, parent.text.tokens[:before] if isinstance(parent, Fork) else ()]
-  if any(len(x) and x[-1] >= types.FIRST_PICTURE_ID for x in ends):
-    raise ValueError(
-      'the tokens, or those of the fork, end in a picture: a decode, which computes the '
-      'last token, sees none; add the token after it.'
-    )
   if before + added + most > slots:
     raise ValueError(
       f'A text of {before} + {added} tokens and a reply of {most} do not fit a row of '

@@ -11,6 +11,7 @@ import collections
 from collections.abc import Sequence
 import functools
 from typing import Any
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -36,26 +37,37 @@ class RowPictures:
     # (version of the policy, first id of a picture) -> [n, D], the last used at the end.
     self._features = collections.OrderedDict[tuple[Any, int], np.ndarray]()
     self._numbers = 0
+    # The pictures that the tokens of each text may stand for, by their first tokens.
+    self._shown = weakref.WeakKeyDictionary[request_lib.Text, dict[int, np.ndarray]]()
 
-  def list_ids(self, pictures: Sequence[np.ndarray]) -> np.ndarray:
-    """Lists the ids of pictures, which a request may have as tokens."""
-    ids = [types.make_picture_ids(x, self._side) for x in pictures]
+  def list_ids(self, prompt: types.Prompt) -> np.ndarray:
+    """Lists the ids of a prompt's pictures, which it may have as tokens."""
+    ids = [types.make_picture_ids(x, self._side) for x in prompt.pictures]
     return np.concatenate([np.zeros(0, np.int32), *ids])
 
-  def add(
-    self, text: request_lib.Text, parent: Any, pictures: Sequence[np.ndarray]
-  ) -> None:
-    """Adds the pictures that a text may show, of a request and of its parent's text."""
-    known = (
-      parent.text.pictures if isinstance(parent, request_lib.Fork) else text.pictures
-    )
-    text.pictures = known | picture_tokens.name(pictures, self._side)
+  def check(self, request: request_lib.Request) -> None:
+    """Raises ValueError if a decode would have to compute the last token of a picture."""
+    parent, ends = request.parent, [request.prompt.tokens]
+    if isinstance(parent, request_lib.Fork):
+      ends.append(parent.text.tokens[: parent.length])
+    if any(len(x) and x[-1] >= types.FIRST_PICTURE_ID for x in ends):
+      raise ValueError(
+        'the tokens, or those of the fork, end in a picture: a decode, which computes '
+        'the last token, sees none; add the token after it.'
+      )
+
+  def add(self, text: request_lib.Text, request: request_lib.Request) -> None:
+    """Notes the pictures of a text, to which the tokens of a request were added."""
+    parent = request.parent
+    before = parent.text if isinstance(parent, request_lib.Fork) else text
+    new = picture_tokens.name(request.prompt.pictures, self._side)
+    self._shown[text] = self._shown.get(before, {}) | new
     places = self._list_places(text)
     begins = picture_tokens.find(text.tokens, places)
     text.saved = sum(places[name].saved for name in text.tokens[begins].tolist())
 
   def _list_places(self, text: request_lib.Text) -> dict[int, picture_tokens.Grid]:
-    return picture_tokens.list_places(text.pictures, self._side)
+    return picture_tokens.list_places(self._shown[text], self._side)
 
   def look(
     self,
@@ -79,7 +91,7 @@ class RowPictures:
     dtype = jnp.dtype(self._config.dtype)
     features = np.zeros((M * T, self._config.embed_dim), dtype)
     for m, row in enumerate(cached):
-      if not (text := row.text) or not text.pictures:
+      if not (text := row.text) or not self._shown[text]:
         continue
       n, positions = len(text), np.arange(len(text))
       places = self._list_places(text)
@@ -96,8 +108,9 @@ class RowPictures:
 
   def _compute(self, params, version, text: request_lib.Text) -> np.ndarray:
     """Computes the features of all pictures of a text, or finds them, [n, D]."""
-    kept, names = self._features, [(version, name) for name in text.pictures]
-    for name, pixels in zip(names, text.pictures.values(), strict=True):
+    kept, shown = self._features, self._shown[text]
+    names = [(version, name) for name in shown]
+    for name, pixels in zip(names, shown.values(), strict=True):
       if name not in kept:
         kept[name] = self._see(params, pixels)
         self._numbers += kept[name].size

@@ -17,19 +17,17 @@ import functools
 import os
 from typing import Any, NamedTuple
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 import numpy as np
 
 from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.guided import critic as critic_lib
 from agent_r1_jax.guided import implicit_value
-
-# What a text shows, uint8 [H, W, 3] each.
-Pictures = Sequence[np.ndarray]
 
 
 class Candidate(NamedTuple):
@@ -149,35 +147,29 @@ class StateValues:
     self._replica, self._critic = replica, critic
     self._texts: list[request_lib.Text] = []
 
-  async def read(
-    self, texts: Sequence[Int[np.ndarray, '_']], pictures: Sequence[Pictures]
-  ) -> Float[np.ndarray, 'K']:
+  async def read(self, texts: Sequence[types.Prompt]) -> Float[np.ndarray, 'K']:
     """Returns the value of the state after each text, float32.
 
-    What a text shares with those of before is not computed again. `pictures` are those
-    that each text shows, and perhaps others.
+    What a text shares with those of before is not computed again.
     """
     # The sampled token is not used: the value is that of the state before it.
     make = functools.partial(
       request_lib.Request, max_tokens=1, sampling=config_lib.GREEDY, policy=self._critic
     )
-    shown = zip(texts, pictures, strict=True)
-    chunks = await self._sample([make(text, pictures=x) for text, x in shown])
+    chunks = await self._sample([*map(make, texts)])
     return np.array([chunk.values[0] for chunk in chunks])
 
   async def read_replies(
     self,
-    texts: Sequence[Int[np.ndarray, '_']],
-    pictures: Sequence[Pictures],
+    texts: Sequence[types.Prompt],
     replies: Sequence[request_lib.Chunk],
   ) -> Float[np.ndarray, 'K']:
     """Returns log π_φ of the replies that texts end with, which the critic repeats."""
     requests = []
-    for text, shown, reply in zip(texts, pictures, replies, strict=True):
+    for text, reply in zip(texts, replies, strict=True):
       request = request_lib.Request(
         text[: -len(reply.tokens)],
         max_tokens=len(reply.tokens),
-        pictures=shown,
         policy=self._critic,
         guides={guide_lib.FORCED: guide_lib.forced_state(reply.tokens)},
       )
@@ -250,13 +242,10 @@ class Chooser:
     if len(texts) == 1:
       return 0
     values = np.array([reply.values[-1] for reply in replies])
-    pictures = [[*text.pictures.values()] for text in texts]
     if self._values is not None and self._choice.implicit:
-      values = await self._values.read_replies(
-        [text.tokens for text in texts], pictures, replies
-      )
+      values = await self._values.read_replies([text.prompt for text in texts], replies)
     elif self._values is not None:
-      values = await self._values.read([text.tokens[:-1] for text in texts], pictures)
+      values = await self._values.read([text.prompt[:-1] for text in texts])
     scores = np.array(
       [
         self._choice.score(Candidate(text.tokens, reply, float(v)))

@@ -196,12 +196,11 @@ class Searcher:
     return await self._search.search(episode, self._read)
 
   async def _read(self, episodes: Sequence[Any]) -> np.ndarray:
-    pictures = [episode.pictures for episode in episodes]
     if not self._search.implicit:
-      return await self._values.read([e.tokens for e in episodes], pictures)
-    texts = [episode.tokens_to_last_reply for episode in episodes]
+      return await self._values.read([episode.text for episode in episodes])
+    texts = [episode.text_to_last_reply for episode in episodes]
     replies = [episode.reply for episode in episodes]
-    logprobs = await self._values.read_replies(texts, pictures, replies)
+    logprobs = await self._values.read_replies(texts, replies)
     for episode, logprob in zip(episodes, logprobs, strict=True):
       episode.value += logprob
     return np.array([episode.value for episode in episodes])

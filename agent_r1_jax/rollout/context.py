@@ -70,19 +70,15 @@ class Context:
 
   async def reply(
     self,
-    ids: np.ndarray,
+    prompt: np.ndarray | types.Prompt,
     max_tokens: int,
     choose: Choose | None = None,
-    pictures: Sequence[np.ndarray] = (),
   ) -> request_lib.Chunk:
-    """Appends tokens to the text and samples the policy's reply, or has it chosen.
-
-    `pictures` are those that the tokens stand for.
-    """
+    """Appends tokens to the text and samples the policy's reply, or has it chosen."""
     parent = self._text
     if self._forked and parent is not None:
       parent = request_lib.Fork(parent, len(parent))
-    request = self._make_request(ids, parent, max_tokens, self._key, pictures)
+    request = self._make_request(prompt, parent, max_tokens, self._key)
     if choose:
       generation = await choose(request)
       # What the key of the reply holds for later positions is not used by any other.
@@ -94,38 +90,36 @@ class Context:
 
   def submit(
     self,
-    ids: np.ndarray,
+    prompt: types.Prompt,
     parent: request_lib.Text | request_lib.Fork | None,
     max_tokens: int,
     key: np.ndarray,
     *,
     automata: Sequence[types.Automaton],
     top_logprobs: int,
-    pictures: Sequence[np.ndarray] = (),
   ) -> request_lib.Generation:
     """Requests a reply to any text, for a program's endpoint (serve/conversation.py).
 
     `automata` end the reply in place of the chat's; the decoding's grammar stays.
     """
     _stops, *grammar = self._automata
-    request = self._make_request(ids, parent, max_tokens, key, pictures)
+    request = self._make_request(prompt, parent, max_tokens, key)
     request = dataclasses.replace(
       request, automata=(*automata, *grammar), top_logprobs=top_logprobs
     )
     return self.replica.submit(request)
 
-  def _make_request(self, ids, parent, max_tokens, key, pictures) -> request_lib.Request:
+  def _make_request(self, prompt, parent, max_tokens, key) -> request_lib.Request:
     return request_lib.Request(
-      ids,
+      prompt,
       parent,
-      pictures=pictures,
       max_tokens=max_tokens,
       sampling=self._decoding.sampling,
       key=key,
       automata=self._automata,
       guides=self._decoding.guides,
       policy=self._decoding.policy,
-      routes=self._decoding.routes,
+      replay=self._decoding.replay,
     )
 
   @property

@@ -20,7 +20,7 @@ class Decoding(NamedTuple):
     choice: Samples several candidates and takes one, which makes the episodes off-policy;
       None samples each reply once.
     guides: Guides that the engine was made with, and the state in which each begins.
-    routes: Whether a mixture of experts notes which ones compute each token.
+    replay: Whether a mixture of experts notes which ones compute each token.
   """
 
   sampling: config_lib.Sampling = config_lib.Sampling()
@@ -28,7 +28,7 @@ class Decoding(NamedTuple):
   policy: replica_lib.Policy | None = None
   choice: sockets.Choice | None = None
   guides: Mapping[guide_lib.Guide, guide_lib.State] = {}
-  routes: bool = False
+  replay: bool = False
 
 
 ON_POLICY = Decoding()

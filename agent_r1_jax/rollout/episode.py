@@ -11,8 +11,6 @@ import dataclasses
 import math
 from typing import Any
 
-import numpy as np
-
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats, scoring
@@ -35,8 +33,7 @@ class Episode:
     made: Holds the environment from when it is made until it is closed. A list, so that
       of two threads that want to close it one gets it.
     over: Whether the episode has ended: an environment made later is closed at once.
-    pending_ids: Token ids of the messages that will be appended before the next reply.
-    pending_pictures: The pictures in these, uint8 [H, W, 3] each.
+    pending: The messages that will be appended before the next reply, as tokens.
     opening: The number of the trajectory's message with which the context began.
     schemas: The JSON schemas of the tools, for the prompt.
     transcript: Tokens, action mask, log-probs and turns so far.
@@ -61,8 +58,7 @@ class Episode:
     self.env: Any = None
     self.made: list[env_lib.Env | sockets.Player] = []
     self.over = False
-    self.pending_ids = np.zeros(0, np.int32)
-    self.pending_pictures: list[np.ndarray] = []
+    self.pending = types.Prompt()
     self.opening = 0
     self.schemas: list[dict[str, Any]] = []
     self.transcript = transcript_lib.Transcript()
@@ -150,12 +146,11 @@ class Episode:
 
     With `choose` the reply is chosen among candidates.
     """
-    t, ids, transcript = self.trajectory, self.pending_ids, self.transcript
+    t, prompt, transcript = self.trajectory, self.pending, self.transcript
     max_tokens = min(self._room, self.limits.max_turn_tokens)
-    pictures = self.pending_pictures
-    reply = self.reply = await self.context.reply(ids, max_tokens, choose, pictures)
+    reply = self.reply = await self.context.reply(prompt, max_tokens, choose)
     self.sampled['tokens'] += len(reply.tokens)
-    transcript.add_turn(transcript.passage, ids, reply, pictures)
+    transcript.add_turn(transcript.passage, prompt, reply)
     scoring.policy_step.set(int(reply.policy_steps[-1]))
     text = self.chat.decode(reply.tokens.tolist())
     t.messages.append({'role': 'assistant', 'content': str(text)})
@@ -186,7 +181,7 @@ class Episode:
   @property
   def _room(self) -> int:
     """How many tokens the next reply may have."""
-    return self.context.slots - self.context.length - len(self.pending_ids)
+    return self.context.slots - self.context.length - len(self.pending)
 
   def _end_without_room(self):
     """Ends the episode where the next reply has no room.
@@ -198,7 +193,7 @@ class Episode:
       return
     t, self.status = self.trajectory, types.Status.OUT_OF_TOKENS
     if not self.transcript.turns:
-      n, slots = len(self.pending_ids), self.context.slots
+      n, slots = len(self.pending), self.context.slots
       t.error = f'the prompt has {n} tokens, and a row {slots} (slots)'
       t.metrics['prompt_too_long'] = 1.0
 
@@ -214,25 +209,17 @@ class Episode:
     return other
 
   @property
-  def tokens_to_last_reply(self) -> np.ndarray:
-    """The tokens of the context up to the end of the last reply, int32."""
+  def text_to_last_reply(self) -> types.Prompt:
+    """The text of the context up to the end of the last reply."""
     # If the last step was `fresh`, its passage has no turn yet.
-    return self.transcript.list_played()[-1].tokens
+    return self.transcript.list_played()[-1].segment.prompt
 
   @property
-  def tokens(self) -> np.ndarray:
-    """The tokens before the next reply; at the end, before the last one's last token."""
+  def text(self) -> types.Prompt:
+    """The text before the next reply; at the end, before the last one's last token."""
     if self.status is not None:
-      return self.tokens_to_last_reply[:-1]
-    return np.concatenate([self.transcript.passage.tokens, self.pending_ids])
-
-  @property
-  def pictures(self) -> list[np.ndarray]:
-    """The pictures that these texts may show, uint8 [H, W, 3] each."""
-    # Those of the last turn and of the next one, which differ where a step was `fresh`.
-    passages = [*self.transcript.list_played()[-1:], self.transcript.passage]
-    shown = [x for passage in dict.fromkeys(passages) for x in passage.pictures]
-    return shown + self.pending_pictures
+      return self.text_to_last_reply[:-1]
+    return self.transcript.passage.segment.prompt + self.pending
 
   async def _make_environment(self) -> types.Task:
     """Makes the environment in a thread; returns a copy of the task, which it may change.
@@ -308,9 +295,8 @@ class Episode:
     """Encodes messages of the environment, which is to blame if that raises."""
     try:
       if any(isinstance(message.get('content'), list) for message in messages):
-        # Not in the event loop, which would wait for the process that decodes them.
-        await asyncio.to_thread(self.chat.list_pictures, messages)
-      self.pending_ids = encode(messages, *args, **kwargs)
-      self.pending_pictures = self.chat.list_pictures(messages)
+        # Not in the event loop, which would wait for the process that decodes files.
+        await asyncio.to_thread(self.chat.attach, self.pending.tokens, messages)
+      self.pending = self.chat.attach(encode(messages, *args, **kwargs), messages)
     except ValueError as error:
       raise faults.EnvironmentFaultError(str(error)) from error

@@ -31,7 +31,7 @@ class Branch:
     key_id: What the key was made of: the digest of the tokens that the text began with,
       and its number among the texts that began with them.
     pending: The request that is being answered: its messages, as they came
-      and as they are rendered, tokens and pictures.
+      and as they are rendered, and its prompt.
     session: The session of the request that was made last.
   """
 
@@ -44,7 +44,7 @@ class Branch:
   text: request_lib.Text | None
   key: np.ndarray
   key_id: tuple[bytes, int]
-  pending: tuple[list[types.Message], list[types.Message], np.ndarray, list] | None = None
+  pending: tuple[list[types.Message], list[types.Message], types.Prompt] | None = None
   session: str = ''
 
 

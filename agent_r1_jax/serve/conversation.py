@@ -139,32 +139,31 @@ class Conversation(sources.Source):
   ) -> request_lib.Generation:
     """Begins the reply that a text waits for."""
     assert branch.pending
-    _, _, ids, pictures = branch.pending
+    _, _, prompt = branch.pending
     length = len(branch.passage)
-    room = self.slots - length - len(ids)
+    room = self.slots - length - len(prompt)
     if room < 1:
       raise sources.refuse_length(
-        f'the prompt has {length + len(ids)} tokens, and a row {self.slots}'
+        f'the prompt has {length + len(prompt)} tokens, and a row {self.slots}'
       )
     parent = branch.text
     if parent is not None and len(parent) > length:
       parent = request_lib.Fork(parent, length)
     return self._context.submit(
-      ids,
+      prompt,
       parent,
       min(room, self._max_turn_tokens, api_request.max_tokens or room),
       branch.key,
       automata=automata,
       top_logprobs=api_request.top_logprobs or 0,
-      pictures=pictures,
     )
 
   async def count(self, api_request: requests.ApiRequest) -> int:
     """Counts the tokens before the reply that a request would get; begins nothing."""
     tools, messages = _make_comparable(api_request)
     place = branches.find_place(self._branches, tools, messages)
-    _, ids, _ = await self._encode(api_request, place)
-    return place.length + len(ids)
+    _, prompt = await self._encode(api_request, place)
+    return place.length + len(prompt)
 
   def note_refusal(self, error: http.RefusedError):
     """Notes that a budget refused a reply: that is how the episode ends."""
@@ -190,19 +189,17 @@ class Conversation(sources.Source):
       encoded = await self._encode(api_request, place)
     parent, count, length, is_end = place
     if parent is None:
-      branch = self._begin(api_request, tools, encoded[1])
+      branch = self._begin(api_request, tools, encoded[1].tokens)
     elif is_end:
       branch = parent
     else:
-      branch = self._fork(parent, count, length, encoded[1])
+      branch = self._fork(parent, count, length, encoded[1].tokens)
     branch.pending = messages[count:], *encoded
     branch.session = api_request.session
     return branch
 
-  async def _encode(
-    self, api_request, place
-  ) -> tuple[list[types.Message], np.ndarray, list[np.ndarray]]:
-    """Renders and encodes the messages after a place in a text, and their pictures."""
+  async def _encode(self, api_request, place) -> tuple[list[types.Message], types.Prompt]:
+    """Renders and encodes the messages after a place in a text."""
     parent, count, length, _ = place
     given: dict[str, Any] = {'tools': api_request.tools}
     rendered = branches.render(
@@ -216,11 +213,11 @@ class Conversation(sources.Source):
       encode = functools.partial(self._chat.encode_delta, **given)
 
     def encode_all(messages, **options):
-      return encode(messages, **options), self._chat.list_pictures(messages)
+      return self._chat.attach(encode(messages, **options), messages)
 
-    ids, pictures = await sources.encode(self, encode_all, rendered)
+    prompt = await sources.encode(self, encode_all, rendered)
     self._check_open()
-    return rendered, ids, pictures
+    return rendered, prompt
 
   def _begin(self, api_request, tools: str, ids: np.ndarray) -> branches.Branch:
     """Begins a text of its own."""
@@ -269,11 +266,11 @@ class Conversation(sources.Source):
     if branch is None or branch.pending is None or self._closed:
       return
     chunk = request_lib.join(generation.chunks)
-    messages, rendered, ids, pictures = branch.pending
+    messages, rendered, prompt = branch.pending
     branch.pending = None
     is_first = not self._transcript.turns
     begins_fork = not branch.passage.turns and bool(branch.shared_messages)
-    turn = self._transcript.add_turn(branch.passage, ids, chunk, pictures)
+    turn = self._transcript.add_turn(branch.passage, prompt, chunk)
     self._last_turns[branch.session] = turn
     text = self._chat.decode(chunk.tokens.tolist())
     branch.messages += [*messages, requests.make_comparable(reply.as_message())]

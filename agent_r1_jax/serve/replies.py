@@ -146,7 +146,7 @@ def write_prompt(
   """Writes the log-probs of the prompt of a reply that has begun, if it was scored."""
   if generation.prompt is None:
     return []
-  return _write_columns(chat, generation.request.tokens, *generation.prompt)
+  return _write_columns(chat, generation.request.prompt.tokens, *generation.prompt)
 
 
 def _write_columns(chat: chat_lib.Chat, *columns: Iterable) -> list[dict[str, Any]]:

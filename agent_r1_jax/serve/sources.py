@@ -87,7 +87,7 @@ class StatelessSource(Source):
     adapter = self._find_adapter(api_request.model)
     scored = api_request.echo and api_request.top_logprobs is not None
     prompts = await self._encode(api_request)
-    room = self.slots - max(len(ids) for ids, _ in prompts)
+    room = self.slots - max(map(len, prompts))
     max_tokens = room if api_request.max_tokens is None else api_request.max_tokens
     if room < 1 or max_tokens > room:
       raise refuse_length(
@@ -96,17 +96,16 @@ class StatelessSource(Source):
       )
     begun = []
     try:
-      for ids, pictures in prompts:
+      for prompt in prompts:
         for i in range(api_request.n):
           request = request_lib.Request(
-            ids,
+            prompt,
             max_tokens=max(max_tokens, 1),
             sampling=api_request.sampling,
             key=api_request.make_key(i),
             automata=automata,
             top_logprobs=api_request.top_logprobs or 0,
             adapter=adapter,
-            pictures=pictures,
             score_prompt=scored,
             client=http.client.get(),
           )
@@ -118,10 +117,10 @@ class StatelessSource(Source):
 
   async def count(self, api_request):
     """Encodes the conversation, and nothing else."""
-    return sum(len(ids) for ids, _ in await self._encode(api_request))
+    return sum(map(len, await self._encode(api_request)))
 
-  async def _encode(self, api_request) -> list[tuple[np.ndarray, list[np.ndarray]]]:
-    """Encodes the conversation or the texts; returns tokens and pictures of each."""
+  async def _encode(self, api_request) -> list[types.Prompt]:
+    """Encodes the conversation or the texts."""
     if api_request.messages is not None:
       messages = requests.to_chat(api_request.messages, self._chat.format)
       begun = messages.pop()['content'] if api_request.continue_final_message else ''
@@ -129,16 +128,15 @@ class StatelessSource(Source):
     given = api_request.prompts
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     encoded = iter(await encode(self, self._encode_texts, texts))
-    return [(next(encoded) if isinstance(p, str) else np.array(p), []) for p in given]
+    ids = [next(encoded) if isinstance(p, str) else np.array(p) for p in given]
+    return [*map(types.Prompt.of, ids)]
 
-  def _encode_chat(
-    self, messages, tools, begun: str, max_tokens: int
-  ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Encodes messages and the beginning of the reply, and reads the pictures."""
+  def _encode_chat(self, messages, tools, begun: str, max_tokens: int) -> types.Prompt:
+    """Encodes messages and the beginning of the reply."""
     ids = self._chat.encode_prompt(messages, tools, max_tokens=max_tokens)
     reply = self._chat.encode_reply(begun, max_tokens=max_tokens) if begun else ids[:0]
     ids = np.append(ids, reply[:-1])  # Without its stop token.
-    return ids, self._chat.list_pictures(messages)
+    return self._chat.attach(ids, messages)
 
   def _encode_texts(self, texts: list[str], max_tokens: int) -> list[np.ndarray]:
     return [self._chat.encode_text(text, max_tokens=max_tokens) for text in texts]

@@ -248,7 +248,8 @@ def lowered_sampling(program: str, config, mesh) -> Any:
   if program == 'prefill':
     rows, width = _PREFILL_ROWS.value, _PREFILL.value
     tokens = types.Rows(ints(rows, width), ints(rows, width))
-    return programs_lib.prefill.lower(params, cache, ints(rows), tokens, **options)
+    prefill_batch = programs_lib.PrefillBatch(ints(rows), tokens)
+    return programs_lib.prefill.lower(params, cache, prefill_batch, **options)
   guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION)
   tables = automaton_guide.make_tables(
     automaton_guide.AutomatonPool(config.vocab_size).entries

@@ -74,9 +74,9 @@ def lower_sampling(
     k=sizes.drafts,
   )
   entries = sizes.prefill_rows[-1], sizes.prefill_tokens, sizes.rows
-  index, tokens, _ = active_request.make_prefill_batch((), *entries)
+  batch, _ = active_request.make_prefill_batch((), *entries)
   prefill = programs_lib.prefill.lower(
-    params, cache, index, tokens, config=model, bucket=sizes.buckets[-1]
+    params, cache, batch, config=model, bucket=sizes.buckets[-1]
   )
   return [decode, prefill]
 

@@ -102,7 +102,7 @@ def make(
     tasks=tasks,
     lines=lines,
     chat=chat,
-    training=training._replace(routes=config.batch.replay),
+    training=training._replace(replay=config.batch.replay),
     evaluation=evaluation,
     update_config=update_config,
     limits=limits,

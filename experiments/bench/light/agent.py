@@ -42,8 +42,8 @@ class Player(sockets.Player):
     transcript, ids, total = episode.transcript, draw(_PROMPT), 0
     transcript.begin()
     for turn in range(_TURNS):
-      reply = await episode.context.reply(ids, episode.limits.max_turn_tokens, None, [])
-      transcript.add_turn(transcript.passage, ids, reply, [])
+      reply = await episode.context.reply(ids, episode.limits.max_turn_tokens)
+      transcript.add_turn(transcript.passage, ids, reply)
       total += int(reply.tokens.sum())
       if turn < _TURNS - 1:
         await asyncio.sleep(_TOOL_SECONDS)

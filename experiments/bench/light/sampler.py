@@ -82,11 +82,12 @@ def prefill() -> Iterator[lines.Line]:
   tokens = np.random.default_rng(0).integers(0, config.vocab_size, (rows, T))
   positions = np.tile(S // 2 + np.arange(T), (rows, 1))
   text: Any = tokens.astype(np.int32), positions.astype(np.int32)
-  arrays = np.arange(rows, dtype=np.int32), types.Rows(*text)
+  index: Any = np.arange(rows, dtype=np.int32)
+  batch = programs_lib.PrefillBatch(index, types.Rows(*text))
 
   def call():
     nonlocal cache
-    cache, _ = programs_lib.prefill(params, cache, *arrays, config=config, bucket=S)
+    cache, _ = programs_lib.prefill(params, cache, batch, config=config, bucket=S)
     return cache
 
   first, seconds = lines.measure_seconds(call, calls=3)

@@ -5,11 +5,10 @@ Letters: B packed rows, T tokens and E entries of each, F features of pictures' 
 embed, L layers, k experts of a token.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 import dataclasses
 import enum
 import functools
-import hashlib
 import itertools
 import string
 from typing import Any, NamedTuple
@@ -17,6 +16,13 @@ from typing import Any, NamedTuple
 from jax import Array
 from jaxtyping import Bool, Float, Int
 import numpy as np
+
+from agent_r1_jax.types.segments import FIRST_PICTURE_ID as FIRST_PICTURE_ID
+from agent_r1_jax.types.segments import NO_EXPERT as NO_EXPERT
+from agent_r1_jax.types.segments import Prompt as Prompt
+from agent_r1_jax.types.segments import SampledReply as SampledReply
+from agent_r1_jax.types.segments import Segment as Segment
+from agent_r1_jax.types.segments import make_picture_ids as make_picture_ids
 
 # A chat message in the Hugging Face form: {'role': ..., 'content': ...}. Control tokens
 # in its strings are encoded as plain text, unless they are ControlText.
@@ -38,26 +44,6 @@ class Status(enum.StrEnum):
 
 
 BUDGET_STATUSES = (Status.OUT_OF_TOKENS, Status.OUT_OF_TURNS)
-# Token ids from here on stand for squares of pictures; no vocabulary has so many.
-FIRST_PICTURE_ID = 2**30
-# Stands in `routes` for an expert that the router has yet to choose.
-NO_EXPERT = -1
-
-
-def make_picture_ids(pixels: np.ndarray, side: int) -> np.ndarray:
-  """Makes the token ids of a picture, int32 [n], one for each square of its pixels.
-
-  They are a hash of what it shows: equal tokens are equal pictures. So rows of the cache
-  share prefixes, and packed rows trees, by their tokens alone.
-
-  Args:
-    pixels: The picture, uint8 [H, W, 3].
-    side: The pixels of a square in each direction, which divide H and W.
-  """
-  content = f'{pixels.shape}'.encode() + pixels.tobytes()
-  count = pixels.shape[0] * pixels.shape[1] // side**2
-  numbers = np.frombuffer(hashlib.shake_256(content).digest(4 * count), '<u4')
-  return (FIRST_PICTURE_ID + numbers % FIRST_PICTURE_ID).astype(np.int32)
 
 
 class ControlText(str):
@@ -157,36 +143,6 @@ class Step:
   done: bool = False
   fresh: bool = False
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass
-class Segment:
-  """The exact tokens of one context: prompts and observations, and what was sampled.
-
-  Attributes:
-    tokens: int32 [T].
-    action_mask: bool [T], True where the policy sampled the token.
-    behaviour_logprobs: float32 [T], log-probs under the distribution that the tokens were
-      sampled from: the policy's, as guides and truncation have changed it; 0 off the
-      action mask.
-    policy_steps: int32 [T], the number of rollouts that the policy which sampled the
-      token had learned from; 0 off the action mask, and by default everywhere.
-    pictures: The pictures that its tokens stand for, uint8 [H, W, 3] each.
-    routes: The experts that computed each token in the sampler, int8 or int16 [T, L, k]
-      for the k experts in each of L layers, and NO_EXPERT where they are not known. None
-      if there are no experts, or nothing was recorded.
-  """
-
-  tokens: np.ndarray
-  action_mask: np.ndarray
-  behaviour_logprobs: np.ndarray
-  policy_steps: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
-  pictures: Sequence[np.ndarray] = ()
-  routes: np.ndarray | None = None
-
-  def __post_init__(self):
-    if not len(self.policy_steps):
-      self.policy_steps = np.zeros(len(self.tokens), np.int32)
 
 
 @dataclasses.dataclass
