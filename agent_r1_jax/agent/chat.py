@@ -246,7 +246,7 @@ class Chat(renderer_lib.Renderer):
     message: types.Message = (
       {'role': 'assistant', 'content': reply} if isinstance(reply, str) else reply
     )
-    message = pictures_lib.write_places(messages_lib.check(message))
+    message = messages_lib.write_text(message)
     if message.get('tool_calls') or message.get('reasoning_content'):
       ends = [self._control.names.get(i, self._end) for i in self.stop_ids]
       text, mark = self._render_reply(message, ends)

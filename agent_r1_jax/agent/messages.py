@@ -46,6 +46,25 @@ def check(message: types.Message) -> types.Message:
   return {**message, 'content': content or '', **read}
 
 
+def write_text(
+  message: types.Message, cut: Callable[[str], str] = lambda text: text
+) -> types.Message:
+  """Checks a message and makes a text of its content; `cut` shortens what tools say.
+
+  Raises:
+    ValueError: See `check`; or a part of the content is no text and no picture.
+  """
+  message = check(message)
+  if message['role'] != 'tool':
+    return pictures.write_places(message)
+  content = message['content']
+  if not isinstance(content, str) and not pictures.find_addresses(message):
+    raise ValueError(
+      f"a tool message's content must be a string or have pictures: {content!r:.80}."
+    )
+  return pictures.write_places(message, cut)
+
+
 def last_reply(messages: Sequence[types.Message]) -> str:
   """Returns the agent's last message; '' without one."""
   replies = (m['content'] for m in reversed(messages) if m['role'] == 'assistant')
@@ -94,25 +113,12 @@ class ToolOutputLimit:
     if self._max_head_tokens < 1:
       raise ValueError(f'max_tool_tokens={max_tokens} has no room for {CUT!r}.')
 
-  def apply(self, message: types.Message) -> types.Message:
-    """Cuts the texts of a tool's message, and returns others as they are.
+  def cut(self, text: str) -> str:
+    """Cuts a text.
 
     Only the first 32 characters a token are encoded, so that 10 MB cost no more than
     10 kB.
     """
-    if message['role'] != 'tool':
-      return message
-    content = message['content']
-    if isinstance(content, str):
-      return {**message, 'content': self._cut(content)}
-    if not pictures.find_addresses(message):
-      raise ValueError(
-        f"a tool message's content must be a string or have pictures: {content!r:.80}."
-      )
-    parts = [p | {'text': self._cut(p['text'])} if 'text' in p else p for p in content]
-    return {**message, 'content': parts}
-
-  def _cut(self, text: str) -> str:
     head = text[: 32 * self._max_tokens]
     ids = self._encode(head)
     if len(head) == len(text) and len(ids) <= self._max_tokens:

@@ -11,6 +11,7 @@ tokens stand for it, and in its tokens the ids of types.make_picture_ids.
 
 import base64
 import binascii
+from collections.abc import Callable
 import functools
 import io
 import json
@@ -80,15 +81,20 @@ def _find_address(part: Any) -> str | None:
   )
 
 
-def write_places(message: types.Message) -> types.Message:
-  """Makes a text of a content in parts; control tokens stand for its pictures."""
-  content, pieces = message.get('content'), []
-  if not isinstance(content, list):
-    return message
+def write_places(
+  message: types.Message, change: Callable[[str], str] = lambda text: text
+) -> types.Message:
+  """Makes a text of a content in parts; control tokens stand for its pictures.
+
+  `change` is applied to each of its texts, and to a content that is a text already.
+  """
+  content, pieces = message['content'], []
+  if isinstance(content, str):
+    return {**message, 'content': change(content)}
   for part in content:
     if _find_address(part) is not None:
       pieces.append((''.join(CONTROL_TOKENS), True))
-    elif isinstance(text := part.get('text'), types.ControlText):
+    elif isinstance(text := change(part['text']), types.ControlText):
       pieces += [(piece, i % 2 == 0) for i, piece in enumerate(text.parts)]
     else:
       pieces.append((str(text), False))

@@ -20,7 +20,6 @@ from agent_r1_jax.agent import (
   template_process,
 )
 from agent_r1_jax.agent import messages as messages_lib
-from agent_r1_jax.agent import pictures as pictures_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 
 # Stands for a reply in a rendering; no template's own text contains it.
@@ -143,10 +142,8 @@ class Renderer:
     """
     if self.tools_in_prompt == 'own' or not self.supports_tools:
       tools = ()
-    messages = [
-      pictures_lib.write_places(self._output_limit.apply(messages_lib.check(message)))
-      for message in messages
-    ]
+    cut = self._output_limit.cut
+    messages = [messages_lib.write_text(message, cut) for message in messages]
     mark = control_tokens.find_unused_mark(repr((messages, tools)))
     neutral = [self._control.hide_in_message(message, mark) for message in messages]
     tools = self._control.hide(list(tools), mark)

@@ -69,9 +69,9 @@ def make_critic(
   As `make_policy`, with `prefixes` before the segments.
   """
   minibatch = _select(table, members, algorithm, algorithm.advantage_mask)
-  # Columns that the value loss does not read, and the experts of another model.
-  unused = dict.fromkeys(('advantages', 'ref_logprobs', 'correction', 'routes'))
-  minibatch = dataclasses.replace(minibatch, **unused)
+  # Columns that the value loss does not read.
+  unused = dict.fromkeys(('advantages', 'ref_logprobs', 'correction'))
+  minibatch = dataclasses.replace(minibatch.for_other_model(), **unused)
   if prefixes is not None:
     minibatch, _ = minibatch.add_prefixes(prefixes)
   return _pack(minibatch, shape)

@@ -55,9 +55,8 @@ def score(
     return _score_tokens(table, lambda b: learner.logprobs(params, b, **options), shape)
 
   if algorithm.needs_reference:
-    # The reference has routers of its own.
-    free = dataclasses.replace(table, routes=None)
-    columns['ref_logprobs'] = logprobs(free, models.reference, models.reference_config)
+    other = table.for_other_model()
+    columns['ref_logprobs'] = logprobs(other, models.reference, models.reference_config)
   if algorithm.correction or not algorithm.loss_mask:
     # With a correction, all tokens get the log-probs of the policy before the update.
     # Without one, only the environment's tokens need them, which then have a loss too:

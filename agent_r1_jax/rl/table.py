@@ -126,6 +126,10 @@ class TokenTable:
     """Selects tokens, in the given order; turns and trajectories keep their columns."""
     return self._map_tokens(lambda column: column[which])
 
+  def for_other_model(self) -> 'TokenTable':
+    """Returns the table for another model than the policy, which has its own routers."""
+    return dataclasses.replace(self, routes=None)
+
   def find_tokens(self, trajectories: Sequence[int]) -> Int[np.ndarray, 'm']:
     """Returns the indices of the trajectories' tokens, in the order of `trajectories`."""
     numbers = np.split(np.arange(len(self)), np.cumsum(self.lengths))
@@ -161,8 +165,8 @@ class TokenTable:
     """
     first = spans.starts(self.segment)
     inserted = [prefixes[i] for i in self.trajectory[first]]
-    table = dataclasses.replace(self, routes=None)  # What comes after a prefix changes.
     before = np.repeat(first, [len(tokens) for tokens in inserted])
+    table = self.for_other_model()  # What comes after a prefix changes.
     longer = table._map_tokens(lambda column: np.insert(column, before, 0))
     longer = dataclasses.replace(
       longer,
@@ -178,34 +182,37 @@ class TokenTable:
 
     Action masks become 0 and 1, and other numbers are rounded to four decimals.
     `segments` has the number of tokens of each segment. Columns that have not been
-    computed are left out.
+    computed, or have several numbers for a token, are left out.
     """
     # Segment, turn and trajectory numbers count over the batch, not over one episode.
-    names = [
-      n for n in _list_token_columns() if n not in ('segment', 'turn', 'trajectory')
-    ]
-    columns = {name: getattr(self, name) for name in names}
+    columns = {
+      name: column
+      for name, column in self._get_token_columns().items()
+      if column.ndim == 1 and name not in ('segment', 'turn', 'trajectory')
+    }
     return {'segments': self.segment_lengths.tolist()} | {
       name: (column + 0 if column.dtype == bool else np.round(column, 4)).tolist()
       for name, column in columns.items()
-      if column is not None
     }
 
   def _map_tokens(self, change: Callable[[np.ndarray], np.ndarray]) -> 'TokenTable':
-    names = (*_list_token_columns(), 'routes')
-    columns = {name: getattr(self, name) for name in names}
-    return dataclasses.replace(
-      self, **{name: change(x) for name, x in columns.items() if x is not None}
-    )
+    columns = self._get_token_columns()
+    return dataclasses.replace(self, **{name: change(x) for name, x in columns.items()})
+
+  def _get_token_columns(self) -> dict[str, np.ndarray]:
+    """Returns the columns of tokens that have been computed."""
+    columns = {name: getattr(self, name) for name in _list_token_columns()}
+    return {name: column for name, column in columns.items() if column is not None}
 
 
 @functools.cache
 def _list_token_columns() -> list[str]:
-  """Lists the columns with a number for each token: those annotated with 'n'."""
+  """Lists the columns with an entry for each token: those annotated with 'n ...'."""
   shapes = {
     f.name: (get_args(f.type) or [f.type])[0] for f in dataclasses.fields(TokenTable)
   }
-  return [name for name, shape in shapes.items() if getattr(shape, 'dim_str', '') == 'n']
+  dims = {name: getattr(shape, 'dim_str', '').split() for name, shape in shapes.items()}
+  return [name for name, found in dims.items() if found[:1] == ['n']]
 
 
 # How a user gets a column that is missing.
@@ -323,17 +330,17 @@ def _check_turns(trajectories, table: TokenTable, owner, begin, start, stop, end
 
 def from_segments(segments: Sequence[types.Segment]) -> TokenTable:
   """Makes the table of texts without turns; each is a trajectory in its own group."""
-  join = lambda arrays, dtype: np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
   numbers = np.arange(len(segments))
   number = np.repeat(numbers, [len(s.tokens) for s in segments])
-  logprobs = join([s.behaviour_logprobs for s in segments], np.float64)
+  joined = types.Segment.join(segments)
+  logprobs = joined.behaviour_logprobs.astype(np.float64)
   none = np.zeros(0, int)
   return TokenTable(
-    tokens=join([s.tokens for s in segments], np.int32),
-    action_mask=join([s.action_mask for s in segments], bool),
+    tokens=joined.tokens.astype(np.int32),
+    action_mask=joined.action_mask.astype(bool),
     old_logprobs=logprobs,
     behaviour_logprobs=logprobs,
-    policy_steps=join([s.policy_steps for s in segments], np.int32),
+    policy_steps=joined.policy_steps.astype(np.int32),
     rewards=np.zeros(len(number)),
     segment=number,
     turn=np.full(len(number), -1),
@@ -342,18 +349,9 @@ def from_segments(segments: Sequence[types.Segment]) -> TokenTable:
     states=none,
     group=numbers,
     truncated=np.zeros(len(segments), bool),
-    pictures=_find_distinct([x for s in segments for x in s.pictures]),
-    routes=_join_routes(segments),
+    pictures=_find_distinct(joined.pictures),
+    routes=joined.routes,
   )
-
-
-def _join_routes(segments: Sequence[types.Segment]) -> np.ndarray | None:
-  known = [s.routes for s in segments if s.routes is not None]
-  if not known:
-    return None
-  unknown = np.full((1, *known[0].shape[1:]), types.NO_EXPERT, known[0].dtype)
-  fill = lambda s: np.repeat(unknown, len(s.tokens), 0) if s.routes is None else s.routes
-  return np.concatenate([fill(s) for s in segments])
 
 
 def _find_distinct(pictures: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:

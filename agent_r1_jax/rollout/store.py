@@ -22,15 +22,12 @@ import warnings
 import zlib
 
 import jax
-import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.host import disk, records
 
 _MAGIC = b'agent_r1_jax episodes 2\n'
 _HEADER = struct.Struct('<QI')
-# Fields of a segment that have no number for each token.
-_NO_COLUMNS = ('pictures', 'routes')
 
 
 def list_fields(trajectory: types.Trajectory) -> dict[str, Any]:
@@ -56,12 +53,7 @@ def make_trajectory(fields: Any, task: types.Task) -> types.Trajectory:
     status = types.Status(fields['status'])
     restored = types.Trajectory(task=task, **fields | parts | {'status': status})
     for segment in restored.segments:
-      columns = {n: x for n, x in _fields(segment).items() if n not in _NO_COLUMNS}
-      shapes = {np.shape(values) for values in columns.values()}
-      if segment.routes is not None:
-        shapes.add(np.shape(segment.routes)[:1])
-      if shapes != {(len(segment.tokens),)}:
-        raise ValueError(f'the arrays of a segment have the shapes {shapes}')
+      segment.check()
   except (TypeError, KeyError, ValueError) as error:
     raise ValueError(f'no trajectory: {error}') from None
   return restored

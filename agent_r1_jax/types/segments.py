@@ -117,6 +117,15 @@ class Segment:
     if not len(self.policy_steps):
       self.policy_steps = np.zeros(len(self.tokens), np.int32)
 
+  def check(self) -> None:
+    """Raises ValueError unless its arrays have an entry for each token."""
+    columns = self.action_mask, self.behaviour_logprobs, self.policy_steps
+    shapes = {np.shape(column) for column in (self.tokens, *columns)}
+    if self.routes is not None:
+      shapes.add(np.shape(self.routes)[:1])
+    if shapes != {(len(self.tokens),)}:
+      raise ValueError(f'the arrays of a segment have the shapes {shapes}')
+
   @classmethod
   def read(cls, prompt: Prompt) -> 'Segment':
     """Makes a segment of what the policy read, which is no action."""
