@@ -26,14 +26,14 @@ class _Context:
   slots = serving.SLOTS
   make_key = staticmethod(lambda *parts: parts)
 
-  def submit(self, ids, parent, max_tokens, key, **fields):
+  def submit(self, prompt, parent, max_tokens, key, **fields):
     if not isinstance(parent, request.Text):
-      prefix = parent.text.tokens[: parent.length] if parent else ids[:0]
-      text = request.Text(None, np.concatenate([prefix, ids]))
+      prefix = parent.text.prompt[: parent.length] if parent else types.Prompt()
+      text = request.Text(None, prefix + prompt)
     else:
       text = parent
-      text.append(ids)
-    return mock.Mock(text=text, key=key, origin=parent, ids=ids)
+      text.append(prompt)
+    return mock.Mock(text=text, key=key, origin=parent, ids=prompt.tokens)
 
 
 def _read(*messages, **fields):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax.agent import transcript
+from agent_r1_jax import types
 from agent_r1_jax.config import Sampling
 from agent_r1_jax.engine import guide
 from agent_r1_jax.rl import losses
@@ -121,10 +121,8 @@ def test_what_was_sampled_from_another_distribution_is_corrected(temperature):
 
   plays = [play(0, forced), play(1, {}, top_k=3), play(2, {})]
   replies = tiny.within(engine.run, plays)
-  passages = [transcript.Passage() for _ in replies]
-  for passage, reply in zip(passages, replies, strict=True):
-    passage.add_turn(given, reply)
-  segments = [passage.to_segment() for passage in passages]
+  empty = types.Segment.read(types.Prompt())
+  segments = [empty.add_turn(types.Prompt(given), reply) for reply in replies]
   weights = []
   for segment, old in zip(
     segments, tiny.learned(params, segments, temperature=temperature), strict=True

@@ -105,7 +105,7 @@ class Text:
     closed: Whether its row is reused before those of other texts.
     prompt: All tokens, for a policy to read.
     saved: How far its last token's coordinates are behind its position; see
-      row_pictures.RowPictures.add.
+      Device.add.
   """
 
   def __init__(self, replica: Any, tokens: np.ndarray | types.Prompt):
