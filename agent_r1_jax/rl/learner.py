@@ -91,7 +91,7 @@ def _stats_and_loads(params, batch: types.Batch, *, config, **options):
 def _compute_stats(params, batch: types.Batch, *, config, temperature, wanted):
   ops, rows = ops_lib.choose(config), batch.rows
   take_entries = functools.partial(_take_entries, batch.columns)
-  # Nothing predicts the first token of a segment, nor the tokens of a picture.
+  # Nothing predicts the first token of a segment, nor one outside the vocabulary.
   predicted_BT = (rows.positions > 0) & (rows.tokens < types.FIRST_PICTURE_ID)
   predicted_BE = take_entries(predicted_BT)
   wanted = predicted_BE if wanted is None else wanted & predicted_BE
