@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, report, train, types
+from agent_r1_jax import fields, playing, report, train, types
 from agent_r1_jax.agent import env, tool
 from agent_r1_jax.report import tables
 from agent_r1_jax.retrieval import documents
@@ -215,7 +215,7 @@ def play(
   shared = dataclasses.asdict(fields.replace(config, unused))
   depends_on = [shared, fingerprint.model_digest(model), tasks, made_of]
   folder = workdir / 'episodes' / fingerprint.digest(depends_on)
-  played = train.play(config, model, methods, workdir=folder, watcher=report.Watcher())
+  played = playing.play(config, model, methods, workdir=folder, watcher=report.Watcher())
   return {name: summarize(sets) for name, sets in played.items()}
 
 

@@ -30,7 +30,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, report, train
+from agent_r1_jax import fields, playing, report
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.guided import choice, implicit_value
 from agent_r1_jax.host import processes, runtime
@@ -79,7 +79,7 @@ def main(_):
   workdir_lib.check_config(workdir, made_of, name='task.json')
   path = config.model.path
   choose = functools.partial(make_choice, path) if _CANDIDATES.value > 1 else None
-  played = train.play(
+  played = playing.play(
     config,
     path,
     methods,

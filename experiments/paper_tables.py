@@ -32,7 +32,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, report, sft, train, types
+from agent_r1_jax import fields, playing, report, sft, train, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models.files import weights
@@ -113,7 +113,7 @@ def prompted(which: str, bench: Bench, seed: int, workdir: pathlib.Path) -> Outc
   config = fields.replace(bench.config, {'engine.slots': 2 * bench.config.engine.slots})
   rows = {which: (bench.sets[which], tools)}
   return Outcome(
-    train.play(config, config.model.path, rows, watcher=report.Watcher())[which], []
+    playing.play(config, config.model.path, rows, watcher=report.Watcher())[which], []
   )
 
 
@@ -167,7 +167,7 @@ def supervised(bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
 
 def _played(bench, config, workdir, rewards) -> Outcome:
   rows = {'': (bench.sets['agent'], bench.agent)}
-  played = train.play(config, workdir / 'model', rows, watcher=report.Watcher())['']
+  played = playing.play(config, workdir / 'model', rows, watcher=report.Watcher())['']
   return Outcome(played, rewards)
 
 

@@ -20,6 +20,7 @@ UPPER = (
   'checks',
   'grammars',
   'guided',
+  'playing',
   'report',
   'retrieval',
   'serve',

@@ -22,7 +22,7 @@ from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.train import curriculum, loop, metrics, run_files
 from agent_r1_jax.train import schedule as schedule_lib
-from agent_r1_jax.train.plan import setup
+from agent_r1_jax.train.plan import first_state, setup
 
 _STALE = algorithms.grpo(kl_coef=0.0, correction=losses.token_truncated())
 model = runs.model
@@ -72,7 +72,7 @@ class TestOneStepOffPolicy:
     shape, params, chat = setup.load(config.model, config.chat)
     engine = setup.make_engine(config, shape, params)
     engine.warm_up()
-    update_config, train_state = setup.make_state(config, shape, params, _STALE)
+    update_config, train_state = first_state.make(config, shape, params, _STALE)
     policies = [jax.tree.map(np.array, params)]
     sampler = _sampler(runs.tasks(), config.seed)
     for step in range(4):
@@ -130,7 +130,7 @@ def test_a_greedy_episode_that_failed_takes_its_group_away():
   config, training = config_lib.Config(), decoding_lib.Decoding(unused)
   parts = {'schedule': config.schedule, 'curriculum': config.curriculum, 'seed': 0}
   plan = mock.Mock(tasks=tasks, training=training, **parts)
-  schedule = schedule_lib.Schedule(plan, unused, start, unused, unused)
+  schedule = schedule_lib.Schedule(plan, unused, start, unused)
   with mock.patch.object(evaluate, 'run', return_value={'': played}) as run:
     kept, baselines = schedule.play_greedy(groups)
   assert run.call_args.args[2] == {'': tasks}

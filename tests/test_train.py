@@ -22,7 +22,7 @@ from agent_r1_jax.report import episodes as episodes_lib
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.rollout import rollout
 from agent_r1_jax.train import loop, metrics
-from agent_r1_jax.train.plan import setup
+from agent_r1_jax.train.plan import first_state
 
 pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')
 model, whole = runs.model, runs.whole
@@ -128,7 +128,7 @@ class TestRun:
     assert np.isfinite(list(second.values())).all()
     assert second['train/behaviour_kl'] != 0  # The second mini-batch is off-policy.
     shape, params = weights.load(model)
-    update_config, train_state = setup.make_state(config, shape, params, runs.PPO)
+    update_config, train_state = first_state.make(config, shape, params, runs.PPO)
     assert not np.any(train_state.states['critic'].params['value_head']['kernel'])
     with checkpoint.Checkpointer(tmp_path, every=2) as checkpoints:
       step, arrays, host = checkpoints.restore(

@@ -14,7 +14,7 @@ import pytest
 import runs
 import tiny
 
-from agent_r1_jax import train, types
+from agent_r1_jax import playing, types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import guide
@@ -23,7 +23,7 @@ from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms, learner, losses
 from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.train import loop, metrics, run_files
-from agent_r1_jax.train.plan import setup
+from agent_r1_jax.train.plan import first_state
 
 _PLAIN = algorithms.grpo(kl_coef=0.0)
 _STALE = _PLAIN._replace(correction=losses.token_truncated())
@@ -214,7 +214,7 @@ def test_a_guide_of_ones_own_is_in_every_reply(model, tmp_path):
     # What is not the likeliest has at most half of the policy's probability.
     assert (logprobs[segment.action_mask] <= np.log(0.5) + 1e-4).all()
   methods = {'alone': ({'dev': runs.tasks(2)}, runs.make_env)}
-  alone = train.play(config, tmp_path / 'model', methods, guides=guides)['alone']['dev']
+  alone = playing.play(config, tmp_path / 'model', methods, guides=guides)['alone']['dev']
   assert {turn.stop - turn.start for t in alone for turn in t.turns} <= {1, 2, 3}
   assert any(t.turns for t in alone)
 
@@ -294,7 +294,7 @@ def test_the_policy_replaces_only_a_reference_of_its_own_shape(model, change, na
   reference = decoder.add_value_head(params) if name == 'value_head' else params
   refused = pytest.raises(ValueError, match=rf'reference_every: .* \({name}\)')
   with refused if name else contextlib.nullcontext():
-    setup._check_replaceable(other, reference, shape, params)
+    first_state._check_replaceable(other, reference, shape, params)
 
 
 def test_a_reference_of_another_shape_is_refused_at_the_start(model, tmp_path):

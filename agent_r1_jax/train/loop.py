@@ -1,6 +1,6 @@
 """The training loop: sample, score, estimate advantages, update, log, save.
 
-train/plan/plan.py says what a run is, and train/prepare.py opens it.
+train/plan/plan.py says what a run is, and train/opening.py opens it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from agent_r1_jax.host import preemption, processes, runtime
 from agent_r1_jax.models import decoder, lora, quantization, sharding
 from agent_r1_jax.rl import algorithms, learner, updates
 from agent_r1_jax.rollout import evaluate, groups, rollout, sockets
-from agent_r1_jax.train import curriculum, preflight, prepare, schedule, task_checks
+from agent_r1_jax.train import curriculum, opening, preflight, schedule, task_checks
 from agent_r1_jax.train.plan import plan as plan_lib
 
 
@@ -83,8 +83,7 @@ def run(
   preflight.check_config(config, algorithm)
   watcher.check(config)
   task_checks.check_sets(tasks, evals)
-  evals = evals or {}
-  with prepare.open_run(
+  with opening.open_run(
     # Not in a variable, which would keep the first parameters alive.
     *plan_lib.make(
       config,
@@ -92,14 +91,11 @@ def run(
       tasks=tasks,
       make_env=make_env,
       algorithm=algorithm,
-      evals=evals,
+      evals=evals or {},
       privileged=privileged,
       guides=guides or {},
     ),
     workdir,
-    make_env=make_env,
-    evals=evals,
-    privileged=privileged,
     label=label,
     watcher=watcher,
   ) as run:
@@ -111,8 +107,7 @@ def run(
     # While the workdir is still locked: another run may not write a model there too.
     run.files.checkpoints.wait()
     run.signals.phase = 'the writing of the model'
-    privileged_critic = privileged is not None
-    run.files.save_models(run.train_state, run.plan.update_config, privileged_critic)
+    run.files.save_models(run.train_state, run.plan)
     params = run.train_state.states['policy'].params
   # The engine's copy of the policy is freed before another one is made.
   del run
@@ -121,11 +116,11 @@ def run(
   return params if quantization.is_frozen(params) else lora.merge(params)
 
 
-def _run_steps(run: prepare.Run):
+def _run_steps(run: opening.Run):
   """Takes the remaining steps of the run: sample, learn, evaluate, log, save."""
   plan, files, loop_state = run.plan, run.files, run.files.loop_state
   watcher, steps = run.watcher, plan.schedule.steps
-  if run.evals and loop_state.is_new and plan.schedule.eval_every:
+  if plan.evals and loop_state.is_new and plan.schedule.eval_every:
     _write_line(run, _evaluate(run))
   while loop_state.pending_metrics or loop_state.step < steps:
     began = time.perf_counter()
@@ -144,7 +139,7 @@ def _run_steps(run: prepare.Run):
       watcher.log_rollout(loop_state.step, sample.played, sample.chosen, table)
     metrics = dict(loop_state.pending_metrics)
     every, is_last = plan.schedule.eval_every, loop_state.step == steps
-    if run.evals and every and (is_last or loop_state.step % every == 0):
+    if plan.evals and every and (is_last or loop_state.step % every == 0):
       began = time.perf_counter()
       metrics |= _evaluate(run)
       runtime.release_freed_memory()
@@ -154,7 +149,7 @@ def _run_steps(run: prepare.Run):
       files.save(run.train_state, run.plan.update_config)
 
 
-def _write_line(run: prepare.Run, metrics: dict[str, float]):
+def _write_line(run: opening.Run, metrics: dict[str, float]):
   """Writes the line of the current step to metrics.jsonl, and tells the watcher."""
   run.files.write(metrics)
   run.watcher.write(run.files.loop_state.step, metrics)
@@ -182,7 +177,7 @@ class _Sample(NamedTuple):
 
 
 @functools.partial(jax.profiler.annotate_function, name='rollout')
-def _sample(run: prepare.Run) -> _Sample:
+def _sample(run: opening.Run) -> _Sample:
   """Plays the episodes of the next step and chooses those to learn from.
 
   The schedule syncs the sampler to the engine, starts the rollouts that are due and waits
@@ -224,13 +219,13 @@ def _sample(run: prepare.Run) -> _Sample:
   if algorithm.greedy_baseline:
     step_groups, baselines = run.rollouts.play_greedy(step_groups)
   chosen = [t for group in step_groups for t in group]
-  if run.privileged:
-    prefixes = [run.plan.chat.encode_data(run.privileged(t.task)) for t in chosen]
+  if plan.privileged:
+    prefixes = [plan.chat.encode_data(plan.privileged(t.task)) for t in chosen]
   return _Sample(played, chosen, baselines, prefixes, draws, metrics)
 
 
 @functools.partial(jax.profiler.annotate_function, name='update')
-def _learn(run: prepare.Run, sample: _Sample):
+def _learn(run: opening.Run, sample: _Sample):
   """Scores the tokens, estimates advantages and updates policy and critic.
 
   Returns:
@@ -257,7 +252,7 @@ def _learn(run: prepare.Run, sample: _Sample):
   return {f'train/{k}': v for k, v in metrics.items()}, table
 
 
-def _evaluate(run: prepare.Run) -> dict[str, float]:
+def _evaluate(run: opening.Run) -> dict[str, float]:
   """Plays the evaluation sets by the current policy; returns numbers to log.
 
   If no rollout is under way, the engine keeps this policy, even where the sampler is an
@@ -270,12 +265,12 @@ def _evaluate(run: prepare.Run) -> dict[str, float]:
     engine.sync_weights(params, train_state.step)  # Without a second copy.
   # Rollouts under way go on sampling from their own policy.
   policy = engine.make_policy(params, train_state.step)
-  total = sum(len(tasks) for tasks in run.evals.values())
+  total = sum(len(tasks) for tasks in run.plan.evals.values())
   played = evaluate.run(
     engine,
     run.plan.chat,
-    run.evals,
-    run.make_env,
+    run.plan.evals,
+    run.plan.make_env,
     limits=run.plan.limits,
     decoding=run.plan.evaluation._replace(policy=policy),
     on_done=schedule.counter(run.watcher, 'evaluation', total),
@@ -290,7 +285,7 @@ def _evaluate(run: prepare.Run) -> dict[str, float]:
   return metrics
 
 
-def _save_preempted(run: prepare.Run):
+def _save_preempted(run: opening.Run):
   """Writes a checkpoint before the process ends, and prints that it does."""
   files, step = run.files, run.files.loop_state.step
   run.watcher.set_phase('saving')

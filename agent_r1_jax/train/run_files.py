@@ -20,6 +20,7 @@ from agent_r1_jax.rl.train_state import TrainState, UpdateConfig
 from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.train import curriculum, fingerprint
 from agent_r1_jax.train import metrics as metrics_lib
+from agent_r1_jax.train.plan import plan as plan_lib
 
 
 @dataclasses.dataclass
@@ -190,21 +191,19 @@ class RunFiles:
     if self.store and (complete := self.checkpoints.steps):
       self.store.delete(before=rollout_number(self._config.schedule, complete[-1]))
 
-  def save_models(
-    self, train_state: TrainState, update_config: UpdateConfig, privileged: bool
-  ):
+  def save_models(self, train_state: TrainState, plan: plan_lib.Plan):
     """Writes the policy, its adapters, and a critic, which may be a privileged one."""
-    base = self._config.model.path
+    base, model = self._config.model.path, plan.update_config.model
     value_head = fingerprint.describe_critic(
-      update_config.algorithm, base, privileged=privileged
+      plan.update_config.algorithm, base, privileged=plan.privileged is not None
     )
     options = {'tokenizer_from': base, 'value_head': value_head}
     for name, state in train_state.states.items():
       target = self.workdir / ('model' if name == 'policy' else name)
-      weights.save(target, update_config.model, state.params, **options)
+      weights.save(target, model, state.params, **options)
     policy = train_state.states['policy'].params
     # PEFT has one adapter for projections that are one tensor in a checkpoint.
-    if lora.is_in(policy) and not update_config.model.facts.fused:
+    if lora.is_in(policy) and not model.facts.fused:
       peft_files.save(self.workdir / 'adapter', policy, pathlib.Path(base).resolve())
 
   def find_newest_checkpoint(self) -> int:

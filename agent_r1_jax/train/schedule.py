@@ -37,7 +37,6 @@ class Schedule:
     engine: engine_lib.Engine,
     files: run_files.RunFiles,
     watcher: sockets.Watcher,
-    make_env: rollout.MakeEnv,
   ):
     """Starts nothing yet; `files` are restored."""
     self._schedule, self._files, self._watcher = plan.schedule, files, watcher
@@ -46,7 +45,7 @@ class Schedule:
     self._stream = curriculum_lib.TaskStream(
       plan.curriculum, plan.tasks, seed=plan.seed, draws=draws
     )
-    self._playing: Any = {'make_env': make_env, 'limits': plan.limits}
+    self._playing: Any = {'make_env': plan.make_env, 'limits': plan.limits}
     self._shared: Any = {'seed': plan.seed, 'send_messages': plan.log_episodes}
     self._started: collections.deque[rollout.Rollout] = collections.deque()
     self._next_step = files.loop_state.step

@@ -1,1 +1,4 @@
-"""Plans a run from its configuration: plan.make is the entrance for training."""
+"""Plans a run from its configuration. The entrance for training is plan.make.
+
+Scripts that only play a policy call sizes.resolve, setup.load and setup.make_engine.
+"""

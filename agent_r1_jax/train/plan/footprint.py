@@ -1,7 +1,7 @@
 """What a run holds in the memory of one chip: counted from shapes, and compiled.
 
 Nothing is loaded or computed. Parameters, optimizer states and the cache are the shapes
-of the run's own objects (setup.py). The temporaries of a program are what the
+of the run's own objects (first_state.py). The temporaries of a program are what the
 compiler says (`memory_analysis`); the run finds the program compiled when it calls it.
 """
 
@@ -29,7 +29,7 @@ from agent_r1_jax.models import (
   sharding,
 )
 from agent_r1_jax.rl import algorithms, packing, train_state
-from agent_r1_jax.train.plan import lowering, setup
+from agent_r1_jax.train.plan import first_state, lowering, setup
 
 # Bytes of the process itself on a CPU: Python, the libraries, XLA and what it compiled;
 # the engine's programs have the code of each layer.
@@ -150,7 +150,7 @@ class Footprint:
     reference = None
     if shape := models.reference:
       reference = shape, decoder.init(shape, jax.random.key(0))
-    update_config, state = setup.make_state(
+    update_config, state = first_state.make(
       config,
       models.policy,
       params,

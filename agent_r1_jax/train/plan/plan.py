@@ -1,4 +1,8 @@
-"""What a training run is, made once from its configuration."""
+"""What a training run is: `make` plans it once, from its configuration.
+
+It checks tasks and tools by an environment, chooses the sizes (sizes.py), loads what
+plays (setup.py) and what learns (first_state.py).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 import os
@@ -14,7 +18,7 @@ from agent_r1_jax.rl import train_state as train_state_lib
 from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.train import fingerprint, preflight, task_checks
-from agent_r1_jax.train.plan import setup, sizes
+from agent_r1_jax.train.plan import first_state, setup, sizes
 
 
 class Plan(NamedTuple):
@@ -25,6 +29,9 @@ class Plan(NamedTuple):
       its watcher.
     made_of: Describes the algorithm, tools, rewards and tasks; see fingerprint.py.
     tasks: The tasks to train on, whose prompts fit.
+    evals: The sets of tasks to evaluate, by name.
+    make_env: Makes a new environment for each episode.
+    privileged: Returns a text on a task that only the critic reads; or None.
     lines: What to tell about tasks, prompts and tools.
     chat: Makes tokens of messages.
     training: How the replies of training rollouts are sampled.
@@ -41,6 +48,9 @@ class Plan(NamedTuple):
   config: config_lib.Config
   made_of: Mapping[str, Any]
   tasks: Sequence[types.Task]
+  evals: Mapping[str, Sequence[types.Task]]
+  make_env: rollout.MakeEnv
+  privileged: Callable[[types.Task], str] | None
   lines: Sequence[str]
   chat: chat_lib.Chat
   training: decoding_lib.Decoding
@@ -94,12 +104,15 @@ def make(
       evaluate.make_decoding(sampling, engine, chat, env)._replace(guides=guides)
       for sampling in (config.sampling, config.evaluation)
     )
-  update_config, state = setup.load_state(config, model, params, algorithm, mesh)
+  update_config, state = first_state.load(config, model, params, algorithm, mesh)
   _check_options(algorithm, state, privileged, guides)
   plan = Plan(
     config=config,
     made_of=made_of,
     tasks=tasks,
+    evals=evals,
+    make_env=make_env,
+    privileged=privileged,
     lines=lines,
     chat=chat,
     training=training._replace(replay=config.batch.replay),

@@ -1,6 +1,6 @@
-"""Plays a policy that is in a directory, and holds the workdir of a run."""
+"""Plays a policy that is in a directory, such as a run writes: for evaluations."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 import contextlib
 import os
 import pathlib
@@ -12,34 +12,10 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.host import preemption, processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.rl import algorithms
 from agent_r1_jax.rollout import evaluate, rollout, sockets
 from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.train import fingerprint, preflight, run_files, task_checks
 from agent_r1_jax.train.plan import setup, sizes
-
-
-@contextlib.contextmanager
-def reserve(
-  config: config_lib.Config, workdir: str | os.PathLike, algorithm: algorithms.Algorithm
-) -> Iterator[None]:
-  """Locks a run's workdir inside `with`, and refuses settings that `run` would refuse.
-
-  For scripts that play something else before they call `run`, or after it: with a wrong
-  setting, or beside another run, they raise before anything is played.
-
-  Raises:
-    ValueError: The configuration does not fit the workdir, the algorithm or the device's
-      memory; or another run holds the workdir.
-  """
-  preflight.check_config(config, algorithm)
-  # The lock asks JAX for the number of this process, and so starts JAX's threads:
-  # malloc is to be set before the first one.
-  runtime.initialize()
-  fingerprint.check_hosts(config, {'algorithm': fingerprint.describe(algorithm)}, {})
-  with run_files.lock(workdir):
-    run_files.check_config(sizes.resolve(config, algorithm, workdir), workdir)
-    yield
 
 
 @preemption.watch()

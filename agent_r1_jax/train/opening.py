@@ -1,21 +1,24 @@
-"""Opens a training run: restores it, and compiles what samples."""
+"""Opens a planned run: locks its workdir, restores it, and compiles what samples."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 import contextlib
 import dataclasses
+import os
 
-from agent_r1_jax import types
+from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.host import preemption, runtime
+from agent_r1_jax.rl import algorithms
 from agent_r1_jax.rl import train_state as train_state_lib
-from agent_r1_jax.rollout import rollout, sockets
-from agent_r1_jax.train import run_files, schedule
+from agent_r1_jax.rollout import sockets
+from agent_r1_jax.train import fingerprint, preflight, run_files, schedule
 from agent_r1_jax.train.plan import plan as plan_lib
+from agent_r1_jax.train.plan import sizes
 
 
 @dataclasses.dataclass
 class Run:
-  """A training run that is open; loop.run says what its arguments are.
+  """A training run that is open.
 
   Attributes:
     plan: What the run is.
@@ -24,6 +27,7 @@ class Run:
     rollouts: Starts the rollouts of each step.
     files: The files of the workdir, and the loop state from which the run resumes.
     signals: Knows whether the process received a signal to end.
+    watcher: Who watches the run.
   """
 
   plan: plan_lib.Plan
@@ -33,9 +37,29 @@ class Run:
   files: run_files.RunFiles
   signals: preemption.Watch
   watcher: sockets.Watcher
-  evals: Mapping[str, Sequence[types.Task]]
-  make_env: rollout.MakeEnv
-  privileged: Callable[[types.Task], str] | None
+
+
+@contextlib.contextmanager
+def reserve(
+  config: config_lib.Config, workdir: str | os.PathLike, algorithm: algorithms.Algorithm
+) -> Iterator[None]:
+  """Locks a run's workdir inside `with`, and refuses settings that `run` would refuse.
+
+  For scripts that play something else before they call `run`, or after it: with a wrong
+  setting, or beside another run, they raise before anything is played.
+
+  Raises:
+    ValueError: The configuration does not fit the workdir, the algorithm or the device's
+      memory; or another run holds the workdir.
+  """
+  preflight.check_config(config, algorithm)
+  # The lock asks JAX for the number of this process, and so starts JAX's threads:
+  # malloc is to be set before the first one.
+  runtime.initialize()
+  fingerprint.check_hosts(config, {'algorithm': fingerprint.describe(algorithm)}, {})
+  with run_files.lock(workdir):
+    run_files.check_config(sizes.resolve(config, algorithm, workdir), workdir)
+    yield
 
 
 @contextlib.contextmanager
@@ -45,9 +69,6 @@ def open_run(
   engine: engine_lib.Engine,
   workdir: str,
   *,
-  make_env: rollout.MakeEnv,
-  evals: Mapping[str, Sequence[types.Task]],
-  privileged: Callable[[types.Task], str] | None,
   label: str,
   watcher: sockets.Watcher,
 ) -> Iterator[Run]:
@@ -66,13 +87,10 @@ def open_run(
       plan=plan,
       train_state=_restore(state, plan.update_config, engine, files, signals),
       engine=engine,
-      rollouts=schedule.Schedule(plan, engine, files, watcher, make_env),
+      rollouts=schedule.Schedule(plan, engine, files, watcher),
       files=files,
       signals=signals,
       watcher=watcher,
-      evals=evals,
-      make_env=make_env,
-      privileged=privileged,
     )
     # This generator's locals live as long as the run: they would keep old arrays alive.
     del state

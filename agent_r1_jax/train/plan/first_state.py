@@ -1,0 +1,119 @@
+"""Makes what learns: the constants of the updates, and the first train state.
+
+footprint.py makes the same from shapes alone, to count and compile it.
+"""
+
+import dataclasses
+
+import jax
+from jax.sharding import Mesh
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax.models import decoder, lora, sharding
+from agent_r1_jax.models.files import weights
+from agent_r1_jax.rl import algorithms, optimizers, packing
+from agent_r1_jax.rl import train_state as train_state_lib
+
+# A model's shape and its parameters.
+Model = tuple[decoder.DecoderConfig, decoder.Params]
+
+
+def make(
+  config: config_lib.Config,
+  model: decoder.DecoderConfig,
+  params: decoder.Params,
+  algorithm: algorithms.Algorithm,
+  mesh: Mesh | None = None,
+  reference: Model | None = None,
+) -> tuple[train_state_lib.UpdateConfig, train_state_lib.TrainState]:
+  """Makes the constants of the updates, and the train state before the first rollout.
+
+  The policy's parameters, on the mesh, get adapters here. Without a `reference`, the
+  reference policy of an algorithm that needs one is the policy as it begins.
+
+  Raises:
+    ValueError: A field of the configuration does not fit the algorithm or the model.
+  """
+  # A policy with a value head is its own critic; else the critic is a second model.
+  own_critic = algorithm.needs_critic and 'value_head' not in params
+  if config.schedule.critic_warmup and not own_critic:
+    raise ValueError('critic_warmup: there is no critic of its own; make it 0.')
+  if own_critic and algorithm.value_coef != 1.0:
+    raise ValueError('value_coef: the critic is a model of its own; leave it out.')
+  if config.model.lora_rank:
+    targets = config.model.adapter_targets
+    adapters = (config.model.lora_rank, targets, config.model.lora_alpha)
+    params = lora.add(params, *adapters, jax.random.key(config.seed))
+    params = sharding.shard_params(params, mesh)
+  options = config.optimizer
+  made = {'policy': optimizers.make(options, options.learning_rate)}
+  if own_critic:
+    made['critic'] = optimizers.make(options, options.critic_learning_rate)
+  reference_model, reference_params = reference or (model, None)
+  if reference_params and config.schedule.reference_every:
+    _check_replaceable(reference_model, reference_params, model, params)
+  update_config = train_state_lib.UpdateConfig(
+    model,
+    algorithm,
+    packing.MicrobatchShape(
+      config.batch.microbatch,
+      config.batch.row_tokens or config.engine.slots,
+      config.batch.trees,
+      model.vision,
+    ),
+    made,
+    config.schedule,
+    reference_model,
+    temperature=config.sampling.temperature,
+    seed=config.seed,
+    offload=config.optimizer.offload,
+  )
+  return update_config, train_state_lib.init(params, update_config, reference_params)
+
+
+def load(
+  config: config_lib.Config,
+  policy: decoder.DecoderConfig,
+  params: decoder.Params,
+  algorithm: algorithms.Algorithm,
+  mesh: Mesh | None,
+) -> tuple[train_state_lib.UpdateConfig, train_state_lib.TrainState]:
+  """Makes the state with the reference in `config.model.reference`, if there is one."""
+  reference, path = None, config.model.reference
+  with sharding.use_mesh(mesh):
+    if path:
+      place = sharding.make_placer(mesh)
+      model, theirs = weights.load(
+        path, dtype='float32', place=place, formats=config.model.formats
+      )
+      if model.vocab_size != policy.vocab_size:
+        raise ValueError(
+          f'model.reference: {path} has {model.vocab_size} tokens and the policy '
+          f'{policy.vocab_size}; they must share a tokenizer.'
+        )
+      reference = dataclasses.replace(model, dtype=config.model.dtype), theirs
+    return make(config, policy, params, algorithm, mesh, reference)
+
+
+def _check_replaceable(
+  reference_model: decoder.DecoderConfig,
+  reference: decoder.Params,
+  model: decoder.DecoderConfig,
+  params: decoder.Params,
+):
+  """Raises ValueError unless the policy's parameters fit the reference's model."""
+  free = {'dtype': 'float32', 'remat': 'none', 'max_positions': 0, 'ops': None}
+  theirs, ours = (dataclasses.replace(m, **free) for m in (reference_model, model))
+  differing = [
+    f.name
+    for f in dataclasses.fields(model)
+    if getattr(theirs, f.name) != getattr(ours, f.name)
+  ]
+  if ('value_head' in reference) != ('value_head' in params):
+    differing.append('value_head')
+  if differing:
+    raise ValueError(
+      'schedule.reference_every: the policy becomes the reference, and model.reference '
+      f'is another model ({", ".join(differing)}). Make it 0, or give a reference of '
+      "the policy's shape."
+    )
