@@ -15,7 +15,7 @@ import pytest
 import script
 import waiting
 
-from agent_r1_jax.host import thread_pool, user_loops, workers
+from agent_r1_jax.host import thread_pool, workers
 
 pool, hang = pools.pool, pools.hang
 
@@ -192,7 +192,7 @@ class TestCoroutines:
 
   async def test_a_loop_that_goes_on_takes_the_calls_again(self, monkeypatch):
     """What coroutines share works on the event loop alone that it was first used on."""
-    monkeypatch.setattr(user_loops, '_loops', [])
+    monkeypatch.setattr(workers, '_loops', [])
     # No call finds by itself that the loop is blocked: the test says so.
     monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 600.0)
     one = asyncio.Semaphore(1)
@@ -220,7 +220,7 @@ class TestCoroutines:
       blocked = asyncio.ensure_future(workers.call_on_user_loop(block, begun, gate))
       await waiting.soon(begun.is_set)
       for _ in range(2):  # As two calls do that wait there.
-        user_loops._loops[0].pass_over()
+        workers._loops[0].pass_over()
       stood_in.add(await workers.call_on_user_loop(where))
       gate.set()
       assert await blocked is first  # It was late for nothing.
@@ -231,7 +231,7 @@ class TestCoroutines:
     self, clock, monkeypatch, gate
   ):
     """The clock passes the limit of all while most of them have not begun."""
-    monkeypatch.setattr(user_loops, '_loops', [])
+    monkeypatch.setattr(workers, '_loops', [])
     inside = []
 
     async def blocks():
@@ -262,7 +262,7 @@ class TestCoroutines:
 
   async def test_the_time_of_a_call_begins_when_it_does(self, clock, monkeypatch, gate):
     """Another one blocks for nearly the limit and goes on; this one has its time."""
-    monkeypatch.setattr(user_loops, '_loops', [])
+    monkeypatch.setattr(workers, '_loops', [])
     inside, may_end = threading.Event(), threading.Event()
 
     async def blocks():
@@ -288,16 +288,16 @@ class TestCoroutines:
 
   async def test_an_episode_stays_on_the_loop_that_it_began_on(self, monkeypatch):
     """Also where the loop of the others goes on: what it has opened works there alone."""
-    monkeypatch.setattr(user_loops, '_loops', [])
+    monkeypatch.setattr(workers, '_loops', [])
 
     async def where():
       return threading.get_ident()
 
     first = await workers.call_on_user_loop(where)
-    user_loops._loops[0].blocked = True
+    workers._loops[0].blocked = True
     workers.home.set(workers.Home())
     own = await workers.call_on_user_loop(where)
-    user_loops._loops[0].blocked = False
+    workers._loops[0].blocked = False
     assert own == await workers.call_on_user_loop(where) != first
     workers.home.set(workers.Home())
     assert await workers.call_on_user_loop(where) == first

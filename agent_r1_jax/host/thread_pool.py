@@ -1,6 +1,7 @@
-"""A bounded pool of daemon threads for users' functions, in which os._exit raises.
+"""A bounded pool of daemon threads for users' functions, and what is said of calls.
 
-What runs in it and why is in workers.py. Importing this module replaces os._exit.
+What runs in it and why is in workers.py. Importing this module replaces os._exit, which
+raises in these threads.
 """
 
 import asyncio
@@ -11,10 +12,12 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import inspect
 import math
 import os
 import threading
 import time
+import traceback
 from typing import Any
 
 # Counts the abandoned calls of the episode that is being played, by name.
@@ -27,10 +30,20 @@ current_turn: contextvars.ContextVar[str] = contextvars.ContextVar(
 )
 # Threads that run users' functions have the attribute `process`, the process's id.
 _thread = threading.local()
+# An exception's text is cut to so many characters.
+_MAX_CHARS = 10_000
 
 
 class PoolFullError(RuntimeError):
   """Too many abandoned calls still hang, so no further call is started."""
+
+
+class BaseExceptionError(RuntimeError):
+  """A call raised what would end more than the call, or was cancelled.
+
+  Its __cause__ is what was raised: SystemExit or the like, or StopIteration, which no
+  coroutine can raise. A future that was cancelled leaves no cause.
+  """
 
 
 @dataclasses.dataclass(eq=False)
@@ -238,6 +251,17 @@ class Pool:
 POOL = Pool()
 
 
+class Executor(futures.ThreadPoolExecutor):
+  """Lets asyncio.to_thread use the pool; a real executor's threads are joined at exit."""
+
+  def submit(self, fn, /, *args, **kwargs):
+    """Calls fn in the pool."""
+    return POOL.submit(functools.partial(fn, *args, **kwargs))
+
+  def shutdown(self, wait=True, *, cancel_futures=False):
+    """Does nothing: nobody waits for the pool's threads."""
+
+
 def _count_abandoned(counts: collections.Counter | None, name: str):
   if counts is not None:
     counts[name] += 1
@@ -248,6 +272,88 @@ def function_name(fn: Callable) -> str:
   while isinstance(fn, functools.partial):
     fn = fn.args[0] if fn.args and callable(fn.args[0]) else fn.func
   return getattr(fn, '__name__', type(fn).__name__)
+
+
+def catch(fn, args, kwargs) -> tuple[Any, BaseException | None]:
+  """Returns fn's value and its exception: none of these gets into a future or a loop."""
+  try:
+    return fn(*args, **kwargs), None
+  except BaseException as error:
+    return None, error
+
+
+async def catch_async(fn, args, kwargs) -> tuple[Any, BaseException | None]:
+  """Like `catch`, of a coroutine function."""
+  try:
+    return await fn(*args, **kwargs), None
+  except BaseException as error:
+    return None, error
+
+
+def return_or_raise(value: Any, error: BaseException | None) -> Any:
+  """Returns or raises what `catch` caught."""
+  if error is None:
+    return value
+  if isinstance(error, Exception) and not isinstance(error, StopIteration):
+    raise error
+  raise BaseExceptionError(describe_error(error)) from error
+
+
+def unwrap(future: asyncio.Future) -> Any:
+  """Returns or raises what `catch` caught."""
+  if future.cancelled():
+    raise BaseExceptionError('CancelledError')
+  return return_or_raise(*future.result())
+
+
+@contextlib.contextmanager
+def acting_for(caller: Caller):
+  """Names the caller of what is started inside."""
+  token = current_caller.set(caller)
+  try:
+    yield
+  finally:
+    current_caller.reset(token)
+
+
+def is_async(fn: Callable) -> bool:
+  """Whether a call of fn gives a coroutine; fn may be an object that can be called."""
+  return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
+    getattr(fn, '__call__', None)  # noqa: B004
+  )
+
+
+def describe_timeout(name: str, seconds: float, field: str, queued: bool = False) -> str:
+  """Says that a call gave no answer in its time; `queued` is one that never began."""
+  text = f'{name} gave no answer within {seconds:g} seconds'
+  if field:
+    text += f' ({field})'
+  if queued:
+    busy = POOL.busy
+    text += f': it waited for a free thread, and {busy} calls were at work'
+  return text
+
+
+def describe_error(error: BaseException) -> str:
+  """Returns the exception's type and text; the type alone if its text raises."""
+  try:
+    text = str.__str__(str(error))
+  except BaseException:
+    text = ''
+  return f'{type(error).__name__}: {text}'[:_MAX_CHARS] if text else type(error).__name__
+
+
+def locate_error(error: BaseException) -> str:
+  """Returns ' (file:line, in function)' where it was raised, or '' if that is unknown."""
+  if isinstance(error, BaseExceptionError) or isinstance(error.__cause__, StopIteration):
+    error = error.__cause__ or error
+  calls = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
+  if calls and calls[-1][0].co_filename == __file__:
+    calls.pop()  # os._exit was called, and raised there.
+  if not calls:
+    return ''
+  code, line = calls[-1]
+  return f' ({code.co_filename}:{line}, in {code.co_name})'
 
 
 def mark_user_thread():

@@ -25,26 +25,32 @@ isolated.in_subprocess is for that.
 import asyncio
 from collections.abc import Callable
 import contextlib
+import contextvars
+import dataclasses
 import functools
 import inspect
 import logging
 import math
+import sys
 import threading
 import time
-import traceback
 from typing import Any
+import weakref
 
-from agent_r1_jax.host import thread_pool, user_loops
-from agent_r1_jax.host.user_loops import Home, home
+from agent_r1_jax.host import thread_pool
+from agent_r1_jax.host.thread_pool import BaseExceptionError as BaseExceptionError
+from agent_r1_jax.host.thread_pool import describe_error as describe_error
+from agent_r1_jax.host.thread_pool import is_async as is_async
+from agent_r1_jax.host.thread_pool import locate_error as locate_error
 
 # An event loop that starts no call for so long counts as blocked.
 BLOCKED_SECONDS = 5.0
+# Calls that another one holds up are spread among so many event loops.
+_MOST_LOOPS = 16
 # A timer that is so late says that its event loop was held up.
 _HELD_UP_SECONDS = 0.5
 # A call is named in the log after half of its time, and after so many seconds at most.
 _NAMED_SECONDS = 60.0
-# An exception's text is cut to so many characters.
-_MAX_CHARS = 10_000
 
 
 class CallTimeoutError(TimeoutError):
@@ -55,41 +61,98 @@ class LoopBlockedError(RuntimeError):
   """The event loop that the call was on is blocked by another call."""
 
 
-class BaseExceptionError(RuntimeError):
-  """A call raised what would end more than the call, or was cancelled.
+@dataclasses.dataclass(eq=False)
+class Home:
+  """The event loop of one episode's coroutines.
 
-  Its __cause__ is what was raised: SystemExit or the like, or StopIteration, which no
-  coroutine can raise. A future that was cancelled leaves no cause.
+  Attributes:
+    spread: Whether it is chosen among many, because other episodes block it.
+    loop: The loop on which the first call began, where the later ones follow it.
   """
 
-
-def describe_error(error: BaseException) -> str:
-  """Returns the exception's type and text; the type alone if its text raises."""
-  try:
-    text = str.__str__(str(error))
-  except BaseException:
-    text = ''
-  return f'{type(error).__name__}: {text}'[:_MAX_CHARS] if text else type(error).__name__
+  spread: bool = False
+  loop: 'UserLoop | None' = None
 
 
-def locate_error(error: BaseException) -> str:
-  """Returns ' (file:line, in function)' where it was raised, or '' if that is unknown."""
-  if isinstance(error, BaseExceptionError) or isinstance(error.__cause__, StopIteration):
-    error = error.__cause__ or error
-  calls = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
-  if calls and calls[-1][0].co_filename == thread_pool.__file__:
-    calls.pop()  # os._exit was called, and raised there.
-  if not calls:
-    return ''
-  code, line = calls[-1]
-  return f' ({code.co_filename}:{line}, in {code.co_name})'
+# The home of the episode that is being played.
+home: contextvars.ContextVar[Home | None] = contextvars.ContextVar('home', default=None)
 
 
-def is_async(fn: Callable) -> bool:
-  """Whether a call of fn gives a coroutine; fn may be an object that can be called."""
-  return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
-    getattr(fn, '__call__', None)  # noqa: B004
-  )
+class UserLoop:
+  """An event loop for users' coroutines, in a daemon thread."""
+
+  def __init__(self, spread: bool):
+    """Starts the loop's thread."""
+    self.spread = spread  # Whether it is for calls that others have held up.
+    self.homes: weakref.WeakSet[Home] = weakref.WeakSet()  # Whose calls came here.
+    self.loop = asyncio.new_event_loop()
+    self.loop.set_default_executor(thread_pool.Executor())
+    self.loop.set_task_factory(self._make_task)
+    self._callers = weakref.WeakKeyDictionary()
+    self.blocked = False
+    self._thread = threading.Thread(target=self._run, name='users', daemon=True)
+    self._thread.start()
+
+  def pass_over(self):
+    """Keeps new calls away from this loop until it goes on."""
+    self.blocked = True
+    # It is set before: this runs when the loop goes on, and so comes last.
+    self.loop.call_soon_threadsafe(setattr, self, 'blocked', False)
+
+  def find_blocker(self) -> tuple[thread_pool.Caller | None, str]:
+    """Finds who blocks the loop, which is known not to go on.
+
+    Returns:
+      The outermost caller, if it is known, and a text with name and place.
+    """
+    frame = sys._current_frames().get(self._thread.ident or 0)
+    task = asyncio.current_task(self.loop)
+    if frame is None:
+      return None, ''
+    caller = self._callers.get(task) if task else None
+    where = f'({frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name})'
+    name = caller.name if caller else 'a task of its own'
+    text = f'{name} {where}, which should be a plain function or await asyncio.to_thread,'
+    return (caller and caller.root), text
+
+  def _make_task(self, loop, coroutine, **kwargs):
+    task = asyncio.Task(coroutine, loop=loop, **kwargs)
+    self._callers[task] = thread_pool.current_caller.get()
+    return task
+
+  def _run(self):
+    thread_pool.mark_user_thread()
+    while not self.loop.is_closed():
+      try:
+        self.loop.run_forever()
+      except BaseException:
+        pass  # A task raised SystemExit; whoever awaits the task gets it.
+
+
+# The event loops of users' coroutines, oldest first. None ends: one that is no longer
+# needed is used again when another one is blocked.
+_loops: list[UserLoop] = []
+_loops_lock = threading.Lock()
+
+
+def _choose_loop(episode_home: Home, moved: bool) -> UserLoop:
+  """Chooses an event loop that is not blocked for a call, and adds its home there.
+
+  It is the home's or the oldest one, so that coroutines may share what is bound to it.
+  For a call that moves, or a home that is spread, it is that of some others, which new
+  episodes do not enter, with the fewest homes.
+  """
+  spread = moved or episode_home.spread
+  with _loops_lock:
+    free = [loop for loop in _loops if not (loop.blocked or loop.loop.is_closed())]
+    loops = [loop for loop in free if loop.spread == spread]
+    chosen = min(loops, key=lambda loop: len(loop.homes) * spread, default=None)
+    if episode_home.loop in free and not moved:
+      chosen = episode_home.loop
+    elif not chosen or (spread and chosen.homes and len(loops) < _MOST_LOOPS):
+      _loops.append(chosen := UserLoop(spread))
+    chosen.homes.add(episode_home)
+    return chosen
 
 
 async def call(
@@ -117,12 +180,14 @@ async def call(
   name, outer = name or thread_pool.function_name(fn), thread_pool.current_caller.get()
   deadline = time.monotonic() + seconds
   caller = thread_pool.Caller(name, deadline, outer)
-  with _acting_for(caller):
+  with thread_pool.acting_for(caller):
     if is_async(fn):
       thread_pool.POOL.check_room()
-      work = future = asyncio.ensure_future(_catch_async(fn, args, kwargs))
+      work = future = asyncio.ensure_future(thread_pool.catch_async(fn, args, kwargs))
     else:
-      work = thread_pool.POOL.submit(functools.partial(_catch, fn, args, kwargs))
+      work = thread_pool.POOL.submit(
+        functools.partial(thread_pool.catch, fn, args, kwargs)
+      )
       future = asyncio.wrap_future(work)
   timer = _name_if_late(name, seconds)
   try:
@@ -135,8 +200,8 @@ async def call(
   if _is_late(future, deadline):
     queued = isinstance(work, thread_pool.Call) and not work.started
     await _give_up(work, caller)
-    raise CallTimeoutError(_describe_timeout(name, seconds, field, queued))
-  value = _unwrap(future)
+    raise CallTimeoutError(thread_pool.describe_timeout(name, seconds, field, queued))
+  value = thread_pool.unwrap(future)
   if not inspect.isawaitable(value):
     return value
   left = deadline - time.monotonic()
@@ -166,12 +231,12 @@ async def call_on_user_loop(
   """
   name = name or thread_pool.function_name(fn)
   if not is_async(fn):
-    # A plain function may return a coroutine. `_catch` keeps it in a tuple, so that
+    # A plain function may return a coroutine. `catch` keeps it in a tuple, so that
     # `call` leaves it to the user loop below.
-    run = functools.partial(_catch, fn, args, {})
+    run = functools.partial(thread_pool.catch, fn, args, {})
     value, error = await call(run, name=name, seconds=seconds, field=field)
     if error is not None or not inspect.isawaitable(value):
-      return _return_or_raise(value, error)
+      return thread_pool.return_or_raise(value, error)
     fn, args = _await, (value,)
   thread_pool.POOL.check_room()
   caller, episode_home = thread_pool.Caller(name), home.get() or Home()
@@ -186,12 +251,12 @@ async def call_on_user_loop(
   finally:
     timer.cancel()
   if not _is_late(attempt.future, attempt.deadline):
-    return _unwrap(attempt.future)
+    return thread_pool.unwrap(attempt.future)
   blocker, text = await attempt.give_up()
   if text and blocker is not caller:
     raise LoopBlockedError(f'{name} was on an event loop that {text} blocks.')
   reason = f'; {text} blocks its event loop' if text else ''
-  raise CallTimeoutError(_describe_timeout(name, seconds, field) + reason)
+  raise CallTimeoutError(thread_pool.describe_timeout(name, seconds, field) + reason)
 
 
 class _UserLoopCall:
@@ -207,7 +272,7 @@ class _UserLoopCall:
     this call blocks:      the loop has the lock, so that the call is late where it is.
 
   Attributes:
-    future: What `_catch_async` returns; it belongs to the caller's loop.
+    future: What `thread_pool.catch_async` returns; it belongs to the caller's loop.
     deadline: When a call that has begun is late, in seconds of time.monotonic().
   """
 
@@ -222,13 +287,13 @@ class _UserLoopCall:
   ):
     self._fn, self._args, self._caller, self._seconds = fn, args, caller, seconds
     self._home = episode_home
-    self._user_loop = user_loops.choose_loop(episode_home, moved)
+    self._user_loop = _choose_loop(episode_home, moved)
     self._claim, self.deadline = threading.Lock(), math.inf
     self._task: asyncio.Task | None = None
     self._cancelled = False
     self._own_loop = asyncio.get_running_loop()
     self.future = self._own_loop.create_future()
-    with _acting_for(caller):
+    with thread_pool.acting_for(caller):
       self._user_loop.loop.call_soon_threadsafe(self._begin)
 
   async def wait(self) -> bool:
@@ -270,7 +335,7 @@ class _UserLoopCall:
 
   def _begin(self):
     """Makes the task; this and what follows run on the users' loop."""
-    work = _catch_async(self._claim_and_call, (), {})
+    work = thread_pool.catch_async(self._claim_and_call, (), {})
     self._task = self._user_loop.loop.create_task(work)
     self._task.add_done_callback(self._send_answer)
 
@@ -298,48 +363,8 @@ class _UserLoopCall:
       self._own_loop.call_soon_threadsafe(set_answer)
 
 
-@contextlib.contextmanager
-def _acting_for(caller: thread_pool.Caller):
-  """Names the caller of what is started inside."""
-  token = thread_pool.current_caller.set(caller)
-  try:
-    yield
-  finally:
-    thread_pool.current_caller.reset(token)
-
-
 async def _await(value):
   return await value
-
-
-def _catch(fn, args, kwargs) -> tuple[Any, BaseException | None]:
-  """Returns fn's value and its exception: none of these gets into a future or a loop."""
-  try:
-    return fn(*args, **kwargs), None
-  except BaseException as error:
-    return None, error
-
-
-async def _catch_async(fn, args, kwargs) -> tuple[Any, BaseException | None]:
-  try:
-    return await fn(*args, **kwargs), None
-  except BaseException as error:
-    return None, error
-
-
-def _unwrap(future: asyncio.Future) -> Any:
-  """Returns or raises what `_catch` caught."""
-  if future.cancelled():
-    raise BaseExceptionError('CancelledError')
-  return _return_or_raise(*future.result())
-
-
-def _return_or_raise(value: Any, error: BaseException | None) -> Any:
-  if error is None:
-    return value
-  if isinstance(error, Exception) and not isinstance(error, StopIteration):
-    raise error
-  raise BaseExceptionError(describe_error(error)) from error
 
 
 def _is_late(future: asyncio.Future, deadline: float) -> bool:
@@ -371,13 +396,3 @@ def _name_if_late(name: str, seconds: float) -> asyncio.TimerHandle:
   )
   text += f' ({where})' if where else ''
   return asyncio.get_running_loop().call_later(late, logging.warning, '%s', text)
-
-
-def _describe_timeout(name: str, seconds: float, field: str, queued: bool = False) -> str:
-  text = f'{name} gave no answer within {seconds:g} seconds'
-  if field:
-    text += f' ({field})'
-  if queued:
-    busy = thread_pool.POOL.busy
-    text += f': it waited for a free thread, and {busy} calls were at work'
-  return text
