@@ -184,7 +184,6 @@ def check_curriculum(whole):
 
 
 _STALE = algorithms.grpo(kl_coef=0.0, correction=losses.token_truncated())
-_PLAIN = algorithms.grpo(kl_coef=0.0)
 _CONTROLLED = algorithms.grpo(clip_high=0.3)._replace(
   kl=kl.InLoss(0.02, control=kl.adaptive(target=0.001, horizon=50)),
   correction=losses.token_truncated(),
@@ -207,7 +206,6 @@ FEATURES = {
     runs.PPO,
     {'privileged': lambda task: f' {task.id}', 'make_env': graded(says_city)},
   ),
-  'baseline': Feature({}, algorithms.remax()),
   # KL control, a reference that moves, a stale engine, tasks drawn again: all go on.
   'control': Feature(
     {'sync_every': 2, 'reference_every': 3, 'max_refills': 1}
@@ -222,15 +220,11 @@ FEATURES = {
   'ahead': Feature({'ahead': 1, 'steps': 4}, _STALE, moment=Moment('update', 2, 2, 2)),
   'curriculum': Feature(
     {'weight': 'variance', 'by': 'kind', 'uniform_share': 0.5, 'tasks': 3},
-    _PLAIN,
-    {'tasks': _BY_KIND, 'make_env': graded(says_city)},
+    given={'tasks': _BY_KIND, 'make_env': graded(says_city)},
     check=check_curriculum,
   ),
-  'refills': Feature(
-    {'max_refills': 2, 'samples': 2}, _PLAIN, {'make_env': graded(says_city)}
-  ),
   # Its state is a tree without the leaves of the other optimizer.
-  'muon': Feature({'optimizer': 'muon', 'learning_rate': 3e-2}, _PLAIN, check=check_muon),
+  'muon': Feature({'optimizer': 'muon', 'learning_rate': 3e-2}, check=check_muon),
   # With moments of 8 bits in the host's memory, and a KL to the base.
   'adapters': Feature(
     {'lora_rank': 2, 'lora_targets': 'q, o,up', 'learning_rate': 3e-2}
