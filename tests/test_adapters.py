@@ -3,8 +3,6 @@
 import asyncio
 import dataclasses
 import functools
-import json
-import os
 import threading
 from typing import Any
 
@@ -14,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import script
 import tiny
 
 from agent_r1_jax import config as config_lib
@@ -329,42 +326,3 @@ class TestPrograms:
     engine = clients.engine()
     assert engine.adapters.slots.copies == []
     assert engine.adapters.slots.select(0, np.zeros(3, np.int32)) is None
-
-
-_SHARDED = """
-import json, sys
-import jax
-jax.config.update('jax_num_cpu_devices', 2)
-import clients, tiny
-import adapted
-import test_adapters as t
-from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.models import sharding
-
-mesh = sharding.make_mesh(tensor=2)
-params = sharding.shard_params(clients.params(), mesh)
-sizes = tiny.SIZES | clients.EXACT
-engine = engine_lib.Engine(
-  tiny.config(), params, mesh=mesh, adapters=4, adapter_rank=4, **sizes
-)
-for name in adapted.NAMES:
-  engine.adapters.set(name, adapted.make(name))
-stacks = engine.adapters.slots.copies[0][1]
-part = lambda x: x.addressable_shards[0].data.shape
-assert part(stacks['attn']['q']['b']) == (5, 4, 16) != stacks['attn']['q']['b'].shape
-assert part(stacks['mlp']['down']['a']) == (5, 4, 12)
-assert part(stacks['attn']['q']['a']) == stacks['attn']['q']['a'].shape
-asked = [t._ask(engine, *asked, most=8) for asked in enumerate(adapted.NAMES)]
-found = [reply.tokens.tolist() for reply, _ in t._run(engine, *asked)]
-assert found == json.loads(sys.argv[1]), found
-"""
-
-
-def test_tensor_sharded_replicas_sample_the_same():
-  paths = os.pathsep.join(map(str, (script.ROOT / 'tests', script.ROOT)))
-  expected = _expect(
-    [(seed, name, {'most': 8}) for seed, name in enumerate(adapted.NAMES)]
-  )
-  tokens = json.dumps([reply.tokens.tolist() for reply, _ in expected])
-  done = script.run('-c', _SHARDED, tokens, PYTHONPATH=paths)
-  assert done.returncode == 0, done.stderr

@@ -1,7 +1,6 @@
 """Optimizers: the size of their states, their steps, and that they learn."""
 
 import functools
-import os
 
 from flax import traverse_util
 import jax
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import script
 import tiny
 
 from agent_r1_jax import config as config_lib
@@ -280,56 +278,6 @@ def test_muons_steps_are_about_as_long_as_adams():
       size[kind] = float(jnp.sqrt(jnp.mean(jnp.square(jax.tree.leaves(updates)[0]))))
     assert 0.4 < size['muon'] / size['adamw'] < 1.2, (shape, size)
     assert 0.1 < size['muon'] < 0.25
-
-
-_EIGHT = """
-import jax, numpy as np
-jax.config.update('jax_num_cpu_devices', 8)
-import tiny
-from agent_r1_jax import config as config_lib
-from agent_r1_jax.models import sharding
-from agent_r1_jax.rl import learner, optimizers
-
-optimizer = optimizers.make(config_lib.Optimizer(kind='muon'), 1e-2)
-params = jax.device_get(tiny.params(tiny.config('qwen2')))
-rng = np.random.default_rng(0)
-draw = lambda x: rng.normal(size=x.shape).astype(np.float32)
-gradients = [jax.tree.map(draw, params) for _ in range(2)]
-
-def step(sizes):
-  mesh = sizes and sharding.make_mesh(**sizes)
-  with sharding.use_mesh(mesh):
-    start = sharding.shard_params(jax.tree.map(jax.numpy.array, params), mesh)
-    state = learner.init(start, optimizer)
-    for drawn in gradients:
-      grads = learner.Gradients(
-        sharding.shard_params(jax.tree.map(jax.numpy.array, drawn), mesh),
-        {'loss': np.float32(1), 'weight': np.float32(1)},
-      )
-      state, _ = learner.optim_step(state, grads, optimizer=optimizer)
-  return state
-
-change = lambda state: jax.tree.map(np.subtract, jax.device_get(state.params), params)
-want = jax.tree_util.tree_leaves_with_path(change(step(None)))
-for sizes in (dict(data=8), dict(fsdp=2, tensor=2, context=2), dict(fsdp=4, tensor=2)):
-  state = step(sizes)
-  found = jax.tree.leaves(change(state))
-  for (path, x), y in zip(want, found, strict=True):
-    np.testing.assert_allclose(y, x, rtol=0, atol=1e-3 * np.abs(x).max(), err_msg=path)
-  momentum = state.opt_state[1][0].inner_states['muon'].inner_state.mu
-  for place, name in (('attn', 'q'), ('attn', 'o'), ('mlp', 'down')):
-    held = (tree['layers'][place][name]['kernel'] for tree in (momentum, state.params))
-    held, kernel = (x.sharding.shard_shape(x.shape) for x in held)
-    assert held == kernel, (sizes, name, held, kernel)
-print('equal')
-"""
-
-
-def test_eight_chips_make_muons_step_as_one_does():
-  """And its momentum lies where the kernel does."""
-  paths = os.pathsep.join(map(str, (script.ROOT / 'tests', script.ROOT)))
-  done = script.run('-c', _EIGHT, PYTHONPATH=paths)
-  assert done.returncode == 0 and done.stdout == 'equal\n', done.stderr[-4000:]
 
 
 def test_rounding_is_right_on_average():

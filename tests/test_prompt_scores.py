@@ -25,12 +25,13 @@ def ask(engine, prompt, **fields):
   return submit()
 
 
-def assert_learners(asked, temperature=1.0):
+def assert_learners(asked, temperature=1.0, params=None, shape=None):
   whole = [
     types.Segment(p, np.ones(len(p), bool), np.zeros(len(p), np.float32))
     for p, _, _ in asked
   ]
-  learned = tiny.learned(clients.params(), whole, temperature=temperature)
+  params = clients.params() if params is None else params
+  learned = tiny.learned(params, whole, shape=shape, temperature=temperature)
   for (prompt, scores, _), expected in zip(asked, learned, strict=True):
     assert scores.logprobs.shape == prompt.shape and np.isnan(scores.logprobs[0])
     np.testing.assert_allclose(scores.logprobs[1:], expected[1:], atol=2e-5)

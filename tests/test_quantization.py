@@ -1,7 +1,6 @@
 """quantization.py: kernels of 8 bits, and engines and runs that sample with them."""
 
 import dataclasses
-import os
 from typing import Any
 
 import clients
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import runs
 from safetensors import numpy as safetensors_numpy
-import script
 import tiny
 
 from agent_r1_jax import config as config_lib
@@ -240,40 +238,6 @@ def test_frozen_kernels_are_counted_in_bytes():
   up = copy['layers'][1]['mlp']['up']
   kinds = {name: x.dtype.name for name, x in up.items()}
   assert kinds.pop('kernel') == 'int8' and {*kinds.values()} == {'float32'}
-
-
-_MESH = """
-import jax
-jax.config.update('jax_num_cpu_devices', 4)
-import clients, tiny
-from agent_r1_jax.models import families, lora, quantization, sharding
-
-shape = tiny.config('qwen2', 1)
-frozen = quantization.freeze(tiny.params(shape), shape, 'int8')
-frozen = lora.add(frozen, 4, tuple(families.TARGETS), 6.0, jax.random.key(0))
-for leaf in (*frozen['layers']['attn'].values(), *frozen['layers']['mlp'].values()):
-  if 'lora_b' in leaf:
-    leaf['lora_b'] = 0.3 * jax.random.normal(jax.random.key(1), leaf['lora_b'].shape)
-mesh = sharding.make_mesh(fsdp=2, tensor=2)
-placed = jax.device_put(frozen, sharding.make_shardings(frozen, mesh))
-engine = tiny.engine(placed, shape=shape, mesh=mesh)
-segments = [*clients.run(engine, range(2)).values()]
-with sharding.use_mesh(mesh):
-  tiny.assert_on_policy(placed, segments, shape=shape)
-copy = engine.replicas[1].policy.copies[1]['layers'][0]['attn']
-parts = ('kernel', 'kernel_scale')
-shards = lambda leaf: [leaf[x].addressable_shards[0].data.shape for x in parts]
-assert shards(copy['q']) == [(16, 16), (1, 16)], shards(copy['q'])
-assert shards(copy['o']) == [(2, 8, 16), (1, 1, 16)], shards(copy['o'])
-up = placed['layers']['mlp']['up']
-assert shards(up) == [(1, 8, 12), (1, 1, 12)], shards(up)
-"""
-
-
-def test_two_chips_of_a_replica_sample_as_one():
-  paths = os.pathsep.join(map(str, (script.ROOT / 'tests', script.ROOT)))
-  done = script.run('-c', _MESH, PYTHONPATH=paths)
-  assert done.returncode == 0, done.stderr
 
 
 def _freeze(shape, format_name='int8', targets=tuple(families.TARGETS)):

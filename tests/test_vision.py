@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import pathlib
 
 import jax
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 import pytest
-import script
 import tiny
 
 from agent_r1_jax import types
@@ -318,65 +316,3 @@ def test_bfloat16_is_close_and_the_sampler_has_the_learners_features():
   assert learner.dtype == jnp.bfloat16
   np.testing.assert_array_equal(learner, sampler)
   _assert_close(np.asarray(learner, np.float32), _features()[0], 5e-2)
-
-
-_EIGHT = """
-import dataclasses
-import jax, numpy as np
-jax.config.update('jax_num_cpu_devices', 8)
-jax.config.update('jax_numpy_rank_promotion', 'raise')
-import tiny
-from agent_r1_jax import types
-from agent_r1_jax.models import decoder, sharding
-from agent_r1_jax.models.pictures import picture_tokens, vision
-
-config = tiny.config('qwen2_5_vl', layers=1)
-tower = dataclasses.replace(config.vision, num_layers=2)
-config = dataclasses.replace(config, vision=tower)
-params = jax.device_get(tiny.params(config))
-rng = np.random.default_rng(0)
-pictures = [
-  picture_tokens.Picture(rng.integers(0, 256, (4 * a * b, 48), np.uint8), (a, b))
-  for a, b in ((3, 2), (2, 5), (4, 3), (1, 1))
-]
-batch, starts = picture_tokens.pack(pictures, config.vision, rows=4, patches=64)
-B, T = 4, 32
-tokens = rng.integers(0, 290, (B, T)).astype(np.int32)
-positions = np.tile(np.arange(T, dtype=np.int32), (B, 1))
-index = np.full((B, T), -1, np.int32)
-for row, (picture, start) in enumerate(zip(pictures, starts)):
-  index[row, 3 : 3 + picture.tokens] = np.arange(picture.tokens) + start
-places = np.stack([positions, positions // 2, positions % 7], axis=-1)
-
-@jax.jit
-def gradient(params, batch, tokens, index):
-  def loss(params):
-    seen = types.Pictures(places, index, vision.features(params, config, batch))
-    sees = types.Segments(positions * 0 + 1)
-    rows = types.Rows(tokens, positions, sees, seen)
-    return jax.numpy.square(decoder.hidden(params, config, rows)[:, :, 0]).mean()
-  return jax.value_and_grad(loss)(params)
-
-want, want_gradient = gradient(params, batch, tokens, index)
-mesh = sharding.make_mesh(fsdp=4, tensor=2)
-where = sharding.make_shardings(params, mesh)
-rows = sharding.batch_sharding(mesh)
-with jax.set_mesh(mesh):
-  found, found_gradient = gradient(
-    jax.device_put(params, where), jax.device_put(batch, rows),
-    *jax.device_put((tokens, index), rows),
-  )
-np.testing.assert_allclose(found, want, rtol=1e-6)
-for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(want_gradient),
-                        jax.tree.leaves(found_gradient), strict=True):
-  scale = max(np.abs(x).max(), 1e-6)
-  np.testing.assert_allclose(y, x, rtol=0, atol=2e-5 * scale, err_msg=str(path))
-kernel = found_gradient['vision']['blocks']['gate']['kernel']
-assert kernel.addressable_shards[0].data.shape == (2, 4, 24), kernel.sharding
-"""
-
-
-def test_eight_chips_compute_what_one_does():
-  paths = os.pathsep.join(map(str, (script.ROOT / 'tests', script.ROOT)))
-  done = script.run('-c', _EIGHT, PYTHONPATH=paths)
-  assert done.returncode == 0, done.stderr[-4000:]
