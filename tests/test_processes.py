@@ -27,13 +27,13 @@ from agent_r1_jax.rl import algorithms, losses
 from agent_r1_jax.train import metrics
 
 _HEARTBEAT = 10
-_CHIPS = 4
+pytestmark = pytest.mark.usefixtures('no_curves')
 
 
 def _config(model, **kwargs):
   small = {
     'steps': 3,
-    'tasks': 3,  # of which one process gets fewer
+    'tasks': 2,  # of which one of three processes gets none
     'samples': 4,
     'max_turns': 2,
     'max_turn_tokens': 6,
@@ -45,20 +45,20 @@ def _config(model, **kwargs):
     'prefill_tokens': 32,
     'bucket': 96,
     'narrow': False,
-    'microbatch': _CHIPS,
+    'microbatch': 6,
     'checkpoint_every': 1,
     'eval_every': 2,
   }
   return tiny.run_config(model=str(model), **small | kwargs)
 
 
-def _run(count, workdir, model, *arguments):
-  """Runs processes, together with _CHIPS devices; returns their statuses and stderr."""
+def _run(count, workdir, model, *arguments, chips=1):
+  """Runs processes, of so many devices each; returns their statuses and stderr."""
   with socket.socket() as free:
     free.bind(('127.0.0.1', 0))
     port = free.getsockname()[1]
   environment = {
-    'JAX_NUM_CPU_DEVICES': str(_CHIPS // count),
+    'JAX_NUM_CPU_DEVICES': str(chips),
     'AGENT_R1_HEARTBEAT_SECONDS': str(_HEARTBEAT),
   }
   if 'stuck' in arguments:
@@ -116,54 +116,60 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def alone(model, tmp_path_factory):
-  """One process with all chips."""
-  workdir = tmp_path_factory.mktemp('alone') / 'run'
-  (ended,) = _run(1, workdir, model)
-  assert ended[0] == 0, ended[1]
-  return workdir
+  """Runs of this process, which has one device: in turn, and one rollout ahead."""
+  root = tmp_path_factory.mktemp('alone')
+  for name, ahead in (('in turn', '0'), ('ahead', '1')):
+    tiny.within(_train, root / name, model, '', '0', ahead)
+  return root
 
 
-def test_four_processes_train_the_parameters_of_one(model, alone, tmp_path):
-  """With no task for one of them, and slow tools in one; below are two processes."""
-  ended = _run(4, tmp_path / 'run', model)
-  assert [status for status, _ in ended] == [0] * 4, ended
-  _assert_same(tmp_path / 'run', alone)
-  assert {p.name for p in (tmp_path / 'run').iterdir()} == {
-    p.name for p in alone.iterdir()
-  }
-  conversations = _logged_messages(alone)
+def test_three_processes_train_the_parameters_of_one(model, alone, tmp_path):
+  """With slow tools in one; after two steps it dies, and the others name it.
+
+  One process goes on, with another mesh, other sizes and a chip that only samples.
+  """
+  workdir = tmp_path / 'run'
+  first, died, last = _run(3, workdir, model, 'dies', '0', '0', 'data=3')
+  assert died[0] == -signal.SIGKILL, died[1]
+  for status, said in (first, last):
+    assert status == 1, said
+    assert 'process 1 of 3 is lost (killed' in said
+    assert 'Traceback' not in said and len(said.splitlines()) <= 3, said
+  assert max(line['step'] for line in metrics.read(workdir)) == 2
+  sizes = ['data=2', 'rows=2', 'microbatch=8', 'keep=1', 'checkpoint_every=2']
+  (ended,) = _run(1, workdir, model, '', '1', '0', *sizes, chips=3)
+  assert ended[0] == 0, ended
+  _assert_same(workdir, alone / 'in turn')
+  names = [{p.name for p in path.iterdir()} for path in (workdir, alone / 'in turn')]
+  assert names[0] == names[1]
+  conversations = _logged_messages(alone / 'in turn')
   assert min(len(texts) for texts in conversations.values()) >= 2
-  assert _logged_messages(tmp_path / 'run') == conversations
+  assert _logged_messages(workdir) == conversations
 
 
 def test_chips_that_only_sample_change_no_parameter(model, alone, tmp_path):
-  """In turn and one rollout ahead; also after a preemption of one process."""
-  (ended,) = _run(1, tmp_path / 'turns', model, '', '2')
-  assert ended[0] == 0, ended[1]
-  _assert_same(tmp_path / 'turns', alone)
-  for count, samplers, moments in ((1, 0, ['']), (2, 1, ['preempted', ''])):
-    workdir = tmp_path / f'{count} {samplers}'
-    for moment in moments:
-      ended = _run(count, workdir, model, moment, str(samplers), '1')
-      assert {status for status, _ in ended} == {preemption.EXIT_STATUS if moment else 0}
-      if moment:
-        assert max(line['step'] for line in metrics.read(workdir)) == 1
-    _assert_same(workdir, tmp_path / '1 0')
-  age = [line.get('train/stale_steps_max') for line in _numbers(tmp_path / '1 0')]
+  """One rollout ahead, after a preemption of one of two processes; above, in turn."""
+  for moment in ('preempted', ''):
+    ended = _run(2, tmp_path / 'ahead', model, moment, '1', '1', chips=2)
+    expected = preemption.EXIT_STATUS if moment else 0
+    assert {status for status, _ in ended} == {expected}, ended
+    if moment:
+      assert max(line['step'] for line in metrics.read(tmp_path / 'ahead')) == 1
+  _assert_same(tmp_path / 'ahead', alone / 'ahead')
+  age = [line.get('train/stale_steps_max') for line in _numbers(tmp_path / 'ahead')]
   assert age == [None, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
   ('moment', 'status', 'all_end_with', 'word'),
   [
-    ('dies', -signal.SIGKILL, 1, 'is lost (killed'),
     ('raises', 1, 1, 'raised LookupError: no such task'),
     ('no start', 1, 1, 'raised LookupError: no index here'),
     ('stuck', preemption.EXIT_STATUS, preemption.EXIT_STATUS, 'was told to end'),
   ],
 )
 def test_where_one_process_ends_the_others_end_and_name_it(
-  moment, status, all_end_with, word, model, alone, tmp_path
+  moment, status, all_end_with, word, model, tmp_path
 ):
   """The other one says in one line who ended, and why."""
   died, lost = reversed(_run(2, tmp_path / 'run', model, moment))
@@ -173,15 +179,6 @@ def test_where_one_process_ends_the_others_end_and_name_it(
   assert f'process 1 of 2 {word}' in lost[1], lost[1]
   # A collective that broke off may have been noticed before; and JAX warns at its start.
   assert 'Traceback' not in lost[1] and len(lost[1].splitlines()) <= 3, lost[1]
-  if moment != 'no start':
-    assert max(line['step'] for line in metrics.read(tmp_path / 'run')) == 1
-  if moment != 'dies':
-    return
-  # Another number of processes may go on, with another mesh and other sizes.
-  sizes = ['data=2', 'rows=2', 'microbatch=8', 'keep=1', 'checkpoint_every=2']
-  ended = _run(1, tmp_path / 'run', model, '', '0', '0', *sizes)
-  assert ended[0][0] == 0, ended
-  _assert_same(tmp_path / 'run', alone)
 
 
 def test_processes_that_were_given_different_things_are_refused(model, tmp_path):
@@ -217,7 +214,7 @@ class _Tasks(list):
 
   def __getitem__(self, place):
     if os.environ.get('JAX_PROCESS_ID') == '1' and _Env.moment.startswith('raises'):
-      if _learned(_Env.moment) == 1:
+      if _Env.begun:
         raise LookupError('no such task')
     return super().__getitem__(place)
 
@@ -226,8 +223,10 @@ class _Env:
   """An episode of two turns, which are slow in the second process."""
 
   moment = ''
+  begun = False
 
   async def reset(self, task):
+    _Env.begun = True
     self.turns = 0
     return task.messages
 
@@ -236,7 +235,9 @@ class _Env:
     one = '0' if self.moment.startswith('first') else '1'
     if os.environ.get('JAX_PROCESS_ID') == one:
       await asyncio.sleep(0.2)
-      if self.moment and _learned(self.moment) == int(one):
+      # The lines that are written when it happens.
+      at = {'dies': 2, 'preempted': 1, 'first dies': 0, 'stuck': 0}
+      if self.moment and _learned(self.moment) == at.get(self.moment.split(':')[0]):
         dies = 'dies:' in self.moment
         if self.moment.startswith('stuck'):
           # It never gets to saving.
@@ -267,12 +268,17 @@ class _OtherEnv(_Env):
     return dataclasses.replace(await super().step(reply), reward=0.0)
 
 
-def main(workdir, model, moment='', samplers='0', ahead='0', *flags):
-  """Trains; `moment` names what happens to the second process after the first step.
-
-  The first dies in the first evaluation. No curve is drawn.
-  """
+def main(*arguments):
   plots.plot_curves = lambda runs, path, *_, **__: pathlib.Path(path).touch()
+  _train(*arguments)
+
+
+def _train(workdir, model, moment='', samplers='0', ahead='0', *flags):
+  """Trains; `moment` names what happens to the second process.
+
+  It dies or is preempted after the first step, raises in the first rollout, and is stuck
+  in the first evaluation, in which the first process dies.
+  """
   _Env.moment = moment and f'{moment}:{workdir}'
   algorithm = algorithms.reinforce_plus_plus(kl_coef=0.01)
   if ahead != '0':
