@@ -1,13 +1,13 @@
 """The worst day: a training run while everything goes wrong that can.
 
 Three runs of bad_day.py: one undisturbed; one with faults that the policy does not see,
-which is also killed, told to end, stopped for a while, and whose disk fills and is freed;
-and one with faults that the policy sees, killed and told to end as well.
+which is also killed and stopped for a while, and whose disk fills and is freed; and one
+with faults that the policy sees, which is told to end.
 
 The disk is a small file system in memory, mounted on the second run's workdir; where
 mounting is not allowed, its disk is not filled. AGENT_R1_BAD_DAY=4 makes a day of 32
-steps with 4 of each disturbance (docs/reliability.md); AGENT_R1_BAD_DAY_SEED chooses
-their order and times.
+steps with 4 of each disturbance to both (docs/reliability.md); AGENT_R1_BAD_DAY_SEED
+chooses their order and times.
 """
 
 import contextlib
@@ -32,12 +32,10 @@ from experiments.miniwiki import tasks as miniwiki
 
 TIMES = int(os.environ.get('AGENT_R1_BAD_DAY', '0'))
 SEED = os.environ.get('AGENT_R1_BAD_DAY_SEED', '0')
-# What is done to a run, how often, and within how many seconds of its start.
-DISTURBANCES = ['kill', 'terminate', 'interrupt', 'stop'] * TIMES or [
-  'kill',
-  'terminate',
-  'stop',
-]
+# What is done to a run, how often, and within how many seconds of its start. On a short
+# day each is done to one of the two runs.
+ALL = ['kill', 'terminate', 'interrupt', 'stop'] * TIMES
+HIDDEN, VISIBLE = ALL or ['kill', 'stop'], ALL or ['terminate']
 FILLS, REACH = TIMES or 1, 8.0 if TIMES else 4.0
 # A signal is answered within so many seconds, also on a machine that does other work.
 ANSWER = 10.0 if TIMES else 120.0
@@ -218,7 +216,7 @@ def calm(tmp_path_factory) -> pathlib.Path:
 def test_a_run_with_hidden_faults_has_the_bits_of_a_calm_one(calm, tmp_path):
   workdir, rng = tmp_path / 'hidden', random.Random(SEED)
   with mount_small_disk(workdir) as mounted:
-    kinds = DISTURBANCES + ['fill'] * FILLS * mounted
+    kinds = HIDDEN + ['fill'] * FILLS * mounted
     rng.shuffle(kinds)
     assert endure(workdir, 'hidden', kinds) == []
     assert read_numbers(workdir) == read_numbers(calm)
@@ -228,7 +226,7 @@ def test_a_run_with_hidden_faults_has_the_bits_of_a_calm_one(calm, tmp_path):
 
 def test_a_run_with_visible_faults_counts_every_one(calm, tmp_path):
   workdir = tmp_path / 'visible'
-  kinds = random.Random(SEED).sample(DISTURBANCES, len(DISTURBANCES))
+  kinds = random.Random(SEED).sample(VISIBLE, len(VISIBLE))
   assert endure(workdir, 'visible', kinds) == []
   found = _count(workdir)
   errors = {name: n for name, n in found.items() if name.startswith('error/')}
