@@ -15,7 +15,6 @@ import types
 import jax
 import pytest
 
-from agent_r1_jax.models import costs
 from agent_r1_jax.report import progress as progress_lib
 
 
@@ -185,5 +184,5 @@ def test_operations_of_an_update_are_those_of_a_second_and_a_chip(monkeypatch):
   metrics = {'train/operations': 24e12, 'time/update': 2.0}
   measured = meter.measure(metrics)
   assert measured['machine/update_tflops'] == 3.0 and 'machine/mfu' not in measured
-  monkeypatch.setitem(costs.PEAKS, jax.devices()[0].device_kind, 12e12)
+  monkeypatch.setitem(progress_lib.PEAKS, jax.devices()[0].device_kind, 12e12)
   assert meter.measure(metrics)['machine/mfu'] == 0.25

@@ -1,4 +1,4 @@
-"""Counts the operations that a model needs; MFU is their share of what a chip can do.
+"""Counts the operations that a model needs, for MFU (report/progress.py).
 
 A multiplication is one operation, an addition another: a product of [M, K] and [K, N] has
 2 M K N. As in PaLM (arXiv 2204.02311, appendix B), products with kernels and those of
@@ -17,31 +17,8 @@ from agent_r1_jax import types
 from agent_r1_jax.models import lora
 from agent_r1_jax.models.decoder_config import DecoderConfig
 
-# The most operations a second in bfloat16, without sparsity, as the makers publish them;
-# by what jax.Device.device_kind begins with.
-PEAKS = {
-  'TPU v4': 275e12,
-  'TPU v5e': 197e12,
-  'TPU v5 lite': 197e12,
-  'TPU v5': 459e12,
-  'TPU v6e': 918e12,
-  'TPU v6 lite': 918e12,
-  'NVIDIA A100': 312e12,
-  'NVIDIA H100': 989e12,
-  'NVIDIA H100 NVL': 835e12,
-  'NVIDIA H100 PCIe': 756e12,
-  'NVIDIA H200': 989e12,
-  'NVIDIA B200': 2250e12,
-}
-
 # The names of the matrices among parameters.
 _MATRICES = ('kernel', 'lora_a', 'lora_b')
-
-
-def find_peak(device_kind: str) -> float | None:
-  """Returns the most operations a second of a chip, or None if it is not known."""
-  names = [name for name in PEAKS if device_kind.startswith(name)]
-  return PEAKS[max(names, key=len)] if names else None
 
 
 class Parameters(NamedTuple):

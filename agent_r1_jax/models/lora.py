@@ -193,18 +193,6 @@ def join(learned: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
   return traverse_util.unflatten_dict(flat(learned) | flat(frozen))
 
 
-def project(
-  x: Array, kernel: Array, name: str, a: Array, b: Array, scale: Array
-) -> Array:
-  """x · (W + s · A · B) in x's type, [*M, *inputs] to [*M, *outputs].
-
-  x, A and B have gradients; W and s are frozen. W must be the caller's very array: a scan
-  over layers that saves any other one for the backward pass stacks all kernels anew. Its
-  name is that of sharded_params.gather_kernel.
-  """
-  return _project(x, kernel, name, a, b, scale)
-
-
 def project_alone(x: Array, a: Array, b: Array, scale: Array) -> Array:
   """s x · A · B, [*M, *inputs] to float32 [*M, *outputs]; products are of x's type.
 
@@ -236,14 +224,22 @@ def project_rows(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _project(x, kernel, name, a, b, scale):
+def project(
+  x: Array, kernel: Array, name: str, a: Array, b: Array, scale: Array
+) -> Array:
+  """x · (W + s · A · B) in x's type, [*M, *inputs] to [*M, *outputs].
+
+  x, A and B have gradients; W and s are frozen. W must be the caller's very array: a scan
+  over layers that saves any other one for the backward pass stacks all kernels anew. Its
+  name is that of sharded_params.gather_kernel.
+  """
   merged = _merge_kernel(kernel, a, b, scale).astype(x.dtype)
   merged = sharded_params.gather_kernel(merged, name)
   return jnp.tensordot(x, merged, a.ndim - 1)
 
 
 def _forward(x, kernel, name, a, b, scale):
-  return _project(x, kernel, name, a, b, scale), (x, kernel, a, b, scale)
+  return project(x, kernel, name, a, b, scale), (x, kernel, a, b, scale)
 
 
 def _backward(name, saved, dy):
@@ -270,7 +266,7 @@ def _backward(name, saved, dy):
   return dx, None, da.astype(a.dtype), db.astype(b.dtype), None
 
 
-_project.defvjp(_forward, _backward)
+project.defvjp(_forward, _backward)
 
 
 @jax.jit

@@ -133,6 +133,7 @@ def is_frozen(params: dict[str, Any]) -> bool:
   return SCALE in params['layers']['attn']['q']
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def project(x: Array, values: Array, scale: Array, inputs: int, name: str) -> Array:
   """(x · values) · scale, [*M, *inputs] to float32 [*M, *outputs].
 
@@ -140,11 +141,6 @@ def project(x: Array, values: Array, scale: Array, inputs: int, name: str) -> Ar
   again: a scan over layers would stack the casts of all. `name` is that of
   sharded_params.gather_kernel; the chips pass 8 bits on.
   """
-  return _project(x, values, scale, inputs, name)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _project(x, values, scale, inputs, name):
   product = functools.partial(jnp.tensordot, preferred_element_type=jnp.float32)
   y = product(x, _cast(values, name, x.dtype), inputs)
   return y * _match(scale, inputs, y)
@@ -152,7 +148,7 @@ def _project(x, values, scale, inputs, name):
 
 def _forward(x, values, scale, inputs, name):
   # An empty array says the type of x.
-  y = _project(x, values, scale, inputs, name)
+  y = project(x, values, scale, inputs, name)
   return y, (values, scale, jnp.zeros(0, x.dtype))
 
 
@@ -165,7 +161,7 @@ def _backward(inputs, name, saved, dy):
   return dx, None, None
 
 
-_project.defvjp(_forward, _backward)
+project.defvjp(_forward, _backward)
 
 
 def _cast(values: Array, name: str, dtype: Any) -> Array:

@@ -22,7 +22,6 @@ from typing import Any
 import jax
 
 from agent_r1_jax.host import disk, preemption, runtime, terminal
-from agent_r1_jax.models import costs
 
 # The labels of a training step's metrics, in the order in which they are shown -> their
 # names in metrics.jsonl.
@@ -51,6 +50,22 @@ _FORMATS = {
   'memory': '{:.1f} GB',
   'MFU': '{:.0%}',
 }
+# The most operations a second in bfloat16, without sparsity, as the makers publish them;
+# by what jax.Device.device_kind begins with.
+PEAKS = {
+  'TPU v4': 275e12,
+  'TPU v5e': 197e12,
+  'TPU v5 lite': 197e12,
+  'TPU v5': 459e12,
+  'TPU v6e': 918e12,
+  'TPU v6 lite': 918e12,
+  'NVIDIA A100': 312e12,
+  'NVIDIA H100': 989e12,
+  'NVIDIA H100 NVL': 835e12,
+  'NVIDIA H100 PCIe': 756e12,
+  'NVIDIA H200': 989e12,
+  'NVIDIA B200': 2250e12,
+}
 _BARS = '▁▂▃▄▅▆▇█'
 # Characters of the columns of one metric in the view: name, last value, sparkline.
 _WIDTHS = 15, 8, 12
@@ -58,6 +73,12 @@ _WIDTHS = 15, 8, 12
 _REFRESHES, _STOP_SECONDS = 2.0, 2.0
 # The interval at which the phase of a long step is written to a log file.
 _PHASE_SECONDS = 60.0
+
+
+def find_peak(device_kind: str) -> float | None:
+  """Returns the most operations a second of a chip, or None if it is not known."""
+  names = [name for name in PEAKS if device_kind.startswith(name)]
+  return PEAKS[max(names, key=len)] if names else None
 
 
 class Progress:
@@ -319,6 +340,6 @@ class Meter:
       return {}
     chips = 1 if self._engine.mesh is None else self._engine.mesh.size
     speed = metrics['train/operations'] / metrics['time/update'] / chips
-    peak = costs.find_peak(jax.devices()[0].device_kind)
+    peak = find_peak(jax.devices()[0].device_kind)
     mfu = {'machine/mfu': speed / peak} if peak else {}
     return {'machine/update_tflops': speed / 1e12} | mfu
