@@ -86,7 +86,7 @@ class Engine:
         or what config.ops excludes.
     """
     if weights != 'model':
-      quantization.check(weights, config.num_experts, 'weights')
+      quantization.check(weights, config, 'weights')
     ops_lib.choose(config).check(
       config,
       params,

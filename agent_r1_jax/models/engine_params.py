@@ -33,7 +33,7 @@ def unstack(
     ValueError: There is no such format, or it is not for this model.
   """
   if weights != 'model':
-    quantization.check(weights, config.num_experts, 'engine.weights')
+    quantization.check(weights, config, 'engine.weights')
   others = {k: v for k, v in params.items() if k not in ('layers', 'final_norm')}
   cast = sharding.map_named(
     lambda path, x: round_leaf(x, _choose_dtype(path, x, config)), others

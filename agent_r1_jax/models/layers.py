@@ -88,7 +88,7 @@ class Projection(nn.Module):
     adapter = [self.get_variable('params', leaf) for leaf in lora.LEAVES if adapted]
     if self.has_variable('params', quantization.SCALE):
       scale = self.get_variable('params', quantization.SCALE)
-      y = quantization.project(x, kernel, scale, self.input_axes, name)
+      y: Any = quantization.project(x, kernel, scale, self.input_axes, name)
       y = (y + lora.project_alone(x, *adapter) if adapted else y).astype(self.dtype)
     elif adapted:
       y = lora.project(x, kernel, name, *adapter)

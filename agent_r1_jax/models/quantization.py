@@ -35,17 +35,17 @@ SCALE = 'kernel_scale'
 KERNELS = {target.path: target for target in families.TARGETS.values()}
 
 
-def check(format_name: str, num_experts: int, name: str) -> None:
+def check(format_name: str, config: decoder_config.DecoderConfig, name: str) -> None:
   """Raises ValueError for an unknown format, or for a mixture of experts.
 
   Args:
     format_name: One of FORMATS.
-    num_experts: Experts of a layer of the model.
+    config: The shape of the model.
     name: The name of the setting, for the message.
   """
   if format_name not in FORMATS:
     raise ValueError(f'{name} is {format_name!r}; give one of {", ".join(FORMATS)}.')
-  if num_experts:
+  if config.num_experts:
     raise ValueError(
       f'{name} is {format_name!r}, but the kernels of experts, of which this model '
       'mostly consists, have no form of 8 bits here; leave it out.'
@@ -111,7 +111,7 @@ def freeze(
   params: dict[str, Any], config: decoder_config.DecoderConfig, format_name: str
 ) -> dict[str, Any]:
   """Does `freeze_leaf` with all parameters; raises ValueError as `check` does."""
-  check(format_name, config.num_experts, 'model.frozen')
+  check(format_name, config, 'model.frozen')
   flat: Any = traverse_util.flatten_dict(params, sep='/')
   scales: dict[str, Array] = {}
   for path, x in flat.items():
