@@ -3,7 +3,7 @@
 A dotted name is that of a flag: 'engine.rows' is the field `rows` of the field `engine`.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import copy
 import dataclasses
 import difflib
@@ -13,17 +13,17 @@ import json
 import math
 import re
 import sys
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 _T = TypeVar('_T')
 
 
-def names(kind: Any) -> Iterator[str]:
-  """Yields the dotted names of all fields of a dataclass, in their order."""
+def names(kind: Any, within: 'Range | None' = None) -> Iterator[str]:
+  """Yields the dotted names of all fields of a dataclass, or of those with a range."""
   for field in dataclasses.fields(kind):
     if dataclasses.is_dataclass(field.type):
-      yield from (f'{field.name}.{name}' for name in names(field.type))
-    else:
+      yield from (f'{field.name}.{name}' for name in names(field.type, within))
+    elif within in (None, field.metadata.get('range')):
       yield field.name
 
 
@@ -114,53 +114,63 @@ def explain(config: Any) -> Iterator[str]:
       yield f'{field.name}={value!r}: {meaning}'
 
 
-# What `check` calls a range of numbers: whether a number is in it, and its description in
-# the error's message.
-_RANGES = {
-  'at_least_0': (lambda x: 0 <= x < math.inf, ', at least 0'),
-  'at_least_1': (lambda x: 1 <= x < math.inf, ', at least 1'),
-  'above_0': (lambda x: x > 0, ' above 0'),
-  'from_0_below_1': (lambda x: 0 <= x < 1, ' from 0 to below 1'),
-  'from_0_to_1': (lambda x: 0 <= x <= 1, ', from 0 to 1'),
-  'above_0_to_1': (lambda x: 0 < x <= 1, ' above 0, at most 1'),
-  'chosen_if_0': (lambda x: x >= 0, ', and 0 chooses it'),
-}
+class Range(NamedTuple):
+  """A range of numbers. Called with a default, it makes a field of a dataclass."""
+
+  contains: Callable[[Any], bool]
+  text: str  # Its description in the error's message.
+
+  def __call__(self, default: float) -> Any:
+    """Makes a field whose number `check` refuses outside the range."""
+    return dataclasses.field(default=default, metadata={'range': self})
 
 
-def check(
-  config: Any,
-  name: str = '',
-  *,
-  choices: Mapping[str, Collection[str]] | None = None,
-  **ranges: Collection[str],
-) -> None:
+at_least_0 = Range(lambda x: 0 <= x < math.inf, ', at least 0')
+at_least_1 = Range(lambda x: 1 <= x < math.inf, ', at least 1')
+above_0 = Range(lambda x: x > 0, ' above 0')
+from_0_below_1 = Range(lambda x: 0 <= x < 1, ' from 0 to below 1')
+from_0_to_1 = Range(lambda x: 0 <= x <= 1, ', from 0 to 1')
+above_0_to_1 = Range(lambda x: 0 < x <= 1, ' above 0, at most 1')
+chosen_if_0 = Range(lambda x: x >= 0, ', and 0 chooses it')
+
+
+def one_of(*choices: str, default: str | None = None) -> Any:
+  """Makes a field with one of some texts, or the default, which is else the first."""
+  default = choices[0] if default is None else default
+  return dataclasses.field(default=default, metadata={'choices': choices})
+
+
+class Checked:
+  """A part of a configuration that checks its fields."""
+
+  def check(self, name: str = '') -> None:
+    """Raises ValueError for a wrong value; the message names the field.
+
+    `name` is the part's dotted name in the run's configuration, by default the class's.
+    """
+    check(self, name or type(self).__name__.lower())
+
+
+def check(config: Any, name: str = '') -> None:
   """Refuses a field of a wrong type or out of its range.
 
   Args:
-    config: A dataclass.
+    config: A dataclass. Numbers without a Range must be at least 0.
     name: Its dotted name in the run's configuration; empty for the outermost one.
-    choices: The values that fields of text may have.
-    **ranges: The fields whose numbers must be in a range, by the range's name in _RANGES,
-      such as at_least_1=('rows',). All other numbers must be at least 0.
 
   Raises:
     ValueError: Names the field, the value and what it may be.
   """
-  choices = dict(choices or {})
-  range_of = {field: kind for kind, group in ranges.items() for field in group}
   for field in dataclasses.fields(config):
-    value = getattr(config, field.name)
-    known, allowed = choices.pop(field.name, None), range_of.pop(field.name, 'at_least_0')
-    if known is None:
-      problem = _problem(field.type, value, allowed)
+    value, choices = getattr(config, field.name), field.metadata.get('choices')
+    if choices is None:
+      problem = _problem(field.type, value, field.metadata.get('range', at_least_0))
     else:
-      listed = ', '.join(map(repr, known))
-      problem = None if value in known else f'give one of {listed}.'
+      listed = ', '.join(map(repr, choices))
+      problem = None if value in (*choices, field.default) else f'give one of {listed}.'
     if problem:
       dotted = f'{name}.{field.name}' if name else field.name
       raise ValueError(f'{dotted} is {value!r}; {problem}')
-  if choices or range_of:
-    raise TypeError(f'{type(config)} has no fields {[*choices, *range_of]}.')
 
 
 def check_takes(name: str, function: Any, *arguments: str) -> None:
@@ -202,7 +212,7 @@ def parse_json(name: str, text: str, kind: type) -> Any:
   return value
 
 
-def _problem(kind: Any, value: Any, allowed: str) -> str | None:
+def _problem(kind: Any, value: Any, allowed: Range) -> str | None:
   """Returns what a value must be; None if it is that."""
   if kind in (bool, str):
     named = {bool: 'True or False', str: 'a text'}
@@ -213,5 +223,4 @@ def _problem(kind: Any, value: Any, allowed: str) -> str | None:
   numbers = int if kind is int else int | float
   if isinstance(value, bool) or not isinstance(value, numbers) or math.isnan(value):
     return f'it must be {sort}.'
-  in_range, text = _RANGES[allowed]
-  return None if in_range(value) else f'it must be {sort}{text}.'
+  return None if allowed.contains(value) else f'it must be {sort}{allowed.text}.'

@@ -94,11 +94,6 @@ def test_no_number_may_be_below_0_or_no_number(field):
       config.check()
 
 
-def test_ranges_of_fields_that_do_not_exist_are_a_mistake():
-  with pytest.raises(TypeError, match="no fields .'decode_step'"):
-    fields.check(config_lib.Engine(), at_least_1=('decode_step',))
-
-
 def test_choices_are_those_of_the_code():
   for kind in optimizers.KINDS:
     config_lib.Optimizer(kind=kind).check()

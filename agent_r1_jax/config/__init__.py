@@ -8,24 +8,21 @@ import dataclasses
 from typing import Any
 
 from agent_r1_jax import fields
-from agent_r1_jax.config import engine, learning
-from agent_r1_jax.config.agent import TOOL_FORMATS as TOOL_FORMATS
-from agent_r1_jax.config.agent import Chat as Chat
-from agent_r1_jax.config.agent import Limits as Limits
-from agent_r1_jax.config.engine import GREEDY as GREEDY
-from agent_r1_jax.config.engine import Engine as Engine
-from agent_r1_jax.config.engine import Sampling as Sampling
-from agent_r1_jax.config.host import Checkpoint as Checkpoint
-from agent_r1_jax.config.host import Mesh as Mesh
+from agent_r1_jax.config.learning import Alarms as Alarms
 from agent_r1_jax.config.learning import Batch as Batch
+from agent_r1_jax.config.learning import Checkpoint as Checkpoint
 from agent_r1_jax.config.learning import Curriculum as Curriculum
+from agent_r1_jax.config.learning import Mesh as Mesh
 from agent_r1_jax.config.learning import Optimizer as Optimizer
 from agent_r1_jax.config.learning import Schedule as Schedule
-from agent_r1_jax.config.models import Model as Model
-from agent_r1_jax.config.report import Alarms as Alarms
+from agent_r1_jax.config.playing import GREEDY as GREEDY
+from agent_r1_jax.config.playing import TOOL_FORMATS as TOOL_FORMATS
+from agent_r1_jax.config.playing import Chat as Chat
+from agent_r1_jax.config.playing import Engine as Engine
+from agent_r1_jax.config.playing import Limits as Limits
+from agent_r1_jax.config.playing import Model as Model
+from agent_r1_jax.config.playing import Sampling as Sampling
 
-# Fields of which a 0 means that the run chooses the value.
-SIZES = (*engine.SIZES, *learning.SIZES)
 # Where metrics can go; see report/sinks.py.
 SINKS = ('tensorboard', 'wandb', 'mlflow')
 
@@ -77,7 +74,7 @@ class Config:
   checkpoint: Checkpoint = _default(Checkpoint)
   alarms: Alarms = _default(Alarms)
   seed: int = 0
-  max_error_rate: float = 0.1
+  max_error_rate: float = fields.from_0_to_1(0.1)
   log_episodes: int = 8
   sinks: str = 'tensorboard'
   profile: str = ''
@@ -98,7 +95,7 @@ class Config:
     Raises:
       ValueError: Names the field, the value and what it may be.
     """
-    fields.check(self, from_0_to_1=('max_error_rate',))
+    fields.check(self)
     if unknown := set(self.sink_names).difference(SINKS):
       raise ValueError(
         f'sinks is {self.sinks!r}, with {", ".join(sorted(unknown))}; give some of '
@@ -109,13 +106,13 @@ class Config:
         f"profile is {self.profile!r}; give numbers of steps, such as '2,50'."
       )
     for field in dataclasses.fields(self):
-      room = getattr(self, field.name)
-      if isinstance(room, Sampling):
-        room.check(field.name)
-      elif hasattr(room, 'check'):
-        room.check()
+      part = getattr(self, field.name)
+      if hasattr(part, 'check'):
+        part.check(field.name)
 
 
+# Fields of which a 0 means that the run chooses the value (train/plan/sizes.py).
+SIZES = tuple(fields.names(Config, fields.chosen_if_0))
 # Parts of which all fields may have other values when a run is resumed, and such fields:
 # they change nothing that is trained, except for rounding and for episodes that run into
 # a time limit. docs/launching.md lists them. engine.slots bounds the length of episodes.

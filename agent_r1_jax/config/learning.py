@@ -1,15 +1,12 @@
-"""Settings of rollouts and updates."""
+"""Settings of how a policy learns: rollouts, updates, chips, checkpoints, alarms."""
 
 import dataclasses
 
 from agent_r1_jax import fields
 
-# Fields of which a 0 means that train/plan/sizes.py chooses the value.
-SIZES = ('batch.row_tokens', 'batch.microbatch')
-
 
 @dataclasses.dataclass
-class Schedule:
+class Schedule(fields.Checked):
   """The number of episodes and updates, their order, and the policies that sample.
 
   Attributes:
@@ -37,12 +34,12 @@ class Schedule:
   """
 
   steps: int = 100
-  tasks: int = 16
-  samples: int = 8
-  epochs: int = 1
-  minibatches: int = 1
+  tasks: int = fields.at_least_1(16)
+  samples: int = fields.at_least_1(8)
+  epochs: int = fields.at_least_1(1)
+  minibatches: int = fields.at_least_1(1)
   max_refills: int = 0
-  sync_every: int = 1
+  sync_every: int = fields.at_least_1(1)
   ahead: int = 0
   partial: bool = False
   max_staleness: int = 1_000_000
@@ -55,10 +52,9 @@ class Schedule:
     """The most steps by which a policy can be older than the one that learns from it."""
     return self.sync_every - 1 + self.ahead
 
-  def check(self) -> None:
+  def check(self, name: str = '') -> None:
     """Raises ValueError for a wrong value, or two that contradict each other."""
-    least = ('tasks', 'samples', 'epochs', 'minibatches', 'sync_every')
-    fields.check(self, 'schedule', at_least_1=least)
+    super().check(name)
     if self.max_staleness < self.oldest:
       raise ValueError(
         f'schedule.max_staleness is {self.max_staleness}, but with sync_every='
@@ -76,7 +72,7 @@ class Schedule:
 
 
 @dataclasses.dataclass
-class Curriculum:
+class Curriculum(fields.Checked):
   """Which tasks are drawn for training; see train/curriculum.py.
 
   Attributes:
@@ -88,20 +84,19 @@ class Curriculum:
     uniform_share: With 'variance', the share of tasks that are drawn uniformly.
   """
 
-  weight: str = 'uniform'
+  weight: str = fields.one_of('uniform', 'variance')
   by: str = ''
-  uniform_share: float = 0.25
+  uniform_share: float = fields.above_0_to_1(0.25)
 
-  def check(self) -> None:
+  def check(self, name: str = '') -> None:
     """Raises ValueError for a wrong value; the message names the field."""
-    choices = {'weight': ('uniform', 'variance')}
-    fields.check(self, 'curriculum', above_0_to_1=('uniform_share',), choices=choices)
+    super().check(name)
     if self.by and self.weight == 'uniform':
       raise ValueError("curriculum.by is read with curriculum.weight='variance' only.")
 
 
 @dataclasses.dataclass
-class Batch:
+class Batch(fields.Checked):
   """Sizes of the micro-batches of gradients; a 0 is chosen (train/plan/sizes.py).
 
   Attributes:
@@ -113,20 +108,14 @@ class Batch:
       computed it in the sampler.
   """
 
-  row_tokens: int = 0
-  microbatch: int = 0
+  row_tokens: int = fields.chosen_if_0(0)
+  microbatch: int = fields.chosen_if_0(0)
   trees: bool = True
   replay: bool = True
 
-  def check(self) -> None:
-    """Raises ValueError for a wrong value; the message names the field."""
-    fields.check(
-      self, 'batch', chosen_if_0=[name.removeprefix('batch.') for name in SIZES]
-    )
-
 
 @dataclasses.dataclass
-class Optimizer:
+class Optimizer(fields.Checked):
   """The optimizer of policy and critic.
 
   Attributes:
@@ -145,24 +134,102 @@ class Optimizer:
     offload: Whether the optimizer's state is in the host's memory between updates.
   """
 
-  kind: str = 'adamw'
+  kind: str = fields.one_of('adamw', 'adamw8', 'adafactor', 'muon')
   learning_rate: float = 1e-6
   critic_learning_rate: float = 1e-5
   warmup: int = 0
   weight_decay: float = 0.0
   decay_all: bool = False
-  adam_b1: float = 0.9
-  adam_b2: float = 0.95
-  adam_eps: float = 1e-8
-  clip_norm: float = 1.0
+  adam_b1: float = fields.from_0_below_1(0.9)
+  adam_b2: float = fields.from_0_below_1(0.95)
+  adam_eps: float = fields.above_0(1e-8)
+  clip_norm: float = fields.above_0(1.0)
   offload: bool = False
 
-  def check(self) -> None:
+
+@dataclasses.dataclass
+class Mesh(fields.Checked):
+  """How the chips share training and sampling; see models/sharding.py.
+
+  Attributes:
+    data: The number of copies of the training state.
+    fsdp: Chips over which each copy is sharded; 0 is the number of chips divided by the
+      other axes.
+    tensor: Chips that share each layer, in training and in sampling.
+    context: Chips that share each training row.
+    samplers: Chips of each process that only sample, while the others only train; with 0
+      all chips do both.
+  """
+
+  data: int = fields.at_least_1(1)
+  fsdp: int = 0
+  tensor: int = fields.at_least_1(1)
+  context: int = fields.at_least_1(1)
+  samplers: int = 0
+
+  def axes(self, chips: int) -> dict[str, int]:
+    """Returns the sizes of the mesh's axes on this number of chips, in their order."""
+    other_axes = self.data * self.tensor * self.context
+    fsdp = self.fsdp or max(1, chips // other_axes)
+    axes = {'data': self.data, 'fsdp': fsdp}
+    return axes | {'tensor': self.tensor, 'context': self.context}
+
+  def count_groups(self, chips: int) -> int:
+    """Returns how many groups of chips the rows of a micro-batch are split over."""
+    axes = self.axes(chips)
+    return axes['data'] * axes['fsdp']
+
+
+@dataclasses.dataclass
+class Checkpoint(fields.Checked):
+  """How often the run is saved, so that it can be resumed.
+
+  Attributes:
+    every: Steps between checkpoints.
+    keep: How many checkpoints are kept.
+    keep_rollouts: Whether finished episodes are written, and kept until there is a
+      checkpoint after their update: after a kill they are not played again.
+  """
+
+  every: int = fields.at_least_1(20)
+  keep: int = fields.at_least_1(3)
+  keep_rollouts: bool = False
+
+
+@dataclasses.dataclass
+class Alarms:
+  """Limits of metrics beyond which an alarm is logged.
+
+  Attributes:
+    entropy: The least mean entropy of the policy, in nats per token.
+    kl: The greatest mean KL, to the reference and to the policy that sampled.
+    dead_groups: The greatest share of played groups whose rewards are all equal.
+    truncated: The greatest share of episodes that ran out of tokens or turns.
+    invalid_calls: The greatest share of tool calls that could not be parsed or run.
+    tool_failures: The greatest share of tool calls whose tool raised or was late.
+    isolated_calls: The greatest share of tool calls that are not made because their tool
+      keeps failing (agent/breaker.py).
+    action_share: The least share of a trajectory's tokens that the policy sampled.
+    hacking: The greatest rise of the reward over the last `window` steps while
+      `true_metric` does not rise, in standard errors: the mean of the later half less
+      that of the earlier one.
+    true_metric: The name in metrics.jsonl of the metric that the reward should improve.
+    window: The number of steps over which a rise is measured; at least 4.
+  """
+
+  entropy: float = 0.01
+  kl: float = 1.0
+  dead_groups: float = 0.9
+  truncated: float = 0.3
+  invalid_calls: float = 0.5
+  tool_failures: float = 0.5
+  isolated_calls: float = 0.0
+  action_share: float = 0.02
+  hacking: float = 2.0
+  true_metric: str = 'rollout/em'
+  window: int = 20
+
+  def check(self, name: str = 'alarms') -> None:
     """Raises ValueError for a wrong value; the message names the field."""
-    fields.check(
-      self,
-      'optimizer',
-      above_0=('clip_norm', 'adam_eps'),
-      from_0_below_1=('adam_b1', 'adam_b2'),
-      choices={'kind': ('adamw', 'adamw8', 'adafactor', 'muon')},
-    )
+    if self.window < 4:
+      raise ValueError(f'{name}.window is {self.window}; it must be at least 4.')
