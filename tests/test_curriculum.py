@@ -115,6 +115,9 @@ def test_restored_it_draws_what_an_uninterrupted_one_draws(config):
   restored.start_rollout(3)
   assert [task.id for _ in range(3) for task in step(restored)] == expected
   assert len(draws.pending) == 2  # Not changed by the sampler that went on.
+  # As earlier versions kept it: without the ids of tasks.
+  draws.pending = [[index for index, _ in rollout] for rollout in draws.pending]
+  assert _sampler(12, config, draws=draws).start_rollout(3) == begun[1]
 
 
 class _Reads(list):

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import platform
+import queue
 import socket
 import subprocess
 import sys
@@ -152,6 +153,22 @@ def test_the_coordinator_listens_where_it_was_told_to():
   (listening,) = set(python(_JOIN, JAX_PLATFORMS='cpu').split())
   loopback = ('0100007F', '0' * 16 + 'FFFF00000100007F', '0' * 24 + '01000000')
   assert listening in loopback, 'others than those at the address can reach it'
+
+
+def test_a_start_that_waits_for_other_processes_says_so(monkeypatch):
+  """JAX itself says nothing while one is missing whose flags were refused."""
+  said = queue.Queue()
+  monkeypatch.setattr(runtime, '_NAMED_SECONDS', 0.0)
+  monkeypatch.setattr(runtime.watchdog, 'print_line', said.put)
+  lines = []
+  monkeypatch.setattr(
+    runtime.jax.distributed, 'initialize', lambda *_, **__: lines.append(said.get())
+  )
+  variables = {'COORDINATOR_ADDRESS': 'x:1', 'NUM_PROCESSES': '2', 'PROCESS_ID': '1'}
+  for name, value in variables.items():
+    monkeypatch.setenv(f'JAX_{name}', value)
+  runtime.join_processes()
+  assert lines[0].startswith('waiting for the other processes')
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,23 @@ import os
 import pathlib
 import platform
 import socket
+import threading
 from typing import Any
 
 from absl import flags, logging
 import jax
 
-from agent_r1_jax.host import processes, refusals, terminal
+from agent_r1_jax.host import processes, refusals, terminal, watchdog
 
 # From glibc's malloc.h; see mallopt(3).
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _PROCESSES = ('COORDINATOR_ADDRESS', 'NUM_PROCESSES', 'PROCESS_ID')
+# What is said of a start that takes longer, while JAX connects the processes.
+_NAMED_SECONDS = 15.0
+_WAITS = (
+  'waiting for the other processes of the run to connect. If one has ended already, such '
+  'as for a wrong flag, its own standard error says why: end all, and start them again.'
+)
 # Where Linux lists the control groups of a process, and where their limits are.
 _GROUP, _GROUPS = pathlib.Path('/proc/self/cgroup'), pathlib.Path('/sys/fs/cgroup')
 # A process with fewer resident bytes keeps what it frees (release_freed_memory).
@@ -119,9 +126,16 @@ def join_processes() -> None:
     options['cluster_detection_method'] = 'deactivate'
     if number == '0' and 'JAX_COORDINATOR_BIND_ADDRESS' not in os.environ:
       options['coordinator_bind_address'] = _bind_address(address or '')
-  jax.distributed.initialize(
-    address, heartbeat_timeout_seconds=processes.heartbeat_seconds(), **options
-  )
+  # One whose flags are refused ends before it is here, and JAX waits for it in silence.
+  waits = threading.Timer(_NAMED_SECONDS, watchdog.print_line, [_WAITS])
+  waits.daemon = True
+  waits.start()
+  try:
+    jax.distributed.initialize(
+      address, heartbeat_timeout_seconds=processes.heartbeat_seconds(), **options
+    )
+  finally:
+    waits.cancel()
 
 
 def _bind_address(coordinator: str) -> str | None:

@@ -80,7 +80,9 @@ class TaskStream:
     """
     pending = self.draws.pending
     drawn = pending[self._started :][:1]
-    indices = [self._find(*task) for task in drawn[0]] if drawn else self._draw(n)
+    # Checkpoints of earlier versions have a task's index alone.
+    find = lambda task: task if isinstance(task, int) else self._find(*task)
+    indices = [find(task) for task in drawn[0]] if drawn else self._draw(n)
     tasks = [self._tasks[i] for i in indices]
     named = [(i, task.id) for i, task in zip(indices, tasks, strict=True)]
     pending[self._started : self._started + 1] = [named]
