@@ -64,7 +64,7 @@ async def test_a_catastrophe_is_killed_and_holds_nobody_up(refused):
 async def test_a_process_that_ends_is_replaced(refused):
   leave = isolated.in_subprocess(graders.leave, seconds=60, processes=1)
   for _ in range(2):
-    with refused('leave ended with', isolated.LostError):
+    with refused('leave ended with', isolated.EndedError):
       await leave()
 
 
@@ -73,7 +73,7 @@ async def test_a_function_beyond_its_memory_is_lost_and_replaced(refused):
     graders.allocate, seconds=60, processes=1, memory_mb=256
   )
   assert await allocate(200) == 200 << 20
-  with refused('status 12 before it', isolated.LostError):
+  with refused('status 12 before it', isolated.EndedError):
     await allocate(300)
   assert await allocate(200) == 200 << 20  # In another process.
   free = isolated.in_subprocess(graders.allocate, seconds=60, processes=1)
@@ -95,7 +95,7 @@ def test_a_lower_limit_of_memory_is_kept():
     'resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n'
     'fn = isolated.in_subprocess(graders.allocate, seconds=60, memory_mb=1 << 20)\n'
     'assert asyncio.run(fn(1024)) == 1 << 30\n'
-    'try:\n  asyncio.run(fn(4096))\nexcept isolated.LostError:\n  print("lost")'
+    'try:\n  asyncio.run(fn(4096))\nexcept isolated.EndedError:\n  print("lost")'
   )
   root = pathlib.Path(__file__).parents[1]
   command = [sys.executable, '-c', code]

@@ -205,7 +205,7 @@ def test_a_run_is_corrected_and_learns_in_full_precision(model, tmp_path):
 
 def test_the_engines_copy_is_counted_in_bytes():
   shape = tiny.config('qwen2')
-  models = footprint.Models(shape)
+  models = footprint.ModelShapes(shape)
   machine = footprint.Machine('gpu', 1e9, chips=2)
   config = lambda name: config_lib.Config(engine=config_lib.Engine(weights=name))
   copies = [
@@ -226,7 +226,7 @@ def test_the_engines_copy_is_counted_in_bytes():
 def test_frozen_kernels_are_counted_in_bytes():
   shape = dataclasses.replace(tiny.config('qwen2'), dtype='bfloat16')
   config = tiny.run_config(lora_rank=3, frozen='int8', dtype='bfloat16')
-  models = footprint.Models(shape, algorithms.grpo())
+  models = footprint.ModelShapes(shape, algorithms.grpo())
   parts = footprint.Footprint(config, models, footprint.Machine('gpu', 1e9)).parts
   frozen = _freeze(shape)
   size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))

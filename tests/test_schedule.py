@@ -130,7 +130,7 @@ def test_a_greedy_episode_that_failed_takes_its_group_away():
   config, training = config_lib.Config(), decoding_lib.Decoding(unused)
   parts = {'schedule': config.schedule, 'curriculum': config.curriculum, 'seed': 0}
   plan = mock.Mock(tasks=tasks, training=training, **parts)
-  schedule = schedule_lib.Schedule(plan, unused, start, unused)
+  schedule = schedule_lib.Rollouts(plan, unused, start, unused)
   with mock.patch.object(evaluate, 'run', return_value={'': played}) as run:
     kept, baselines = schedule.play_greedy(groups)
   assert run.call_args.args[2] == {'': tasks}

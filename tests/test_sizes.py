@@ -40,7 +40,7 @@ def _gpu(gb: float = 80.0, **machine) -> footprint.Machine:
 
 def _choose(config, shape, machine, algorithm: Any = _GRPO, seconds=1e9):
   """The sizes, and what chose them."""
-  models = footprint.Models(shape, algorithm)
+  models = footprint.ModelShapes(shape, algorithm)
   holds = footprint.Footprint(config, models, machine, seconds)
   return sizes.choose(config, holds), holds
 
@@ -79,7 +79,7 @@ class TestChoose:
     chosen, holds = _choose(config_lib.Config(), _shape(name), _cpu(gb, cores=4))
     assert chosen.engine.slots % 128 == 0 == chosen.engine.rows % chosen.engine.replicas
     assert chosen.batch.row_tokens == chosen.engine.slots
-    if holds.measure(footprint.Sizes.of(chosen), gb * _GB).bytes <= gb * _GB:
+    if holds.measure(footprint.RunSizes.of(chosen), gb * _GB).bytes <= gb * _GB:
       assert f'of {gb}.0 GB' in sizes.check(chosen, holds)
       return
     engine = chosen.engine
@@ -178,7 +178,7 @@ class TestCompiler:
     sizes = {'rows': 32, 'slots': 1024, 'microbatch': 2, 'remat': 'none'}
     config = tiny.run_config(**sizes, optimizer=kind)
     config, holds = _choose(config, _shape(num_layers=3, dtype='bfloat16'), _cpu())
-    chosen = footprint.Sizes.of(config)
+    chosen = footprint.RunSizes.of(config)
     for program in footprint._PROGRAMS:
       assert 0 < holds._compile(program, chosen) < holds.bound(chosen), program
 
@@ -219,9 +219,9 @@ class TestCount:
   def test_what_more_is_loaded_takes_more(self):
     def peak(algorithm: Any = _GRPO, chips=1, **given):
       config = tiny.run_config(rows=16, slots=1024, **given)
-      models, machine = footprint.Models(shape, algorithm), _gpu(chips=chips)
+      models, machine = footprint.ModelShapes(shape, algorithm), _gpu(chips=chips)
       phases = footprint.Footprint(config, models, machine).list_phases(
-        footprint.Sizes.of(config), {}
+        footprint.RunSizes.of(config), {}
       )
       return max(sum(parts.values()) for parts in phases.values())
 
@@ -237,9 +237,9 @@ class TestCount:
     """Of their sampling beside an update, and of a policy beside an evaluation's."""
     given = {'ahead': ahead, 'samplers': samplers, 'eval_every': eval_every}
     config = tiny.run_config(rows=16, slots=1024, **given)
-    models = footprint.Models(_shape(), _GRPO)
+    models = footprint.ModelShapes(_shape(), _GRPO)
     counted = footprint.Footprint(config, models, _gpu(chips=2))
-    phases = counted.list_phases(footprint.Sizes.of(config), {'sampling': 7.0})
+    phases = counted.list_phases(footprint.RunSizes.of(config), {'sampling': 7.0})
     beside = 7.0 if ahead and not samplers else None
     for name in ('gradient', 'update'):
       assert phases[name].get('temporaries of sampling') == beside
@@ -258,13 +258,15 @@ class TestCount:
       for line in table.split('\n\n')[0].split('\n')[2:]
       for cells in [line.split('|')]
     }
-    models = footprint.Models(_shape('qwen2.5-3b', dtype='bfloat16'), _WITH_REFERENCE)
+    models = footprint.ModelShapes(
+      _shape('qwen2.5-3b', dtype='bfloat16'), _WITH_REFERENCE
+    )
 
     def count(name, value):
       given = {'engine.rows': 32, 'engine.slots': 4096, name: value}
       config = fields.replace(config_lib.Config(), given)
       phases = footprint.Footprint(config, models, _gpu()).list_phases(
-        footprint.Sizes.of(config), {}
+        footprint.RunSizes.of(config), {}
       )
       return list(phases.values())
 
@@ -311,10 +313,10 @@ class TestMachine:
     given |= {'prefill_rows': 2, 'prefill_tokens': 32, 'bucket': 128, 'replicas': 1}
     config = tiny.run_config(**given)
     shape = _shape(num_layers=1)
-    models = footprint.Models(shape, _GRPO)
+    models = footprint.ModelShapes(shape, _GRPO)
     for chips, on_mesh in ((_cpu(), False), (machine, True)):
       holds = footprint.Footprint(config, models, chips, 1e9)
-      chosen = footprint.Sizes.of(config)
+      chosen = footprint.RunSizes.of(config)
       for program in footprint._PROGRAMS:
         texts = [lowered.as_text() for lowered in holds.lower(program, chosen)]
         assert texts and all(('sdy.mesh' in x) == on_mesh for x in texts), program

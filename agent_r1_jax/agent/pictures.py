@@ -158,7 +158,7 @@ class Reader:
       *shape, text = _read_apart.call_and_wait(data, seconds, *bounds)
     except isolated.FailedError as error:
       raise ValueError(str(error).removeprefix('ValueError: ')) from None
-    except (isolated.LostError, TimeoutError):
+    except (isolated.EndedError, TimeoutError):
       raise ValueError(
         f'a picture takes more than {seconds} s of a processor or {megabytes:,} MB to '
         'decode; send it smaller, or as a plain PNG.'

@@ -77,7 +77,7 @@ class TemplateProcess:
         return text, problem
     except isolated.FailedError as error:
       return '', str(error)
-    except isolated.LostError as error:
+    except isolated.EndedError as error:
       if error.status == -signal.SIGPROF:
         return '', f'did not end within {_CPU_SECONDS} s of a processor'
       return '', f'ended its process with status {error.status}'

@@ -67,7 +67,7 @@ def _name_limits() -> Iterator[None]:
     raise ValueError(str(error).removeprefix('ValueError: ')) from None
   except RecursionError:
     raise ValueError('the grammar is nested too deeply; flatten it.') from None
-  except (isolated.LostError, TimeoutError):
+  except (isolated.EndedError, TimeoutError):
     raise TooMuchError(
       f'the grammar takes more than {byte_grammars.PROCESSOR_SECONDS} s of a processor '
       f'or {_LIMITS["memory_mb"]:,} MB; {byte_automata.HOW_TO_SIMPLIFY}'

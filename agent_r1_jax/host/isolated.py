@@ -42,7 +42,7 @@ _MAX_BYTES = 64 << 20
 _ARENA_MAX = -8  # M_ARENA_MAX of glibc's malloc.h.
 
 
-class LostError(RuntimeError):
+class EndedError(RuntimeError):
   """The subprocess ended before it answered, as by os._exit or for want of memory.
 
   Attributes:
@@ -85,7 +85,7 @@ def in_subprocess(
 
   Returns:
     An async function of the same arguments. It raises FailedError where fn raises,
-    TimeoutError where it takes too long, and LostError where its subprocess ended.
+    TimeoutError where it takes too long, and EndedError where its subprocess ended.
 
   Raises:
     ValueError: fn cannot be imported by its name, or a number is not above 0.
@@ -188,7 +188,7 @@ class _Process:
 
     Raises:
       TimeoutError: It took longer; `end` must follow.
-      LostError: The subprocess ended before it answered.
+      EndedError: The subprocess ended before it answered.
     """
     try:
       self._pipe.send((arguments, seconds))
@@ -207,12 +207,12 @@ class _Process:
       raise self._end_as_lost() from error
     return bool(ok), answer
 
-  def _end_as_lost(self) -> LostError:
+  def _end_as_lost(self) -> EndedError:
     self.end()
     status = self._process.returncode
     reason = ': it needed more memory than it may have' if status == errno.ENOMEM else ''
     text = f'the process of {self._name} ended with status {status} before it answered'
-    return LostError(text + reason, status)
+    return EndedError(text + reason, status)
 
 
 @contextlib.contextmanager

@@ -247,7 +247,7 @@ class Grader:
       return values
     try:
       values['accuracy'] = float(await self._is_equal(answer, task.answer))
-    except (TimeoutError, isolated.FailedError, isolated.LostError):
+    except (TimeoutError, isolated.FailedError, isolated.EndedError):
       values['grading_failed'] = 1.0
     return values
 
@@ -261,7 +261,7 @@ class Grader:
     texts = list(dict.fromkeys(answer for answer in answers if answer is not None))
     try:
       firsts = await self._find_equal(texts) if len(texts) > 1 else [0]
-    except (TimeoutError, isolated.FailedError, isolated.LostError):
+    except (TimeoutError, isolated.FailedError, isolated.EndedError):
       firsts = range(len(texts))
     canonical = {text: texts[i] for text, i in zip(texts, firsts, strict=False)}
     return [None if answer is None else canonical[answer] for answer in answers]

@@ -177,7 +177,7 @@ class Judge:
       values['passed'] = float(await self._run_tests(program, task.answer) is None)
     except TimeoutError:
       values['late'] = 1.0
-    except isolated.LostError:
+    except isolated.EndedError:
       pass
     return values
 

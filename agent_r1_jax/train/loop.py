@@ -116,7 +116,7 @@ def run(
   return params if quantization.is_frozen(params) else lora.merge(params)
 
 
-def _run_steps(run: opening.Run):
+def _run_steps(run: opening.OpenRun):
   """Takes the remaining steps of the run: sample, learn, evaluate, log, save."""
   plan, files, loop_state = run.plan, run.files, run.files.loop_state
   watcher, steps = run.watcher, plan.schedule.steps
@@ -149,7 +149,7 @@ def _run_steps(run: opening.Run):
       files.save(run.train_state, run.plan.update_config)
 
 
-def _write_line(run: opening.Run, metrics: dict[str, float]):
+def _write_line(run: opening.OpenRun, metrics: dict[str, float]):
   """Writes the line of the current step to metrics.jsonl, and tells the watcher."""
   run.files.write(metrics)
   run.watcher.write(run.files.loop_state.step, metrics)
@@ -177,7 +177,7 @@ class _Sample(NamedTuple):
 
 
 @functools.partial(jax.profiler.annotate_function, name='rollout')
-def _sample(run: opening.Run) -> _Sample:
+def _sample(run: opening.OpenRun) -> _Sample:
   """Plays the episodes of the next step and chooses those to learn from.
 
   The schedule syncs the sampler to the engine, starts the rollouts that are due and waits
@@ -225,7 +225,7 @@ def _sample(run: opening.Run) -> _Sample:
 
 
 @functools.partial(jax.profiler.annotate_function, name='update')
-def _learn(run: opening.Run, sample: _Sample):
+def _learn(run: opening.OpenRun, sample: _Sample):
   """Scores the tokens, estimates advantages and updates policy and critic.
 
   Returns:
@@ -252,7 +252,7 @@ def _learn(run: opening.Run, sample: _Sample):
   return {f'train/{k}': v for k, v in metrics.items()}, table
 
 
-def _evaluate(run: opening.Run) -> dict[str, float]:
+def _evaluate(run: opening.OpenRun) -> dict[str, float]:
   """Plays the evaluation sets by the current policy; returns numbers to log.
 
   If no rollout is under way, the engine keeps this policy, even where the sampler is an
@@ -285,7 +285,7 @@ def _evaluate(run: opening.Run) -> dict[str, float]:
   return metrics
 
 
-def _save_preempted(run: opening.Run):
+def _save_preempted(run: opening.OpenRun):
   """Writes a checkpoint before the process ends, and prints that it does."""
   files, step = run.files, run.files.loop_state.step
   run.watcher.set_phase('saving')

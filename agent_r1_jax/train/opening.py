@@ -17,7 +17,7 @@ from agent_r1_jax.train.plan import sizes
 
 
 @dataclasses.dataclass
-class Run:
+class OpenRun:
   """A training run that is open.
 
   Attributes:
@@ -33,7 +33,7 @@ class Run:
   plan: plan_lib.Plan
   train_state: train_state_lib.TrainState
   engine: engine_lib.Engine
-  rollouts: schedule.Schedule
+  rollouts: schedule.Rollouts
   files: run_files.RunFiles
   signals: preemption.Watch
   watcher: sockets.Watcher
@@ -71,7 +71,7 @@ def open_run(
   *,
   label: str,
   watcher: sockets.Watcher,
-) -> Iterator[Run]:
+) -> Iterator[OpenRun]:
   """Opens a training run, restored from its newest checkpoint if there is one.
 
   Inside `with` the workdir is locked and the engine is open. The first arguments are what
@@ -83,11 +83,11 @@ def open_run(
     signals = stack.enter_context(preemption.watch())
     files = run_files.RunFiles(plan.config, workdir, plan.made_of)
     stack.enter_context(files)
-    run = Run(
+    run = OpenRun(
       plan=plan,
       train_state=_restore(state, plan.update_config, engine, files, signals),
       engine=engine,
-      rollouts=schedule.Schedule(plan, engine, files, watcher),
+      rollouts=schedule.Rollouts(plan, engine, files, watcher),
       files=files,
       signals=signals,
       watcher=watcher,
@@ -102,7 +102,7 @@ def open_run(
     yield run
 
 
-def _describe(run: Run, label: str) -> sockets.RunInfo:
+def _describe(run: OpenRun, label: str) -> sockets.RunInfo:
   """Describes the run to its watcher."""
   return sockets.RunInfo(
     config=run.plan.config,
@@ -132,7 +132,7 @@ def _restore(
   return state
 
 
-def _compile(run: Run):
+def _compile(run: OpenRun):
   """Compiles the engine's programs, and shows the progress."""
   run.signals.phase = 'compilation'
   plan = run.plan

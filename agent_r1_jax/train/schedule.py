@@ -28,7 +28,7 @@ from agent_r1_jax.train import run_files
 from agent_r1_jax.train.plan import plan as plan_lib
 
 
-class Schedule:
+class Rollouts:
   """Starts the rollouts of a run, from the step at which it resumes."""
 
   def __init__(

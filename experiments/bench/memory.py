@@ -39,7 +39,7 @@ _PHASES = {
   'load': (weights, 'load'),
   'compile and warm up': (engine.Engine, 'warm_up'),
   "the engine's copy": (engine.Engine, '_copy_params'),
-  'rollout': (schedule.Schedule, 'next_groups'),
+  'rollout': (schedule.Rollouts, 'next_groups'),
   'score': (scoring, 'score'),
   'gradient': (learner, '_gradient'),
   'update': (learner, '_apply'),

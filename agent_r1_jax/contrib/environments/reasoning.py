@@ -94,7 +94,7 @@ class Scorer:
       info = task.info
       try:
         values['score'] = await self._score(info['reasoning_gym'], info['index'], answer)
-      except (TimeoutError, isolated.FailedError, isolated.LostError):
+      except (TimeoutError, isolated.FailedError, isolated.EndedError):
         values['scoring_failed'] = 1.0
     return values
 

@@ -40,7 +40,7 @@ _PROGRAMS = ('the gradient', 'sampling', 'the update')
 _OBVIOUS = 0.5
 
 
-class Sizes(NamedTuple):
+class RunSizes(NamedTuple):
   """What is chosen for a run: the sizes of its programs, and what is recomputed."""
 
   engine: config_lib.Engine
@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
   remat: str = 'none'  # As config.Model.remat.
 
   @classmethod
-  def of(cls, config: config_lib.Config) -> 'Sizes':
+  def of(cls, config: config_lib.Config) -> 'RunSizes':
     """Returns the sizes of a configuration that has them all."""
     return cls(config.engine, config.batch, config.model.remat or 'none')
 
@@ -66,7 +66,7 @@ class Machine(NamedTuple):
   absent_engine: tuple[Any, ...] = ()
 
 
-class Models(NamedTuple):
+class ModelShapes(NamedTuple):
   """The models of a run, as they are before training."""
 
   policy: decoder.DecoderConfig  # The policy's shape, with the run's dtype.
@@ -107,7 +107,7 @@ class Footprint:
   def __init__(
     self,
     config: config_lib.Config,
-    models: Models,
+    models: ModelShapes,
     machine: Machine,
     seconds: float = 0.0,
   ):
@@ -175,7 +175,7 @@ class Footprint:
     others = {'learned': learned, 'checkpoint': state.checkpoint_arrays(update_config)}
     return params, copy(params), parts | others
 
-  def measure(self, sizes: Sizes, memory: float) -> Peak:
+  def measure(self, sizes: RunSizes, memory: float) -> Peak:
     """Returns the phase of a step that holds most, if the run has these sizes.
 
     Nothing is compiled that cannot change whether the run takes at most `memory` bytes:
@@ -197,7 +197,7 @@ class Footprint:
     return peak
 
   def list_phases(
-    self, sizes: Sizes, temporaries: Mapping[str, float]
+    self, sizes: RunSizes, temporaries: Mapping[str, float]
   ) -> dict[str, dict[str, float]]:
     """Returns the parts that each phase of a step holds.
 
@@ -239,7 +239,7 @@ class Footprint:
     }
     return phases | ({'checkpoint': trains | written} if cpu else {})
 
-  def bound(self, sizes: Sizes) -> float:
+  def bound(self, sizes: RunSizes) -> float:
     """Returns more than the temporaries of any program: nothing is fused or freed.
 
     M tokens are computed at a time, each over S slots; the other letters as in
@@ -256,7 +256,7 @@ class Footprint:
     logits = 4 * D * V + (8 * engine.rows + 4 * min(M, head.block_tokens(V))) * V
     return 4 * (c.num_layers * (layer + cache) + logits) + 8 * self.parts['learned']
 
-  def _compile(self, program: str, sizes: Sizes) -> float:
+  def _compile(self, program: str, sizes: RunSizes) -> float:
     """Returns the temporaries of a program, which it compiles if there is time.
 
     Else they are scaled from the largest of other sizes; nothing known counts as 0.
@@ -282,7 +282,7 @@ class Footprint:
       self._left -= max(share[1] for share in shares)
     return self._known[key]
 
-  def lower(self, program: str, sizes: Sizes) -> list[Any]:
+  def lower(self, program: str, sizes: RunSizes) -> list[Any]:
     """Lowers a program from shapes, on the mesh of the run."""
     mesh, samplers = setup.split_chips(self._mesh, self.machine.absent)
     if program == 'sampling':
@@ -322,7 +322,7 @@ def _count_cache(
   return sum(x.size * x.dtype.itemsize / split(x.shape[1]) for x in arrays)
 
 
-def _key(program: str, sizes: Sizes) -> tuple[str, str, int, int]:
+def _key(program: str, sizes: RunSizes) -> tuple[str, str, int, int]:
   """Returns a program's name, its kind, its rows and its tokens."""
   if program == 'the gradient':
     return program, sizes.remat, sizes.batch.microbatch, sizes.batch.row_tokens

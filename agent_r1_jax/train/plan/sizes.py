@@ -28,7 +28,7 @@ from agent_r1_jax.models.layers import UNROLLED_LAYERS
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train.plan import footprint as footprint_lib
 from agent_r1_jax.train.plan import setup
-from agent_r1_jax.train.plan.footprint import Machine, Models, Sizes
+from agent_r1_jax.train.plan.footprint import Machine, ModelShapes, RunSizes
 
 REMAT = 'model.remat'
 _NAMES = (*config_lib.SIZES, REMAT)
@@ -169,13 +169,13 @@ def choose(
   """
   candidate, memory = config, _SHARE * footprint.machine.memory
   for candidate in _candidates(config, footprint.models, footprint.machine):
-    if footprint.measure(Sizes.of(candidate), memory).bytes <= memory:
+    if footprint.measure(RunSizes.of(candidate), memory).bytes <= memory:
       break
   return candidate
 
 
 def _candidates(
-  config: config_lib.Config, models: Models, machine: Machine
+  config: config_lib.Config, models: ModelShapes, machine: Machine
 ) -> Iterator[config_lib.Config]:
   """Yields configurations with all sizes, the fastest first.
 
@@ -247,7 +247,7 @@ def _fill(
   return dataclasses.replace(config, engine=engine, batch=batch)
 
 
-def _choose_slots(config: config_lib.Config, models: Models) -> int:
+def _choose_slots(config: config_lib.Config, models: ModelShapes) -> int:
   """Returns the slots that the longest episode needs, up to _MOST_SLOTS."""
   step = _slot_multiple(config.mesh)
   turn = config.limits.max_turn_tokens + config.chat.max_tool_tokens
@@ -284,7 +284,7 @@ def check(
     ValueError: It does not fit; the message has the parts in GB and the fields to change.
   """
   memory = footprint.machine.memory
-  peak = footprint.measure(Sizes.of(config), memory)
+  peak = footprint.measure(RunSizes.of(config), memory)
   if peak.bytes > memory:
     raise ValueError(_describe_refusal(peak, footprint.machine, reused))
   names = _NAMES if footprint.models.algorithm else config_lib.SIZES
@@ -341,7 +341,7 @@ def _check_split(config: config_lib.Config, machine: Machine) -> None:
     )
 
 
-def read_models(config: config_lib.Model, algorithm) -> Models:
+def read_models(config: config_lib.Model, algorithm) -> ModelShapes:
   """Reads the models' shapes from config.json; no weights are read."""
   if not config.path:
     raise ValueError(
@@ -351,10 +351,10 @@ def read_models(config: config_lib.Model, algorithm) -> Models:
   ops = batch_invariant.INVARIANT if config.batch_invariant else None
   policy = dataclasses.replace(policy, dtype=config.dtype, ops=ops)
   if algorithm is None:
-    return Models(policy)
+    return ModelShapes(policy)
   reference = config.reference and hf_config.read(config.reference, config.formats)
   raw = hf_config.read_raw(config.path, config.formats)[1]
-  return Models(policy, algorithm, reference or None, bool(raw.get('value_head')))
+  return ModelShapes(policy, algorithm, reference or None, bool(raw.get('value_head')))
 
 
 def read_memory() -> float | None:
