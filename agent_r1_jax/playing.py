@@ -1,7 +1,8 @@
-"""Plays a policy that is in a directory, such as a run writes: for evaluations."""
+"""Plays a policy that is in a directory, and holds the workdir of a run meanwhile."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import dataclasses
 import os
 import pathlib
 from typing import Any
@@ -12,10 +13,36 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.host import preemption, processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
+from agent_r1_jax.rl import algorithms
 from agent_r1_jax.rollout import evaluate, rollout, sockets
 from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.train import fingerprint, preflight, run_files, task_checks
 from agent_r1_jax.train.plan import setup, sizes
+
+
+@contextlib.contextmanager
+def reserve(
+  config: config_lib.Config, workdir: str | os.PathLike, algorithm: algorithms.Algorithm
+) -> Iterator[None]:
+  """Locks a run's workdir inside `with`, and refuses settings that `run` would refuse.
+
+  For scripts that play something else before they call `run`, or after it: with a wrong
+  setting, or beside another run, they raise before anything is played.
+
+  Raises:
+    ValueError: The configuration does not fit the workdir, the algorithm or the device's
+      memory; or another run holds the workdir.
+  """
+  preflight.check_config(config, algorithm)
+  # The lock asks JAX for the number of this process, and so starts JAX's threads:
+  # malloc is to be set before the first one.
+  runtime.initialize()
+  made_of = {'algorithm': fingerprint.describe(algorithm)}
+  fingerprint.check_hosts(made_of | {'config': dataclasses.asdict(config)}, {})
+  with run_files.lock(workdir):
+    resolved = sizes.resolve(config, algorithm, workdir)
+    run_files.check_config(dataclasses.asdict(resolved), workdir)
+    yield
 
 
 @preemption.watch()
@@ -110,7 +137,7 @@ def _describe(config: config_lib.Config, methods, guides) -> dict[str, dict[str,
     with preflight.open_environment(make_env, config.limits) as env:
       made_of[method] = fingerprint.describe_run(None, env, tasks, guides=guides)
     made_of[method]['sets'] = fingerprint.tasks_digest(sets)
-  fingerprint.check_hosts(config, made_of, {})
+  fingerprint.check_hosts(made_of | {'config': dataclasses.asdict(config)}, {})
   return made_of
 
 
@@ -118,7 +145,7 @@ def _check_same(
   config: config_lib.Config, workdir: pathlib.Path, made_of: dict[str, dict[str, Any]]
 ) -> None:
   """Raises ValueError if the workdir has episodes of another configuration or method."""
-  run_files.check_config(config, workdir, write=True)
+  run_files.check_config(dataclasses.asdict(config), workdir, write=True)
   model = fingerprint.model_digest(config.model.path)
   for method, parts in made_of.items():
     workdir_lib.check_config(

@@ -158,7 +158,7 @@ def run(
   baselines = {label: methods[key] for key, label in labels.items() if key in methods}
   # Before anything is played: two starts would write to the same files, and a workdir of
   # another configuration would be refused by the training only.
-  with train.reserve(config, workdir, algorithm):
+  with playing.reserve(config, workdir, algorithm):
     numbers = play(config, config.model.path, baselines)
   clock.append(time.time())
   train.run(
@@ -172,7 +172,7 @@ def run(
     watcher=report.Watcher(),
   )
   clock.append(time.time())
-  with train.reserve(config, workdir, algorithm):
+  with playing.reserve(config, workdir, algorithm):
     trained = {f'{name}, {labels[key].lower()}': methods[key] for key in also}
     trained[name] = methods['tools']
     numbers |= play(config, workdir / 'model', trained)

@@ -84,7 +84,7 @@ class TestRun:
     given = tiny.run_config(config, microbatch=2 * groups, row_tokens=384)
     given = sizes.resolve(given, runs.GRPO, tmp_path, machine=elsewhere)
     for resumed in (other, given):
-      run_files.check_config(resumed, tmp_path, write=True)
+      run_files.check_config(dataclasses.asdict(resumed), tmp_path, write=True)
 
   @pytest.mark.parametrize(
     ('may', 'name'),
@@ -96,15 +96,15 @@ class TestRun:
   )
   def test_only_what_changes_no_number_may_change(self, tmp_path, may, name):
     before = config_lib.Config()
-    run_files.check_config(before, tmp_path, write=True)
+    run_files.check_config(dataclasses.asdict(before), tmp_path, write=True)
     value = fields.get(before, name)
     other = 'x' if isinstance(value, str) else not value if value in (0, 1) else value * 2
     after = fields.replace(before, {name: other})
     if not may:
       with pytest.raises(ValueError, match=f'{name}: .* there, .* now'):
-        run_files.check_config(after, tmp_path, write=True)
+        run_files.check_config(dataclasses.asdict(after), tmp_path, write=True)
       return
-    run_files.check_config(after, tmp_path, write=True)
+    run_files.check_config(dataclasses.asdict(after), tmp_path, write=True)
     found = json.loads((tmp_path / 'config.json').read_text())
     assert found.pop('devices') and found == dataclasses.asdict(after)
 

@@ -100,7 +100,7 @@ print(runtime.retain_freed_memory())
 def test_a_workdir_that_is_reserved_sets_malloc_before_jax_starts_threads(tmp_path):
   code = f"""
 import os
-from agent_r1_jax import config, train
+from agent_r1_jax import config, playing
 from agent_r1_jax.host import runtime
 from agent_r1_jax.rl import algorithms
 retain = runtime.retain_freed_memory
@@ -110,7 +110,7 @@ def note():
   return retain()
 runtime.retain_freed_memory = note
 try:
-  with train.reserve(config.Config(), {str(tmp_path)!r}, algorithms.grpo()):
+  with playing.reserve(config.Config(), {str(tmp_path)!r}, algorithms.grpo()):
     pass
 except ValueError:  # It names no model.
   pass
@@ -228,7 +228,7 @@ def test_libraries_do_not_narrate_and_warn_all_the_same(tmp_path, arguments, nar
 
 _REFUSED = """
 from absl import app
-from agent_r1_jax import config, train
+from agent_r1_jax import config, playing
 from agent_r1_jax.rl import algorithms
 class Tasks:
   def __len__(self): return 1

@@ -177,7 +177,8 @@ def test_what_is_not_finite_is_told_on_a_full_disk_too(tmp_path):
   rows = tiny.rows(np.zeros((2, 96), np.int32))
   batch = types.Batch(rows, *[np.zeros((2, 96))] * 5)
   with mounts.mounted(tmp_path, 'size=256k') as workdir:
-    with run_files.RunFiles(tiny.run_config(), workdir) as files:
+    plan = mock.Mock(config=tiny.run_config(), made_of={})
+    with run_files.RunFiles(plan, workdir) as files:
       before = {path.name for path in workdir.iterdir()}
       mounts.fill(workdir)
       said = files.dump_batches([batch])

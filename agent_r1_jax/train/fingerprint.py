@@ -211,12 +211,12 @@ def tasks_digest(sets: Mapping[str, Sequence[types.Task]]) -> str:
 
 
 def check_hosts(
-  config: Any, made_of: Mapping[str, Any], sets: Mapping[str, Sequence[types.Task]]
+  made_of: Mapping[str, Any], sets: Mapping[str, Sequence[types.Task]]
 ) -> None:
   """Raises ValueError in all processes of a run if one was started with other things.
 
-  It names the processes and the fields of `config`, a dataclass, or of `made_of`
-  (`describe_run`). `sets` has the tasks by the name of their set.
+  It names the processes and the fields of `made_of`: what `describe_run` returns, and the
+  configuration. `sets` has the tasks by the name of their set.
   """
   if jax.process_count() == 1:
     return
@@ -224,7 +224,6 @@ def check_hosts(
   code = {str(p.relative_to(package)): p.read_text() for p in package.rglob('*.py')}
   python = sys.version.split()[0]
   shared = {
-    'config': dataclasses.asdict(config),
     'sets': {
       n: tasks_digest({n: [*dict(sample_tasks(s)).values()]}) for n, s in sets.items()
     },

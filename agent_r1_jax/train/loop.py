@@ -107,7 +107,7 @@ def run(
     # While the workdir is still locked: another run may not write a model there too.
     run.files.checkpoints.wait()
     run.signals.phase = 'the writing of the model'
-    run.files.save_models(run.train_state, run.plan)
+    run.files.save_models(run.train_state)
     params = run.train_state.states['policy'].params
   # The engine's copy of the policy is freed before another one is made.
   del run
@@ -146,7 +146,7 @@ def _run_steps(run: opening.OpenRun):
       metrics['time/eval'] = time.perf_counter() - began
     _write_line(run, metrics | watcher.measure(loop_state.step, metrics))
     if loop_state.step == steps or files.checkpoints.should_save(loop_state.step):
-      files.save(run.train_state, run.plan.update_config)
+      files.save(run.train_state)
 
 
 def _write_line(run: opening.OpenRun, metrics: dict[str, float]):
@@ -290,6 +290,6 @@ def _save_preempted(run: opening.OpenRun):
   files, step = run.files, run.files.loop_state.step
   run.watcher.set_phase('saving')
   run.signals.start_saving(step)
-  files.save(run.train_state, run.plan.update_config)
+  files.save(run.train_state)
   files.checkpoints.wait()
   run.signals.finish_saving(step)

@@ -3,17 +3,13 @@
 from collections.abc import Iterator
 import contextlib
 import dataclasses
-import os
 
-from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.host import preemption, runtime
-from agent_r1_jax.rl import algorithms
 from agent_r1_jax.rl import train_state as train_state_lib
 from agent_r1_jax.rollout import sockets
-from agent_r1_jax.train import fingerprint, preflight, run_files, schedule
+from agent_r1_jax.train import run_files, schedule
 from agent_r1_jax.train.plan import plan as plan_lib
-from agent_r1_jax.train.plan import sizes
 
 
 @dataclasses.dataclass
@@ -40,29 +36,6 @@ class OpenRun:
 
 
 @contextlib.contextmanager
-def reserve(
-  config: config_lib.Config, workdir: str | os.PathLike, algorithm: algorithms.Algorithm
-) -> Iterator[None]:
-  """Locks a run's workdir inside `with`, and refuses settings that `run` would refuse.
-
-  For scripts that play something else before they call `run`, or after it: with a wrong
-  setting, or beside another run, they raise before anything is played.
-
-  Raises:
-    ValueError: The configuration does not fit the workdir, the algorithm or the device's
-      memory; or another run holds the workdir.
-  """
-  preflight.check_config(config, algorithm)
-  # The lock asks JAX for the number of this process, and so starts JAX's threads:
-  # malloc is to be set before the first one.
-  runtime.initialize()
-  fingerprint.check_hosts(config, {'algorithm': fingerprint.describe(algorithm)}, {})
-  with run_files.lock(workdir):
-    run_files.check_config(sizes.resolve(config, algorithm, workdir), workdir)
-    yield
-
-
-@contextlib.contextmanager
 def open_run(
   plan: plan_lib.Plan,
   state: train_state_lib.TrainState,
@@ -81,11 +54,11 @@ def open_run(
   with contextlib.ExitStack() as stack:
     # Inside train.run this is the watch that began with it.
     signals = stack.enter_context(preemption.watch())
-    files = run_files.RunFiles(plan.config, workdir, plan.made_of)
+    files = run_files.RunFiles(plan, workdir)
     stack.enter_context(files)
     run = OpenRun(
       plan=plan,
-      train_state=_restore(state, plan.update_config, engine, files, signals),
+      train_state=_restore(state, engine, files, signals),
       engine=engine,
       rollouts=schedule.Rollouts(plan, engine, files, watcher),
       files=files,
@@ -117,7 +90,6 @@ def _describe(run: OpenRun, label: str) -> sockets.RunInfo:
 
 def _restore(
   state: train_state_lib.TrainState,
-  update_config: train_state_lib.UpdateConfig,
   engine: engine_lib.Engine,
   files: run_files.RunFiles,
   signals: preemption.Watch,
@@ -126,7 +98,7 @@ def _restore(
   signals.newest_step = files.find_newest_checkpoint
   signals.raise_if_requested()
   signals.phase = 'restoring'
-  state = files.restore(state, update_config)
+  state = files.restore(state)
   engine.sync_weights(state.sampler, state.sampler_step)
   engine.interrupted = signals.is_requested
   return state

@@ -16,7 +16,7 @@ from agent_r1_jax.host import checkpoint, disk, processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import lora
 from agent_r1_jax.models.files import peft_files, weights
-from agent_r1_jax.rl.train_state import TrainState, UpdateConfig
+from agent_r1_jax.rl.train_state import TrainState
 from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.train import curriculum, fingerprint
 from agent_r1_jax.train import metrics as metrics_lib
@@ -78,14 +78,14 @@ def lock(workdir: str | os.PathLike) -> Iterator[None]:
 
 
 def check_config(
-  config: config_lib.Config, workdir: str | os.PathLike, *, write: bool = False
+  values: Mapping[str, Any], workdir: str | os.PathLike, *, write: bool = False
 ) -> None:
-  """Compares the configuration with that of the workdir's run, if it has one.
+  """Compares a configuration's values with those of the workdir's run, if it has one.
 
   Raises:
     ValueError: They differ in a field that a resumed run may not change.
   """
-  named = dataclasses.asdict(config) | {'devices': runtime.describe_devices()}
+  named = {**values, 'devices': runtime.describe_devices()}
   may_change = [*config_lib.MAY_CHANGE, 'devices']
   workdir_lib.check_config(workdir, named, may_change=may_change, write=write)
 
@@ -100,38 +100,30 @@ class RunFiles:
     store: Keeps finished episodes, if config.checkpoint.keep_rollouts.
   """
 
-  def __init__(
-    self,
-    config: config_lib.Config,
-    workdir: str | os.PathLike,
-    made_of: Mapping[str, Any] | None = None,
-  ):
+  def __init__(self, plan: plan_lib.Plan, workdir: str | os.PathLike):
     """Opens and locks the workdir.
-
-    `made_of` is what else may not change between two starts (fingerprint.describe_run).
 
     Raises:
       ValueError: Another run holds the workdir, or its run has another configuration or
         another `made_of`.
     """
-    self._config, self.workdir = config, pathlib.Path(workdir)
-    self.loop_state = LoopState()
-    every, keep, keeps_rollouts = dataclasses.astuple(config.checkpoint)
+    self._plan, self.workdir = plan, pathlib.Path(workdir)
+    self.loop_state, values = LoopState(), dataclasses.asdict(plan.config)
+    every, keep, keeps_rollouts = dataclasses.astuple(plan.config.checkpoint)
     self.store = store_lib.EpisodeStore(workdir) if keeps_rollouts else None
     with contextlib.ExitStack() as stack:
       stack.enter_context(lock(workdir))
-      check_config(config, workdir)
+      check_config(values, workdir)
       checkpoints = checkpoint.Checkpointer(workdir, every=every, keep=keep)
       self.checkpoints = stack.enter_context(checkpoints)
       # Written last: a start that failed before this leaves no file, and can be repeated.
-      check_config(config, workdir, write=True)
-      if made_of is not None:
-        path = self.workdir / 'made_of.json'
-        remedy = (
-          'Give another workdir. If the change is intended or does not matter, delete '
-          f'{path}: this run then goes on with what it is given now'
-        )
-        workdir_lib.check_config(workdir, made_of, name=path.name, remedy=remedy)
+      check_config(values, workdir, write=True)
+      path = self.workdir / 'made_of.json'
+      remedy = (
+        'Give another workdir. If the change is intended or does not matter, delete '
+        f'{path}: this run then goes on with what it is given now'
+      )
+      workdir_lib.check_config(workdir, plan.made_of, name=path.name, remedy=remedy)
       self._stack = stack.pop_all()
 
   def __enter__(self):
@@ -145,7 +137,7 @@ class RunFiles:
     """The step of the next line of metrics.jsonl."""
     return self.loop_state.written_step + 1
 
-  def restore(self, train_state: TrainState, update_config: UpdateConfig) -> TrainState:
+  def restore(self, train_state: TrainState) -> TrainState:
     """Restores the newest checkpoint, and opens what the steps after it are written to.
 
     Sets the loop state and drops the later lines of metrics.jsonl. These files can be
@@ -159,7 +151,7 @@ class RunFiles:
     """
     processes.check_same({'the steps in checkpoints/': self.checkpoints.steps})
     if restored := self.checkpoints.restore(
-      like=train_state.checkpoint_arrays(update_config)
+      like=train_state.checkpoint_arrays(self._plan.update_config)
     ):
       _, arrays, host_state = restored
       train_state = train_state.restore(arrays, host_state['train_state'])
@@ -179,9 +171,9 @@ class RunFiles:
     self.loop_state.written_step = self.loop_state.step
     self.loop_state.pending_metrics = {}
 
-  def save(self, train_state: TrainState, update_config: UpdateConfig):
+  def save(self, train_state: TrainState):
     """Starts to write a checkpoint of the current step, if there is none."""
-    arrays = train_state.checkpoint_arrays(update_config)
+    arrays = train_state.checkpoint_arrays(self._plan.update_config)
     host_state = {
       'position': self.loop_state.to_json(),
       'train_state': train_state.checkpoint_numbers(),
@@ -189,11 +181,12 @@ class RunFiles:
     self.checkpoints.save(self.loop_state.step, arrays, host_state)
     # The new one is not complete yet: a run may still resume from the one before it.
     if self.store and (complete := self.checkpoints.steps):
-      self.store.delete(before=rollout_number(self._config.schedule, complete[-1]))
+      self.store.delete(before=rollout_number(self._plan.schedule, complete[-1]))
 
-  def save_models(self, train_state: TrainState, plan: plan_lib.Plan):
+  def save_models(self, train_state: TrainState):
     """Writes the policy, its adapters, and a critic, which may be a privileged one."""
-    base, model = self._config.model.path, plan.update_config.model
+    plan = self._plan
+    base, model = plan.config.model.path, plan.update_config.model
     value_head = fingerprint.describe_critic(
       plan.update_config.algorithm, base, privileged=plan.privileged is not None
     )

@@ -5,6 +5,7 @@ plays (setup.py) and what learns (first_state.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import os
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ def make(
     task_checks.check_times(env, sets, limits)
     task_checks.check_answers(env, tasks, limits)
     made_of = fingerprint.describe_run(algorithm, env, tasks, privileged, guides)
-    fingerprint.check_hosts(config, made_of, sets)
+    fingerprint.check_hosts(made_of | {'config': dataclasses.asdict(config)}, sets)
     config = sizes.resolve(config, algorithm, workdir)
     mesh = setup.make_mesh(config.mesh)
     model, params, chat = setup.load(config.model, config.chat, mesh, config.model.frozen)
