@@ -78,9 +78,9 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
   from absl import flags
   from ml_collections import config_flags
 
-  from agent_r1_jax.host import refusals
+  from agent_r1_jax.host import terminal
 
-  refusals.install()
+  terminal.install()
   for argument in sys.argv[1:]:
     if re.match(rf'(workdir|{name}\.[\w.]+)=', argument):
       sys.exit(f'{argument}: a flag begins with two hyphens: --{argument}')

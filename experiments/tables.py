@@ -24,13 +24,13 @@ from absl import app, flags
 from jaxtyping import Bool, Float
 import numpy as np
 
-from agent_r1_jax.host import refusals
+from agent_r1_jax.host import terminal
 from agent_r1_jax.report import plots, tables
 from experiments import comparison
 
 
 def main(argv):
-  refusals.install()
+  terminal.install()
   workdirs = [pathlib.Path(name) for name in argv[1:]]
   if not workdirs:
     raise app.UsageError('name the working directories of the runs')

@@ -15,7 +15,7 @@ from typing import Any
 from absl import flags, logging
 import jax
 
-from agent_r1_jax.host import processes, refusals, terminal, watchdog
+from agent_r1_jax.host import processes, terminal, watchdog
 
 # From glibc's malloc.h; see mallopt(3).
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
@@ -65,11 +65,10 @@ def quiet_logging() -> None:
   """Drops INFO lines of installed libraries, and tracebacks of refused input.
 
   The user's own lines and all warnings stay. It also sets sys.excepthook, so that an
-  error which refuses a user's input ends the program with its text alone (refusals.py).
+  error which refuses a user's input ends the program with its text alone.
   With --verbosity, all lines stay. In any case no log record, warning or error that ends
   the program can control the terminal (terminal.py).
   """
-  refusals.install()
   terminal.install()
   parsed = flags.FLAGS.is_parsed() and 'verbosity' in flags.FLAGS
   if parsed and flags.FLAGS['verbosity'].present:

@@ -1,12 +1,26 @@
-"""Text for a terminal: nothing in it can control the terminal.
+"""What a terminal shows: text that cannot control it, and refused input as one line.
 
 What a model, a tool or a program writes may contain escape sequences, which set the
 title, the colours or the clipboard of a terminal. `printable` shows them as pictures.
 """
 
+import contextlib
+from importlib import metadata
+import linecache
 import logging
+import os
+import pathlib
+import re
+import sys
+import traceback
 import warnings
 
+from absl import flags
+
+_PACKAGE = f'{pathlib.Path(__file__).parents[1]}{os.sep}'
+_OURS = (_PACKAGE, f'{pathlib.Path(__file__).parents[2] / "experiments"}{os.sep}')
+# The types that this project raises with a message that says what to change.
+_REFUSALS = (ValueError, OSError, RuntimeError, ModuleNotFoundError)
 # Newline and tab stay. Unicode has pictures of ASCII's control characters (ESC is ␛), and
 # none of those from 0x80 on, of which some terminals take 0x9b for ESC [. Marks of
 # direction change the order in which other text is shown; two more begin a line.
@@ -27,10 +41,16 @@ def printable(text: str, encoding: str | None = 'utf-8') -> str:
 
 
 def install() -> None:
-  """Makes log records and warnings of this process printable, whoever shows them."""
+  """Makes what this process logs, warns of and ends with printable, whoever shows it.
+
+  It also sets sys.excepthook to a function that prints no traceback of refused input;
+  --verbosity shows the traceback.
+  """
   logging.setLogRecordFactory(_Record)
   if not isinstance(warnings.formatwarning, _WarningFormat):
     warnings.formatwarning = _WarningFormat(warnings.formatwarning)
+  if sys.excepthook is sys.__excepthook__:  # Unless a debugger or notebook has set one.
+    sys.excepthook = _print_error
 
 
 class _Record(logging.LogRecord):
@@ -44,3 +64,47 @@ class _WarningFormat:
 
   def __call__(self, *args, **kwargs) -> str:
     return printable(self._format(*args, **kwargs))
+
+
+def _print_error(kind, error, trace) -> None:
+  """Prints an error that ends the program; refused input is one line without traceback.
+
+  Input is refused by a `raise` statement of this project. Other errors are bugs and keep
+  their traceback; so do a ValueError that a function of Python raised when we called it,
+  and a RuntimeError that another error caused. An OSError that is raised so says what
+  could not be written, such as a checkpoint on a full disk, and what to do.
+  """
+  calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace)]
+  path, line = calls[-1] if calls else ('', 0)
+  pin = _find_pin(error) if isinstance(error, ModuleNotFoundError) else None
+  raised = linecache.getline(path, line).lstrip().startswith('raise ')
+  refused = isinstance(error, _REFUSALS) and path.startswith(_OURS) and raised
+  refused = refused and not (isinstance(error, RuntimeError) and error.__cause__)
+  verbose = flags.FLAGS.is_parsed() and 'verbosity' in flags.FLAGS
+  verbose = verbose and flags.FLAGS['verbosity'].present
+  if verbose or not (refused or pin):
+    lines = traceback.format_exception(kind, error, trace)
+    return print(printable(''.join(lines)), end='', file=sys.stderr)
+  # Name the line of the user's script that called us.
+  between = (_PACKAGE, os.path.dirname(contextlib.__file__))
+  outside = [
+    call
+    for call in calls
+    if not call[0].startswith(between) and 'site-packages' not in call[0]
+  ]
+  path, line = (outside or calls)[-1]
+  remedy = f"; pip install '{pin}'" if pin else ''
+  # The text of an OSError begins with a number that says nothing to a user.
+  said = isinstance(error, OSError) and not error.filename and error.strerror or error
+  print(printable(f'{path}:{line}: {said}{remedy}'), file=sys.stderr)
+
+
+def _find_pin(error: ModuleNotFoundError) -> str | None:
+  """Returns the requirement of our extras that brings a missing module, or None."""
+  try:
+    known = metadata.requires('agent_r1_jax') or ()
+  except metadata.PackageNotFoundError:  # Run from a checkout that is not installed.
+    return None
+  name = re.escape((error.name or '').partition('.')[0]).replace('_', '-')
+  found = (re.match(rf'{name}\b[^;\s]*', line) for line in known if 'extra ==' in line)
+  return next((match[0] for match in found if name and match), None)
