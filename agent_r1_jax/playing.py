@@ -85,8 +85,7 @@ def play(
   config = sizes.resolve(config, None, workdir)
   with contextlib.ExitStack() as stack:
     if folder:
-      if processes.is_first():
-        stack.enter_context(workdir_lib.lock(folder))
+      stack.enter_context(run_files.lock(folder))
       _check_same(config, folder, made_of)
     mesh = setup.make_mesh(config.mesh)
     shape, params, chat = setup.load(config.model, config.chat, mesh)

@@ -1,4 +1,4 @@
-"""A bounded pool of daemon threads for users' functions, and what is said of calls.
+"""A bounded pool of daemon threads for users' functions, and what their calls report.
 
 What runs in it and why is in workers.py. Importing this module replaces os._exit, which
 raises in these threads.
