@@ -17,7 +17,7 @@ import script
 import tiny
 
 from agent_r1_jax import config, fields
-from agent_r1_jax.host import disk, refusals
+from agent_r1_jax.host import disk, terminal
 
 _SCRIPT = '''
 from absl import app, flags
@@ -182,7 +182,7 @@ def test_a_refusal_names_the_line_of_the_script(capsys):
   refused = functools.partial(fields.replace, config.Config(), {'x': 1})
   with pytest.raises(ValueError) as caught:
     names['call'](refused)
-  refusals._print_error(caught.type, caught.value, caught.tb)
+  terminal._print_error(caught.type, caught.value, caught.tb)
   assert capsys.readouterr().err.startswith(f'{__file__}:')
 
 
@@ -191,12 +191,12 @@ def test_a_full_disk_is_one_line_and_a_failed_call_is_not(cause, tmp_path, capsy
   with pytest.raises(OSError) as full, disk.explain_write_errors(tmp_path, 'The model'):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
   full.value.__cause__ = cause
-  refusals._print_error(full.type, full.value, full.tb)
+  terminal._print_error(full.type, full.value, full.tb)
   (line,) = capsys.readouterr().err.splitlines()
   assert re.match(rf'{re.escape(__file__)}:\d+: The model could not be', line)
   with pytest.raises(OSError) as failed:
     (tmp_path / 'none' / 'file').write_text('')
-  refusals._print_error(failed.type, failed.value, failed.tb)
+  terminal._print_error(failed.type, failed.value, failed.tb)
   assert 'Traceback' in capsys.readouterr().err
 
 
