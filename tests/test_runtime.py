@@ -228,7 +228,7 @@ def test_libraries_do_not_narrate_and_warn_all_the_same(tmp_path, arguments, nar
 
 _REFUSED = """
 from absl import app
-from agent_r1_jax import config, playing
+from agent_r1_jax import config, train
 from agent_r1_jax.rl import algorithms
 class Tasks:
   def __len__(self): return 1
