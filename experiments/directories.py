@@ -8,8 +8,8 @@ Before a run every task is played twice: its solution has to score 1, and doing 
 The tasks that fail are named, and nothing is trained.
 
 The agent has the shell tool; with `--mini=PATH`, where PATH is the command `mini` of
-mini-swe-agent, that plays in its place (experiments/repairs/mini.py). `--watched` of the
-tasks are not trained on, but evaluated.
+mini-swe-agent, that plays in its place (contrib/harbor/mini_swe_agent.py). `--watched` of
+the tasks are not trained on, but evaluated.
 """
 
 import time
@@ -17,12 +17,11 @@ import time
 from absl import app, flags
 
 from agent_r1_jax import fields
-from agent_r1_jax.contrib.harbor import directories
+from agent_r1_jax.contrib.harbor import directories, mini_swe_agent
 from agent_r1_jax.host import runtime
 from agent_r1_jax.serve import program
 from agent_r1_jax.train import preflight, task_checks
 from experiments import task_list, watched
-from experiments.repairs import mini
 
 _DATA = flags.DEFINE_string('data', None, 'A folder of tasks.', required=True)
 _CHECK_ONLY = flags.DEFINE_bool(
@@ -40,7 +39,7 @@ def main(_):
   tasks = task_list.shuffle(directories.load(_DATA.value))
   make_env = directories.DirectoryEnv
   if _MINI.value:
-    play = mini.with_mini(_MINI.value)
+    play = mini_swe_agent.make_run(_MINI.value)
     make_env = lambda: program.Program(play)
   if not _CHECK_ONLY.value:  # Before that takes its time.
     with preflight.open_environment(make_env, _CFG.value.limits) as env:

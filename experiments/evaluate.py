@@ -98,11 +98,11 @@ def main(_):
     print(f'\n{text}\ntable, numbers and episodes: {workdir}')
 
 
-def make_choice(policy: str, engine: engine_lib.Engine) -> choice.Choice:
+def make_choice(policy: str, engine: engine_lib.Engine) -> choice.ReplyChoice:
   """Makes the choice among the candidates of each reply that the flags ask for."""
   candidates, beta = _CANDIDATES.value, _BETA.value
   if not _CRITIC.value:
-    return choice.Choice(candidates, choice.mean_logprob, beta)
+    return choice.ReplyChoice(candidates, choice.mean_logprob, beta)
   implicit = (pathlib.Path(_CRITIC.value) / implicit_value.FILE).exists()
   by_value = functools.partial(choice.by_value, formats=model_formats.find())
   make = choice.by_implicit_value if implicit else by_value

@@ -14,8 +14,10 @@ import pathlib
 
 from absl import app, flags
 
-from agent_r1_jax.report import plots, tables
+from agent_r1_jax.report import tables
 from agent_r1_jax.train import metrics as metrics_lib
+from experiments import curves
+from experiments import tables as tables_lib
 
 _METRICS = flags.DEFINE_list('metrics', ['rollout/reward', 'eval/*/em'], 'What is drawn.')
 _OUT = flags.DEFINE_string('out', 'runs/plot', 'Prefix of the files that are written.')
@@ -61,18 +63,18 @@ def main(argv):
     label: {'seeds': str(len(runs))} for label, runs in groups.items()
   }
   for name in names:
-    for label, values in plots.final_values(groups, name).items():
+    for label, values in curves.final_values(groups, name).items():
       if values:
-        rows[label][name] = tables.Interval(*tables.mean_interval(values))
+        rows[label][name] = tables.Interval(*tables_lib.mean_interval(values))
   columns = [name for name in names if any(name in row for row in rows.values())]
   # A path with a dot in its last part would lose that with `with_suffix`.
   out = pathlib.Path(_OUT.value)
   out.parent.mkdir(parents=True, exist_ok=True)
   for kind in ('png', 'pdf'):
-    plots.plot_groups(groups, f'{out}.{kind}', names, title=_TITLE.value)
+    curves.plot_groups(groups, f'{out}.{kind}', names, title=_TITLE.value)
   text = tables.format_table(rows, [*columns, 'seeds'], corner='runs')
   pathlib.Path(f'{out}.md').write_text(text + '\n')
-  latex = tables.format_latex(rows, [*columns, 'seeds'], corner='runs')
+  latex = tables_lib.format_latex(rows, [*columns, 'seeds'], corner='runs')
   pathlib.Path(f'{out}.tex').write_text(latex + '\n')
   print(f'{text}\nfigure and table: {_OUT.value}.png, .pdf, .md, .tex')
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 import pathlib
 
-from agent_r1_jax.retrieval import bm25, client, dense, encoder, fusion
+from agent_r1_jax.retrieval import bm25, dense, encoder, fusion
 from agent_r1_jax.retrieval.documents import Retriever
 
 
@@ -29,5 +29,7 @@ def open_indexes(directories: Sequence[str], model: str) -> Retriever:
 def open_retriever(places: str, model: str) -> Retriever:
   """Opens a server's address, or directories of indexes, separated by commas."""
   if places.startswith(('http://', 'https://')):
+    from agent_r1_jax.contrib.search_servers import client  # It may be missing.
+
     return client.Remote(places)
   return open_indexes(places.split(','), model)

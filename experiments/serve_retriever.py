@@ -1,4 +1,4 @@
-"""Serves indexes of experiments.build_index over HTTP; see retrieval/server.py.
+"""Serves indexes of experiments.build_index over HTTP; see contrib/search_servers.
 
   python -m experiments.serve_retriever --index=runs/bm25
   python -m experiments.serve_retriever --index=runs/e5,runs/bm25 --encoder=e5-base-v2
@@ -9,8 +9,8 @@ accepts requests; SIGTERM ends it within seconds.
 
 from absl import app, flags
 
+from agent_r1_jax.contrib.search_servers import server
 from agent_r1_jax.host import runtime
-from agent_r1_jax.retrieval import server
 from experiments import retrievers
 
 _INDEX = flags.DEFINE_list('index', None, 'Directories of indexes.', required=True)

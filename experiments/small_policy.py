@@ -22,6 +22,7 @@ from agent_r1_jax.models import decoder
 from agent_r1_jax.models.files import weights
 from agent_r1_jax.models.pictures import vision_config
 from agent_r1_jax.report import progress as progress_lib
+from experiments import train_tokenizer
 from experiments.miniwiki import induction
 
 SEED = flags.DEFINE_integer('seed', 0, 'Seed of the initialisation and the examples.')
@@ -102,7 +103,7 @@ def train(
     reader: Reads the pictures of the examples, if there are any.
   """
   start = time.time()
-  tokenizer.train(
+  train_tokenizer.train(
     texts, vocab_size=vocab, directory=out / 'tokenizer', more_tokens=more_tokens
   )
   tok = tokenizer.load(out / 'tokenizer')

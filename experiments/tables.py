@@ -12,7 +12,7 @@ a row for each run and their mean, or one row if all runs have the same numbers 
 """
 
 import collections
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 import json
 import math
 import os
@@ -228,6 +228,52 @@ def calibration(
   return error, rows
 
 
+def mean_interval(values: Any) -> tuple[Any, Any]:
+  """Computes x̄ and t · s / √n, the half width of its 95 % interval (Student's t).
+
+  Args:
+    values: Numbers [n, ...], such as one of each seed; with n = 1 the width is NaN.
+  """
+  from scipy import stats  # It takes a second.
+
+  values = np.asarray(values, float)
+  n = len(values)
+  if n < 2:
+    return values.mean(0), values.mean(0) * np.nan
+  return values.mean(0), stats.t.ppf(0.975, n - 1) * values.std(0, ddof=1) / n**0.5
+
+
+def format_latex(
+  rows: Mapping[str, Mapping[str, tables.Cell]],
+  columns: Iterable[str],
+  corner: str = 'method',
+) -> str:
+  """Formats the same table for LaTeX with the package booktabs."""
+  columns = list(columns)
+  lines = [
+    [name, *(tables.format_cell(r.get(c, '-')) for c in columns)]
+    for name, r in rows.items()
+  ]
+  join = lambda cells: ' & '.join(map(_escape, cells)) + r' \\'
+  return '\n'.join(
+    [
+      rf'\begin{{tabular}}{{l{"r" * len(columns)}}}',
+      r'\toprule',
+      join([corner, *columns]),
+      r'\midrule',
+      *map(join, lines),
+      r'\bottomrule',
+      r'\end{tabular}',
+    ]
+  )
+
+
+def _escape(text: str) -> str:
+  for mark in '_%&#$':
+    text = text.replace(mark, f'\\{mark}')
+  return text.replace('±', r'$\pm$')
+
+
 def render_paper(
   lines: Sequence[dict[str, Any]],
   target: pathlib.Path,
@@ -277,13 +323,11 @@ def _average_seeds(rows, sets, kind) -> dict[str, Any]:
   for name, values, n in zip(sets, zip(*means, strict=True), counts, strict=True):
     if n:
       alone = tables.Count(round(values[0] * n), n)
-      cells[name] = (
-        tables.Interval(*tables.mean_interval(values)) if len(rows) > 1 else alone
-      )
+      cells[name] = tables.Interval(*mean_interval(values)) if len(rows) > 1 else alone
   if all(counts):
     average = [float(np.mean(m)) for m in means]
     cells['average'] = (
-      tables.Interval(*tables.mean_interval(average)) if len(rows) > 1 else average[0]
+      tables.Interval(*mean_interval(average)) if len(rows) > 1 else average[0]
     )
   cells['seeds'] = str(len(rows))
   cells['minutes a seed'] = f'{np.mean([r["seconds"] for r in rows]) / 60:.1f}'

@@ -133,7 +133,7 @@ MATHEMATICS = Family(
 PROGRAMMING = Family(
   programming.load_humaneval,
   programming,
-  programming.Judge,
+  programming.Tester,
   lambda: python.python_tool(sandbox.Sandbox()),
   score='passed',
   rest=('answered', 'tool_calls', 'late'),

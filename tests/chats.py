@@ -3,6 +3,7 @@
 import pytest
 
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from experiments import train_tokenizer
 
 TEXT = 'who wrote the book? the search result says it was John Smith in 1984.\n' * 5
 OPENING = [
@@ -46,7 +47,7 @@ LLAMA = """\
 @pytest.fixture(scope='module')
 def small(tmp_path_factory):
   path = tmp_path_factory.mktemp('small')
-  tokenizer_lib.train([TEXT], vocab_size=320, directory=path)
+  train_tokenizer.train([TEXT], vocab_size=320, directory=path)
   return tokenizer_lib.load(path)
 
 
@@ -55,7 +56,7 @@ def tokenizer(request, tmp_path_factory):
   if request.param in ('chatml', 'llama'):
     template = LLAMA if request.param == 'llama' else tokenizer_lib.CHATML
     path = tmp_path_factory.mktemp('tokenizer')
-    tokenizer_lib.train([TEXT], vocab_size=320, directory=path, chat_template=template)
+    train_tokenizer.train([TEXT], vocab_size=320, directory=path, chat_template=template)
     return tokenizer_lib.load(path)
   return tokenizer_lib.load(
     request.getfixturevalue('data_dir') / 'models' / request.param

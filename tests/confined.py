@@ -41,7 +41,7 @@ def outside(request, box):
 def needs_shell():
   """Skips, with the reason, where no layers can confine a shell."""
   try:
-    shell.Session().close()
+    shell.Shell().close()
   except RuntimeError as error:
     if 'cannot be confined' not in str(error):
       raise
@@ -63,7 +63,7 @@ def layers(request, monkeypatch, tmp_path_factory):
   if request.param == 'kernel alone':
     monkeypatch.setattr(shell, '_isolate', lambda *_: [])
     try:
-      shell.Session().close()
+      shell.Shell().close()
     except RuntimeError as error:
       pytest.skip(str(error))
   elif not shell._isolate(shell.LIMITS.disk_mb):
@@ -82,7 +82,7 @@ def open_session(layers):
   opened = []
 
   def open_one(**limits):
-    opened.append(shell.Session(shell.Limits(**limits)))
+    opened.append(shell.Shell(shell.ShellLimits(**limits)))
     return opened[-1]
 
   yield open_one

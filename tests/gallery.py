@@ -10,6 +10,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import pictures, tokenizer
 from agent_r1_jax.models.files import weights
+from experiments import train_tokenizer
 
 READER = pictures.Reader(8, 64, 8 * 8 * 9)
 PART = pictures.make_part
@@ -22,7 +23,7 @@ def model(tmp_path_factory):
 
 def save(folder: pathlib.Path) -> pathlib.Path:
   """Writes the directory of a tiny policy that sees, and returns it."""
-  tokenizer.train(
+  train_tokenizer.train(
     tiny.TEXTS,
     vocab_size=tiny.VOCAB,
     directory=folder / 'tokenizer',

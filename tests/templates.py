@@ -9,6 +9,7 @@ import json
 import tiny
 
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from experiments import train_tokenizer
 
 _LLAMA = """\
 {{- bos_token }}{% set h = '<|start_header_id|>' %}{% set e = '<|end_header_id|>\n\n' %}
@@ -187,7 +188,7 @@ TEMPLATES = {
 def load(name: str, directory):
   """Makes a small tokenizer with the template of a family."""
   template, control, bos, eos = TEMPLATES[name]
-  tokenizer_lib.train(
+  train_tokenizer.train(
     tiny.TEXTS,
     vocab_size=tiny.VOCAB,
     directory=directory,

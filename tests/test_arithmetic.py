@@ -10,6 +10,7 @@ import pytest
 
 from agent_r1_jax.agent import tokenizer
 from agent_r1_jax.tasks import mathematics
+from experiments import train_tokenizer
 from experiments.worlds import arithmetic, world
 from experiments.worlds import arithmetic_lessons as lessons
 from experiments.worlds import arithmetic_stories as stories
@@ -141,7 +142,7 @@ def test_one_word_of_each_step_says_what_it_does():
 def test_every_number_is_one_token(tmp_path):
   shown = itertools.islice(arithmetic.WORLD.examples(7), 600)
   texts = [text for example in shown for text in arithmetic.WORLD.text(example)]
-  tokenizer.train(texts, vocab_size=arithmetic.WORLD.vocab, directory=tmp_path)
+  train_tokenizer.train(texts, vocab_size=arithmetic.WORLD.vocab, directory=tmp_path)
   tok = tokenizer.load(tmp_path)
   encode = tok.encode
   for number in range(stories.LARGEST + 1):

@@ -7,6 +7,7 @@ import pytest
 
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from experiments import train_tokenizer
 
 small, tokenizer = chats.small, chats.tokenizer
 
@@ -153,7 +154,7 @@ def test_the_stop_id_is_the_end_of_turn_of_the_template(small, data_dir):
 
 
 def test_the_generation_config_adds_stop_ids(tmp_path):
-  tokenizer_lib.train([chats.TEXT], vocab_size=320, directory=tmp_path)
+  train_tokenizer.train([chats.TEXT], vocab_size=320, directory=tmp_path)
   (tmp_path / 'generation_config.json').write_text('{"eos_token_id": [0, 2]}')
   assert chat_lib.Chat(tokenizer_lib.load(tmp_path)).stop_ids == (2, 0)
 
@@ -166,7 +167,7 @@ def test_the_generation_config_adds_stop_ids(tmp_path):
   ],
 )
 def test_unusable_templates_are_refused(refused, tmp_path, template, message):
-  tokenizer_lib.train(
+  train_tokenizer.train(
     [chats.TEXT], vocab_size=320, directory=tmp_path, chat_template=template
   )
   with refused(message):
@@ -214,7 +215,7 @@ STRICT = """\
 def ignorant(tmp_path_factory):
   """A tokenizer whose template knows no tools."""
   path = tmp_path_factory.mktemp('ignorant')
-  tokenizer_lib.train(
+  train_tokenizer.train(
     [chats.TEXT], vocab_size=320, directory=path, chat_template=chats.LLAMA
   )
   return tokenizer_lib.load(path)
@@ -248,7 +249,7 @@ def test_a_template_without_tools_gets_them_into_the_system_message(ignorant):
 def test_a_template_without_system_messages_gets_tools_into_the_first_one(
   refused, tmp_path
 ):
-  tokenizer_lib.train(
+  train_tokenizer.train(
     [chats.TEXT], vocab_size=320, directory=tmp_path, chat_template=STRICT
   )
   chat = chat_lib.Chat(tokenizer_lib.load(tmp_path))

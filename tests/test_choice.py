@@ -68,7 +68,7 @@ class TestValues:
 
     engine = rollouts.make_engine(_critic() if own_head else None)
     critic = None if own_head else engine.make_policy(_critic(), 0)
-    played = _play(choice_lib.Choice(2, score, critic=critic), engine=engine)
+    played = _play(choice_lib.ReplyChoice(2, score, critic=critic), engine=engine)
     assert max(len(t.turns) for t in played) > 1
     worse = 0
     for trajectory in played:
@@ -86,7 +86,7 @@ class TestValues:
 
   def test_no_token_is_prefilled_twice(self):
     engine = rollouts.make_engine()
-    (t,) = _play(choice_lib.Choice(2, choice_lib.mean_logprob), 1, engine, True)
+    (t,) = _play(choice_lib.ReplyChoice(2, choice_lib.mean_logprob), 1, engine, True)
     (segment,) = t.segments
     given = int((~segment.action_mask).sum())
     # The decode computes the last token of each prompt; here it was a prompt's once.
@@ -94,7 +94,7 @@ class TestValues:
 
     engine = rollouts.make_engine()
     critic = engine.make_policy(_critic(), 0)
-    (t,) = _play(choice_lib.Choice(2, critic=critic), 1, engine, True)
+    (t,) = _play(choice_lib.ReplyChoice(2, critic=critic), 1, engine, True)
     (segment,) = t.segments
     given, sampled = int((~segment.action_mask).sum()), t.metrics['sampled_tokens']
     # The policy's part, and of the critic's each token of every candidate once.
@@ -104,13 +104,13 @@ class TestValues:
     engine = rollouts.make_engine()
     critic = engine.make_policy(_critic(), 0)
     with pytest.raises(ValueError, match='rows: 8 texts .* fit the 6 rows'):
-      _play(choice_lib.Choice(4, critic=critic), engine=engine)
+      _play(choice_lib.ReplyChoice(4, critic=critic), engine=engine)
 
 
 class TestChoice:
   def test_a_choice_of_one_is_plain_sampling(self):
     plain = _play(None)
-    for choice in (choice_lib.Choice(1), choice_lib.Choice(1, beta=math.inf)):
+    for choice in (choice_lib.ReplyChoice(1), choice_lib.ReplyChoice(1, beta=math.inf)):
       for a, b in zip(plain, _play(choice), strict=True):
         rollouts.assert_same(a, b)
         assert b.metrics['sampled_tokens'] == sum(
@@ -126,7 +126,7 @@ class TestChoice:
       lengths.append(len(said) if candidate.reply.stopped else 0)
       return lengths[-1]
 
-    played = _play(choice_lib.Choice(4, score), 4)
+    played = _play(choice_lib.ReplyChoice(4, score), 4)
     best = [max(lengths[i : i + 4]) / 8 for i in range(0, len(lengths), 4)]
     taken = [turn.reward for t in played for turn in t.turns if turn.reward]
     assert sorted(taken) == sorted(b for b in best if b) and len({*lengths}) > 4
@@ -142,15 +142,15 @@ class TestChoice:
     first = lambda candidate: float(candidate.reply.tokens[0] % 7)
     taken = {}
     for beta in (0.0, 1.0, math.inf):
-      played = _play(choice_lib.Choice(4, first, beta), 12)
+      played = _play(choice_lib.ReplyChoice(4, first, beta), 12)
       taken[beta] = np.mean([t.segments[0].tokens[t.turns[0].start] % 7 for t in played])
     assert taken[0.0] > taken[1.0] > taken[math.inf]
-    greedy = _play(choice_lib.Choice(3), 1, sampling=config_lib.GREEDY)
+    greedy = _play(choice_lib.ReplyChoice(3), 1, sampling=config_lib.GREEDY)
     rollouts.assert_same(greedy[0], _play(None, 1, sampling=config_lib.GREEDY)[0])
 
   def test_rejected_candidates_are_closed(self, monkeypatch):
     """Else their rows are kept until they are the oldest, and the cache fills."""
-    submit, reply = replica_lib.Replica.submit, choice_lib.Chooser.reply
+    submit, reply = replica_lib.Replica.submit, choice_lib.ReplyChooser.reply
     sampled, turns = [], []
 
     def note_submit(self, request):
@@ -165,8 +165,8 @@ class TestChoice:
       return chosen
 
     monkeypatch.setattr(replica_lib.Replica, 'submit', note_submit)
-    monkeypatch.setattr(choice_lib.Chooser, 'reply', note_reply)
-    (t,) = _play(choice_lib.Choice(3, choice_lib.mean_logprob), 1, forever=True)
+    monkeypatch.setattr(choice_lib.ReplyChooser, 'reply', note_reply)
+    (t,) = _play(choice_lib.ReplyChoice(3, choice_lib.mean_logprob), 1, forever=True)
     assert [sorted(taken) for taken in turns] == [[False, False, True]] * len(t.turns)
     assert t.status != 'error' and all(g.text.closed for g in sampled)
 

@@ -166,7 +166,7 @@ class TestWorld:
 
 
 def test_limits_reach_the_shell():
-  env = chores.TerminalEnv(limits=shell.Limits(files=7, max_output=10))
+  env = chores.TerminalEnv(limits=shell.ShellLimits(files=7, max_output=10))
   assert env._session._ask(60.0, ['run', 'seq 99', 60.0])[0].startswith(
     '1\n2\n3\n4\n5\n\n...'
   )

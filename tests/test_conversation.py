@@ -56,7 +56,7 @@ def _accept(asked, generation, text):
 
 def _conversation(chat):
   record = transcript.Transcript()
-  return conversation.Conversation(chat, TASK, _Context(), record, 9, 9)
+  return conversation.EpisodeSource(chat, TASK, _Context(), record, 9, 9)
 
 
 def test_a_request_that_is_made_again_has_its_own_randomness():

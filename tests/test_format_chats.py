@@ -20,6 +20,7 @@ from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.train import preflight
 from agent_r1_jax.train.plan import setup
+from experiments import train_tokenizer
 
 _TEMPLATE = """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}
@@ -42,7 +43,7 @@ _WRITTEN = {
 
 def _chat(directory, written, **options):
   template = _TEMPLATE.replace('CALL', written)
-  tokenizer_lib.train(
+  train_tokenizer.train(
     tiny.TEXTS, vocab_size=tiny.VOCAB, directory=directory, chat_template=template
   )
   return chat_lib.Chat(tokenizer_lib.load(directory), **options)

@@ -12,7 +12,7 @@ from agent_r1_jax import sft
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import pictures, tokenizer
 from agent_r1_jax.models.files import weights
-from experiments import small_policy
+from experiments import small_policy, train_tokenizer
 from experiments.worlds import grid
 
 if not flags.FLAGS.is_parsed():
@@ -88,7 +88,7 @@ def test_a_base_that_sees_is_made(tmp_path):
 
 def test_numbers_are_tokens_of_their_own(tmp_path):
   texts = [t for e in itertools.islice(grid.examples(0), 400) for t in grid.text_of(e)]
-  tokenizer.train(
+  train_tokenizer.train(
     texts, vocab_size=512, directory=tmp_path, more_tokens=pictures.CONTROL_TOKENS
   )
   made = tokenizer.load(tmp_path)

@@ -49,15 +49,16 @@ OWNERS = {
   'PIL': f'{PACKAGE}/agent/picture_files.py experiments/worlds/grid.py',
   'huggingface_hub': 'third_party/transfers.py',
   'jsonschema': f'{PACKAGE}/agent/tool_schema.py',
-  'tokenizers': f'{PACKAGE}/agent/tokenizer.py {PACKAGE}/retrieval/encoder.py',
+  'tokenizers': f'{PACKAGE}/agent/tokenizer.py experiments/train_tokenizer.py '
+  f'{PACKAGE}/retrieval/encoder.py',
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
-  'httpx2': f'{PACKAGE}/retrieval/client.py {PACKAGE}/web/bounded_http.py '
+  'httpx2': f'{PACKAGE}/contrib/search_servers/client.py {PACKAGE}/web/bounded_http.py '
   f'{PACKAGE}/guided/judge.py {PACKAGE}/contrib/sandbox_fusion/remote_sandbox.py '
   f'{PACKAGE}/contrib/environments/nemo_gym.py',
   'pydantic': f'{PACKAGE}/web/http.py {PACKAGE}/serve/ {PACKAGE}/contrib/tinker/wire.py '
-  f'{PACKAGE}/contrib/dialects/ {PACKAGE}/retrieval/server.py experiments/',
+  f'{PACKAGE}/contrib/dialects/ {PACKAGE}/contrib/search_servers/server.py experiments/',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
-  'tenacity': f'{PACKAGE}/retrieval/client.py',
+  'tenacity': f'{PACKAGE}/contrib/search_servers/client.py',
   'google': f'{PACKAGE}/contrib/tinker/messages.py',
   'mcp': f'{PACKAGE}/contrib/mcp/mcp_server.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',

@@ -14,6 +14,8 @@ from agent_r1_jax import types
 from agent_r1_jax.report import plots, tables
 from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.train import metrics
+from experiments import curves
+from experiments import tables as tables_lib
 
 
 class TestWrite:
@@ -157,20 +159,20 @@ class TestCurve:
   def test_seeds_are_aligned_by_step(self):
     seeds = [[{'step': s, 'x': s + 10 * seed} for s in (0, 2, 4)] for seed in (0, 1)]
     del seeds[1][1]
-    steps, values = plots._aligned(seeds, 'x')
+    steps, values = plots.align_seeds(seeds, 'x')
     assert steps.tolist() == [0, 4]
     assert values.tolist() == [[0, 4], [10, 14]]
 
   def test_groups_and_their_final_values(self, tmp_path):
     groups = {'GRPO': [list(rows(0)), list(rows(1))], 'one': [list(rows(2))], 'none': []}
-    plots.plot_groups(groups, tmp_path / 'c.png', ['reward', 'eval/*/em'])
+    curves.plot_groups(groups, tmp_path / 'c.png', ['reward', 'eval/*/em'])
     assert self.width(tmp_path / 'c.png') == 2 * 784
-    found = plots.final_values(groups, 'eval/*/em')
+    found = curves.final_values(groups, 'eval/*/em')
     # The last of six evaluations, at step 50 of 60.
     np.testing.assert_allclose(found['GRPO'], (50 / 60 + 0.5) / 2)
     assert len(found['one']) == 1 and found['none'] == []
     with pytest.raises(ValueError, match="none of .'loss'"):
-      plots.plot_groups(groups, tmp_path / 'd.png', ['loss'])
+      curves.plot_groups(groups, tmp_path / 'd.png', ['loss'])
 
   def test_smoothing_keeps_a_constant_and_a_short_curve(self):
     np.testing.assert_allclose(plots._smooth(np.full(100, 0.3)), 0.3)
@@ -213,12 +215,12 @@ class TestTable:
     ]
 
   def test_intervals_over_seeds_are_students(self):
-    mean, half = tables.mean_interval([[0.4, 1.0], [0.6, 1.0]])
+    mean, half = tables_lib.mean_interval([[0.4, 1.0], [0.6, 1.0]])
     # Student's t with one degree of freedom: 12.706.
     np.testing.assert_allclose(half, [12.706 * 0.1, 0.0], atol=1e-3)
     np.testing.assert_allclose(mean, [0.5, 1.0])
     alone, three = tables.Interval(0.5, math.nan), tables.Interval(0.5, 0.02)
-    text = tables.format_latex({'GRPO_1': {'a%': alone, 'b': three}}, ['a%', 'b'])
+    text = tables_lib.format_latex({'GRPO_1': {'a%': alone, 'b': three}}, ['a%', 'b'])
     assert r'GRPO\_1 & .500 & .500 $\pm$ .020 \\' in text
     assert r'method & a\% & b \\' in text
 

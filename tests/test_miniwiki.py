@@ -13,6 +13,7 @@ import pytest
 
 from agent_r1_jax.agent import call_formats, calls, chat, tokenizer
 from agent_r1_jax.tasks import qa
+from experiments import train_tokenizer
 from experiments.miniwiki import demos
 from experiments.miniwiki import questions as questions_lib
 from experiments.miniwiki import relations as relations_lib
@@ -31,7 +32,7 @@ def examples():
 def chatter(examples, tmp_path_factory):
   directory = tmp_path_factory.mktemp('tokenizer')
   texts = demos.tokenizer_texts(examples)
-  tokenizer.train(texts, vocab_size=1024, directory=directory)
+  train_tokenizer.train(texts, vocab_size=1024, directory=directory)
   return chat.Chat(tokenizer.load(directory))
 
 

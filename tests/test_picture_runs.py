@@ -65,10 +65,10 @@ def test_a_critic_sees_what_the_policy_saw(model, monkeypatch, kind, implicit):
   monkeypatch.setattr(choice.StateValues, name, record)
   decides = {
     # One that ends is taken, so that there is another turn.
-    'choice': choice.Choice(
+    'choice': choice.ReplyChoice(
       4, lambda c: c.value + 99 * c.reply.stopped, critic=policy, implicit=implicit
     ),
-    'beams': search.Beams(1, 2, policy, implicit=implicit),
+    'beams': search.BeamSearch(1, 2, policy, implicit=implicit),
   }[kind]
   played = evaluate.run(
     engine,

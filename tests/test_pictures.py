@@ -18,6 +18,7 @@ from agent_r1_jax.host import records
 from agent_r1_jax.report import episodes
 from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.serve import requests
+from experiments import train_tokenizer
 
 READER = pictures.Reader(8, 64, 64 * 16)
 
@@ -34,7 +35,7 @@ def url(made: Image.Image) -> str:
 @pytest.fixture(scope='module')
 def chat(tmp_path_factory):
   directory = tmp_path_factory.mktemp('sees')
-  tokenizer_lib.train(
+  train_tokenizer.train(
     tiny.TEXTS,
     vocab_size=tiny.VOCAB,
     directory=directory,

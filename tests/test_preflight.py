@@ -18,6 +18,7 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.tasks import context
 from agent_r1_jax.train import preflight, task_checks
+from experiments import train_tokenizer
 
 
 @tool_lib.tool
@@ -52,7 +53,7 @@ def _fit(tasks, env=None, slots=128, **options):
 def _ignorant(directory, **options):
   """A chat whose template writes no tools."""
   template = tokenizer_lib.CHATML.replace('{%- if tools %}', '{%- if false %}')
-  tokenizer_lib.train(
+  train_tokenizer.train(
     tiny.TEXTS, vocab_size=tiny.VOCAB, directory=directory, chat_template=template
   )
   return chat_lib.Chat(tokenizer_lib.load(directory), **options)
@@ -287,7 +288,7 @@ class TestTools:
     template = """{%- for m in messages %}{% if loop.index < 3 %}
       {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
       {%- endfor %}{{ '<|im_start|>assistant\\n' if add_generation_prompt }}"""
-    tokenizer_lib.train(
+    train_tokenizer.train(
       tiny.TEXTS, vocab_size=tiny.VOCAB, directory=tmp_path, chat_template=template
     )
     chat = chat_lib.Chat(tokenizer_lib.load(tmp_path))

@@ -230,7 +230,7 @@ async def _play(judge, tmp_path, reply):
 
 
 async def test_an_episode_is_judged_in_a_process(tmp_path):
-  judge = programming.Judge(seconds=120.0, processes=1)
+  judge = programming.Tester(seconds=120.0, processes=1)
   reply = '```python\ndef double(x):\n  return {}\n```'
   replies = (reply.format('x + x'), reply.format('x'), 'I do not know.')
   found = [await _play(judge, tmp_path, reply) for reply in replies]
@@ -240,14 +240,14 @@ async def test_an_episode_is_judged_in_a_process(tmp_path):
 
 async def test_a_program_that_never_ends_has_failed(tmp_path, monkeypatch):
   monkeypatch.setattr(programming, 'run_tests', graders.hang)
-  judge = programming.Judge(seconds=0.5, processes=1)
+  judge = programming.Tester(seconds=0.5, processes=1)
   reward, metrics = await _play(judge, tmp_path, '```python\nwhile True: pass\n```')
   assert (reward, metrics['answered'], metrics['late']) == (0.0, 1.0, 1.0)
 
 
 async def test_a_program_that_ends_the_judge_has_failed(tmp_path, monkeypatch):
   monkeypatch.setattr(programming, 'run_tests', graders.leave)
-  judge = programming.Judge(seconds=60.0, processes=1)
+  judge = programming.Tester(seconds=60.0, processes=1)
   reward, metrics = await _play(judge, tmp_path, '```python\nx = 1\n```')
   assert (reward, metrics['answered'], metrics['late']) == (0.0, 1.0, 0.0)
 
@@ -256,7 +256,7 @@ async def test_a_program_that_fills_the_memory_of_the_judge_has_failed(tmp_path)
   """By a number of a few bytes, with which the tests make 2 GiB."""
   test = 'assert len(bytes(double(2))) == 1 << 31'
   (task,) = coding_tasks.load(tmp_path, coding_tasks.MBPP | {'test_list': [test]})
-  judge = programming.Judge(seconds=120.0, processes=1)
+  judge = programming.Tester(seconds=120.0, processes=1)
   reply = '```python\ndef double(x):\n  return 1 << 31\n```'
   found = await judge.metrics(task, [{'role': 'assistant', 'content': reply}])
   assert found == {'passed': 0.0, 'answered': 1.0, 'late': 0.0}

@@ -40,7 +40,7 @@ def _stream(ids, stopped=True, chat=None, **fields):
   generation = mock.Mock(chunks=[_chunk(chunk) for chunk in chunks[:-1]])
   generation.chunks.append(_chunk(chunks[-1], stopped))
   asked = http.check_fields(requests.ChatRequest, body)
-  choice = replies.Choice(0, generation, asked, chat or _chat())
+  choice = replies.PartialReply(0, generation, asked, chat or _chat())
   shown = [choice.add(chunk) for chunk in generation.chunks]
   return shown, *choice.finish()
 

@@ -13,6 +13,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import learner, optimizers
+from experiments import train_tokenizer
 from experiments.miniwiki import induction
 
 _SEARCH = {'type': 'function', 'function': {'name': 'search', 'parameters': {}}}
@@ -31,7 +32,7 @@ _MESSAGES = (
 @pytest.fixture(scope='module')
 def chat(tmp_path_factory):
   directory = tmp_path_factory.mktemp('tokenizer')
-  tokenizer_lib.train(['Which city? Rome.'], vocab_size=280, directory=directory)
+  train_tokenizer.train(['Which city? Rome.'], vocab_size=280, directory=directory)
   return chat_lib.Chat(tokenizer_lib.load(directory))
 
 

@@ -171,19 +171,19 @@ class TestMachine:
   def test_one_without_namespaces_and_landlock_is_refused(self, poor):
     poor('_SCOPED = 6', '_SCOPED = 999')
     with pytest.raises(RuntimeError, match='install bubblewrap .* Linux 6.12 or later'):
-      shell.Session()
+      shell.Shell()
 
   def test_one_without_seccomp_is_refused(self, poor):
     poor('import pyseccomp  # noqa', 'raise ImportError  # noqa')
     with pytest.raises(RuntimeError, match="needs Debian's libseccomp2 and pip's"):
-      shell.Session()
+      shell.Shell()
 
   @pytest.mark.usefixtures('needs_shell')
   def test_signals_that_would_reach_the_machine_are_never_sent(self, poor, capfd):
     """Of what holds them there is a proof before the first one."""
     poor('os.kill(os.getppid(), 0)', 'pass')
     with pytest.raises(RuntimeError, match='did not start'):
-      shell.Session()
+      shell.Shell()
     assert 'could signal processes of the machine' in capfd.readouterr().err
 
   def test_an_older_bubblewrap_is_none(self, monkeypatch, tmp_path):

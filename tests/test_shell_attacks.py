@@ -272,7 +272,7 @@ def test_what_a_call_leaves_behind_is_gone(open_session, name):
 
 @pytest.mark.parametrize('how', ['closed', 'forgotten'])
 def test_what_an_episode_leaves_behind_is_gone(open_session, layers, how):
-  mark, session = f'{time.time():.9f}', shell.Session()
+  mark, session = f'{time.time():.9f}', shell.Shell()
   thread = threading.Thread(target=_run_until_closed, args=(session, f'sleep {mark}'))
   thread.start()
   waiting.until(lambda: _find_processes(mark), 'its start')
@@ -302,7 +302,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(isolated):
   mark = f'{time.time():.9f}'
   patch = '' if isolated else 'shell._isolate = lambda *_: []\n'
   script = (
-    f'from agent_r1_jax.tools import shell\n{patch}session = shell.Session()\n'
+    f'from agent_r1_jax.tools import shell\n{patch}session = shell.Shell()\n'
     'print(session.close.peek()[2][-1], flush=True)\n'
     f'session.run("echo > mine; setsid sleep {mark} & sleep 999", 1e6)'
   )

@@ -10,6 +10,7 @@ import pytest
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import template_process
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from experiments import train_tokenizer
 
 TEXTS = [
   'John Smith was born in 1984 in Paris. John Smith met Mary Jones in 1984.\n',
@@ -21,7 +22,7 @@ TEXTS = [
 @pytest.fixture(scope='module')
 def directory(tmp_path_factory):
   path = tmp_path_factory.mktemp('tokenizer')
-  tokenizer_lib.train(TEXTS, vocab_size=340, directory=path)
+  train_tokenizer.train(TEXTS, vocab_size=340, directory=path)
   return path
 
 
@@ -41,10 +42,10 @@ def encode(tokenizer, text):
 
 
 def test_control_tokens_have_the_first_ids(tokenizer):
-  control = [*tokenizer_lib.SPECIAL_TOKENS, *tokenizer_lib.ADDED_TOKENS]
+  control = [*train_tokenizer.SPECIAL_TOKENS, *train_tokenizer.ADDED_TOKENS]
   assert tokenizer.convert_tokens_to_ids(control) == list(range(len(control)))
   special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-  assert special == set(tokenizer_lib.SPECIAL_TOKENS)
+  assert special == set(train_tokenizer.SPECIAL_TOKENS)
   assert (tokenizer.eos_token, tokenizer.pad_token) == ('<|im_end|>', '<|endoftext|>')
   assert len(tokenizer) == 340
 
@@ -77,14 +78,14 @@ def test_the_pre_tokenizer_splits_words_numbers_and_punctuation(tokenizer):
 
 
 def test_training_does_not_depend_on_order(directory, tmp_path):
-  tokenizer_lib.train(TEXTS[::-1], vocab_size=340, directory=tmp_path)
+  train_tokenizer.train(TEXTS[::-1], vocab_size=340, directory=tmp_path)
   for name in ('tokenizer.json', 'tokenizer_config.json'):
     assert (tmp_path / name).read_bytes() == (directory / name).read_bytes()
 
 
 def test_control_tokens_in_the_texts_are_not_learned(tmp_path):
   texts = ['<tool_call>john</tool_call><|im_end|>'] * 50
-  tokenizer_lib.train(texts, vocab_size=300, directory=tmp_path)
+  train_tokenizer.train(texts, vocab_size=300, directory=tmp_path)
   vocabulary = tokenizer_lib.load(tmp_path).get_vocab()
   assert 'john' in vocabulary
   assert 'tool' not in vocabulary
@@ -106,7 +107,7 @@ def test_auto_tokenizer_reads_what_train_wrote(copied, model_type):
 
 def test_the_plain_encoder_knows_no_control_tokens(tokenizer):
   plain = tokenizer_lib.make_plain_encoder(tokenizer)
-  control = [*tokenizer_lib.SPECIAL_TOKENS, *tokenizer_lib.ADDED_TOKENS]
+  control = [*train_tokenizer.SPECIAL_TOKENS, *train_tokenizer.ADDED_TOKENS]
   ids = plain('say ' + ' '.join(control) + ''.join(control))
   assert min(ids) >= len(control)
   assert tokenizer.decode(ids) == 'say ' + ' '.join(control) + ''.join(control)
@@ -225,7 +226,7 @@ def test_json_that_is_no_tokenizer_is_named(refused, copied, content, message):
 
 def test_too_few_ids_are_refused(refused, tmp_path):
   with refused('vocab_size'):
-    tokenizer_lib.train(TEXTS, vocab_size=266, directory=tmp_path)
+    train_tokenizer.train(TEXTS, vocab_size=266, directory=tmp_path)
   assert not list(tmp_path.iterdir())
 
 

@@ -69,10 +69,10 @@ async def _perfect(lines):
 @pytest.mark.parametrize(
   'search',
   [
-    search_lib.Beams(1, TRIED, NONE),
-    search_lib.Beams(3, TRIED, NONE),
-    search_lib.Tree(TRIED, TRIED, NONE),
-    search_lib.Tree(24, TRIED, NONE, exploration=10.0),
+    search_lib.BeamSearch(1, TRIED, NONE),
+    search_lib.BeamSearch(3, TRIED, NONE),
+    search_lib.TreeSearch(TRIED, TRIED, NONE),
+    search_lib.TreeSearch(24, TRIED, NONE, exploration=10.0),
   ],
 )
 async def test_a_perfect_value_finds_the_best(search):
@@ -86,7 +86,7 @@ async def test_a_tree_looks_further_than_one_turn():
   async def read(lines):
     return np.array([float(sum(x.digits)) if x.status else 0.0 for x in lines])
 
-  play = lambda n: search_lib.Tree(n, TRIED, NONE, exploration=1000.0).search(
+  play = lambda n: search_lib.TreeSearch(n, TRIED, NONE, exploration=1000.0).search(
     Line(), read
   )
   few, many = await play(TRIED), await play(120)
@@ -109,7 +109,7 @@ async def test_an_episode_that_ended_stays_in_the_beam(width):
     return np.array([float(x.digits[0]) for x in lines])
 
   root = Early()
-  found = await search_lib.Beams(width, 3, NONE).search(root, read)
+  found = await search_lib.BeamSearch(width, 3, NONE).search(root, read)
   assert found.digits == (9,) and not found.closed
 
 
@@ -133,9 +133,9 @@ def _play(make, n=3, limits=rollouts.LIMITS, **env):
   return played, engine.stats.prefilled
 
 
-_CHOICE = functools.partial(choice_lib.Choice, 3, choice_lib.value, 0.0)
-_BEAMS = functools.partial(search_lib.Beams, 1, 2)
-_TREE = functools.partial(search_lib.Tree, 2, 2)
+_CHOICE = functools.partial(choice_lib.ReplyChoice, 3, choice_lib.value, 0.0)
+_BEAMS = functools.partial(search_lib.BeamSearch, 1, 2)
+_TREE = functools.partial(search_lib.TreeSearch, 2, 2)
 _searches = pytest.mark.parametrize('make', [_BEAMS, _TREE], ids=['beams', 'tree'])
 _all_kinds = pytest.mark.parametrize(
   'make', [_CHOICE, _BEAMS, _TREE], ids=['choice', 'beams', 'tree']
@@ -144,7 +144,10 @@ _all_kinds = pytest.mark.parametrize(
 
 @pytest.mark.parametrize(
   'make',
-  [functools.partial(search_lib.Beams, 1, 1), functools.partial(search_lib.Tree, 1, 3)],
+  [
+    functools.partial(search_lib.BeamSearch, 1, 1),
+    functools.partial(search_lib.TreeSearch, 1, 3),
+  ],
 )
 def test_search_over_one_candidate_is_plain_sampling(make):
   for a, b in zip(test_choice._play(None), _play(make)[0], strict=True):
@@ -319,7 +322,7 @@ def test_an_episode_without_room_is_truncated_as_without_a_search(make, implicit
 def test_environment_without_clone_is_an_error():
   critic = test_choice._critic()
   engine = rollouts.make_engine()
-  beams = search_lib.Beams(1, 2, engine.make_policy(critic, 0))
+  beams = search_lib.BeamSearch(1, 2, engine.make_policy(critic, 0))
   (t,) = test_choice._play(beams, 1, engine)
   assert t.status == 'error' and 'has no method clone' in t.error
 

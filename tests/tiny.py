@@ -24,6 +24,7 @@ from agent_r1_jax.models import decoder, families
 from agent_r1_jax.models.files import weights
 from agent_r1_jax.models.pictures import vision_config
 from agent_r1_jax.rl import learner, packing, table
+from experiments import train_tokenizer
 
 TEXTS = (
   'What is the capital of the country? The capital is the city of the river.',
@@ -123,7 +124,7 @@ def tokenizer_dir() -> pathlib.Path:
   """Trained once; the directory goes with the process."""
   directory = tempfile.TemporaryDirectory()
   _directories.append(directory)
-  tokenizer_lib.train(TEXTS, vocab_size=VOCAB, directory=directory.name)
+  train_tokenizer.train(TEXTS, vocab_size=VOCAB, directory=directory.name)
   return pathlib.Path(directory.name)
 
 

@@ -44,7 +44,7 @@ class Finding(NamedTuple):
   remedy: str = ''
 
 
-class _Episode(NamedTuple):
+class _ScriptedEpisode(NamedTuple):
   """A played script; `replies` are those that were passed to the environment."""
 
   kind: str  # 'right', 'wrong' or 'nothing': the kind of its replies.
@@ -54,7 +54,7 @@ class _Episode(NamedTuple):
   done: bool
 
 
-class _Player:
+class _ScriptPlayer:
   """Plays episodes one after the other, and measures them.
 
   Attributes:
@@ -76,7 +76,7 @@ class _Player:
     finally:
       ticker.cancel()
 
-  async def _play(self, kind, task, replies) -> _Episode:
+  async def _play(self, kind, task, replies) -> _ScriptedEpisode:
     env = await workers.call(self.make_env, seconds=self.limits.reset_seconds)
     try:
       await self._call('reset', env.reset, task, seconds=self.limits.reset_seconds)
@@ -86,10 +86,12 @@ class _Player:
         used.append(reply)
         reward += step.reward
         if step.done:
-          return _Episode(kind, task, used, reward, True)
+          return _ScriptedEpisode(kind, task, used, reward, True)
       self.call = f'finish of task {task.id!r}'
       step = await env_lib.call_optional(env, 'finish', 'max_turns', None)
-      return _Episode(kind, task, used, reward + (step.reward if step else 0.0), False)
+      return _ScriptedEpisode(
+        kind, task, used, reward + (step.reward if step else 0.0), False
+      )
     finally:
       await env_lib.call_optional(env, 'close')
 
@@ -139,7 +141,7 @@ def check_env(
       scripts = list(_write_scripts(tasks[:4], env, solve))
   except Exception as error:
     return [Finding('environment', 'fail', workers.describe_error(error))]
-  player = _Player(make_env, limits)
+  player = _ScriptPlayer(make_env, limits)
   try:
     episodes = _run(lambda: player.play_all(scripts), seconds)
   except Exception as error:
@@ -217,7 +219,7 @@ def _call_of(schema: dict[str, Any]) -> str:
   return call_formats.HERMES.render(calls.ToolCall(schema['name'], arguments))
 
 
-def _check_times(player: _Player, episodes: Sequence[_Episode]) -> Finding:
+def _check_times(player: _ScriptPlayer, episodes: Sequence[_ScriptedEpisode]) -> Finding:
   times = ', '.join(f'{k} at most {v:.3f} s' for k, v in player.slowest.items())
   text = f'{len(episodes)} episodes played: {times}, rewards included'
   if player.blocked > _BLOCKED_SECONDS:
@@ -236,7 +238,7 @@ def _check_times(player: _Player, episodes: Sequence[_Episode]) -> Finding:
   return Finding('environment', 'ok', text)
 
 
-def _check_rewards(episodes: Sequence[_Episode], *, known: bool) -> Finding:
+def _check_rewards(episodes: Sequence[_ScriptedEpisode], *, known: bool) -> Finding:
   """Compares the rewards of right and wrong replies.
 
   `known` says that the right replies are from `solve`, and not guessed.

@@ -55,7 +55,7 @@ def mean_logprob(candidate: Candidate) -> float:
   return float(candidate.reply.logprobs.mean())
 
 
-class Choice(NamedTuple):
+class ReplyChoice(NamedTuple):
   """How many candidates of each reply are sampled, and which one is taken.
 
   Attributes:
@@ -81,9 +81,9 @@ class Choice(NamedTuple):
     """The rows of the cache that an episode takes: the critic holds its own texts."""
     return self.candidates if self.critic is None else 2 * self.candidates
 
-  def begin(self, replica: replica_lib.Replica) -> 'Chooser':
+  def begin(self, replica: replica_lib.Replica) -> 'ReplyChooser':
     """Returns who chooses in an episode that this replica samples."""
-    return Chooser(replica, self)
+    return ReplyChooser(replica, self)
 
 
 def by_value(
@@ -94,15 +94,15 @@ def by_value(
   candidates: int,
   beta: float = 0.0,
   **expected: Any,
-) -> Choice:
+) -> ReplyChoice:
   """Makes the choice by the values of a critic in a directory.
 
   Args:
     engine: The engine of the episodes, made with the policy's parameters.
     critic: The critic's directory, or that of the policy if it has a value head.
     policy: The policy's directory.
-    candidates: As in Choice, like `beta`.
-    beta: As in Choice.
+    candidates: As in ReplyChoice, like `beta`.
+    beta: As in ReplyChoice.
     **expected: What the critic must have been trained with, as in critic.load.
 
   Raises:
@@ -112,7 +112,7 @@ def by_value(
   # Candidates differ in length: by the tokens of a longer one, the reward is later.
   gamma = found['gamma'] if found['step'] == 'token' else 1.0
   shared = os.path.realpath(critic) == os.path.realpath(policy)
-  return Choice(
+  return ReplyChoice(
     candidates,
     lambda c: gamma ** len(c.reply.tokens) * c.value,
     beta,
@@ -127,7 +127,7 @@ def by_implicit_value(
   *,
   candidates: int,
   beta: float = 0.0,
-) -> Choice:
+) -> ReplyChoice:
   """Makes the choice by the implicit value in a directory; see `by_value`.
 
   The engine must have been made with the guide FORCED.
@@ -136,7 +136,7 @@ def by_implicit_value(
     ValueError: The values are of another policy.
   """
   params, _ = implicit_value.load(critic, policy, mesh=engine.mesh)
-  return Choice(candidates, value, beta, engine.make_policy(params, 0), True)
+  return ReplyChoice(candidates, value, beta, engine.make_policy(params, 0), True)
 
 
 class StateValues:
@@ -190,14 +190,14 @@ class StateValues:
     self._texts = []
 
 
-class Chooser:
+class ReplyChooser:
   """The choices of one episode.
 
   Attributes:
     sampled: The tokens of all candidates so far.
   """
 
-  def __init__(self, replica: replica_lib.Replica, choice: Choice):
+  def __init__(self, replica: replica_lib.Replica, choice: ReplyChoice):
     """Chooses among replies that the replica samples."""
     self._replica, self._choice = replica, choice
     critic = choice.critic

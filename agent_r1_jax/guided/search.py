@@ -6,8 +6,8 @@ state is the sum over the replies so far. The environment says that it can be cl
 by its method `clone`, which returns an independent copy of its state; a copy is never
 closed. Rewards are not read: they may know the gold answer.
 
-  decoding.Decoding(choice=search.Beams(2, 4, critic))
-  decoding.Decoding(choice=search.Tree(8, 4, critic))
+  decoding.Decoding(choice=search.BeamSearch(2, 4, critic))
+  decoding.Decoding(choice=search.TreeSearch(8, 4, critic))
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from agent_r1_jax.rollout import faults
 Read = Callable[[Sequence[Any]], Awaitable[np.ndarray]]
 
 
-class Beams(NamedTuple):
+class BeamSearch(NamedTuple):
   """A beam search: of the best `width` episodes, each is continued `candidates` times.
 
   With both 1 it is plain sampling.
@@ -36,7 +36,7 @@ class Beams(NamedTuple):
     width: The episodes that are kept after each turn.
     candidates: The turns that are sampled after each of them.
     critic: The critic, a policy of the engine.
-    implicit: Whether the critic is a language model, as in choice.Choice.
+    implicit: Whether the critic is a language model, as in choice.ReplyChoice.
   """
 
   width: int
@@ -94,7 +94,7 @@ class Node:
     return self.total / max(self.visits, 1)
 
 
-class Tree(NamedTuple):
+class TreeSearch(NamedTuple):
   """A tree search in the manner of PPO-MCTS (Liu et al. 2023, arXiv 2309.15028).
 
   Theirs is over tokens, whose probabilities are known; here turns are sampled. Each
@@ -107,7 +107,7 @@ class Tree(NamedTuple):
     simulations: How many turns are sampled before each turn of the episode.
     candidates: The most turns that are tried after one state.
     critic: The critic, a policy of the engine.
-    implicit: Whether the critic is a language model, as in choice.Choice.
+    implicit: Whether the critic is a language model, as in choice.ReplyChoice.
     exploration: The constant c, in units of the critic's values.
   """
 
@@ -169,7 +169,7 @@ class Tree(NamedTuple):
 class Searcher:
   """A search in one episode."""
 
-  def __init__(self, replica: replica_lib.Replica, search: Beams | Tree):
+  def __init__(self, replica: replica_lib.Replica, search: BeamSearch | TreeSearch):
     """Begins without an episode."""
     self._search = search
     self._values = choice.StateValues(replica, search.critic)

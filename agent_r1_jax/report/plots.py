@@ -1,4 +1,4 @@
-"""Draws learning curves of one run, of several seeds, or of several groups of seeds."""
+"""Draws learning curves of one run, or of several seeds."""
 
 from collections.abc import Callable, Mapping, Sequence
 import fnmatch
@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from agent_r1_jax.report import tables
 from agent_r1_jax.train import metrics
 
 Run = str | os.PathLike | Sequence[Mapping[str, Any]]
@@ -36,71 +35,28 @@ def plot_curves(
   Raises:
     ValueError: The runs have none of the names.
   """
-  seeds = [_rows(run) for run in runs]
+  seeds = [read_run(run) for run in runs]
   drawn: dict[str, Curves] = {}
   for panel, patterns in panels.items():
     for name in dict.fromkeys(name for rows in seeds for row in rows for name in row):
       if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-        drawn.setdefault(panel, {})[_short(name)] = _aligned(seeds, name)
+        drawn.setdefault(panel, {})[_short(name)] = align_seeds(seeds, name)
   if not drawn:
     raise ValueError(f'the runs have none of {[p for ps in panels.values() for p in ps]}')
   caption = 'thin: as measured; thick: running mean over a twentieth of the run'
   if len(seeds) > 1:
     caption = f'thin: each of {len(seeds)} seeds; thick: their running mean; '
     caption += 'band: lowest to highest'
-  _draw(drawn, path, title, caption, lambda values: (values.min(0), values.max(0)))
+  draw_panels(drawn, path, title, caption, lambda values: (values.min(0), values.max(0)))
 
 
-def plot_groups(
-  groups: Mapping[str, Sequence[Run]],
+def draw_panels(
+  panels: Mapping[str, Curves],
   path: str | os.PathLike,
-  names: Sequence[str],
-  *,
-  title: str = '',
+  title: str,
+  caption: str,
+  band: Callable,
 ) -> None:
-  """Draws groups of runs against each other: the mean of each and its 95 % interval.
-
-  Args:
-    groups: Label -> the runs of one setting with different seeds.
-    path: The file, of any of matplotlib's kinds.
-    names: The metric of each panel: a name, or a pattern whose metrics are averaged.
-    title: The title above all panels.
-
-  Raises:
-    ValueError: No run has any of the names.
-  """
-  rows_of = {label: [_rows(run) for run in runs] for label, runs in groups.items()}
-  panels: dict[str, Curves] = {}
-  for name in names:
-    for label, seeds in rows_of.items():
-      curve = _aligned([_averaged(rows, name) for rows in seeds], name)
-      if curve[0].size:
-        panels.setdefault(name, {})[label] = curve
-  if not panels:
-    raise ValueError(f'the runs have none of {list(names)}')
-  caption = (
-    'thin: each seed; thick: mean over seeds of running means over a twentieth of the '
-    "run; band: its 95 % interval (Student's t)"
-  )
-  _draw(panels, path, title, caption, _interval)
-
-
-def final_values(
-  groups: Mapping[str, Sequence[Run]], name: str
-) -> dict[str, list[float]]:
-  """Returns each run's mean of a metric over the last tenth of its values, by group.
-
-  `name` may be a pattern, whose metrics are averaged at each step.
-  """
-  series = {
-    label: [[row[name] for row in _averaged(_rows(run), name)] for run in runs]
-    for label, runs in groups.items()
-  }
-  last = lambda values: float(np.mean(values[-max(1, len(values) // 10) :]))
-  return {label: [last(v) for v in runs if v] for label, runs in series.items()}
-
-
-def _draw(panels, path, title, caption, band: Callable) -> None:
   """Draws the panels side by side; `band` gives the ends of a band around values."""
   import matplotlib
   from matplotlib import figure as figures  # not pyplot: no window, no global state
@@ -115,13 +71,6 @@ def _draw(panels, path, title, caption, band: Callable) -> None:
     figure.supxlabel(caption, fontsize=8, color='#6b7280')
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)
-
-
-def _interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the ends of the 95 % interval of the mean over seeds; for one, its value."""
-  mean, half = tables.mean_interval(values)
-  half = np.nan_to_num(half)
-  return mean - half, mean + half
 
 
 _COLORS = ('#2563eb', '#d97706', '#059669', '#9333ea', '#dc2626', '#475569')
@@ -162,21 +111,12 @@ def _draw_panel(axis, title: str, curves: Curves, band: Callable) -> None:
     axis.legend(loc='best', fontsize=8.5)
 
 
-def _rows(run: Run) -> Sequence[Mapping[str, Any]]:
+def read_run(run: Run) -> Sequence[Mapping[str, Any]]:
+  """Returns the lines of metrics of a run."""
   return metrics.read(run) if isinstance(run, str | os.PathLike) else run
 
 
-def _averaged(rows, pattern: str) -> list[dict[str, float]]:
-  """Returns {'step': ..., pattern: mean} of each line with metrics of a pattern."""
-  means = []
-  for row in rows:
-    values = [v for n, v in row.items() if fnmatch.fnmatchcase(n, pattern)]
-    if values:
-      means.append({'step': row['step'], pattern: float(np.mean(values))})
-  return means
-
-
-def _aligned(seeds, name: str) -> tuple[np.ndarray, np.ndarray]:
+def align_seeds(seeds, name: str) -> tuple[np.ndarray, np.ndarray]:
   """Returns the steps [S] that all seeds with this metric have, and values [seeds, S]."""
   series = [{r['step']: float(r[name]) for r in rows if name in r} for rows in seeds]
   series = [values for values in series if values]

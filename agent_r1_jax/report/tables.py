@@ -1,7 +1,7 @@
-"""Tables in Markdown and LaTeX, and the intervals of the numbers in them."""
+"""Tables in Markdown, and the intervals of shares in them."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,21 +27,6 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     return 0.0, 1.0
   low, high = stats.binomtest(successes, n).proportion_ci(method='wilson')
   return float(low), float(high)
-
-
-def mean_interval(values: Any) -> tuple[Any, Any]:
-  """Computes x̄ and t · s / √n, the half width of its 95 % interval (Student's t).
-
-  Args:
-    values: Numbers [n, ...], such as one of each seed; with n = 1 the width is NaN.
-  """
-  from scipy import stats  # It takes a second.
-
-  values = np.asarray(values, float)
-  n = len(values)
-  if n < 2:
-    return values.mean(0), values.mean(0) * np.nan
-  return values.mean(0), stats.t.ppf(0.975, n - 1) * values.std(0, ddof=1) / n**0.5
 
 
 class Interval(NamedTuple):
@@ -83,7 +68,9 @@ def format_table(
     if unknown := cells.keys() - set(columns):
       raise ValueError(f'row {name!r} has {sorted(unknown)}, the columns are {columns}')
   lines = [[corner, *columns]]
-  lines += [[name, *(_cell(r.get(c, '-')) for c in columns)] for name, r in rows.items()]
+  lines += [
+    [name, *(format_cell(r.get(c, '-')) for c in columns)] for name, r in rows.items()
+  ]
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   text = [
     '| ' + ' | '.join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + ' |'
@@ -93,33 +80,8 @@ def format_table(
   return '\n'.join(text)
 
 
-def format_latex(
-  rows: Mapping[str, Mapping[str, Cell]], columns: Iterable[str], corner: str = 'method'
-) -> str:
-  """Formats the same table for LaTeX with the package booktabs."""
-  columns = list(columns)
-  lines = [[name, *(_cell(r.get(c, '-')) for c in columns)] for name, r in rows.items()]
-  join = lambda cells: ' & '.join(map(_escape, cells)) + r' \\'
-  return '\n'.join(
-    [
-      rf'\begin{{tabular}}{{l{"r" * len(columns)}}}',
-      r'\toprule',
-      join([corner, *columns]),
-      r'\midrule',
-      *map(join, lines),
-      r'\bottomrule',
-      r'\end{tabular}',
-    ]
-  )
-
-
-def _escape(text: str) -> str:
-  for mark in '_%&#$':
-    text = text.replace(mark, f'\\{mark}')
-  return text.replace('±', r'$\pm$')
-
-
-def _cell(cell: Cell) -> str:
+def format_cell(cell: Cell) -> str:
+  """Formats a cell, as `format_table` says."""
   if isinstance(cell, str):
     return cell
   if isinstance(cell, Interval):

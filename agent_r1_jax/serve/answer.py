@@ -74,7 +74,7 @@ class Answer:
 
   dialect: dialect_lib.Dialect
   head: dialect_lib.Head
-  source: sources.Source
+  source: sources.ReplySource
   generations: Sequence[request_lib.Generation]
   chat: chat_lib.Chat
   metrics: Metrics
@@ -112,7 +112,7 @@ class Answer:
       self.source.cancel(self.generations)
       self.on_end()
 
-  async def _follow(self) -> AsyncGenerator[dialect_lib.Part, None]:
+  async def _follow(self) -> AsyncGenerator[dialect_lib.ReplyPart, None]:
     """Yields parts of the replies.
 
     All replies are sampled at the same time; they are yielded one after the other. So
@@ -121,7 +121,7 @@ class Answer:
     metrics, prompt = self.metrics, []
     async with asyncio.timeout(self.seconds):
       for index, generation in enumerate(self.generations):
-        choice = replies.Choice(index, generation, self._api_request, self.chat)
+        choice = replies.PartialReply(index, generation, self._api_request, self.chat)
         first = 0.0
         async for chunk in generation:
           if not (first or index):
@@ -134,7 +134,7 @@ class Answer:
               write = functools.partial(replies.write_prompt, generation, self.chat)
               prompt = await self._write(write)
             logprobs = [*prompt, *(logprobs or ())]
-          yield dialect_lib.Part(index, text, logprobs, None)
+          yield dialect_lib.ReplyPart(index, text, logprobs, None)
         more = len(choice.tokens) - 1
         if first and more > 0:
           metrics.each.observe((time.perf_counter() - first) / more)
@@ -142,7 +142,7 @@ class Answer:
         self._sampled += len(choice.tokens)
         # Before the client hears of it, and asks for more.
         self.source.accept(generation, reply)
-        yield dialect_lib.Part(index, rest, None, reply)
+        yield dialect_lib.ReplyPart(index, rest, None, reply)
     metrics.tokens.labels('prompt').inc(self.head.prompt_tokens)
     metrics.tokens.labels('reply').inc(self._sampled)
 

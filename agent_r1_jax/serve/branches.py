@@ -48,7 +48,7 @@ class Branch:
   session: str = ''
 
 
-class Place(NamedTuple):
+class ForkPoint(NamedTuple):
   """A place in a text.
 
   Attributes:
@@ -66,7 +66,7 @@ class Place(NamedTuple):
 
 def find_place(
   branches: Sequence[Branch], tools: str, messages: list[types.Message]
-) -> Place:
+) -> ForkPoint:
   """Finds the text that messages go on from, and where."""
   candidates = [
     (count, not branch.pending and (count, length) == branch.ends[-1], -i, length)
@@ -76,9 +76,9 @@ def find_place(
     if messages[:count] == branch.messages[:count]
   ]
   if not candidates:
-    return Place(None, 0, 0, False)
+    return ForkPoint(None, 0, 0, False)
   count, is_end, i, length = max(candidates)
-  return Place(branches[-i], count, length, is_end)
+  return ForkPoint(branches[-i], count, length, is_end)
 
 
 def render(

@@ -37,16 +37,16 @@ class _Completions(dialect_lib.Dialect):
     choices = [self._number(part) for part in parts]
     return self.frame(head, choices, self.name, usage=_count_usage(head, sampled))
 
-  def stream(self, head: dialect_lib.Head) -> dialect_lib.Stream:
+  def stream(self, head: dialect_lib.Head) -> dialect_lib.EventStream:
     """Begins a stream of choices' parts."""
-    return _Stream(self, head)
+    return _ChatStream(self, head)
 
   def frame(self, head: dialect_lib.Head, choices: list, kind: str, **more: Any):
     """Surrounds choices with the fields of an answer, or of a part of one."""
     fields = {'id': f'reply-{head.number}', 'object': kind, 'created': int(time.time())}
     return fields | {'model': head.model, 'choices': choices} | more
 
-  def _number(self, part: dialect_lib.Part, is_part: bool = False) -> dict[str, Any]:
+  def _number(self, part: dialect_lib.ReplyPart, is_part: bool = False) -> dict[str, Any]:
     reply = part.reply
     calls = reply.calls if reply else ()
     written = self.choice(part.text, calls, part.logprobs, is_part)
@@ -54,12 +54,12 @@ class _Completions(dialect_lib.Dialect):
     return {'index': part.index} | written | reason
 
 
-class _Stream(dialect_lib.Stream):
+class _ChatStream(dialect_lib.EventStream):
   def __init__(self, dialect: _Completions, head: dialect_lib.Head):
     self.dialect, self.head = dialect, head
     self._begun: set[int] = set()
 
-  def add(self, part: dialect_lib.Part):
+  def add(self, part: dialect_lib.ReplyPart):
     choice = self.dialect._number(part, is_part=True)
     if part.index in self._begun:  # Clients join the parts, and would join the roles.
       choice.get('delta', {}).pop('role', None)

@@ -41,7 +41,7 @@ from agent_r1_jax.web import http
 MAX_TURNS = 'max_turns'  # The code of a refusal for want of replies.
 
 
-class Conversation(sources.Source):
+class EpisodeSource(sources.ReplySource):
   """The requests of one episode; the policy replies, whatever a request calls it.
 
   Attributes:

@@ -40,7 +40,7 @@ class Head(NamedTuple):
   prompt_tokens: int
 
 
-class Part(NamedTuple):
+class ReplyPart(NamedTuple):
   """Further text of one of the replies to a request.
 
   Attributes:
@@ -63,7 +63,7 @@ class Event(NamedTuple):
   data: Any
 
 
-class Stream(abc.ABC):
+class EventStream(abc.ABC):
   """Writes the events of one answer."""
 
   def begin(self) -> Sequence[Event]:
@@ -71,7 +71,7 @@ class Stream(abc.ABC):
     return ()
 
   @abc.abstractmethod
-  def add(self, part: Part) -> Sequence[Event]:
+  def add(self, part: ReplyPart) -> Sequence[Event]:
     """Writes a part."""
 
   @abc.abstractmethod
@@ -118,7 +118,7 @@ class Dialect(abc.ABC):
       RefusedError: A field is wrong.
     """
 
-  def write(self, head: Head, parts: Sequence[Part], sampled: int) -> dict[str, Any]:
+  def write(self, head: Head, parts: Sequence[ReplyPart], sampled: int) -> dict[str, Any]:
     """Writes an answer: a part for each reply, with its whole text and log-probs."""
     stream = self.stream(head)
     for part in parts:
@@ -126,7 +126,7 @@ class Dialect(abc.ABC):
     return stream.write(sampled)
 
   @abc.abstractmethod
-  def stream(self, head: Head) -> Stream:
+  def stream(self, head: Head) -> EventStream:
     """Begins an answer that is sent as it is sampled."""
 
   def write_count(self, tokens: int) -> dict[str, Any]:

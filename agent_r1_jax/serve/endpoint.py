@@ -45,7 +45,7 @@ class _Endpoint:
     dialects: Sequence[dialect_lib.Dialect],
     on_end: Callable[[], Any],
   ):
-    self.episodes: dict[str, conversation_lib.Conversation] = {}
+    self.episodes: dict[str, conversation_lib.EpisodeSource] = {}
     self._server = server_lib.Server(
       self._find,
       chat,
@@ -66,7 +66,7 @@ class _Endpoint:
     self.url = f'http://127.0.0.1:{listener.getsockname()[1]}'
     self._task = asyncio.create_task(self._serve(listener, on_end))
 
-  def _find(self, episode: str | None, key: str) -> conversation_lib.Conversation:
+  def _find(self, episode: str | None, key: str) -> conversation_lib.EpisodeSource:
     conversation = self.episodes.get(episode or key)
     if conversation is None:
       raise http.RefusedError(
@@ -85,14 +85,14 @@ class _Endpoint:
 
   async def _reward(self, request: Any):
     conversation: Any = self._server.find_source(request)
-    make = functools.partial(http.check_fields, _Report)
+    make = functools.partial(http.check_fields, _RewardReport)
     report = await http.read_json(request, 1 << 16, make)
     session = request.headers.get(requests.SESSION_HEADER, '')
     conversation.report(report.to_step(), session)
     return http.answer_json({})
 
 
-class _Report(pydantic.BaseModel):
+class _RewardReport(pydantic.BaseModel):
   reward: pydantic.FiniteFloat | dict[str, pydantic.FiniteFloat] = 0.0
   metrics: dict[str, pydantic.FiniteFloat] | None = None
 
@@ -111,7 +111,7 @@ _endpoints: dict[tuple, _Endpoint] = {}
 
 @contextlib.asynccontextmanager
 async def open(
-  conversation: conversation_lib.Conversation,
+  conversation: conversation_lib.EpisodeSource,
   chat: chat_lib.Chat,
   vocab_size: int,
   dialects: Sequence[dialect_lib.Dialect],

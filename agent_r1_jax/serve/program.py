@@ -75,7 +75,7 @@ class Program(sockets.Player):
     program raises then counts as that status and not as an error.
     """
     t, limits = episode.trajectory, episode.limits
-    conversation = conversation_lib.Conversation(
+    conversation = conversation_lib.EpisodeSource(
       episode.chat,
       task,
       episode.context,
@@ -237,18 +237,18 @@ async def _run_process(
     return read(status, f'{stderr.text}\n{stdout.text}')
 
 
-async def _open_pipe(stack: contextlib.AsyncExitStack) -> tuple['_Output', IO[bytes]]:
+async def _open_pipe(stack: contextlib.AsyncExitStack) -> tuple['_OutputEnd', IO[bytes]]:
   """Opens a pipe; returns what is read from it, and the end to write to."""
   reader, writer = (
     os.fdopen(fd, mode, 0) for fd, mode in zip(os.pipe(), ('rb', 'wb'), strict=True)
   )
   loop = asyncio.get_running_loop()
-  transport, output = await loop.connect_read_pipe(_Output, reader)
+  transport, output = await loop.connect_read_pipe(_OutputEnd, reader)
   stack.callback(transport.close)
   return output, writer
 
 
-class _Output(asyncio.Protocol):
+class _OutputEnd(asyncio.Protocol):
   """Keeps the end of what a program prints, however much it is.
 
   Attributes:

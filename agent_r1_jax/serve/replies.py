@@ -37,7 +37,7 @@ class Reply(NamedTuple):
     return {'role': 'assistant', 'content': self.text, 'calls': self.calls}
 
 
-class Choice:
+class PartialReply:
   """One of the replies to a request, while it is sampled.
 
   Attributes:

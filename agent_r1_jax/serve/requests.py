@@ -133,7 +133,7 @@ class _Function(TypedDict):
   arguments: NotRequired[str | None]
 
 
-class _Call(TypedDict):
+class _FunctionCall(TypedDict):
   function: _Function
   id: NotRequired[str | None]
 
@@ -142,7 +142,7 @@ class _Message(TypedDict):
   role: str
   content: NotRequired[Annotated[str | list[Any], BeforeValidator(_join_parts)]]
   name: NotRequired[str | None]
-  tool_calls: NotRequired[Annotated[list[_Call] | None, _Items()]]
+  tool_calls: NotRequired[Annotated[list[_FunctionCall] | None, _Items()]]
   tool_call_id: NotRequired[str | None]
   reasoning_content: NotRequired[str | None]
 
@@ -158,7 +158,7 @@ class Body(pydantic.BaseModel):
     return {name: value for name, value in fields.items() if value is not None}
 
 
-class _Request(Body):
+class _SampledRequest(Body):
   """What both kinds of requests ask for.
 
   Attributes:
@@ -208,7 +208,7 @@ class _Request(Body):
     return request.make_key('seed', seed, index)
 
 
-class ChatRequest(_Request):
+class ChatRequest(_SampledRequest):
   """A request for chat completions.
 
   Attributes:
@@ -317,7 +317,7 @@ class ChatRequest(_Request):
     return result
 
 
-class TextRequest(_Request):
+class TextRequest(_SampledRequest):
   """A request for completions; names of control tokens in it are control tokens.
 
   Attributes:

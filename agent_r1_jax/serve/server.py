@@ -55,7 +55,7 @@ class Server:
 
   def __init__(
     self,
-    find: Callable[[str | None, str], sources.Source],
+    find: Callable[[str | None, str], sources.ReplySource],
     chat: chat_lib.Chat,
     vocab_size: int,
     *,
@@ -145,7 +145,7 @@ class Server:
     self.replies.give(client, count)
     self.metrics.replies.set(self.replies.total)
 
-  def find_source(self, request: Any) -> sources.Source:
+  def find_source(self, request: Any) -> sources.ReplySource:
     """Finds the source of the client that asks."""
     scheme, _, key = request.headers.get('Authorization', '').partition(' ')
     if scheme.lower() != 'bearer':
@@ -249,7 +249,7 @@ def make_app(
 
   free = sources.StatelessSource(engine, chat, name)
 
-  def find(episode: str | None, key: str) -> sources.Source:
+  def find(episode: str | None, key: str) -> sources.ReplySource:
     http.check_key(key, keys, 'send it as Authorization: Bearer KEY or as x-api-key')
     return free
 

@@ -26,7 +26,7 @@ _MAX_CHARACTERS = 1 << 14  # Of texts that are encoded at once, which takes mill
 _TURNS: MutableMapping[Any, fairness.Turns] = weakref.WeakKeyDictionary()
 
 
-class Source:
+class ReplySource:
   """Where the replies to a client's requests come from.
 
   Attributes:
@@ -69,7 +69,7 @@ class Source:
       self.close(generation)
 
 
-class StatelessSource(Source):
+class StatelessSource(ReplySource):
   """Answers each request by itself, whoever asks."""
 
   def __init__(self, engine: engine_lib.Engine, chat: chat_lib.Chat, name: str):
@@ -162,7 +162,7 @@ def refuse_length(text: str) -> http.RefusedError:
   return http.RefusedError(400, text, TOO_LONG)
 
 
-def check_count(source: Source, fields: dict[str, Any], conversation: str):
+def check_count(source: ReplySource, fields: dict[str, Any], conversation: str):
   """Refuses more messages, parts, calls and tools than a row has slots.
 
   Each has a token at least, as far as it says something. The messages are those of the
@@ -181,7 +181,7 @@ def check_count(source: Source, fields: dict[str, Any], conversation: str):
     raise refuse_length(f'{text}; there is room for {source.slots} tokens')
 
 
-async def encode(source: Source, fn: Callable[..., Any], *args: Any) -> Any:
+async def encode(source: ReplySource, fn: Callable[..., Any], *args: Any) -> Any:
   """Encodes the texts of a request, in a thread if they are long or have pictures.
 
   Args:

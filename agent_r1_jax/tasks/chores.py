@@ -47,7 +47,7 @@ class TerminalEnv(env.ToolEnv):
   no reward: else an agent could escape a bad one by it.
   """
 
-  def __init__(self, *, seconds: float = 10.0, limits: shell.Limits = shell.LIMITS):
+  def __init__(self, *, seconds: float = 10.0, limits: shell.ShellLimits = shell.LIMITS):
     """Starts the shell.
 
     Args:
@@ -57,7 +57,7 @@ class TerminalEnv(env.ToolEnv):
     Raises:
       RuntimeError: This machine cannot confine a shell; says what to install.
     """
-    self._session, self._limits = shell.Session(limits), limits
+    self._session, self._limits = shell.Shell(limits), limits
     tool = shell.shell_tool(self._session, seconds=seconds)
     # Calls of one reply that ran at a time would end in any order.
     super().__init__([tool], self._score, max_parallel_calls=1)
@@ -87,7 +87,7 @@ def is_done(task: Task, reply: str | None, files: dict[str, str | None]) -> bool
   Args:
     task: The task.
     reply: What the last reply gave as its answer.
-    files: As `shell.Session.read_files` returns them.
+    files: As `shell.Shell.read_files` returns them.
   """
   goal = task.answer
   if 'reply' in goal and reply != goal['reply']:
@@ -104,12 +104,12 @@ def is_done(task: Task, reply: str | None, files: dict[str, str | None]) -> bool
 
 
 def passes_test(
-  task: Task, files: dict[str, str | None], limits: shell.Limits = shell.LIMITS
+  task: Task, files: dict[str, str | None], limits: shell.ShellLimits = shell.LIMITS
 ) -> bool:
   """Whether the test of the answer, if it has one, passes in another workspace."""
   if not (test := task.answer.get('test')):
     return True
-  session = shell.Session(limits)
+  session = shell.Shell(limits)
   try:
     regular = {path: text for path, text in files.items() if text is not None}
     session.write_files(regular | test['files'])

@@ -141,10 +141,10 @@ def extract_program(text: str) -> str | None:
   return programs[-1] if programs and programs[-1].strip() else None
 
 
-class Judge:
+class Tester:
   """Reward and metrics of an episode: whether the program passes all tests.
 
-  judge = programming.Judge()
+  judge = programming.Tester()
   env.ToolEnv([python.python_tool(box)], judge.reward, metrics=judge.metrics)
   """
 
@@ -206,7 +206,7 @@ def run_tests(program: str, answer: dict[str, Any]) -> str | None:
   scope: dict[str, Any] = {}
   with _get_sandbox().open_session() as session:
     try:
-      remote = _Program(session, _split(program, prompt, entry))
+      remote = _LoadedProgram(session, _split(program, prompt, entry))
       if entry not in remote.names:
         return f'there is no function {entry}'
       if prompt:
@@ -262,14 +262,14 @@ def _finish_prompt(prompt: str) -> str:
   return f'{prompt}    pass\n'
 
 
-class _Program:
+class _LoadedProgram:
   """A program in the sandbox, whose functions can be called from here.
 
   Attributes:
     names: Names that it defines or imports.
   """
 
-  def __init__(self, session: sandbox.Session, texts: list[str]):
+  def __init__(self, session: sandbox.Interpreter, texts: list[str]):
     """Runs the program's own code once, as a module that is imported.
 
     Raises:
@@ -353,7 +353,7 @@ class _Program:
 class _Object(plain_values.Handle):
   """An object of the program; equal to no value that is not the program's."""
 
-  def __init__(self, program: _Program, number: int):
+  def __init__(self, program: _LoadedProgram, number: int):
     vars(self).update(_program=program, _number=number)
 
   def __call__(self, *args, **kwargs):

@@ -23,7 +23,7 @@ class CodeError(ValueError):
 class CodeRunner(Protocol):
   """Runs code: a sandbox of this machine, or a client of a server."""
 
-  def run(self, code: str, seconds: float) -> sandbox.Output:
+  def run(self, code: str, seconds: float) -> sandbox.CodeOutput:
     """Runs code in an interpreter of its own, which ends with it."""
     ...
 
@@ -80,7 +80,7 @@ class _Stateful:
     self._box, self._session = box, None
     self._lock = threading.Lock()
 
-  def run(self, code: str, seconds: float) -> sandbox.Output:
+  def run(self, code: str, seconds: float) -> sandbox.CodeOutput:
     with self._lock:
       if self._session is None:
         self._session = self._box.open_session()

@@ -50,7 +50,7 @@ _LONGEST_SECONDS = 1e6  # Of a cell.
 _STARTER = futures.ThreadPoolExecutor(1, 'sandbox-starter')
 
 
-class Output(NamedTuple):
+class CodeOutput(NamedTuple):
   """The result of a cell.
 
   Attributes:
@@ -128,15 +128,15 @@ class Sandbox:
     self._closed = True
     self._end_worker()
 
-  def open_session(self) -> 'Session':
+  def open_session(self) -> 'Interpreter':
     """Starts an interpreter, whose variables last until it is closed.
 
     Raises:
       RuntimeError: The sandbox was closed, or the worker cannot be started again.
     """
-    return Session(self)
+    return Interpreter(self)
 
-  def run(self, code: str, seconds: float = 10.0) -> Output:
+  def run(self, code: str, seconds: float = 10.0) -> CodeOutput:
     """Runs code in an interpreter of its own."""
     with self.open_session() as session:
       return session.run(code, seconds)
@@ -159,7 +159,7 @@ class Sandbox:
     return json.loads(self._socket.recv(1 << 16))
 
 
-class Session:
+class Interpreter:
   """One confined interpreter; for one thread at a time."""
 
   def __init__(self, box: Sandbox):
@@ -188,14 +188,14 @@ class Session:
   def __exit__(self, *error) -> None:
     self.close()
 
-  def run(self, code: str, seconds: float = 10.0) -> Output:
+  def run(self, code: str, seconds: float = 10.0) -> CodeOutput:
     """Runs a cell of code; after any status but 'ok' and 'error' the session is closed.
 
     It may take so many seconds of the clock; the value of a last expression is printed,
     as in a notebook.
     """
     if not self.close.alive:
-      return Output('', 'ended', 0.0)
+      return CodeOutput('', 'ended', 0.0)
     start = time.monotonic()
     data = code.encode(errors='replace')
     data = struct.pack('>I', len(data)) + data
@@ -205,7 +205,7 @@ class Session:
     shown_text = text[: self._box.max_output].decode(errors='replace')
     if len(text) > self._box.max_output:
       shown_text += '\n... (the rest of the output is cut)'
-    return Output(shown_text, status, time.monotonic() - start)
+    return CodeOutput(shown_text, status, time.monotonic() - start)
 
   def _exchange(self, data: bytes, deadline: float) -> tuple[bytes, str]:
     """Sends a cell, and reads output until it is done; (output, status)."""

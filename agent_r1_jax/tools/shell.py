@@ -1,6 +1,6 @@
 r"""A shell for an agent, in a workspace of its episode, confined by the kernel.
 
-  session = shell.Session()
+  session = shell.Shell()
   session.write_files({'names.txt': 'Ada\nBob\n'})
   print(session.run('wc -l < names.txt').text)  # 2
   tool = shell.shell_tool(session)
@@ -49,7 +49,7 @@ _GRACE_SECONDS = 30.0
 _USERS = itertools.cycle(range(60_100, 64_900))
 
 
-class Limits(NamedTuple):
+class ShellLimits(NamedTuple):
   """What a session may use.
 
   Attributes:
@@ -68,10 +68,10 @@ class Limits(NamedTuple):
   max_output: int = 32_768
 
 
-LIMITS = Limits()
+LIMITS = ShellLimits()
 
 
-class Output(NamedTuple):
+class CommandOutput(NamedTuple):
   """The result of a command.
 
   Attributes:
@@ -89,14 +89,14 @@ class CommandError(ValueError):
   """The agent's command is to blame, not the shell."""
 
 
-class Session:
+class Shell:
   """The shell of one episode, with a workspace that is empty at first.
 
   Attributes:
     workspace: The path of the workspace, as commands see it.
   """
 
-  def __init__(self, limits: Limits = LIMITS, *, packages: bool = False):
+  def __init__(self, limits: ShellLimits = LIMITS, *, packages: bool = False):
     """Starts its process, which takes about a tenth of a second.
 
     Args:
@@ -145,7 +145,7 @@ class Session:
         raise ValueError(f'files: {name!r} is no path below the workspace.')
     self._ask(_GRACE_SECONDS, ['write', dict(files)])
 
-  def run(self, command: str, seconds: float = 10.0) -> Output:
+  def run(self, command: str, seconds: float = 10.0) -> CommandOutput:
     """Runs a command within so many seconds of the clock; one at a time.
 
     Raises:
@@ -154,7 +154,7 @@ class Session:
     command = command.encode(errors='replace').decode()
     if '\0' in command or len(command.encode()) > _LONGEST:
       raise CommandError(f'a command has at most {_LONGEST} bytes, and no NUL among them')
-    return Output(*self._ask(seconds + _GRACE_SECONDS, ['run', command, seconds]))
+    return CommandOutput(*self._ask(seconds + _GRACE_SECONDS, ['run', command, seconds]))
 
   def read_files(
     self, most_files: int = 2000, most_bytes: int = 1 << 22
@@ -183,7 +183,7 @@ class Session:
         raise CommandError('the shell has ended; its files are gone') from None
 
 
-def shell_tool(session: Session, *, seconds: float = 10.0) -> tool_lib.Tool:
+def shell_tool(session: Shell, *, seconds: float = 10.0) -> tool_lib.Tool:
   """Makes a tool `shell(command: str)` that runs commands in a session.
 
   What a command prints is the tool's text, with its exit status where that is not 0. A

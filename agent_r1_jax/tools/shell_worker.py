@@ -45,7 +45,7 @@ def main(descriptor: int) -> None:
   server = socket.socket(fileno=descriptor)
   server.set_inheritable(False)
   lines = server.makefile('rw')
-  shell = _Shell(json.loads(lines.readline()), server)
+  shell = _CommandRunner(json.loads(lines.readline()), server)
   answers = {'write': shell.write, 'run': shell.run, 'read': shell.read}
   with contextlib.suppress(OSError):
     print(json.dumps(shell.missing), file=lines, flush=True)
@@ -59,7 +59,7 @@ def main(descriptor: int) -> None:
       os.execv('/bin/sh', ['sh', '-c', 'chmod -R u+rwx .; rm -rf workspace tmp'])
 
 
-class _Shell:
+class _CommandRunner:
   """Runs commands, and says what they leave in the workspace."""
 
   def __init__(self, settings: dict, server: socket.socket):

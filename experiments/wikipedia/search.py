@@ -31,6 +31,7 @@ from agent_r1_jax.rollout import evaluate
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.train import fingerprint
 from experiments import comparison, retrievers
+from experiments import tables as tables_lib
 from experiments.wikipedia import settings
 
 _DATA = flags.DEFINE_string(
@@ -135,7 +136,9 @@ def report(workdir, numbers, recall, seconds) -> None:
   }
   base, trained = (numbers[method]['right'] for method in ('Base Tool Call', 'GRPO'))
   rows['GRPO less base'] = {
-    f'EM, {kind}': tables.Interval(*tables.mean_interval(np.subtract(trained[kind], r)))
+    f'EM, {kind}': tables.Interval(
+      *tables_lib.mean_interval(np.subtract(trained[kind], r))
+    )
     for kind, r in base.items()
   }
   table = tables.format_table(rows, rows['GRPO'])

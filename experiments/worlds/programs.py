@@ -224,12 +224,12 @@ class TriedEnv(env.ToolEnv):
 
 
 @functools.cache
-def _judge() -> programming.Judge:
-  return programming.Judge()
+def _judge() -> programming.Tester:
+  return programming.Tester()
 
 
 async def score(task, messages) -> dict[str, float]:
-  """Judges once; Judge.reward and Judge.metrics would each run the tests."""
+  """Judges once; Tester.reward and Tester.metrics would each run the tests."""
   return {'passed': (await _judge().metrics(task, messages))['passed']}
 
 

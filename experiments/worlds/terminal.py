@@ -151,7 +151,7 @@ def text_of(example: world_lib.Example) -> Iterator[str]:
 
 def _schemas():
   """Returns the shell tool's schema; where no shell can be confined, this fails first."""
-  session = shell.Session()
+  session = shell.Shell()
   try:
     return [shell.shell_tool(session).schema]
   finally:

@@ -153,7 +153,7 @@ def _read_output(config: dict[str, Any]) -> dict[str, Any] | None:
 _Object = dict[str, Any]
 
 
-class _Body(requests.Body):
+class _MessagesBody(requests.Body):
   """What Messages have and chat completions do not; the other fields are theirs.
 
   Each message has become a list of messages of chat completions.
@@ -188,7 +188,9 @@ class _Messages(dialect_lib.Dialect):
 
   def read(self, fields, memory, counts=False):
     """Reads a request, and makes one of chat completions of it."""
-    body = http.check_fields(_Body, fields | ({'max_tokens': 1} if counts else {}))
+    body = http.check_fields(
+      _MessagesBody, fields | ({'max_tokens': 1} if counts else {})
+    )
     messages: list[Any] = [message for some in body.messages for message in some]
     if body.system:
       messages.insert(0, {'role': 'system', 'content': body.system})
@@ -201,9 +203,9 @@ class _Messages(dialect_lib.Dialect):
       chat['response_format'] = body.output_config
     return dialect_lib.Asked(http.check_fields(requests.ChatRequest, chat), body)
 
-  def stream(self, head: dialect_lib.Head) -> dialect_lib.Stream:
+  def stream(self, head: dialect_lib.Head) -> dialect_lib.EventStream:
     """Begins a stream of blocks."""
-    return _Stream(head)
+    return _MessagesStream(head)
 
   def describe(self, error: http.RefusedError) -> dict[str, Any]:
     """Writes an error in the form of Anthropic's API."""
@@ -224,7 +226,7 @@ def _write_end(reply: replies.Reply) -> dict[str, Any]:
   return {'stop_reason': reason, 'stop_sequence': stop}
 
 
-class _Stream(dialect_lib.Stream):
+class _MessagesStream(dialect_lib.EventStream):
   """The events of one message."""
 
   def __init__(self, head: dialect_lib.Head):
@@ -238,7 +240,7 @@ class _Stream(dialect_lib.Stream):
   def begin(self):
     return [_event('message_start', message=self.write(0))]
 
-  def add(self, part: dialect_lib.Part):
+  def add(self, part: dialect_lib.ReplyPart):
     events = []
     for kind, text in self._split.add(part.text, part.reply is not None):
       if kind != self._open:

@@ -85,7 +85,7 @@ _Metadata = Annotated[
 ]
 
 
-class _Body(requests.Body):
+class _ResponsesBody(requests.Body):
   """What Responses have and chat completions do not; the other fields are theirs."""
 
   input: Annotated[
@@ -126,7 +126,7 @@ class _Responses(dialect_lib.Dialect):
   def read(self, fields, memory, counts=False):
     """Reads a request, and makes one of chat completions of it."""
     kept = memory.setdefault(self.path, kept_responses.KeptResponses())
-    body = http.check_fields(_Body, fields)
+    body = http.check_fields(_ResponsesBody, fields)
     if body.previous_response_id is not None:
       body.input = [*kept.recall(body.previous_response_id), *body.input]
     messages = []
@@ -152,16 +152,16 @@ class _Responses(dialect_lib.Dialect):
     # With the place where the answer is kept, if later requests may go on from it.
     return dialect_lib.Asked(request, (body, kept if body.store else None))
 
-  def stream(self, head: dialect_lib.Head) -> dialect_lib.Stream:
+  def stream(self, head: dialect_lib.Head) -> dialect_lib.EventStream:
     """Begins a stream of items."""
-    return _Stream(head)
+    return _ResponsesStream(head)
 
   def write_count(self, tokens: int) -> dict[str, Any]:
     """Writes the number of tokens of a request."""
     return {'object': 'response.input_tokens', 'input_tokens': tokens}
 
 
-class _Stream(dialect_lib.Stream):
+class _ResponsesStream(dialect_lib.EventStream):
   """The events of one response."""
 
   def __init__(self, head: dialect_lib.Head):
@@ -186,7 +186,7 @@ class _Stream(dialect_lib.Stream):
       self._event('in_progress', response=response),
     ]
 
-  def add(self, part: dialect_lib.Part):
+  def add(self, part: dialect_lib.ReplyPart):
     """Writes further text; with the last one, the calls."""
     events = []
     self._waiting += part.logprobs or []

@@ -102,7 +102,7 @@ class Paths:
     return self._outside.sub(r'\1', text)
 
 
-class Workspace(shell.Session):
+class Workspace(shell.Shell):
   """The shell of one task, with the files of its container and its judge.
 
   Attributes:
@@ -113,8 +113,8 @@ class Workspace(shell.Session):
 
   folder: task_folders.Folder
 
-  def __init__(self, limits: shell.Limits = shell.LIMITS):
-    """Starts the shell; see `shell.Session`."""
+  def __init__(self, limits: shell.ShellLimits = shell.LIMITS):
+    """Starts the shell; see `shell.Shell`."""
     super().__init__(limits, packages=True)
     self.reason, self.printed, self._end = '', '', math.inf
     # A command of the agent that waits for its turn must not run among the judge's.
@@ -141,8 +141,8 @@ class Workspace(shell.Session):
     """The time that the agent has left; 0 if that is over."""
     return max(self._end - time.monotonic(), 0.0)
 
-  def run(self, command: str, seconds: float = 30.0) -> shell.Output:
-    """Runs a command of the agent; see `shell.Session.run`.
+  def run(self, command: str, seconds: float = 30.0) -> shell.CommandOutput:
+    """Runs a command of the agent; see `shell.Shell.run`.
 
     Raises:
       shell.CommandError: Also where the time of the task is over.
@@ -153,7 +153,7 @@ class Workspace(shell.Session):
       output = self._run_own(command, min(seconds, left))
     return output._replace(text=self._paths.leave(output.text))
 
-  def solve(self) -> shell.Output:
+  def solve(self) -> shell.CommandOutput:
     """Runs the task's own solution in place of an agent.
 
     Raises:
@@ -221,11 +221,13 @@ class Workspace(shell.Session):
   def _write(self, files: dict[str, str]) -> None:
     self.write_files({k.lstrip('/'): self._paths.enter(v) for k, v in files.items()})
 
-  def _run_own(self, command: str, seconds: float = _OWN_SECONDS) -> shell.Output:
+  def _run_own(self, command: str, seconds: float = _OWN_SECONDS) -> shell.CommandOutput:
     return super().run(self._paths.enter(command), seconds)
 
 
-def open_workspace(task: types.Task, limits: shell.Limits = shell.LIMITS) -> Workspace:
+def open_workspace(
+  task: types.Task, limits: shell.ShellLimits = shell.LIMITS
+) -> Workspace:
   """Starts a workspace with a loaded task laid in.
 
   Raises:
@@ -251,7 +253,7 @@ class DirectoryEnv(env.ToolEnv):
   ('late'). A run whose limits are below the times of a task is refused.
   """
 
-  def __init__(self, *, seconds: float = 30.0, limits: shell.Limits = shell.LIMITS):
+  def __init__(self, *, seconds: float = 30.0, limits: shell.ShellLimits = shell.LIMITS):
     """Starts the shell.
 
     Args:
@@ -319,7 +321,10 @@ def read(task: types.Task) -> task_folders.Folder:
 
 
 def check(
-  tasks: Sequence[types.Task], *, workers: int = 2, limits: shell.Limits = shell.LIMITS
+  tasks: Sequence[types.Task],
+  *,
+  workers: int = 2,
+  limits: shell.ShellLimits = shell.LIMITS,
 ) -> dict[str, str]:
   """Plays each task twice: its solution has to score 1, and doing nothing 0.
 
@@ -336,7 +341,7 @@ def check(
     return {t.id: reason for t, reason in zip(tasks, reasons, strict=True) if reason}
 
 
-def find_fault(task: types.Task, limits: shell.Limits = shell.LIMITS) -> str:
+def find_fault(task: types.Task, limits: shell.ShellLimits = shell.LIMITS) -> str:
   """Says what is wrong with a task, as `check` does; nothing if it is right."""
   if 'solve.sh' not in read(task).solution:
     return 'it has no solution/solve.sh'

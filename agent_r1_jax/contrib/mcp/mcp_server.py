@@ -1,6 +1,6 @@
 """The tools of an MCP server: a process that is started here, or an address.
 
-  server = mcp_server.Server(command=['python', 'my_server.py'])
+  server = mcp_server.McpServer(command=['python', 'my_server.py'])
   make_env = lambda: env.ToolEnv(server.tools, reward)
 
 All episodes share one connection, which lives on an event loop in a thread of its own.
@@ -33,7 +33,7 @@ _MAX_PAUSE = 60.0
 _MAX_PAGES = 100
 
 
-class Server:
+class McpServer:
   """The connection to one server.
 
   Attributes:

@@ -42,7 +42,7 @@ class RemoteSandbox:
     self._client = httpx2.Client(limits=httpx2.Limits(max_connections=None))
     self.close = self._client.close
 
-  def run(self, code: str, seconds: float = 10.0) -> sandbox.Output:
+  def run(self, code: str, seconds: float = 10.0) -> sandbox.CodeOutput:
     """Runs code in an interpreter of its own; prints what a cell of a notebook would.
 
     It may take so many seconds of the clock.
@@ -72,7 +72,7 @@ class RemoteSandbox:
         max_bytes=32 * self._max_output * _BYTES_PER_CHARACTER,
       )
     except bounded_http.LongAnswerError:  # Far longer than the output may be.
-      return sandbox.Output('', 'output', time.monotonic() - start)
+      return sandbox.CodeOutput('', 'output', time.monotonic() - start)
     except (httpx2.HTTPError, TimeoutError) as error:
       raise ConnectionError(
         f'the sandbox at {self._url}: {error or repr(error)}'
@@ -89,7 +89,7 @@ class RemoteSandbox:
       status = 'output'
     if len(text) > self._max_output:
       text = text[: self._max_output] + '\n... (the rest of the output is cut)'
-    return sandbox.Output(text, status, time.monotonic() - start)
+    return sandbox.CodeOutput(text, status, time.monotonic() - start)
 
 
 def _read_result(answer: dict[str, Any]) -> tuple[str, str]:

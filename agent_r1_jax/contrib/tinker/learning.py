@@ -35,7 +35,7 @@ class Shape(NamedTuple):
 
 
 @dataclasses.dataclass
-class Run:
+class TrainingRun:
   """The training run of one client.
 
   Attributes:
@@ -99,7 +99,7 @@ class Learning:
     self._base = {k: v for k, v in params.items() if k != 'value_head'}
     self.no_adapter = self.pad({'layers': {}})
 
-  def start(self, shape: Shape) -> Run:
+  def start(self, shape: Shape) -> TrainingRun:
     """Starts a run, whose rank `check_rank` allows; its adapter changes nothing yet."""
     key = jax.random.key(shape.seed)
     added = lora.add(self._base, shape.rank, shape.targets, ALPHA, key)
@@ -118,7 +118,7 @@ class Learning:
     shape: Shape,
     adapter: decoder.Params,
     moments: Mapping[str, Any] | None = None,
-  ) -> Run:
+  ) -> TrainingRun:
     """Makes a run of an adapter of its own rank, with what `get_moments` returned."""
     params = lora.join(self.pad(adapter), self._base)
     state = learner.init(params, self._adam)
@@ -132,7 +132,7 @@ class Learning:
       adam = adam._replace(count=count, inner_state=inner)
       # Each is donated, so that none may be another's buffer.
       state = state._replace(opt_state=jax.tree.map(jnp.copy, adam), step=count)
-    return Run(shape, state)
+    return TrainingRun(shape, state)
 
   def score(
     self, adapter: decoder.Params, data: Sequence[data_lib.Datum], loss: losses_lib.Loss
@@ -146,7 +146,7 @@ class Learning:
     return (yield from self._compute(data, loss, compute))
 
   def differentiate(
-    self, run: Run, data: Sequence[data_lib.Datum], loss: losses_lib.Loss
+    self, run: TrainingRun, data: Sequence[data_lib.Datum], loss: losses_lib.Loss
   ) -> Steps:
     """Adds the gradient of the loss to the run's, a micro-batch at each step."""
     # Until all are done the run keeps its own, which a call would donate.
@@ -186,7 +186,7 @@ class Learning:
     total = float(sum(x.sum(dtype=np.float64) for x in per_token))
     return Result(packed.unpack(logprobs), per_token, total)
 
-  def optim_step(self, run: Run, adam: Mapping[str, float]) -> dict[str, float]:
+  def optim_step(self, run: TrainingRun, adam: Mapping[str, float]) -> dict[str, float]:
     """Makes a step with the gradient since the last one; returns its norm.
 
     Args:
@@ -210,7 +210,7 @@ class Learning:
     )
     return {'grad_norm': metrics['grad_norm']}
 
-  def get_adapter(self, run: Run) -> decoder.Params:
+  def get_adapter(self, run: TrainingRun) -> decoder.Params:
     """Copies a run's adapter, at the server's rank, to the host.
 
     Raises:
@@ -219,7 +219,7 @@ class Learning:
     adapter = lora.take(run.state.params)
     return _check_finite(jax.tree.map(lambda x: np.array(x, copy=True), adapter))
 
-  def get_moments(self, run: Run) -> dict[str, Any]:
+  def get_moments(self, run: TrainingRun) -> dict[str, Any]:
     """Copies Adam's count and moments, at the run's own rank, as `get_adapter` does."""
     moments = {
       name: self.trim(optax.tree.get(run.state.opt_state, name), run.shape)

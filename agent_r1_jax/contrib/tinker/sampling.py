@@ -105,7 +105,7 @@ class Samplers:
     session = self._trainings.find(request.model_id).session
     sampler_id = f'{session}:sample:{request.sampling_session_seq_id}'
 
-    def compute(run: learning.Run) -> dict[str, Any]:
+    def compute(run: learning.TrainingRun) -> dict[str, Any]:
       adapter = self._trainings.learning.get_adapter(run)
       loop.call_soon_threadsafe(self._keep, session, sampler_id, adapter)
       return {'type': 'save_weights_for_sampler', 'sampling_session_id': sampler_id}

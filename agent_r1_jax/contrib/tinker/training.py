@@ -44,7 +44,7 @@ class Training:
 
   session: str
   metadata: dict[str, Any]
-  run: learning.Run | None = None
+  run: learning.TrainingRun | None = None
   order: work.Order = dataclasses.field(default_factory=work.Order)
   last_time: str = dataclasses.field(default_factory=_now)
 
@@ -194,7 +194,7 @@ class Trainings:
     for number, datum in enumerate(request.data):
       losses_lib.check_columns(loss, number, datum.columns)
 
-    def compute(run: learning.Run):
+    def compute(run: learning.TrainingRun):
       if request.forward_only:
         steps = self.learning.score(lora.take(run.state.params), request.data, loss)
       else:
@@ -211,7 +211,7 @@ class Trainings:
     """Makes a step of Adam."""
     adam = request.adam_params.model_dump(exclude={'type'})
 
-    def compute(run: learning.Run) -> dict:
+    def compute(run: learning.TrainingRun) -> dict:
       metrics = self.learning.optim_step(run, adam)
       return {'metrics': {f'{name}:mean': x for name, x in metrics.items()}}
 
@@ -222,7 +222,7 @@ class Trainings:
     name = states.check_name(request.path or '', 'path')
     metadata = self.find(request.model_id).metadata | (request.user_metadata or {})
 
-    def compute(run: learning.Run) -> dict:
+    def compute(run: learning.TrainingRun) -> dict:
       moments, kind, answer = None, 'sampler_weights', 'save_weights_for_sampler'
       overwrite = False
       if isinstance(request, wire.SaveWeights):
@@ -245,7 +245,7 @@ class Trainings:
     self.check_state(request.path)
     answer = {'path': request.path, 'type': 'load_weights'}
 
-    def make() -> learning.Run:
+    def make() -> learning.TrainingRun:
       loaded = self.states.load(request.path, optimizer=request.optimizer)
       return self.learning.resume(*loaded)
 
@@ -254,7 +254,7 @@ class Trainings:
     assert request.model_id is not None
     training = self.find(request.model_id)
 
-    def compute(run: learning.Run) -> dict:
+    def compute(run: learning.TrainingRun) -> dict:
       new = make()
       if new.shape.rank != run.shape.rank or new.shape.targets != run.shape.targets:
         raise ValueError(
@@ -269,7 +269,7 @@ class Trainings:
   def begin(
     self,
     request: Any,
-    compute: Callable[[learning.Run], Any],
+    compute: Callable[[learning.TrainingRun], Any],
     body: bytes = b'',
   ) -> dict[str, Any]:
     """Begins an operation, which is computed in the run's turn."""

@@ -25,14 +25,14 @@ _Path = Annotated[str, Field(max_length=512)]
 _Metadata = Annotated[dict[str, Any] | None, Field(max_length=64)]
 
 
-class _Request(BaseModel):
+class _WireModel(BaseModel):
   """Refuses unknown fields."""
 
   model_config = ConfigDict(extra='forbid', protected_namespaces=())
   type: str | None = None
 
 
-class CreateSession(_Request):
+class CreateSession(_WireModel):
   """Begins a session of a client's process; only its metadata are read."""
 
   tags: list[str] = Field(default=[], max_length=64)
@@ -42,13 +42,13 @@ class CreateSession(_Request):
   display_name: str | None = None
 
 
-class SessionId(_Request):
+class SessionId(_WireModel):
   """Says that a session is alive."""
 
   session_id: _Id
 
 
-class LoraConfig(_Request):
+class LoraConfig(_WireModel):
   """An adapter."""
 
   rank: int
@@ -58,13 +58,13 @@ class LoraConfig(_Request):
   train_attn: bool = True
 
 
-class OptimizerConfig(_Request):
+class OptimizerConfig(_WireModel):
   """The optimizer, which is Adam."""
 
   type: Literal['adamw'] = 'adamw'
 
 
-class CreateModel(_Request):
+class CreateModel(_WireModel):
   """Begins a training run."""
 
   session_id: _Id
@@ -75,13 +75,13 @@ class CreateModel(_Request):
   optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
-class ModelId(_Request):
+class ModelId(_WireModel):
   """Names a training run."""
 
   model_id: _Id
 
 
-class AdamParams(_Request):
+class AdamParams(_WireModel):
   """The numbers of a step of Adam."""
 
   learning_rate: _Number = Field(default=1e-4, ge=0)
@@ -133,7 +133,7 @@ class SaveForSampler(_Saving):
     return self
 
 
-class LoadWeights(_Request):
+class LoadWeights(_WireModel):
   """Loads a state into a run, or begins a run with it."""
 
   model_id: _Id | None = None
@@ -156,7 +156,7 @@ class LoadWeights(_Request):
     return self
 
 
-class CreateSamplingSession(_Request):
+class CreateSamplingSession(_WireModel):
   """Begins a sampling session."""
 
   session_id: _Id
@@ -165,20 +165,20 @@ class CreateSamplingSession(_Request):
   model_path: _Path | None = None
 
 
-class Chunk(_Request):
+class Chunk(_WireModel):
   """Tokens of a prompt."""
 
   type: Literal['encoded_text'] = 'encoded_text'
   tokens: list[int]
 
 
-class ModelInput(_Request):
+class ModelInput(_WireModel):
   """A prompt."""
 
   chunks: list[Chunk] = Field(max_length=1024)
 
 
-class SamplingParams(_Request):
+class SamplingParams(_WireModel):
   """How tokens are chosen, and what ends a reply."""
 
   max_tokens: int | None = Field(default=None, ge=1)
@@ -189,7 +189,7 @@ class SamplingParams(_Request):
   top_p: _Number = Field(default=1.0, ge=1e-6, le=1)
 
 
-class Sparse(_Request):
+class Sparse(_WireModel):
   """A tensor in JSON; with indices, a sparse matrix in CSR."""
 
   data: list[_Int] = Field(max_length=1 << 20)
@@ -199,7 +199,7 @@ class Sparse(_Request):
   sparse_col_indices: list[_Int] | None = None
 
 
-class Sample(_Request):
+class Sample(_WireModel):
   """Samples replies to a prompt."""
 
   num_samples: int = Field(default=1, ge=1, le=1024)
@@ -216,14 +216,14 @@ class Sample(_Request):
   record_stability_info: Literal[False] | None = None
 
 
-class RetrieveFuture(_Request):
+class RetrieveFuture(_WireModel):
   """Asks for the result of a request."""
 
   request_id: Annotated[str, Field(max_length=256)]
   allow_metadata_only: bool = False
 
 
-class TinkerPath(_Request):
+class TinkerPath(_WireModel):
   """Names a saved state."""
 
   tinker_path: _Path

@@ -26,7 +26,7 @@ CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "%s"}}\n</tool_ca
 BROKEN = '<tool_call>\n{"name": "search", "arguments": {"query": }}\n</tool_call>'
 
 
-class Scripted(sources.Source):
+class Scripted(sources.ReplySource):
   """A source of given replies: the server, its dialects and the clients are real."""
 
   def __init__(self):

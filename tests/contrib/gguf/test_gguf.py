@@ -23,7 +23,7 @@ from agent_r1_jax.models import decoder, families
 from agent_r1_jax.models.files import tensor_files, weights
 from agent_r1_jax.train import fingerprint
 from agent_r1_jax.train.plan import setup, sizes
-from experiments import model_formats
+from experiments import model_formats, train_tokenizer
 
 _GOLDEN = pathlib.Path(__file__).parents[2] / 'golden' / 'decoder'
 _PUBLISHED = json.loads((_GOLDEN.parent / 'published_configs.json').read_text())
@@ -220,7 +220,7 @@ def test_a_tied_model_has_no_head(tmp_path):
 def test_a_run_finds_the_tokenizer_beside_the_file_and_exports_safetensors(tmp_path):
   model = gguf_maker.make_model(tmp_path / 'model', width=32, vocab_size=400)
   file = gguf_maker.convert(model, tmp_path / 'in' / 'model.gguf')
-  tokenizer.train(['a text'], vocab_size=300, directory=file.parent)
+  train_tokenizer.train(['a text'], vocab_size=300, directory=file.parent)
   settings = config_lib.Model(path=str(file))
   settings.formats = gguf_maker.FORMATS
   config, params, chat = setup.load(settings, config_lib.Chat())

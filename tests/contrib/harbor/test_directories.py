@@ -29,7 +29,7 @@ def workspace(tmp_path):
 
   def lay(changes=None, **limits):
     folder = directory_tasks.write(tmp_path / f'task{len(opened)}', changes)
-    made = directories.Workspace(shell.Limits(**limits))
+    made = directories.Workspace(shell.ShellLimits(**limits))
     opened.append(made)
     made.lay(task_folders.read(folder))
     return made

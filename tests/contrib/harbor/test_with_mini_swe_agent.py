@@ -14,10 +14,9 @@ import runs
 import tiny
 
 from agent_r1_jax import report, train
-from agent_r1_jax.contrib.harbor import directories
+from agent_r1_jax.contrib.harbor import directories, mini_swe_agent
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.serve import program
-from experiments.repairs import mini
 
 PYTHON = os.environ.get('PACKAGE_PYTHON', '')
 pytestmark = [
@@ -63,7 +62,7 @@ def test_a_policy_that_knows_the_commands_solves_the_task(task):
     END,
   ]
   with _serve(commands) as (url, asked):
-    reward = asyncio.run(mini.with_mini(MINI, seconds=60.0)(task, url))
+    reward = asyncio.run(mini_swe_agent.make_run(MINI, seconds=60.0)(task, url))
   assert reward == {'solved': 1.0}
   assert len(asked) == 3 and directory_tasks.FILES['instruction.md'].strip() in str(
     asked[0]['messages'][1]['content']
@@ -76,18 +75,18 @@ def test_a_policy_that_knows_the_commands_solves_the_task(task):
 
 def test_an_agent_that_does_nothing_has_no_reward(task):
   with _serve([END]) as (url, _):
-    assert asyncio.run(mini.with_mini(MINI)(task, url)) == {'solved': 0.0}
+    assert asyncio.run(mini_swe_agent.make_run(MINI)(task, url)) == {'solved': 0.0}
 
 
 def test_a_program_that_fails_is_an_error(task):
   with pytest.raises(RuntimeError, match='the program ended with status 1'):
-    asyncio.run(mini.with_mini(MINI)(task, 'http://127.0.0.1:9/v1'))
+    asyncio.run(mini_swe_agent.make_run(MINI)(task, 'http://127.0.0.1:9/v1'))
 
 
 def test_an_untrained_policy_plays_and_is_trained(task, tmp_path):
   """Its nonsense ends mini-swe-agent, and is an episode like any other."""
   model = tiny.save(tmp_path / 'model', runs.likely())
-  run = mini.with_mini(MINI, mini.SHORT, seconds=60.0)
+  run = mini_swe_agent.make_run(MINI, mini_swe_agent.SHORT, seconds=60.0)
   config = tiny.run_config(
     model=model,
     steps=1,

@@ -56,12 +56,12 @@ def server(request, tmp_path, monkeypatch):
   monkeypatch.setenv('API_KEY', 'secret')
   if request.param == 'stdio':
     command = [sys.executable, SCRIPT, str(tmp_path)]
-    with mcp_server.Server(command=command) as server:
+    with mcp_server.McpServer(command=command) as server:
       yield server, lambda: None
     return
   http = Http(tmp_path)
   try:
-    with mcp_server.Server(url=http.start()) as server:
+    with mcp_server.McpServer(url=http.start()) as server:
       yield server, http.restart
   finally:
     http.stop()
@@ -127,7 +127,7 @@ async def test_a_server_that_hangs_is_replaced(tmp_path, monkeypatch):
   monkeypatch.setenv('GIVEN', 'x')
   monkeypatch.setenv('API_KEY', 'secret')
   command = [sys.executable, SCRIPT, str(tmp_path)]
-  with mcp_server.Server(command=command, env=['GIVEN']) as server:
+  with mcp_server.McpServer(command=command, env=['GIVEN']) as server:
     before = (await ask(server, 'pid')).text
     frozen = asyncio.create_task(ask(server, 'freeze'))
     await asyncio.to_thread(waiting.until, (tmp_path / 'freeze').exists, 'the freeze')
@@ -158,7 +158,7 @@ async def test_a_server_that_hangs_is_replaced(tmp_path, monkeypatch):
 def test_a_server_that_does_not_start(arguments, said):
   limit = 0.5 if arguments.get('command') == ['sleep', '100'] else 60.0
   with pytest.raises((ConnectionError, ValueError), match=said):
-    mcp_server.Server(**arguments, start_seconds=limit)
+    mcp_server.McpServer(**arguments, start_seconds=limit)
 
 
 def test_the_example_of_the_docs(tmp_path):

@@ -14,10 +14,11 @@ import pytest
 import script
 import waiting
 
-from agent_r1_jax.retrieval import bm25, client, dense, documents, encoder, fusion, server
+from agent_r1_jax.contrib.search_servers import client, server
+from agent_r1_jax.retrieval import bm25, dense, documents, encoder, fusion
 from agent_r1_jax.retrieval.documents import Document, Hit
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[3]
 GOLDEN = ROOT / 'tests' / 'golden' / 'encoder'
 
 
@@ -199,7 +200,7 @@ def test_bad_input_names_the_field(echo):
 
 _HUNG = """
 import threading
-from agent_r1_jax.retrieval import server
+from agent_r1_jax.contrib.search_servers import server
 
 class Hung:
   def search(self, queries, k):

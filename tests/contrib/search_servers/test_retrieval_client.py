@@ -2,15 +2,21 @@
 
 import contextlib
 import json
+import pathlib
+import re
 import threading
 import types
 
 import answers
 import pytest
 
-from agent_r1_jax.retrieval import client
+from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.contrib import search_servers
+from agent_r1_jax.contrib.search_servers import client
 from agent_r1_jax.retrieval.documents import Document, Hit
+from agent_r1_jax.tools import search
 
+FOLDER = pathlib.Path(search_servers.__file__).parent
 GOOD = {'result': [[{'document': {'contents': '"Ann"\nBorn.'}, 'score': 1}]]}
 QUICK = {'timeout': 20.0, 'deadline': 60.0, 'backoff': 0.001}
 
@@ -117,3 +123,21 @@ def test_nonsense_names_the_server(remote, answer, message):
 def test_an_address_without_a_protocol_is_refused():
   with pytest.raises(ValueError, match="url is 'host:8000'; begin with http"):
     client.Remote('host:8000')
+
+
+async def test_a_server_that_fails_is_told_to_the_model():
+  with scripted(GOOD, {'result': 3}) as fake:
+    with client.Remote(fake.url) as remote:
+      tool = search.search_tool(remote, k=1)
+      good = await tool_lib.call(tool, {'query': 'Ann'})
+      assert (good.ok, good.text) == (True, 'Doc 1 (Title: Ann) Born.')
+      bad = await tool_lib.call(tool, {'query': 'Ann'})
+  assert not bad.ok and fake.url in bad.text and 'makes no sense' in bad.text
+
+
+def test_the_guide_runs():
+  (code,) = re.findall(r'```python\n(.*?)```', (FOLDER / 'guide.md').read_text(), re.S)
+  names: dict = {}
+  exec(code, names)
+  with names['remote']:
+    assert names['tool'].name == 'search'

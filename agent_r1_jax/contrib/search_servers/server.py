@@ -33,7 +33,7 @@ _MAX_BODY = 1 << 20  # Bytes of a request.
 _SHUTDOWN_SECONDS = 3  # What SIGTERM leaves to requests that have begun.
 
 
-class _Metrics:
+class _SearchMetrics:
   def __init__(self):
     import prometheus_client as prometheus
 
@@ -158,7 +158,7 @@ def make_app(
   """
   from starlette import applications, routing
 
-  metrics = _Metrics()
+  metrics = _SearchMetrics()
   limits = max_batch, window, max_waiting, timeout, cache
   searches = _Searches(retriever, metrics, *limits)
 
@@ -183,7 +183,7 @@ def make_app(
   )
 
 
-def _make_endpoint(searches: _Searches, metrics: _Metrics, model, render) -> Any:
+def _make_endpoint(searches: _Searches, metrics: _SearchMetrics, model, render) -> Any:
   """Makes what answers the requests of one protocol, and counts and times them."""
 
   async def answer(request):

@@ -1,11 +1,11 @@
 """mini-swe-agent as the agent of tasks that are directories, unchanged and as a process.
 
-  run = mini.with_mini('/path/to/its/environment/bin/mini')
+  run = mini_swe_agent.make_run('/path/to/its/environment/bin/mini')
   train.run(..., make_env=lambda: program.Program(run))
 
 mini-swe-agent is a package of its own environment (tests/packages/mini-swe-agent.txt). It
 asks the endpoint through litellm, and runs its commands by a command in place of docker
-(agent_r1_jax/contrib/harbor/containers.py), so in the confined workspace of the task.
+(containers.py), so in the confined workspace of the task.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _VARIABLES = {
 }
 
 
-def with_mini(program: str, prompts: str | pathlib.Path = 'mini.yaml', **options):
+def make_run(program: str, prompts: str | pathlib.Path = 'mini.yaml', **options):
   """Makes a Program's `run` that plays tasks with mini-swe-agent.
 
   Args:
