@@ -37,7 +37,7 @@ from agent_r1_jax.host import processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import episodes as episodes_lib
 from agent_r1_jax.train import fingerprint
-from experiments import model_formats, react, task_list
+from experiments import model_formats, react, task_list, task_scores
 
 _TASK = flags.DEFINE_enum('task', None, [*task_list.TASKS], 'The task.', required=True)
 _DATA = flags.DEFINE_string('data', '', 'Its file or folder; miniwiki has none.')
@@ -88,9 +88,9 @@ def main(_):
     choose=choose,
     watcher=report.Watcher(),
   )
-  numbers = task_list.summarize(played, benchmark, n)
+  numbers = task_scores.summarize(played, benchmark, n)
   if processes.is_first():
-    text = task_list.format_table(numbers, benchmark, n)
+    text = task_scores.format_table(numbers, benchmark, n)
     results = {'task': _TASK.value, 'model': path, 'n': n, 'methods': numbers}
     (workdir / 'table.md').write_text(text + '\n')
     (workdir / 'results.json').write_text(json.dumps(results, indent=2) + '\n')
@@ -141,7 +141,7 @@ def choose_methods(benchmark: task_list.Benchmark, names: Sequence[str]):
   return {name: benchmark.methods[name] for name in names or benchmark.methods}
 
 
-def write_episodes(path: pathlib.Path, played: task_list.Played) -> None:
+def write_episodes(path: pathlib.Path, played: task_scores.Played) -> None:
   """Writes all episodes to one log, whose ids name method, set and task."""
   episodes, groups = [], {}
   for method, sets in played.items():
