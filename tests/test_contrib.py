@@ -1,6 +1,7 @@
 """What is contributed can be deleted: the rest neither imports it nor misses it."""
 
 import ast
+import functools
 import pathlib
 import shutil
 import subprocess
@@ -14,15 +15,18 @@ CONTRIB = ROOT / test_imports.PACKAGE / 'contrib'
 NAMES = sorted(path.parent.name for path in CONTRIB.glob('*/__init__.py'))
 
 
-def _uses(path: pathlib.Path, name: str) -> bool:
-  """Whether a script or a test imports a folder of contrib/ at its top."""
+@functools.cache
+def _list_imported(path: pathlib.Path) -> list[str]:
+  """What a script or a test imports at its top."""
   tree = ast.parse(path.read_text())
   early = test_imports.at_import_time(tree)
-  prefix = f'agent_r1_jax.contrib.{name}'
-  return any(
-    node in early and f'{imported}.'.startswith(f'{prefix}.')
-    for node, imported in test_imports.imports(tree)
-  )
+  return [name for node, name in test_imports.imports(tree) if node in early]
+
+
+def _uses(path: pathlib.Path, name: str) -> bool:
+  """Whether a script or a test imports a folder of contrib/ at its top."""
+  prefix = f'agent_r1_jax.contrib.{name}.'
+  return any(f'{imported}.'.startswith(prefix) for imported in _list_imported(path))
 
 
 @pytest.mark.parametrize('name', NAMES)
