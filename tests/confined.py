@@ -8,12 +8,7 @@ from agent_r1_jax.tools import sandbox, shell
 @pytest.fixture(scope='module')
 def needs_sandbox():
   """Skips, with the reason, where Landlock or seccomp are missing."""
-  try:
-    sandbox.Sandbox().close()
-  except RuntimeError as error:
-    if 'cannot be confined' not in str(error):
-      raise  # A worker that is broken must not skip its own tests.
-    pytest.skip(str(error))
+  _skip_if_unconfined(sandbox.Sandbox)
 
 
 @pytest.fixture(scope='module', params=['namespaces', 'kernel alone'])
@@ -40,11 +35,15 @@ def outside(request, box):
 @pytest.fixture(scope='module')
 def needs_shell():
   """Skips, with the reason, where no layers can confine a shell."""
+  _skip_if_unconfined(shell.Shell)
+
+
+def _skip_if_unconfined(make):
   try:
-    shell.Shell().close()
+    make().close()
   except RuntimeError as error:
     if 'cannot be confined' not in str(error):
-      raise
+      raise  # A worker that is broken must not skip its own tests.
     pytest.skip(str(error))
 
 
@@ -62,10 +61,7 @@ def layers(request, monkeypatch, tmp_path_factory):
   """Has shells confined by these layers, and seccomp; skips where one is missing."""
   if request.param == 'kernel alone':
     monkeypatch.setattr(shell, '_isolate', lambda *_: [])
-    try:
-      shell.Shell().close()
-    except RuntimeError as error:
-      pytest.skip(str(error))
+    _skip_if_unconfined(shell.Shell)
   elif not shell._isolate(shell.LIMITS.disk_mb):
     pytest.skip('bubblewrap is not installed, or namespaces are not allowed here')
   elif 'without' in request.param:

@@ -62,19 +62,8 @@ def test_links_of_the_pages_outside_lead_somewhere(path):
   assert links
   for target, anchor in links:
     page = ROOT / (target or path)
-    if _is_of_deleted_folder(target):
-      continue
     assert page.exists(), target
     assert not anchor or anchor in _anchors(page), (target, anchor)
-
-
-def _is_of_deleted_folder(target):
-  """A folder of contrib/ may be deleted, and its lines in pages may stay."""
-  start, _, rest = target.partition('agent_r1_jax/contrib/')
-  folder = rest.split('/')[0]
-  return (
-    not start and bool(rest) and not (ROOT / 'agent_r1_jax/contrib' / folder).exists()
-  )
 
 
 def test_the_site_shows_contributed_pages(site):
