@@ -23,6 +23,19 @@ PPO = algorithms.ppo(kl_coef=0.0)
 _WORDS = (' the', ' city', ' capital', ' is')
 
 
+class Talks:
+  """Asks twice, and scores the length of the replies."""
+
+  async def reset(self, task):
+    self.turns = 0
+    return task.messages
+
+  async def step(self, reply):
+    self.turns += 1
+    again = [{'role': 'user', 'content': 'name'}]
+    return types.Step(again, len(reply) % 3 / 3, self.turns == 2)
+
+
 def config(model, **kwargs) -> config_lib.Config:
   small = {
     'steps': 5,

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import runs
 import tiny
 
 from agent_r1_jax import train, types
@@ -159,16 +160,6 @@ def test_a_run_replays_what_it_sampled(replay, tmp_path, monkeypatch, no_curves)
   made = minibatch.make_policy
   monkeypatch.setattr(minibatch, 'make_policy', make_minibatch)
 
-  class Env:
-    async def reset(self, task):
-      self.turns = 0
-      return task.messages
-
-    async def step(self, reply):
-      self.turns += 1
-      again = [{'role': 'user', 'content': 'name'}]
-      return types.Step(again, len(reply) % 3 / 3, self.turns == 2)
-
   tasks = [types.Task(f't{i}', [{'role': 'user', 'content': 'x' * i}]) for i in range(2)]
   config = tiny.run_config(
     model=str(tmp_path / 'base'), steps=1, tasks=2, samples=2, max_turns=2,
@@ -179,7 +170,7 @@ def test_a_run_replays_what_it_sampled(replay, tmp_path, monkeypatch, no_curves)
     config,
     tmp_path / 'run',
     tasks=tasks,
-    make_env=Env,
+    make_env=runs.Talks,
     algorithm=algorithms.grpo(kl_coef=0.01),
   )
   for table in tables:

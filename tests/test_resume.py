@@ -25,7 +25,6 @@ import runs
 import tiny
 import waiting
 
-from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import preemption
 from agent_r1_jax.models import decoder
@@ -100,19 +99,6 @@ async def ask_the_endpoint(task, url):
   async with httpx2.AsyncClient(timeout=60) as http:
     asked = {'messages': task.messages}
     (await http.post(f'{url}/chat/completions', json=asked)).raise_for_status()
-
-
-class Talks:
-  """Asks twice, and scores the length of the replies."""
-
-  async def reset(self, task):
-    self.turns = 0
-    return task.messages
-
-  async def step(self, reply):
-    self.turns += 1
-    again = [{'role': 'user', 'content': 'name'}]
-    return types.Step(again, len(reply) % 3 / 3, self.turns == 2)
 
 
 def save_plain(folder):
@@ -233,7 +219,7 @@ FEATURES = {
   ),
   'experts': Feature(
     {'max_turns': 2, 'decode_steps': 6},
-    given={'make_env': Talks},
+    given={'make_env': runs.Talks},
     policy='experts',
     check=check_experts,
   ),
