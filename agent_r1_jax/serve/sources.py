@@ -5,6 +5,7 @@ hold is refused before it is encoded. Of the rest, short texts are encoded at on
 long ones in threads; these are few, because encoding takes many times a text's memory.
 """
 
+import abc
 import asyncio
 from collections.abc import Callable, MutableMapping, Sequence
 import functools
@@ -26,7 +27,7 @@ _MAX_CHARACTERS = 1 << 14  # Of texts that are encoded at once, which takes mill
 _TURNS: MutableMapping[Any, fairness.Turns] = weakref.WeakKeyDictionary()
 
 
-class ReplySource:
+class ReplySource(abc.ABC):
   """Where the replies to a client's requests come from.
 
   Attributes:
@@ -43,24 +44,27 @@ class ReplySource:
     """The names of the policy's adapters, which requests may ask; by default none."""
     return ()
 
-  def note_refusal(self, error: http.RefusedError):
+  def note_refusal(self, error: http.RefusedError) -> None:
     """Is called when a request for replies is refused; a count of tokens is none."""
+    return None
 
+  @abc.abstractmethod
   async def submit(
     self, api_request: requests.ApiRequest, automata: Sequence[types.Automaton]
   ) -> list[request_lib.Generation]:
     """Begins `api_request.n` replies; raises RefusedError if there can be none."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   async def count(self, api_request: requests.ApiRequest) -> int:
     """Counts the tokens before the reply that a request would get."""
-    raise NotImplementedError
 
-  def accept(self, generation: request_lib.Generation, reply: replies.Reply):
+  def accept(self, generation: request_lib.Generation, reply: replies.Reply) -> None:
     """Is called with a complete reply, before the client gets it."""
+    return None
 
-  def close(self, generation: request_lib.Generation):
+  def close(self, generation: request_lib.Generation) -> None:
     """Is called when a reply has ended, in whatever way."""
+    return None
 
   def cancel(self, generations: Sequence[request_lib.Generation]):
     """Ends replies, if they have not ended, and closes them."""
