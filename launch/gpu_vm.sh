@@ -8,7 +8,8 @@
 # be on every machine, under the absolute path that is given. --workdir has to be on
 # storage that all of them mount at this place, such as NFS. The first host coordinates:
 # the others reach it by its name in HOSTS, on PORT (8476). RESTARTS (3) and SETUP, a command
-# that each host runs first, such as a mount, are optional.
+# that each host runs first, such as a mount, are optional. Name, flags and workdir are checked
+# here first (CHECK=no skips this).
 #
 # The run does not need this terminal: its output is agent_r1_jax/run.log on each host, and
 # the same command starts it again where it was. To stop it, saved:
@@ -23,6 +24,7 @@ read -ra hosts <<<"${HOSTS:?names the machines: HOSTS=\'gpu-0 gpu-1\'}"
 
 place "${1:?an experiment, or a script (*.py)}" "$caller"
 committed
+check "$([[ ${#hosts[@]} -eq 1 ]] || echo /)" "$@"
 checkout=$(mktemp --suffix=.tar)
 trap 'rm "$checkout"' EXIT
 run git archive --output="$checkout" HEAD

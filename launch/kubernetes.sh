@@ -5,11 +5,14 @@
 #     launch/kubernetes.sh wikipedia.search --workdir=/shared/runs/first
 #
 # In the place of an experiment's name the path of a script (*.py) may stand, in IMAGE's
-# checkout or on CLAIM. IMAGE is built from launch/Containerfile. CLAIM is a volume that all pods may write
-# (ReadWriteMany), mounted at /shared: --workdir has to be there. On TPUs DEVICES is
-# '{google.com/tpu: 4}' and NODES the selector, such as
+# checkout or on CLAIM. IMAGE is built from launch/Containerfile. CLAIM is a volume that all
+# pods may write (ReadWriteMany), mounted at /shared: --workdir has to be there. Name, flags
+# and workdir are checked here first, with this checkout (CHECK=no skips this).
+#
+# On TPUs DEVICES is '{google.com/tpu: 4}' and NODES the selector, such as
 # '{cloud.google.com/gke-tpu-accelerator: tpu-v5-lite-podslice,
-#   cloud.google.com/gke-tpu-topology: 4x4}'.
+#   cloud.google.com/gke-tpu-topology: 4x4}'; other accelerators are tpu-v5p-slice,
+# tpu-v6e-slice and tpu7x (2x2x1 is one host of four chips).
 #
 # A pod that has to go gets SIGTERM, all of them save, and the JobSet starts them again.
 # DRY_RUN=1 prints what kubectl would be given; `kubectl delete jobset NAME` stops a run, saved.
@@ -24,6 +27,7 @@ source launch/place.sh
 # JSON's strings are YAML's.
 ARGS=''
 place "${1:?an experiment, or a script (*.py)}" "$caller"
+check /shared "$@"
 for arg in "$there" "${@:2}"; do
   arg=${arg//\\/\\\\}
   ARGS+="${ARGS:+, }\"${arg//\"/\\\"}\""

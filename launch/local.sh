@@ -6,8 +6,8 @@
 #   launch/local.sh path/to/mine.py --workdir=runs/mine
 #   EXTRA=cuda launch/local.sh miniwiki.search --workdir=runs/first   # or tpu
 #
-# Started again with the same workdir, a run goes on where it was. What else can be said:
-# launch/run.sh.
+# Started again with the same workdir, a run goes on where it was. `launch/local.sh --check
+# NAME FLAG...` checks the flags only. What else can be said: launch/run.sh.
 set -euo pipefail
 caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -11,6 +11,8 @@
 # RESTARTS=3  start it again, at most so often, when it ends with 75 (preempted and saved:
 #             start me again) or fails: with the same workdir it goes on. Default: 0.
 # PAUSE=5     seconds before that.
+# --check     before the name: check the name and the flags on this machine, and run nothing.
+#             --check=/shared: the workdir has to be in that folder, too.
 # PYTHON=...  the interpreter; default: the checkout's .venv if it has one, else python3.
 # DRY_RUN=1   print the command, run nothing.
 #
@@ -23,12 +25,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 source launch/dry_run.sh
 
 usage() {
-  echo "usage: launch/run.sh EXPERIMENT|SCRIPT.py [FLAG...]; the experiments:" >&2
+  echo "usage: launch/run.sh [--check] EXPERIMENT|SCRIPT.py [FLAG...]; the experiments:" >&2
   grep --files-with-matches '^  app\.run(' experiments/*.py experiments/*/*.py |
     sed 's|^experiments/||; s|/__main__||; s|\.py$||; s|/|.|g' >&2
   exit 2
 }
 [[ $# -gt 0 ]] || usage
+only_check=''
+if [[ $1 == --check || $1 == --check=* ]]; then
+  only_check=$1
+  shift
+  [[ $# -gt 0 ]] || usage
+fi
+checker=$PWD/launch/check.py
 python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
 name=$1
 shift
@@ -39,12 +48,15 @@ if [[ $name == *.py ]]; then
   [[ $python == */* && $python != /* ]] && python=$PWD/$python
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
   cd "$caller" || exit
-  command=("$python" "$script" "$@")
+  target=("$script")
 else
   path=experiments/${name//.//}
   [[ -f $path.py || -f $path/__main__.py ]] || { echo "no experiment is called $name" >&2; usage; }
-  command=("$python" -m "experiments.$name" "$@")
+  target=(-m "experiments.$name")
 fi
+command=("$python")
+[[ $only_check ]] && command+=("$checker" "$only_check")
+command+=("${target[@]}" "$@")
 if [[ ${DRY_RUN:-} ]]; then
   run "${command[@]}"
   exit

@@ -5,8 +5,9 @@
 #   BUCKET=... SKY='--num-nodes=2 --gpus=A100:8' launch/sky.sh ...
 #
 # In the place of an experiment's name the path of a script (*.py) may stand, of the checkout
-# (which is copied) or in /shared. BUCKET is mounted at /shared on all machines: --workdir has to be there, or what is moved
-# begins anew. SKY holds options of `sky jobs launch`; what it runs is in sky.yaml.
+# (which is copied) or in /shared. BUCKET is mounted at /shared on all machines: --workdir has
+# to be there, or what is moved begins anew. SKY holds options of `sky jobs launch`; what it
+# runs is in sky.yaml. Name, flags and workdir are checked here first (CHECK=no skips this).
 set -euo pipefail
 caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,6 +16,7 @@ source launch/place.sh
 : "${BUCKET:?the storage for /shared, such as gs://my-bucket}"
 
 place "${1:?an experiment, or a script (*.py)}" "$caller"
+check /shared "$@"
 printf -v experiment '%q ' "$there" "${@:2}"
 read -ra options <<<"${SKY:-}"
 run sky jobs launch --yes --detach-run "--env=BUCKET=$BUCKET" "--env=RUN=$experiment" \

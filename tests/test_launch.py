@@ -15,6 +15,7 @@ import yaml
 
 ROOT = pathlib.Path(__file__).parents[1]
 LAUNCH = ROOT / 'launch'
+VENV = str(pathlib.Path(sys.executable).parents[1])
 RUN = ('wikipedia.search', '--workdir=/shared/a', '--note=a "b" $c \\d')
 # What each launcher cannot do without.
 NEEDS = {
@@ -25,7 +26,6 @@ NEEDS = {
     'NAME': 'first',
     'ZONE': 'us-west4-a',
     'TYPE': 'v5litepod-16',
-    'RUNTIME': 'v2-alpha-tpuv5-lite',
   },
   'slurm.sh': {'SLURM_GPUS_ON_NODE': '4', 'SLURM_JOB_ID': '17'},
   'kubernetes.sh': {
@@ -60,14 +60,33 @@ def bare_path(tmp_path_factory):
   return str(folder)
 
 
-def dry_run(name, bare_path):
-  done = launch(name, *RUN, path=bare_path, DRY_RUN='1', **NEEDS[name])
+def stub_tools(folder, names, script):
+  """Makes programs of these names, and a `make` for which everything is up to date."""
+  folder.mkdir()
+  for name in names:
+    (folder / name).write_text(f'#!/bin/sh\n{script}\n')
+    (folder / name).chmod(0o755)
+  (folder / 'make').symlink_to('/bin/true')
+  return folder
+
+
+def dry_run(name, bare_path, **variables):
+  done = launch(name, *RUN, path=bare_path, DRY_RUN='1', **NEEDS[name] | variables)
   assert done.returncode == 0, done.stderr
   return done.stdout
 
 
 def commands(output):
   return [shlex.split(line) for line in output.splitlines()]
+
+
+def remote_commands(output, folder):
+  """The commands after the check on this machine, which is asserted."""
+  make, check, *rest = commands(output)
+  assert make[0] == 'make'
+  module = ['-m', f'experiments.{RUN[0]}', *RUN[1:]]
+  assert check[1:] == [str(LAUNCH / 'check.py'), f'--check={folder}', *module]
+  return rest
 
 
 def test_shellcheck_finds_nothing():
@@ -87,7 +106,7 @@ def test_shellcheck_finds_nothing():
   ('name', 'variables'),
   [
     ('gpu_vm.sh', ['HOSTS']),
-    ('tpu_vm.sh', ['NAME', 'ZONE', 'TYPE', 'RUNTIME']),
+    ('tpu_vm.sh', ['NAME', 'ZONE', 'TYPE']),
     ('kubernetes.sh', ['NAME', 'IMAGE', 'CLAIM', 'DEVICES']),
     ('sky.sh', ['BUCKET']),
   ],
@@ -111,7 +130,7 @@ class TestDryRun:
     assert python == ['.venv/bin/python', *experiment]
 
   def test_gpu_vms_get_the_checkout_and_one_process_each(self, bare_path):
-    archive, *rest = commands(dry_run('gpu_vm.sh', bare_path))
+    archive, *rest = remote_commands(dry_run('gpu_vm.sh', bare_path), '/')
     assert archive[:2] == ['git', 'archive']
     copies = [command for command in rest if command[0] == 'scp']
     hosts = NEEDS['gpu_vm.sh']['HOSTS'].split()
@@ -130,16 +149,57 @@ class TestDryRun:
       assert experiment_in(remote) == [*RUN]
 
   def test_a_tpu_slice_is_created_and_all_its_workers_start(self, bare_path):
-    _, describe, create, copy, start = commands(dry_run('tpu_vm.sh', bare_path))
+    output = dry_run('tpu_vm.sh', bare_path)
+    _, describe, create, copy, start = remote_commands(output, '/')
     tpus = ['gcloud', 'compute', 'tpus']
     for command in (describe, create, copy, start):
       assert command[:3] == tpus and '--zone=us-west4-a' in command
     assert create[3:6] == ['queued-resources', 'create', 'first']
     assert {'--node-id=first', '--accelerator-type=v5litepod-16', '--spot'} <= {*create}
+    assert '--runtime-version=v2-alpha-tpuv5-lite' in create
     assert '--worker=all' in copy and '--worker=all' in start
     (remote,) = [a for a in start if a.startswith('--command=')]
     assert 'EXTRA=tpu' in shlex.split(remote) and 'JAX_' not in remote
     assert experiment_in(remote) == [*RUN]
+
+  def test_flex_start_has_a_duration_and_gclouds_alpha(self, bare_path):
+    output = dry_run('tpu_vm.sh', bare_path, FLEX_START='8h')
+    create = remote_commands(output, '/')[2]
+    assert create[:6] == 'gcloud alpha compute tpus queued-resources create'.split()
+    assert {'--provisioning-model=flex-start', '--max-run-duration=8h'} <= {*create}
+    assert '--spot' not in create
+
+  def test_several_slices_are_one_request_and_all_their_workers_start(self, bare_path):
+    output = dry_run('tpu_vm.sh', bare_path, SLICES='2', TYPE='v6e-16')
+    _, _, create, copy, start = remote_commands(output, '/')
+    assert {'--node-count=2', '--node-prefix=first'} <= {*create}
+    assert '--runtime-version=v2-alpha-tpuv6e' in create
+    for command, verb in ((copy, 'scp'), (start, 'ssh')):
+      assert command[3:5] == ['queued-resources', verb]
+      assert {'--node=all', '--worker=all'} <= {*command}
+
+  @pytest.mark.parametrize(
+    ('variables', 'image'),
+    [
+      ({'TYPE': 'v5p-8'}, 'v2-alpha-tpuv5'),
+      ({'TYPE': 'v4-8'}, 'tpu-ubuntu2204-base'),
+      ({'TYPE': 'tpu7x-8', 'RUNTIME': 'new'}, 'new'),
+    ],
+  )
+  def test_the_image_follows_the_type(self, bare_path, variables, image):
+    output = dry_run('tpu_vm.sh', bare_path, **variables)
+    assert f'--runtime-version={image}' in remote_commands(output, '/')[2]
+
+  def test_a_type_without_an_image_says_what_to_do(self, bare_path):
+    for kind, message in (('tpu7x-8', 'launch/kubernetes.sh'), ('v9-8', 'Set RUNTIME')):
+      variables = NEEDS['tpu_vm.sh'] | {'TYPE': kind}
+      done = launch('tpu_vm.sh', *RUN, path=bare_path, DRY_RUN='1', **variables)
+      assert done.returncode == 2 and message in done.stderr and done.stdout == ''
+
+  def test_slurm_outside_of_a_job_submits_it(self, bare_path):
+    variables = {'SLURM_JOB_ID': '', 'SBATCH': '--nodes=2'}
+    (sbatch,) = remote_commands(dry_run('slurm.sh', bare_path, **variables), '')
+    assert sbatch == ['sbatch', '--nodes=2', 'launch/slurm.sh', *RUN]
 
   def test_slurm_runs_in_the_job_and_requeues_it(self, bare_path):
     make, srun, requeue = commands(dry_run('slurm.sh', bare_path))
@@ -149,9 +209,10 @@ class TestDryRun:
 
   def test_kubernetes_gets_a_valid_jobset_of_both_hosts(self, bare_path):
     output = dry_run('kubernetes.sh', bare_path)
-    assert output.startswith('kubectl apply --filename=-\n')
-    assert '${' not in output.replace('${}', '')
-    jobset = yaml.safe_load(output.split('\n', 1)[1])
+    before, apply, document = output.partition('kubectl apply --filename=-\n')
+    assert apply and remote_commands(before, '/shared') == []
+    assert '${' not in document.replace('${}', '')
+    jobset = yaml.safe_load(document)
     check('jobset.json', jobset)
     job = jobset['spec']['replicatedJobs'][0]['template']['spec']
     (container,) = job['template']['spec']['containers']
@@ -166,7 +227,7 @@ class TestDryRun:
     assert job['parallelism'] == job['completions'] == 2
 
   def test_sky_gets_the_experiment_in_a_variable(self, bare_path):
-    (command,) = commands(dry_run('sky.sh', bare_path))
+    (command,) = remote_commands(dry_run('sky.sh', bare_path), '/shared')
     assert command[:3] == ['sky', 'jobs', 'launch'] and '--num-nodes=2' in command
     assert '--env=BUCKET=gs://mine' in command
     assert words_of('sky.sh', dry_run('sky.sh', bare_path)) == [*RUN]
@@ -175,7 +236,8 @@ class TestDryRun:
 def words_of(name, output):
   """The words that end in launch/run.sh elsewhere, from a launcher's output."""
   if name == 'kubernetes.sh':
-    (job,) = yaml.safe_load(output.split('\n', 1)[1])['spec']['replicatedJobs']
+    document = output.partition('kubectl apply --filename=-\n')[2]
+    (job,) = yaml.safe_load(document)['spec']['replicatedJobs']
     (container,) = job['template']['spec']['template']['spec']['containers']
     return container['args']
   said = [word for command in commands(output) for word in command]
@@ -238,11 +300,9 @@ class TestScriptsElsewhere:
   @pytest.mark.parametrize('name', ['gpu_vm.sh', 'tpu_vm.sh'])
   def test_what_is_not_committed_is_not_started(self, checkout, tmp_path, name):
     """With git itself, and in the place of the machines' tools one that leaves a mark."""
-    tools = tmp_path / 'bin'
-    tools.mkdir()
-    for tool in ('ssh', 'scp', 'gcloud'):
-      (tools / tool).write_text(f'#!/bin/sh\necho ACTIVE; touch {tmp_path}/called\n')
-      (tools / tool).chmod(0o755)
+    tools = stub_tools(
+      tmp_path / 'bin', ('ssh', 'scp', 'gcloud'), f'echo ACTIVE; touch {tmp_path}/called'
+    )
     git = ['git', '-c', 'user.name=a', '-c', 'user.email=a@b', '-C', checkout]
     for command in (['init', '-q'], ['add', 'launch'], ['commit', '-qm', 'x']):
       subprocess.run([*git, *command], check=True)
@@ -252,6 +312,7 @@ class TestScriptsElsewhere:
       path=f'{tools}:{os.environ["PATH"]}',
       cwd=checkout,
       launchers=checkout / 'launch',
+      VENV=VENV,
       **NEEDS[name],
     )
     done = start()
@@ -267,6 +328,126 @@ class TestScriptsElsewhere:
     assert commands(done.stdout)[1][-2:] == ['launch/run.sh', 'mine/a b.py']
     done = self.dry('slurm.sh', checkout, bare_path, checkout.parent, 'mine/a b.py')
     assert done.returncode == 2 and 'submit the job from the checkout' in done.stderr
+
+
+TOY = """
+from absl import app, flags
+from agent_r1_jax import config, fields
+flags.DEFINE_string('workdir', 'runs/toy', '')
+_CFG = fields.define_flags(config.Config())
+if __name__ == '__main__':
+  app.run(lambda _: open('ran', 'w'))
+"""
+
+
+class TestChecksHere:
+  """Real checks in a checkout of toys; what would rent machines are stubs."""
+
+  @pytest.fixture
+  def start(self, tmp_path):
+    checkout, log = tmp_path / 'checkout', tmp_path / 'log'
+    shutil.copytree(LAUNCH, checkout / 'launch')
+    (checkout / 'agent_r1_jax').symlink_to(ROOT / 'agent_r1_jax')
+    (checkout / 'experiments').mkdir()
+    (checkout / 'experiments' / 'toy.py').write_text(TOY)
+    (checkout / 'mine.py').write_text(TOY)
+    (checkout / 'plain.py').write_text('open("ran", "w")')
+    names = ('git', 'ssh', 'scp', 'gcloud', 'kubectl', 'sky', 'sbatch', 'sleep')
+    script = f'echo "${{0##*/}} $*" >>{log}; echo ACTIVE'
+    tools = stub_tools(tmp_path / 'bin', names, script)
+
+    def start(name, *words, **variables):
+      needs = {k: v for k, v in NEEDS[name].items() if k != 'SLURM_JOB_ID'}
+      done = launch(
+        name,
+        *words,
+        path=f'{tools}:{os.environ["PATH"]}',
+        cwd=checkout,
+        launchers=checkout / 'launch',
+        **{'VENV': VENV, 'RESTARTS': '3', 'PAUSE': '0'} | needs | variables,
+      )
+      assert not (checkout / 'ran').exists()
+      called = log.read_text().splitlines() if log.exists() else []
+      done.rented = [line for line in called if not line.startswith('git ')]
+      return done
+
+    return start
+
+  @pytest.mark.parametrize('name', [*COPIED, 'slurm.sh'])
+  def test_every_launcher_refuses_a_misspelt_field(self, start, name):
+    done = start(name, 'toy', '--workdir=/shared/a', '--config.engine.row=4')
+    assert done.returncode == 1 and done.rented == []
+    assert 'did you mean engine.rows?' in done.stderr
+    assert 'nothing was started' in done.stderr and 'restarts left' not in done.stderr
+    done = start(name, 'toy', '--workdir=/shared/a', '--config.engine.rows=4')
+    assert done.returncode == 0 and done.rented, done.stderr
+
+  @pytest.mark.parametrize(
+    ('words', 'message'),
+    [
+      ('nosuch', 'no experiment is called nosuch'),
+      ('toy --workdir=/shared/a --nosuch=1', "Unknown command line flag 'nosuch'"),
+      ('toy --workdir=/shared/a --config.seed=x', 'invalid literal'),
+      ('toy --workdir=/shared/a --config.engine.rows=-1', 'config: engine.rows is -1'),
+      ('toy', "--workdir is 'runs/toy'; it has to be in /shared"),
+      ('toy --workdir=/shared/../a', 'it has to be in /shared'),
+      ('mine.py --workdir=/home/a', 'it has to be in /shared'),
+    ],
+  )
+  def test_what_would_fail_there_is_refused_here(self, start, words, message):
+    done = start('sky.sh', *words.split())
+    assert done.returncode and message in done.stderr and done.rented == []
+
+  def test_what_cannot_be_checked_is_said_and_started(self, start):
+    for words, message in (
+      (('/shared/none.py', '--x=1'), 'is not on this machine: its flags'),
+      (('plain.py', '--x=1'), 'does not call absl.app.run'),
+    ):
+      done = start('sky.sh', *words)
+      assert done.returncode == 0 and message in done.stdout + done.stderr
+      assert words[0] in done.rented[-1]
+    assert start('sky.sh', 'toy', CHECK='no').returncode == 0
+
+  def test_one_machine_may_keep_the_workdir_to_itself(self, start):
+    done = start('gpu_vm.sh', 'toy', '--workdir=runs/a')
+    assert done.returncode == 1 and 'it has to be an absolute path' in done.stderr
+    assert start('gpu_vm.sh', 'toy', '--workdir=runs/a', HOSTS='gpu-0').returncode == 0
+
+
+class TestRequestsOfTpus:
+  """tpu_vm.sh with a gcloud that answers with one state after another."""
+
+  @pytest.fixture
+  def ask(self, tmp_path):
+    log, states = tmp_path / 'log', tmp_path / 'states'
+    script = f"""
+case "$*" in
+  *state.state*) head -n 1 {states}; sed -i 1d {states} ;;
+  *state.failedData*) echo 'no such zone' ;;
+  *) echo "$*" >>{log} ;;
+esac"""
+    tools = stub_tools(tmp_path / 'bin', ('gcloud', 'git', 'sleep'), script)
+
+    def ask(*said):
+      states.write_text(''.join(f'{state}\n' for state in said))
+      path = f'{tools}:{os.environ["PATH"]}'
+      done = launch('tpu_vm.sh', *RUN, path=path, CHECK='no', **NEEDS['tpu_vm.sh'])
+      verbs = re.findall('^compute tpus [a-z-]+ ([a-z]+) ', log.read_text(), re.MULTILINE)
+      return done, verbs
+
+    return ask
+
+  def test_a_slice_that_was_taken_is_asked_for_again(self, ask):
+    states = ('', 'WAITING_FOR_RESOURCES', 'PROVISIONING', 'SUSPENDED', '', 'ACTIVE')
+    done, verbs = ask(*states)
+    assert done.returncode == 0, done.stderr
+    assert verbs == ['create', 'delete', 'create', 'scp', 'ssh']
+
+  def test_a_request_that_failed_is_deleted_and_its_reason_said(self, ask):
+    done, verbs = ask('', 'FAILED')
+    assert done.returncode == 1
+    assert 'the request failed and is deleted: no such zone' in done.stderr
+    assert verbs == ['create', 'delete']
 
 
 def experiment_in(remote):
