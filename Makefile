@@ -9,7 +9,7 @@
 # make docs         the documentation as a site, in runs/site
 # make clean        remove the environment
 #
-# PYTHON=...        the interpreter of the environment (default: 3.12, else 3.11)
+# PYTHON=...        the interpreter of the environment (default: 3.12, else 3.13 or 3.11)
 # EXTRA=cuda|tpu    the JAX of a new environment (default: that of a CPU)
 # WORKERS=3         of the tests, 2.5 to 3.5 GB each; some tests mostly wait
 # SINCE=HEAD        the commit that `make check` compares with
@@ -22,8 +22,8 @@ SINCE ?= HEAD
 WORKDIR ?= runs/quickstart
 
 # A name on the PATH may be a shim of a version that is not installed: run each.
-supported = import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
-PYTHON ?= $(firstword $(foreach name,python3.12 python3.11 python3 python,\
+supported = import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON ?= $(firstword $(foreach name,python3.12 python3.13 python3.11 python3 python,\
 	$(shell $(name) -c "$(supported)" 2>/dev/null && echo $(name))))
 
 .PHONY: quickstart test check lint format docs clean
@@ -73,7 +73,7 @@ clean:
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { \
-	  echo "Python 3.11 or 3.12 with its venv module is needed: make PYTHON=/path/to/python" >&2; \
+	  echo "Python 3.11, 3.12 or 3.13 with its venv module is needed: make PYTHON=/path/to/python" >&2; \
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
 

@@ -64,7 +64,7 @@ def suggest(kind: Any, name: str) -> str:
 
 
 def define_flags(default: Any, name: str = 'config', **options: Any):
-  """Defines the absl flags --config.<field> of a configuration.
+  """Defines the absl flags --config.<field> of a configuration, and --help_config.
 
   `options` are those of ml_collections.config_flags.DEFINE_config_dataclass.
 
@@ -89,12 +89,26 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
       hint = suggest(type(default), match[1])
       sys.exit(f'--{name}.{match[1]}: there is no such field{hint}')
   flags.disclaim_key_flags()  # --help of the script that calls this shows the flag.
-  text = f'Each field is a flag, such as --{name}.{next(names(default))}=...:\n'
-  text += '\n'.join(f'--{name}.{line}' for line in explain(default))
+  values = options.get('flag_values', flags.FLAGS)
+  text = f'Each field is a flag, such as --{name}.{next(names(default))}=...'
   holder = config_flags.DEFINE_config_dataclass(name, default, text, **options)
-  # The lines of the fields show their defaults.
-  options.get('flag_values', flags.FLAGS)[name].default_as_str = ''
+  values[name].default_as_str = ''
+
+  flags.DEFINE_flag(_make_help(default, name), values)
   return holder
+
+
+def _make_help(default: Any, name: str) -> Any:
+  """Makes the flag that lists the fields, a line each, and ends the program."""
+  from absl import flags
+
+  class Help(flags.BooleanFlag):
+    def parse(self, argument: Any):
+      if self._parse(argument):
+        print(*(f'--{name}.{line}' for line in explain(default)), sep='\n')
+        sys.exit(0)
+
+  return Help(f'help_{name}', False, f'List the fields of --{name}, a line each.')
 
 
 def explain(config: Any) -> Iterator[str]:

@@ -1,7 +1,7 @@
 r"""Builds an index of a corpus, which experiments.serve_retriever serves.
 
-  python -m experiments.build_index --corpus=corpus.jsonl.gz --out=runs/bm25
-  python -m experiments.build_index --corpus=corpus.jsonl.gz --out=runs/e5 \
+  agent-r1-jax build-index --corpus=corpus.jsonl.gz --out=runs/bm25
+  agent-r1-jax build-index --corpus=corpus.jsonl.gz --out=runs/e5 \
     --encoder=e5-base-v2 --factory=IVF4096,SQ8 --parameters=nprobe=64
 
 Without an encoder it is BM25. With one (a directory in Hugging Face layout: e5, bge,

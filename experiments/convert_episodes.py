@@ -1,7 +1,7 @@
 """Converts logs of episodes for other programs: for Inspect's viewer, and to ATIF.
 
-  python -m experiments.convert_episodes --to=atif runs/quickstart/trajectories
-  python -m experiments.convert_episodes --to=inspect runs/quickstart/trajectories
+  agent-r1-jax convert --to=atif runs/quickstart/trajectories
+  agent-r1-jax convert --to=inspect runs/quickstart/trajectories
 
 The arguments are logs (agent_r1_jax/report/episodes.py), or folders of them.
 agent_r1_jax/contrib/logs says how an episode is written. Only absl-py is needed for it.

@@ -1,10 +1,10 @@
 """Looks at the machine, the configuration and the environment before a run.
 
-  python -m experiments.doctor --task=miniwiki --workdir=runs/quickstart
-  python -m experiments.doctor --config.model.path=DIR --algorithm=ppo
-  python -m experiments.doctor --config.model.path=qwen2.5-3b  # not downloaded yet
-  python -m experiments.doctor --config.model.path=qwen2.5-3b --compile
-  python -m experiments.doctor --config.model.path=qwen2.5-3b --topology=h100:1
+  agent-r1-jax doctor --task=miniwiki --workdir=runs/quickstart
+  agent-r1-jax doctor --config.model.path=DIR --algorithm=ppo
+  agent-r1-jax doctor --config.model.path=qwen2.5-3b  # not downloaded yet
+  agent-r1-jax doctor --config.model.path=qwen2.5-3b --compile
+  agent-r1-jax doctor --config.model.path=qwen2.5-3b --topology=h100:1
 
 A name of experiments/published.py, or a config.json, stands for that model's shape.
 --compile asks the compiler what the programs take, as a run does; without it the memory

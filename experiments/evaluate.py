@@ -1,7 +1,7 @@
 r"""Measures a policy on a task by several methods; goes on where it was stopped.
 
-  python -m experiments.evaluate --task=miniwiki --workdir=runs/miniwiki
-  python -m experiments.evaluate --task=gsm8k --data=$AGENT_R1_DATA/gsm8k/train.jsonl.gz \
+  agent-r1-jax evaluate --task=miniwiki --workdir=runs/miniwiki
+  agent-r1-jax evaluate --task=gsm8k --data=$AGENT_R1_DATA/gsm8k/train.jsonl.gz \
     --config.model.path=DIR --methods=direct,react,tools --n=8 --workdir=runs/gsm8k
 
 The methods are a direct answer, Naive RAG (`rag`), ReAct, tools in the chat template

@@ -1,7 +1,7 @@
 r"""Fits an implicit value to a policy's own episodes, to choose among its samples.
 
   python -m experiments.guided --policy=runs/quickstart/model --workdir=runs/guided
-  python -m experiments.evaluate --task=miniwiki --methods=tools --candidates=8 \
+  agent-r1-jax evaluate --task=miniwiki --methods=tools --candidates=8 \
     --config.model.path=runs/quickstart/model --critic=runs/guided/critic \
     --workdir=runs/eval8
 

@@ -1,6 +1,6 @@
 """One HTML page of a run, also while it goes on: curves, episodes, and their tokens.
 
-python -m experiments.report --workdir=runs/quickstart
+agent-r1-jax report --workdir=runs/quickstart
 """
 
 import pathlib

@@ -1,12 +1,12 @@
 r"""Serves a policy behind OpenAI's and Anthropic's APIs; see contrib/dialects/guide.md.
 
-  python -m experiments.serve --config.model.path=runs/quickstart/model
+  agent-r1-jax serve --config.model.path=runs/quickstart/model
   curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \
     -d '{"messages": [{"role": "user", "content": "Who founded Kelby?"}]}'
 
 With adapters, a request's "model" names one of them, or the policy without any:
 
-  python -m experiments.serve --config.model.path=Qwen/Qwen2.5-3B-Instruct \
+  agent-r1-jax serve --config.model.path=Qwen/Qwen2.5-3B-Instruct \
     --adapter=search=runs/search/adapter --adapter=code=runs/code/adapter
 
 The address is printed when the server accepts requests. Keys are read from the variable

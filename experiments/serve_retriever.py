@@ -1,7 +1,7 @@
 """Serves indexes of experiments.build_index over HTTP; see contrib/search_servers.
 
-  python -m experiments.serve_retriever --index=runs/bm25
-  python -m experiments.serve_retriever --index=runs/e5,runs/bm25 --encoder=e5-base-v2
+  agent-r1-jax retriever --index=runs/bm25
+  agent-r1-jax retriever --index=runs/e5,runs/bm25 --encoder=e5-base-v2
 
 Several indexes are fused by reciprocal ranks. The address is printed when the server
 accepts requests; SIGTERM ends it within seconds.

@@ -1,6 +1,6 @@
 r"""Serves a model to clients of the Tinker API; see contrib/tinker/server.py.
 
-  python -m experiments.serve_tinker --config.model.path=runs/quickstart/model \
+  agent-r1-jax tinker --config.model.path=runs/quickstart/model \
     --workdir=runs/tinker
   TINKER_BASE_URL=http://localhost:8000 TINKER_API_KEY=tml-any python recipe.py
 

@@ -1,7 +1,7 @@
 r"""Results of experiments: their file, statistics of scores, and tables of several seeds.
 
   for s in 0 1 2; do
-    python -m experiments.miniwiki.search --workdir=runs/seed$s --config.seed=$s
+    agent-r1-jax quickstart --workdir=runs/seed$s --config.seed=$s
   done
   python -m experiments.tables --out=runs/seeds runs/seed0 runs/seed1 runs/seed2
   python -m experiments.plot 'GRPO=runs/seed*' --out=runs/seeds_curves

@@ -9,7 +9,7 @@
 # asked for (CHECK=no skips this). The last commit is copied to each worker and the environment
 # made there; the workers find each other by the slice's metadata. --workdir has to be on
 # storage that all of them mount at this place: SETUP is a command that each runs first, to
-# mount it and, where the image has no Python 3.11 or 3.12, to install one.
+# mount it and, where the image has no Python 3.11 to 3.13, to install one.
 #
 # PRICE=--spot        the default; or --reserved, --guaranteed.
 # FLEX_START=8h       in place of PRICE: Flex-start, for at most so long at a time (7d at most).

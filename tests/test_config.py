@@ -186,15 +186,18 @@ def test_flags_set_fields_and_refuse_values_of_another_type(monkeypatch):
     parse('--config.engine.rows=many')
 
 
-def test_help_has_a_line_for_each_field(monkeypatch):
-  monkeypatch.setattr(sys, 'argv', ['train'])
+def test_help_has_a_line_for_each_field(monkeypatch, capsys):
+  argv = ['train', '--help_config']
+  monkeypatch.setattr(sys, 'argv', argv)
   values = flags.FlagValues()
-  fields.define_flags(
-    config_lib.Config(engine=config_lib.Engine(rows=7)), flag_values=values
-  )
-  text = values['config'].help
+  config = config_lib.Config(engine=config_lib.Engine(rows=7))
+  fields.define_flags(config, flag_values=values)
+  with pytest.raises(SystemExit) as ended:
+    values(argv)
+  assert ended.value.code == 0
+  text = capsys.readouterr().out
   assert '--config.engine.rows=7: Rows of the KV cache' in text
-  lines = text.splitlines()[1:]
+  lines = text.splitlines()
   assert len(lines) == len([*fields.names(config_lib.Config)])
   # Each line ends with a sentence of the docstring, none of which is missing.
   assert all(re.fullmatch(r'--config\.[\w.]+=[^:]+: .+\.', line) for line in lines)

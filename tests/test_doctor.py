@@ -209,12 +209,22 @@ def test_a_critic_that_is_a_second_head_is_not_written_twice(tmp_path):
 
 
 def test_other_versions_are_a_warning_and_missing_packages_fail(monkeypatch):
-  pins = {'jax': '0.0.1', 'numpy': doctor.importlib.metadata.version('numpy')}
-  monkeypatch.setattr(doctor, '_read_pins', lambda python: pins)
+  here = doctor.importlib.metadata.version('numpy')
+  wanted = [*map(doctor.requirements.Requirement, ('jax<0.1', f'numpy=={here}'))]
+  monkeypatch.setattr(doctor, '_read_requirements', lambda: wanted)
   finding = doctor.check_versions()
   assert finding.status == 'warn' and '1 packages differ: jax 0.' in finding.text
-  pins['no-such-package'] = '1.0'
-  assert doctor.check_versions().status == 'fail'
+  wanted.append(doctor.requirements.Requirement('no-such-package>=1'))
+  finding = doctor.check_versions()
+  assert (finding.status, finding.remedy) == ('fail', "pip install 'no-such-package>=1'")
+
+
+def test_an_installed_package_is_compared_with_its_bounds(monkeypatch, tmp_path):
+  pinned = {str(package) for package in doctor._read_requirements()}
+  monkeypatch.setattr(doctor, '_ROOT', tmp_path)
+  bounds = doctor._read_requirements()
+  assert len(bounds) == len(pinned) and not pinned & {*map(str, bounds)}
+  assert doctor.check_versions().status == 'ok'
 
 
 def test_a_check_that_hangs_or_raises_is_a_finding(monkeypatch, gate):

@@ -269,7 +269,7 @@ def test_an_archive_with_a_changed_byte_is_sound_or_named(tmp_path):
 def test_without_a_name_it_lists_what_there_is_also_as_an_executable(command, tmp_path):
   done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
   assert done.returncode == 0, done.stderr
-  assert 'hotpotqa\n' in done.stdout and 'third_party/fetch.py NAME' in done.stdout
+  assert 'hotpotqa\n' in done.stdout and 'agent-r1-jax fetch NAME' in done.stdout
 
 
 def test_an_old_python_finds_a_newer_one(tmp_path):

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """Fetches outside data, models and indexes, verifies them, and makes them ready for use.
 
-  third_party/fetch.py                        what there is, its licence, what is fetched
-  third_party/fetch.py hotpotqa e5-base-v2    into third_party/downloads/<name>/
-  third_party/fetch.py --strict wiki-18       only files whose sum the manifest knows
+  agent-r1-jax fetch                        what there is, its licence, what is fetched
+  agent-r1-jax fetch hotpotqa e5-base-v2    into third_party/downloads/<name>/
+  agent-r1-jax fetch --strict wiki-18       only files whose sum the manifest knows
+
+In a checkout without an environment, third_party/fetch.py does the same.
 
 manifest.json says where each thing is. Archives are extracted; the official files of
 HotpotQA, 2WikiMultihopQA and MuSiQue are converted to what the scripts' `--data=` takes;
@@ -38,6 +40,8 @@ import urllib.parse
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
+# An installed package is no place for data: there, it is the current folder's.
+_OWNED = HERE if (ROOT / 'pyproject.toml').exists() else pathlib.Path('third_party')
 
 
 def _interpreter():
@@ -322,7 +326,7 @@ def _write(path: pathlib.Path, text: str) -> None:
 
 def _listed(entries: Mapping[str, Any], to: pathlib.Path) -> Iterator[str]:
   """The lines of the list."""
-  yield 'usage: third_party/fetch.py NAME [NAME...]      (--help says more)\n'
+  yield 'usage: agent-r1-jax fetch NAME [NAME...]      (--help says more)\n'
   for name, entry in entries.items():
     files = entry['files']
     there = sum((to / name / file['path']).exists() for file in files)
@@ -334,10 +338,12 @@ def _listed(entries: Mapping[str, Any], to: pathlib.Path) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns its exit status."""
   parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    prog='agent-r1-jax fetch',
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument('names', nargs='*', help='what to fetch; none: list what there is')
-  parser.add_argument('--to', type=pathlib.Path, default=HERE / 'downloads')
+  parser.add_argument('--to', type=pathlib.Path, default=_OWNED / 'downloads')
   parser.add_argument('--strict', action='store_true', help='refuse files of unknown sum')
   parser.add_argument('--manifest', type=pathlib.Path, default=HERE / 'manifest.json')
   arguments = parser.parse_args(argv)
@@ -356,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       print(f'{name}: all of it is in {_shown(directory)}')
       following += [c.format(directory=_shown(directory)) for c in entry.get('next', ())]
     if following:
-      print('\nNext, in the checkout:')
+      print('\nNext:')
       print(*(f'  {command}' for command in following), sep='\n')
   except (ValueError, OSError) as error:
     print(f'fetch.py: {error}', file=sys.stderr)

@@ -13,7 +13,6 @@ import importlib.metadata
 import io
 import os
 import pathlib
-import re
 import shutil
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+from packaging import requirements
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
@@ -33,6 +33,7 @@ from agent_r1_jax.train import preflight
 from agent_r1_jax.train.plan import footprint, sizes
 
 _PACKAGE = 'agent_r1_jax'
+_PYTHONS = ('3.11', '3.12', '3.13')
 _ROOT = pathlib.Path(__file__).parents[2]
 _SECONDS = 120.0
 _PROBE_BYTES = 32 << 20
@@ -106,41 +107,35 @@ def show(findings: Sequence[Finding]) -> int:
 
 def check_versions() -> Finding:
   """Compares Python and the installed packages with the versions that are tested."""
-  python = sys.version_info[:2]
-  here = '.'.join(map(str, python))
-  if python not in ((3, 11), (3, 12)):
-    return Finding('versions', 'fail', f'Python {here}', 'Use Python 3.11 or 3.12.')
-  differing, pins = [], _read_pins(python)
-  for name, wanted in pins.items():
+  here = '.'.join(map(str, sys.version_info[:2]))
+  if here not in _PYTHONS:
+    remedy = f'Use one of Python {", ".join(_PYTHONS)}.'
+    return Finding('versions', 'fail', f'Python {here}', remedy)
+  differing, wanted = [], _read_requirements()
+  for package in wanted:
     try:
-      version = importlib.metadata.version(name)
+      version = importlib.metadata.version(package.name)
     except importlib.metadata.PackageNotFoundError:
-      remedy = f'pip install {name}=={wanted}'
-      return Finding('versions', 'fail', f'{name} is not installed', remedy)
-    if version != wanted:
-      differing.append(f'{name} {version} (tested: {wanted})')
+      text, remedy = f'{package.name} is not installed', f"pip install '{package}'"
+      return Finding('versions', 'fail', text, remedy)
+    if version not in package.specifier:
+      differing.append(f'{package.name} {version} (tested: {package.specifier})')
   if differing:
     text = f'{len(differing)} packages differ: {", ".join(differing[:4])}'
     return Finding('versions', 'warn', text, 'pip install -r requirements.txt')
   versions = f'Python {here}, jax {jax.__version__}'
-  return Finding('versions', 'ok', f'{versions}, and {len(pins)} packages as tested')
+  return Finding('versions', 'ok', f'{versions}, and {len(wanted)} packages as tested')
 
 
-def _read_pins(python: tuple[int, int]) -> dict[str, str]:
-  """Returns the pinned version of each required package, for this Python."""
+def _read_requirements() -> list[requirements.Requirement]:
+  """Returns the requirements on this Python: a checkout's versions, else the bounds."""
   path = _ROOT / 'requirements.txt'
   if path.exists():
-    lines = path.read_text().splitlines()
+    lines = [line.split('#')[0] for line in path.read_text().splitlines()]
   else:
     lines = importlib.metadata.requires(_PACKAGE) or []
-  pins = {}
-  for line in lines:
-    # Extras are left out; the only other marker is the version of Python.
-    if (pin := re.match(r'([\w.-]+)==([\w.]+)', line)) and 'extra ==' not in line:
-      marker = re.search(r"python_version (<|>=) [\"']3\.12", line)
-      if not marker or (marker[1] == '<') == (python < (3, 12)):
-        pins[pin[1]] = pin[2]
-  return pins
+  found = [requirements.Requirement(line) for line in lines if line.strip()]
+  return [x for x in found if not x.marker or x.marker.evaluate({'extra': ''})]
 
 
 def check_devices(machine: footprint.Machine | None = None) -> Finding:

@@ -1,6 +1,6 @@
 """Writes an HTML page of a run: curves, configuration, episodes and their tokens.
 
-  python -m experiments.report --workdir=runs/quickstart
+  agent-r1-jax report --workdir=runs/quickstart
 
 The page is one file that loads nothing from elsewhere, and it can be made while the run
 goes on. All data is JSON, deflated, in base64, so that no text of an episode can become

@@ -202,7 +202,7 @@ def _number_rows(path):
           yield number, json.loads(line)
   except FileNotFoundError:
     raise FileNotFoundError(
-      f'{path}: there is no such file; give another path. third_party/fetch.py lists the '
+      f'{path}: there is no such file; give another path. `agent-r1-jax fetch` lists the '
       'data that it can fetch.'
     ) from None
   except (EOFError, gzip.BadGzipFile, zlib.error) as error:

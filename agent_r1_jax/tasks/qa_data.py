@@ -21,7 +21,7 @@ from agent_r1_jax.types import Task
 # What `--data=` takes: a folder of passages and questions. Where it has a TFDS data set
 # besides (`qa_tfds.write`), questions are read from that.
 CORPUS, QUESTIONS = 'corpus.jsonl.gz', 'train.jsonl.gz'
-# Where third_party/fetch.py makes such a folder, seen from the checkout.
+# Where `agent-r1-jax fetch` makes such a folder, seen from where it is run.
 FETCHED = 'third_party/downloads/{}'
 
 # Makes a row's task; the first argument says where the row is, for errors.
@@ -43,7 +43,7 @@ def find(directory: str | os.PathLike) -> tuple[pathlib.Path, pathlib.Path]:
     raise FileNotFoundError(
       f'--data={directory} {there}. --data= takes a folder of {CORPUS} (rows of id, '
       f'title, text) and {QUESTIONS} (rows of id, question, golden_answers). '
-      '`third_party/fetch.py hotpotqa` (or 2wikimultihopqa, or musique) downloads the '
+      '`agent-r1-jax fetch hotpotqa` (or 2wikimultihopqa, or musique) downloads the '
       f'official files and makes such a folder, {FETCHED.format("hotpotqa")}.'
     )
   return files

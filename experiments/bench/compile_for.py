@@ -1,46 +1,18 @@
 r"""Compiles training and sampling for chips that are not here: what fits, what it costs.
 
   pip install -e '.[tpu]'    # or '.[cuda]', or both; no TPU or GPU is needed
-  python -m experiments.bench.compile_for --topology=v5e:4x4 \
+  agent-r1-jax compile-for --topology=v5e:4x4 \
     --config.model.path=qwen2.5-7b
-  python -m experiments.bench.compile_for --topology=h100:1 --program=gradient --top=20
+  agent-r1-jax compile-for --topology=h100:1 --program=gradient --top=20
 
 `--topology` is one of experiments/bench/chips.py; `--config.model.path` is a Hugging Face
 directory, a config.json, or a name of experiments/published.py.
 
-Hardware: one CPU core, 3 GB; a TPU's gradient takes 1 to 3 minutes, its other programs
-less than one, a GPU's 5 to 30 seconds each. The learner's gradient and update are
-compiled for all chips of the topology (float32 master parameters and AdamW, bfloat16
-activations), the engine's prefill and decode for the chips of a bfloat16 replica:
-`tensor` of them, by default one GPU, or as many of a TPU host's four as divide the number
-of key-value heads; a run's `tensor` must be that. The mesh of training, where no flag
-names an axis (`mesh_for`): tensor is 1, context is the least power of 2 that leaves a
-chip 8,192 tokens of a row or fewer, fsdp is as many of the other chips as can split the
-parameters, data is the rest.
-
-Prints one JSON line a program, of one chip:
-
-- GiB: arguments, temporaries, outputs that are not an argument's memory, what else lies
-  there meanwhile (the optimizer's state while a gradient is made, the training state
-  while a host samples), their total and the chip's memory. A second micro-batch adds the
-  sum of the gradients, as large as `outputs`.
-- `operations`, `bytes` of main memory and `exchanged` bytes (results of the collectives),
-  read off the compiled program with all loops (experiments/bench/kernels.py); for a
-  decode, those of one token of each text and what is done once around it.
-- `seconds`: each kernel takes what the compiler estimates (a TPU's fusions), otherwise at
-  least its operations at the chip's most or its bytes at its bandwidth, whichever is
-  longer; copies between memories and exchanges run beside the rest. For a GPU this is a
-  bound, not an estimate. `in_turn`: if nothing ran beside anything.
-- `kernels`: the same by what they do: attention, products, exchange, moves (copies,
-  casts, other layouts), sorts and scatters, other.
-- `useful`: operations that the model needs, without recomputation; `mfu` is their share
-  of the chip's most in `seconds`. `needed`: bytes of parameters and cache that a decode
-  step must read; `hbm` is their share of the bandwidth.
-- `missing`: kernels that are expected there and were not chosen. `data_loops`: loops
-  that only the data stop; those of a gradient count for all tokens of a row, others once.
-
-`--top=N` lists the N parts that take longest. Expected: docs/scaling.md for training,
-docs/results/performance.md for sampling.
+One CPU core and 3 GB are enough; a TPU's gradient takes 1 to 3 minutes, its other
+programs less than one, a GPU's 5 to 30 seconds each. The learner's gradient and update
+are compiled for all chips of the topology, the engine's prefill and decode for those of
+one bfloat16 replica. Prints one JSON line a program, of one chip; what its columns mean
+is in docs/scaling.md. `--top=N` lists the N parts that take longest.
 """
 
 import collections

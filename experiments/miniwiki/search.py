@@ -1,6 +1,6 @@
 """The quickstart: an agent learns to answer multi-hop questions with a search tool.
 
-  python -m experiments.miniwiki.search --workdir=runs/quickstart
+  agent-r1-jax quickstart --workdir=runs/quickstart
 
 GRPO with the paper's reward on miniwiki, from the small base policy kept beside this
 script. On 2 CPU cores: about 6 minutes, the tables included. Episodes of

@@ -1,0 +1,77 @@
+"""The command `agent-r1-jax`: finds a script and runs it, as `python -m` would.
+
+In a checkout the scripts are in experiments/ and third_party/. A wheel has them in
+agent_r1_jax/scripts/ (setup.py), so that no package of a common name is installed.
+"""
+
+import pathlib
+import runpy
+import sys
+
+import agent_r1_jax
+
+SCRIPTS = {
+  'quickstart': ('experiments.miniwiki.search', 'train an agent to search, on a CPU'),
+  'doctor': ('experiments.doctor', 'check machine, configuration and task before a run'),
+  'report': ('experiments.report', 'write one HTML page of a run'),
+  'evaluate': ('experiments.evaluate', 'measure a policy on held-out tasks'),
+  'serve': ('experiments.serve', "serve a policy behind OpenAI's and Anthropic's APIs"),
+  'tinker': ('experiments.serve_tinker', 'serve a model to clients of the Tinker API'),
+  'build-index': ('experiments.build_index', 'index passages for search'),
+  'retriever': ('experiments.serve_retriever', 'serve such indexes over HTTP'),
+  'convert': ('experiments.convert_episodes', 'write episodes as ATIF or Inspect logs'),
+  'fetch': ('third_party.fetch', 'download data, models and indexes, and verify them'),
+  'compile-for': (
+    'experiments.bench.compile_for',
+    'compile a run for chips that are not here: does it fit, what does it cost',
+  ),
+}
+
+
+def find_root() -> pathlib.Path:
+  """Returns the folder that experiments/ and third_party/ are in."""
+  package = pathlib.Path(__file__).resolve().parent
+  installed = package / 'scripts'
+  return installed if installed.is_dir() else package.parent
+
+
+def describe() -> str:
+  """Returns what the command says of itself."""
+  width = max(map(len, SCRIPTS))
+  lines = (f'  {name:{width}}  {what}' for name, (_, what) in SCRIPTS.items())
+  return '\n'.join(
+    [
+      f'agent-r1-jax {agent_r1_jax.__version__}: reinforcement learning of agents in JAX',
+      '',
+      'usage: agent-r1-jax NAME [FLAGS]      (agent-r1-jax NAME --help lists the flags)',
+      '',
+      *lines,
+      '',
+      'NAME may also be the module of any script, such as experiments.worlds.learn.',
+    ]
+  )
+
+
+def main() -> None:
+  """Runs the script that the command line names.
+
+  Raises:
+    SystemExit: There is no such script; the message lists those that there are.
+  """
+  name, *flags = sys.argv[1:] or ['--help']
+  if name in ('-h', '--help', 'help'):
+    print(describe())
+  elif name == '--version':
+    print(agent_r1_jax.__version__)
+  elif name in SCRIPTS or name.startswith(('experiments.', 'third_party.')):
+    module, _ = SCRIPTS.get(name, (name, ''))
+    # As with `python -m`, modules of the current folder are found too.
+    sys.path[:0] = [str(find_root()), '']
+    sys.argv[1:] = flags
+    runpy.run_module(module, run_name='__main__', alter_sys=True)
+  else:
+    sys.exit(f'agent-r1-jax {name}: there is no such script.\n\n{describe()}')
+
+
+if __name__ == '__main__':
+  main()
