@@ -116,6 +116,11 @@ def recall(
   return {'recall@5': float(np.mean(shares)), 'all in 5': float(np.mean(complete))}
 
 
+def watch(sets: Sets) -> Sets:
+  """Names sets of the split 'dev', so that no curve has the name of a table's set."""
+  return {f'{name}-dev': tasks for name, tasks in sets.items()}
+
+
 def make_grpo(config: config_lib.Config, kl_coef: float) -> algorithms.Algorithm:
   """Makes GRPO, with a correction where an older policy may sample."""
   corrected = losses.token_truncated() if config.schedule.oldest else None

@@ -280,6 +280,7 @@ def _evaluate(run: opening.OpenRun) -> dict[str, float]:
   metrics = {}
   for name, trajectories in played.items():
     run.watcher.log_evaluation(name, step, trajectories)
+    metrics[f'eval/{name}/episodes'] = len(trajectories)
     for key, value in evaluate.summarize(trajectories).items():
       metrics[f'eval/{name}/{key}'] = value
   return metrics

@@ -38,7 +38,7 @@ def main(_):
     quickstart.make_play(workdir),
     {'tools': (quickstart.questions(f.questions, f.split), make_env)},
     tasks=miniwiki.train_tasks(f.world, 4096),
-    evals=quickstart.questions(f.watched, 'dev'),
+    evals=comparison.watch(quickstart.questions(f.watched, 'dev')),
     algorithm=comparison.make_grpo(f.config, 0.0),
     label=f'GRPO, {_AGENT.value}',
   )

@@ -44,7 +44,7 @@ def main(_):
     make_play(workdir),
     shapes.methods(sets, _WORLD.value),
     tasks=miniwiki.train_tasks(_WORLD.value, 4096),
-    evals=questions(_WATCHED.value, 'dev'),
+    evals=comparison.watch(questions(_WATCHED.value, 'dev')),
     algorithm=comparison.make_grpo(config, 0.0),
     label='GRPO on miniwiki',
   )

@@ -92,7 +92,7 @@ def main(_):
     ),
     world.methods(world.held_out(seed, _HELD_OUT.value, _SPLIT.value)),
     tasks=world.tasks(config.seed, _TASKS.value),
-    evals=world.held_out(seed, _WATCHED.value, 'dev'),
+    evals=comparison.watch(world.held_out(seed, _WATCHED.value, 'dev')),
     algorithm=ALGORITHMS[_ALGORITHM.value](
       kl_coef=_KL.value, entropy_coef=_ENTROPY.value, **MASKS[_MASKS.value]
     ),

@@ -198,6 +198,13 @@ function showCurves() {
   if (!shown.length) get('curves').append(make('p', 'quiet', 'No metric has this name.'));
 }
 
+/** Names the score of a set with the number of its episodes. */
+function nameScore(name, last) {
+  const [, set, score] = name.split('/');
+  const n = last(`eval/${set}/episodes`);
+  return n ? `${set} ${score}, ${n} episodes` : `${set} ${score}`;
+}
+
 function showTiles() {
   const {steps, series} = run.metrics;
   const last = name => (series[name] ?? []).findLast(v => v !== null);
@@ -212,7 +219,7 @@ function showTiles() {
   const tiles = [
     ['Step', `${format(steps.at(-1) ?? 0)} of ${saved['schedule.steps'] ?? '?'}`],
     ['Reward in training', format(last('rollout/reward'))],
-    ...scores.map(n => [n.split('/').slice(1).join(' '), format(last(n))]),
+    ...scores.map(n => [nameScore(n, last), format(last(n))]),
     ['Tool calls an episode', format(last('rollout/tool_calls'))],
     ['Entropy, nats a token', format(last('train/entropy'))],
     [
