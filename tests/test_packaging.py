@@ -86,3 +86,19 @@ def test_names_are_imported_when_they_are_used():
 def test_the_example_of_the_readme_needs_four_imports_at_most():
   (code,) = re.findall('```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.S)
   assert len(re.findall('^ *(?:import|from) ', code, re.M)) <= 4
+
+
+def test_jax_has_the_names_that_it_does_not_document():
+  """What is public neither stores values nor says which process is lost."""
+  from jax._src import distributed
+  from jax._src.lib import _jax
+
+  source = (ROOT / 'agent_r1_jax' / 'host' / 'processes.py').read_text()
+  used = {
+    distributed.global_state: set(re.findall(r'\bstate\.(\w+)', source)),
+    _jax.DistributedRuntimeClient: set(re.findall(r'\bclient\.(\w+)\(', source)),
+  }
+  for owner, names in used.items():
+    assert names, 'no name was found: has the source changed?'
+    missing = sorted(name for name in names if not hasattr(owner, name))
+    assert not missing, f'JAX lacks {missing} now: agent_r1_jax/host/processes.py uses it'

@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-# JAX does not document these names; Orbax uses them too.
+# JAX does not document these names; tests/test_packaging.py says when they are gone.
 from jax._src import distributed
 from jax.experimental import multihost_utils
 import numpy as np
