@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from unittest import mock
 
 import numpy as np
@@ -36,6 +37,9 @@ class TestRun:
     chosen.model.remat = 'none'
     written = json.loads((workdir / 'config.json').read_text())
     assert written.pop('devices') == '1 x cpu, processes: 1'
+    assert re.fullmatch(
+      r'[\d.]+(, commit [0-9a-f]{12}(-dirty)?)?', written.pop('version')
+    )
     chosen.chat.date = written['chat']['date']
     assert chosen.chat.date and written == dataclasses.asdict(chosen)
     lines = metrics.read(workdir)

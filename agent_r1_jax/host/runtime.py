@@ -1,6 +1,7 @@
 """Sets up a process: its connection to others, the compilation cache, malloc, logging."""
 
 import ctypes
+import functools
 import gc
 import importlib.util
 import ipaddress
@@ -9,12 +10,14 @@ import os
 import pathlib
 import platform
 import socket
+import subprocess
 import threading
 from typing import Any
 
 from absl import flags, logging
 import jax
 
+import agent_r1_jax
 from agent_r1_jax.host import processes, terminal, watchdog
 
 # From glibc's malloc.h; see mallopt(3).
@@ -59,6 +62,24 @@ def describe_devices() -> str:
   """Returns the number and kind of a run's devices, and the number of its processes."""
   kind = jax.devices()[0].device_kind
   return f'{jax.device_count()} x {kind}, processes: {jax.process_count()}'
+
+
+@functools.cache
+def describe_version() -> str:
+  """Returns the package's version and, if it runs in a checkout, the commit."""
+  version = agent_r1_jax.__version__
+  checkout = pathlib.Path(agent_r1_jax.__file__).resolve().parents[1]
+  if not (checkout / '.git').exists():
+    return version
+  # Without a lock: somebody may be working in the checkout.
+  command = ['git', '--no-optional-locks', '-C', str(checkout)]
+  command += ['describe', '--always', '--dirty', '--abbrev=12', '--exclude=*']
+  try:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=5)
+  except (OSError, subprocess.TimeoutExpired):
+    return version
+  commit = done.stdout.strip()
+  return f'{version}, commit {commit}' if commit else version
 
 
 def quiet_logging() -> None:

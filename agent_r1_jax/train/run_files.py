@@ -85,8 +85,11 @@ def check_config(
   Raises:
     ValueError: They differ in a field that a resumed run may not change.
   """
-  named = {**values, 'devices': runtime.describe_devices()}
-  may_change = [*config_lib.MAY_CHANGE, 'devices']
+  made_with = {
+    'devices': runtime.describe_devices(),
+    'version': runtime.describe_version(),
+  }
+  named, may_change = {**values, **made_with}, [*config_lib.MAY_CHANGE, *made_with]
   workdir_lib.check_config(workdir, named, may_change=may_change, write=write)
 
 
