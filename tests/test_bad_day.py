@@ -6,8 +6,8 @@ with faults that the policy sees, which is told to end.
 
 The disk is a small file system in memory, mounted on the second run's workdir; where
 mounting is not allowed, its disk is not filled. AGENT_R1_BAD_DAY=4 makes a day of 32
-steps with 4 of each disturbance to both (docs/reliability.md); AGENT_R1_BAD_DAY_SEED
-chooses their order and times.
+steps with 4 of each disturbance to both (docs/results/reliability.md);
+AGENT_R1_BAD_DAY_SEED chooses their order and times.
 """
 
 import contextlib

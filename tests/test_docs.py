@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -83,6 +86,14 @@ def test_files_that_pages_name_exist():
       if '/' in name or name.startswith('test_'):
         places = (ROOT, ROOT / 'agent_r1_jax', ROOT / 'tests', page.parent)
         assert any((place / name).exists() for place in places), (page, name)
+
+
+def test_the_table_of_defaults_is_true():
+  table = (ROOT / 'docs/quickstart.md').read_text().partition('\n## Defaults')[2]
+  rows = re.findall(r'\| `([\w.]+)` \| (\S+) \|$', table, re.MULTILINE)
+  assert len(rows) > 15
+  for name, value in rows:
+    assert str(fields.get(config_lib.Config(), name)) == value, name
 
 
 def test_the_tutorials_run():

@@ -8,8 +8,8 @@ Each part (experiments/bench/light) is a process of its own with its own limit, 
 a line of JSON to OUT/lines.jsonl the moment it knows a number. A part that crashes or
 hangs is one line that says so, and the next one follows. Where a kernel of ours fails its
 check, the later parts leave it out. Programs are compiled apart and cached in OUT/cache;
-what a part prints is in OUT/PART.log. docs/launching.md says how to carry what a machine
-without a network lacks.
+what a part prints is in OUT/PART.log. docs/results/first_light.md says how to carry what
+a machine without a network lacks.
 """
 
 from collections.abc import Mapping, Sequence
