@@ -144,4 +144,4 @@ def test_an_unknown_topology_names_those_that_are_known():
 def test_without_the_compiler_its_installation_is_named():
   flags = ['--topology=h100:1', '--config.model.path=tiny']
   done = script.run('-m', 'experiments.bench.compile_for', *flags)
-  assert done.returncode == 1 and "pip install -e '.[cuda]'" in done.stderr
+  assert done.returncode == 1 and "pip install 'agent_r1_jax[cuda]'" in done.stderr

@@ -122,6 +122,9 @@ def test_the_command_lists_what_there_is_and_refuses_the_rest(installed, tmp_pat
   assert done.returncode == 0 and done.stdout == command.describe() + '\n'
   done = run(installed, 'agent-r1-jax', 'nosuch', cwd=tmp_path)
   assert done.returncode == 1 and 'nosuch: there is no such script' in done.stderr
+  # No line of a user's own: the mistake is in the flags.
+  done = run(installed, 'agent-r1-jax', 'serve', cwd=tmp_path)
+  assert done.returncode == 1 and done.stderr.startswith('model.path is empty; '), done
 
 
 def test_the_bounds_allow_what_the_suite_runs_with():

@@ -53,7 +53,7 @@ def initialize() -> None:
     platforms = os.environ.get('JAX_PLATFORMS', '')
     raise ValueError(
       f'JAX finds no device of JAX_PLATFORMS={platforms}: install its '
-      "build for this machine (pip install -e '.[cuda]' or '.[tpu]'), or unset "
+      "build for this machine (pip install 'agent_r1_jax[cuda]' or [tpu]), or unset "
       f'JAX_PLATFORMS. {error}'
     ) from None
 

@@ -85,18 +85,18 @@ def _print_error(kind, error, trace) -> None:
   if verbose or not (refused or pin):
     lines = traceback.format_exception(kind, error, trace)
     return print(printable(''.join(lines)), end='', file=sys.stderr)
-  # Name the line of the user's script that called us.
-  between = (_PACKAGE, os.path.dirname(contextlib.__file__))
+  # Name the line of the user's script that called us; an installed script has none.
+  ours = (_PACKAGE, os.path.dirname(contextlib.__file__), '<frozen ')
   outside = [
-    call
-    for call in calls
-    if not call[0].startswith(between) and 'site-packages' not in call[0]
+    f'{file}:{number}: '
+    for file, number in calls
+    if not file.startswith(ours) and 'site-packages' not in file
   ]
-  path, line = (outside or calls)[-1]
   remedy = f"; pip install '{pin}'" if pin else ''
   # The text of an OSError begins with a number that says nothing to a user.
   said = isinstance(error, OSError) and not error.filename and error.strerror or error
-  print(printable(f'{path}:{line}: {said}{remedy}'), file=sys.stderr)
+  place = outside[-1] if outside else ''
+  print(printable(f'{place}{said}{remedy}'), file=sys.stderr)
 
 
 def _find_pin(error: ModuleNotFoundError) -> str | None:

@@ -1,7 +1,7 @@
 """Accelerators that are not here, for which programs can be compiled all the same.
 
-  v5e:4x4     sixteen chips of a TPU v5e; v5p and v6e too (pip install -e '.[tpu]')
-  h100:8      a host with eight GPUs; a100, h200 and b200 too (pip install -e '.[cuda]')
+  v5e:4x4     sixteen chips of a TPU v5e; v5p and v6e too (extra 'tpu')
+  h100:8      a host with eight GPUs; a100, h200 and b200 too (extra 'cuda')
   h100:2x8    two such hosts
 
 A TPU's compiler knows its chips; a GPU's is told of them in the terms of
@@ -138,7 +138,7 @@ def find(topology: str) -> list[Any]:
     package, extra = _COMPILERS[platform]
     if importlib.util.find_spec(package):
       sys.exit(f'--topology={topology}: {error}')
-    sys.exit(f"{error}\nNeeded is the compiler: pip install -e '.[{extra}]'")
+    sys.exit(f"{error}\nNeeded is the compiler: pip install 'agent_r1_jax[{extra}]'")
   return list(found.devices)
 
 

@@ -1,6 +1,6 @@
 r"""Compiles training and sampling for chips that are not here: what fits, what it costs.
 
-  pip install -e '.[tpu]'    # or '.[cuda]', or both; no TPU or GPU is needed
+  pip install 'agent_r1_jax[tpu]'    # or [cuda], or both; no TPU or GPU is needed
   agent-r1-jax compile-for --topology=v5e:4x4 \
     --config.model.path=qwen2.5-7b
   agent-r1-jax compile-for --topology=h100:1 --program=gradient --top=20
