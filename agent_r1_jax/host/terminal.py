@@ -86,7 +86,10 @@ def _print_error(kind, error, trace) -> None:
     lines = traceback.format_exception(kind, error, trace)
     return print(printable(''.join(lines)), end='', file=sys.stderr)
   # Name the line of the user's script that called us; an installed script has none.
-  ours = (_PACKAGE, os.path.dirname(contextlib.__file__), '<frozen ')
+  libraries, programs = (
+    os.path.dirname(x) for x in (contextlib.__file__, sys.executable)
+  )
+  ours = (_PACKAGE, libraries, programs, '<frozen ')
   outside = [
     f'{file}:{number}: '
     for file, number in calls
