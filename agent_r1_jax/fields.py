@@ -68,6 +68,9 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
 
   `options` are those of ml_collections.config_flags.DEFINE_config_dataclass.
 
+  If the class has FIRST_TRY, values by dotted names, the flag --first_try makes them the
+  defaults; fields on the command line still win.
+
   Returns:
     The holder of the flag, whose `value` is the configuration.
 
@@ -90,6 +93,12 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
       sys.exit(f'--{name}.{match[1]}: there is no such field{hint}')
   flags.disclaim_key_flags()  # --help of the script that calls this shows the flag.
   values = options.get('flag_values', flags.FLAGS)
+  if preset := getattr(default, 'FIRST_TRY', None):
+    sizes = ', '.join(f'{field}={value}' for field, value in preset.items())
+    flags.DEFINE_bool('first_try', False, f'Try it small: {sizes}.', values)
+    # Read here, because absl parses flags only after the configuration's flags are made.
+    if any(re.fullmatch('--?first_try(=(true|t|1))?', a, re.I) for a in sys.argv[1:]):
+      default = replace(default, preset)
   text = f'Each field is a flag, such as --{name}.{next(names(default))}=...'
   holder = config_flags.DEFINE_config_dataclass(name, default, text, **options)
   values[name].default_as_str = ''

@@ -186,6 +186,22 @@ def test_flags_set_fields_and_refuse_values_of_another_type(monkeypatch):
     parse('--config.engine.rows=many')
 
 
+def test_a_first_try_is_small_and_other_flags_still_win(monkeypatch):
+  def parse(*arguments):
+    argv = ['train', *arguments]
+    monkeypatch.setattr(sys, 'argv', argv)
+    values, default = flags.FlagValues(), config_lib.Config()
+    fields.define_flags(default, flag_values=values)
+    values(argv)
+    assert default == config_lib.Config()
+    schedule = values['config'].value.schedule
+    return schedule.steps, schedule.tasks, schedule.samples
+
+  assert parse('--config.seed=1') == parse('--nofirst_try') == (100, 16, 8)
+  assert parse('--first_try') == parse('--first_try=True') == (4, 4, 4)
+  assert parse('--config.schedule.steps=9', '--first_try') == (9, 4, 4)
+
+
 def test_help_has_a_line_for_each_field(monkeypatch, capsys):
   argv = ['train', '--help_config']
   monkeypatch.setattr(sys, 'argv', argv)

@@ -11,7 +11,7 @@ import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.models import costs, decoder, families, lora, quantization
-from agent_r1_jax.report import progress
+from agent_r1_jax.report import meter
 from agent_r1_jax.rl import packing
 from agent_r1_jax.rl import table as table_lib
 from experiments import published
@@ -146,7 +146,7 @@ def test_a_chip_is_known_by_how_its_name_begins():
     'TPU v5p': 459e12,
     'cpu': None,
   }
-  assert {kind: progress.find_peak(kind) for kind in peaks} == peaks
+  assert {kind: meter.find_peak(kind) for kind in peaks} == peaks
 
 
 @pytest.mark.parametrize(
@@ -162,4 +162,4 @@ def test_a_chip_is_known_by_how_its_name_begins():
   ],
 )
 def test_the_figures_of_chips_that_are_not_here_are_the_same(name, kind):
-  assert chips.CHIPS[name].operations == progress.PEAKS[kind]
+  assert chips.CHIPS[name].operations == meter.PEAKS[kind]

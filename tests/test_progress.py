@@ -2,6 +2,7 @@
 
 import fcntl
 import io
+import itertools
 import math
 import os
 import pty
@@ -14,7 +15,9 @@ import types
 
 import jax
 import pytest
+import waiting
 
+from agent_r1_jax.report import meter as meter_lib
 from agent_r1_jax.report import progress as progress_lib
 
 
@@ -41,6 +44,48 @@ def test_a_log_file_gets_a_line_every_few_seconds_and_the_phase_of_a_slow_step()
     'GRPO 7/12  reward 0.700  2:13:25 spent, 0:05 left',
     'GRPO 9/12  reward 0.900  2:14:27 spent, 0:03 left  rollout 32/128',
   ]
+
+
+def test_the_first_step_tells_often_that_it_lives_and_how_long_all_will_take():
+  file, clock, sampled = io.StringIO(), Clock(), [0]
+  with progress_lib.Progress(
+    100, label='mine', every=0.0, file=file, clock=clock, count_tokens=lambda: sampled[0]
+  ) as shown:
+    shown.set_phase('compile', 4, 40)
+    clock.now += 6
+    shown.set_phase('compile', 9, 40)
+    sampled[0] = 7  # Programs are warmed up by sampling.
+    shown.set_phase('rollout')
+    for done, seconds, tokens in ((0, 6, 900), (1, 7, 1800), (8, 8, 3600)):
+      clock.now += seconds
+      sampled[0] = 7 + tokens
+      shown.set_phase('rollout', done or None, 16)
+    shown.update(1, reward=0.5)
+    for _ in range(2):  # From then on, once a minute is enough.
+      clock.now += 20
+      shown.set_phase('update')
+    shown.update(2, reward=0.5)
+  assert file.getvalue().splitlines() == [
+    'mine 0/100  0:06 spent  compile 9/40',
+    'mine 0/100  0:12 spent  rollout, 900 tokens',
+    'mine 0/100  0:19 spent  rollout 1/16, 1,800 tokens',
+    'mine 0/100  0:27 spent, about 1:10:00 left  rollout 8/16, 3,600 tokens',
+    'mine 1/100  reward 0.500  0:27 spent, about 34:39 left',
+    'mine 2/100  reward 0.500  1:07 spent, 1:05:20 left',
+  ]
+
+
+def test_a_phase_that_reports_nothing_is_seen_to_live(monkeypatch):
+  """As a rollout of which no episode has ended: a thread looks at the tokens."""
+  monkeypatch.setattr(progress_lib, '_LOOK_SECONDS', 0.01)
+  file, clock, sampled = io.StringIO(), Clock(), itertools.count(0, 50)
+  with progress_lib.Progress(
+    9, every=0.0, file=file, clock=clock, count_tokens=lambda: next(sampled)
+  ) as shown:
+    shown.set_phase('rollout')
+    clock.now += 6
+    waiting.until(lambda: 'rollout' in file.getvalue(), 'a line')
+  assert re.search(r'0/9  0:06 spent  rollout, \d+ tokens', file.getvalue())
 
 
 def test_a_training_step_has_a_line_of_its_own_that_controls_no_terminal():
@@ -179,10 +224,10 @@ def test_operations_of_an_update_are_those_of_a_second_and_a_chip(monkeypatch):
   engine = types.SimpleNamespace(
     stats=stats, replicas=[0], mesh=types.SimpleNamespace(size=4)
   )
-  meter = progress_lib.Meter(engine)
+  meter = meter_lib.Meter(engine)
   assert not {'machine/update_tflops', 'machine/mfu'} & meter.measure().keys()
   metrics = {'train/operations': 24e12, 'time/update': 2.0}
   measured = meter.measure(metrics)
   assert measured['machine/update_tflops'] == 3.0 and 'machine/mfu' not in measured
-  monkeypatch.setitem(progress_lib.PEAKS, jax.devices()[0].device_kind, 12e12)
+  monkeypatch.setitem(meter_lib.PEAKS, jax.devices()[0].device_kind, 12e12)
   assert meter.measure(metrics)['machine/mfu'] == 0.25

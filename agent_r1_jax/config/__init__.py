@@ -4,8 +4,9 @@ Each part of a run has a dataclass with a method `check`. `Config` nests them: t
 `rows` of `engine` is the flag --config.engine.rows.
 """
 
+from collections.abc import Mapping
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from agent_r1_jax import fields
 from agent_r1_jax.config.learning import Alarms as Alarms
@@ -59,6 +60,13 @@ class Config:
     profile: The steps that are traced for Perfetto and XProf, to profile/ in the workdir:
       their numbers as in metrics.jsonl, separated by commas, such as '2,50'.
   """
+
+  # The sizes of --first_try, which shows soon whether a script does what it should.
+  FIRST_TRY: ClassVar[Mapping[str, int]] = {
+    'schedule.steps': 4,
+    'schedule.tasks': 4,
+    'schedule.samples': 4,
+  }
 
   model: Model = _default(Model)
   chat: Chat = _default(Chat)

@@ -1,4 +1,4 @@
-"""Shows the progress of a loop on the terminal, and measures its times.
+"""Shows the progress of a loop on the terminal, and how long it will take.
 
 with progress.Progress(steps, label='GRPO', start=start) as bar:
   for step in range(start, steps):
@@ -17,11 +17,9 @@ import statistics
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
-
-from agent_r1_jax.host import disk, preemption, runtime, terminal
+from agent_r1_jax.host import disk, preemption, terminal
 
 # The labels of a training step's metrics, in the order in which they are shown -> their
 # names in metrics.jsonl.
@@ -50,35 +48,18 @@ _FORMATS = {
   'memory': '{:.1f} GB',
   'MFU': '{:.0%}',
 }
-# The most operations a second in bfloat16, without sparsity, as the makers publish them;
-# by what jax.Device.device_kind begins with.
-PEAKS = {
-  'TPU v4': 275e12,
-  'TPU v5e': 197e12,
-  'TPU v5 lite': 197e12,
-  'TPU v5': 459e12,
-  'TPU v6e': 918e12,
-  'TPU v6 lite': 918e12,
-  'NVIDIA A100': 312e12,
-  'NVIDIA H100': 989e12,
-  'NVIDIA H100 NVL': 835e12,
-  'NVIDIA H100 PCIe': 756e12,
-  'NVIDIA H200': 989e12,
-  'NVIDIA B200': 2250e12,
-}
 _BARS = '▁▂▃▄▅▆▇█'
 # Characters of the columns of one metric in the view: name, last value, sparkline.
 _WIDTHS = 15, 8, 12
 # How often the view is drawn in a second, and the most seconds of the last drawing.
 _REFRESHES, _STOP_SECONDS = 2.0, 2.0
-# The interval at which the phase of a long step is written to a log file.
-_PHASE_SECONDS = 60.0
-
-
-def find_peak(device_kind: str) -> float | None:
-  """Returns the most operations a second of a chip, or None if it is not known."""
-  names = [name for name in PEAKS if device_kind.startswith(name)]
-  return PEAKS[max(names, key=len)] if names else None
+# The interval at which the phase of a long step is written to a log file. In the first
+# step, which tells people whether all is well, it grows to this from a few seconds.
+_PHASE_SECONDS, _FIRST_PHASE_SECONDS = 60.0, 5.0
+# How often it is looked whether a line is due.
+_LOOK_SECONDS = 1.0
+# The share of a rollout's episodes whose time says something about the others'.
+_TELLING = 0.25
 
 
 class Progress:
@@ -92,16 +73,25 @@ class Progress:
     start: int = 0,
     every: float = 5.0,
     file: Any = None,
+    count_tokens: Callable[[], int] | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
     """Shows nothing before `with`.
 
     `start` steps of `total` were done before. If `file`, by default standard output, is
     no terminal, a line comes every so many seconds; with 0 each step has its line.
+    `count_tokens` returns how many tokens were sampled so far; with it, a phase that
+    reports nothing for long is seen to live.
     """
     self._total, self._label, self._start, self._every = total, label, start, every
     self._file, self._clock = file or sys.stdout, clock
-    self._step, self._phase, self._printed_step = start, '', -1
+    self._count_tokens = count_tokens
+    self._step, self._printed_step = start, -1
+    self._phase = _Phase('', 0.0, 0)
+    # When the first rollout began.
+    self._rollout_began: float | None = None
+    self._ended, self._printing = threading.Event(), threading.Lock()
+    self._teller = threading.Thread(target=self._keep_telling, daemon=True)
     # The metrics of the last step, and those of all steps.
     self._numbers: dict[str, float] = {}
     self._histories: dict[str, list[float]] = {}
@@ -120,10 +110,15 @@ class Progress:
     if screen.is_terminal and not screen.is_dumb_terminal:
       self._console = screen
       self._start_live()
+    elif self._count_tokens:
+      self._teller.start()
     return self
 
   def __exit__(self, *_):
-    self._phase = ''
+    self._ended.set()
+    if self._teller.is_alive():
+      self._teller.join(_STOP_SECONDS)
+    self._begin_phase('')
     self._stop_live()
     if self._console is None and self._step != self._printed_step:
       self._print()
@@ -132,12 +127,34 @@ class Progress:
     self, name: str, done: int | None = None, total: int | None = None
   ) -> None:
     """Shows the phase of the current step, for example ('rollout', 45, 128)."""
-    self._phase = name if done is None else f'{name} {done}/{total}'
-    self._print_after(max(self._every, _PHASE_SECONDS))
+    if name != self._phase.name:
+      self._begin_phase(name)
+    self._phase = self._phase._replace(done=done, total=total)
+    if name == 'rollout' and self._rollout_began is None:
+      self._rollout_began = self._clock()
+    self._print_after(self._phase_interval())
+
+  def _begin_phase(self, name: str) -> None:
+    tokens = self._count_tokens() if self._count_tokens else 0
+    self._phase = _Phase(name, self._clock(), tokens)
+
+  def _phase_interval(self) -> float:
+    if self._updates:
+      return max(self._every, _PHASE_SECONDS)
+    spent = self._clock() - self._started_at
+    return max(self._every, _FIRST_PHASE_SECONDS, min(_PHASE_SECONDS, spent / 4))
+
+  def _keep_telling(self) -> None:
+    """Prints the phase when a line is due and nobody reports anything."""
+    while not self._ended.wait(_LOOK_SECONDS):
+      if self._phase.name:
+        with contextlib.suppress(OSError):  # It ends the run where the loop prints.
+          self._print_after(self._phase_interval())
 
   def update(self, step: int, **numbers: float) -> None:
     """Shows that `step` steps are done, and metrics of the last, such as reward=0.4."""
-    self._step, self._phase, self._numbers = step, '', numbers
+    self._step, self._numbers = step, numbers
+    self._begin_phase('')
     self._updates.append((step, self._clock()))
     for name, value in numbers.items():
       self._histories.setdefault(name, []).append(value)
@@ -222,7 +239,7 @@ class Progress:
       console.Group(head, columns.Columns(cells, equal=True)),
       title=text.Text(self._label, 'bold'),
       title_align='left',
-      subtitle=text.Text(self._phase) if self._phase else None,
+      subtitle=text.Text(phase) if (phase := self._describe_phase()) else None,
       subtitle_align='left',
       border_style='dim',
     )
@@ -231,15 +248,22 @@ class Progress:
 
   def _print_after(self, seconds: float) -> None:
     """Prints a line if the last one is that old, unless there is a view."""
-    if self._live is None and self._clock() - self._printed_at >= seconds:
-      self._printed_at = self._clock()
-      self._print()
+    with self._printing:
+      if self._live is None and self._clock() - self._printed_at >= seconds:
+        self._printed_at = self._clock()
+        self._print()
 
   def _print(self) -> None:
     numbers = '  '.join(f'{name} {_format(name, v)}' for name, v in self._numbers.items())
     parts = (f'{self._label} {self._step}/{self._total}', numbers, self._times())
-    self._write('  '.join(part for part in (*parts, self._phase) if part))
+    self._write('  '.join(part for part in (*parts, self._describe_phase()) if part))
     self._printed_step = self._step
+
+  def _describe_phase(self) -> str:
+    name, _, tokens, done, total = self._phase
+    text = name if done is None else f'{name} {done}/{total}'
+    sampled = self._count_tokens() - tokens if name and self._count_tokens else 0
+    return f'{text}, {sampled:,} tokens' if sampled else text
 
   def _write(self, line: str) -> None:
     try:
@@ -251,13 +275,46 @@ class Progress:
         raise
 
   def _times(self) -> str:
-    remaining = math.nan
-    if len(self._updates) > 1:  # The first step compiles, and does not count.
+    seconds, about = self._estimate_step()
+    remaining = seconds * (self._total - self._step)
+    text = f'{_minutes(self._clock() - self._started_at)} spent'
+    return text + (f', {about}{_minutes(remaining)} left' if remaining > 0 else '')
+
+  def _estimate_step(self) -> tuple[float, str]:
+    """Returns the seconds of a step, NaN if unknown, and 'about ' for a guess.
+
+    The first step compiles, and does not count once there are others. Before it ends, the
+    episodes of its rollout that ended tell how long the rollout will take.
+    """
+    phase, began = self._phase, self._rollout_began
+    done, total = phase.done or 0, phase.total or 0
+    if len(self._updates) > 1:
       first, last = self._updates[0], self._updates[-1]
       steps, seconds = (b - a for a, b in zip(first, last, strict=True))
-      remaining = seconds / steps * (self._total - self._step) if steps else math.nan
-    text = f'{_minutes(self._clock() - self._started_at)} spent'
-    return text + (f', {_minutes(remaining)} left' if remaining > 0 else '')
+      return (seconds / steps if steps else math.nan), ''
+    if began is not None and self._updates:
+      return self._updates[0][1] - began, 'about '
+    if phase.name == 'rollout' and done and done >= _TELLING * total:
+      return (self._clock() - phase.began) * total / done, 'about '
+    return math.nan, ''
+
+
+class _Phase(NamedTuple):
+  """What a step is doing.
+
+  Attributes:
+    name: Its name; empty between phases.
+    began: When it began, by the clock.
+    tokens: The tokens that had been sampled by then.
+    done: How much of it is done, of `total`; None if nobody counts.
+    total: All of it.
+  """
+
+  name: str
+  began: float
+  tokens: int
+  done: int | None = None
+  total: int | None = None
 
 
 def _redirect_logging(streams: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
@@ -300,46 +357,3 @@ def _minutes(seconds: float) -> str:
   minutes, seconds = divmod(round(seconds), 60)
   hours, minutes = divmod(minutes, 60)
   return f'{hours}:{minutes:02}:{seconds:02}' if hours else f'{minutes}:{seconds:02}'
-
-
-class Meter:
-  """Measures speed, idle time and memory of each training step in this process."""
-
-  def __init__(self, engine: Any):
-    """Begins a step; `engine` is the run's engine.Engine, whose counts are read."""
-    self._engine = engine
-    self._before = self._read()
-
-  def _read(self) -> tuple[float, int, float]:
-    stats = self._engine.stats
-    return time.perf_counter(), stats.sampled, stats.idle_seconds
-
-  def measure(self, metrics: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Returns metrics of the time since the last call, evaluations included.
-
-    They are the sampled tokens a second; the share of the time in which the engine had
-    nothing to compute because all agents waited for their tools; and the memory in use,
-    in GB (10^9 bytes): the process's on a CPU, otherwise that of the fullest chip.
-
-    If `metrics` has those of an update, so has the result: the operations of gradients
-    (models/costs.py) in a second of it on each chip, in units of 10^12, and, of chips
-    whose peak is known, MFU.
-    """
-    now, before = self._read(), self._before
-    seconds, sampled, idle = (a - b for a, b in zip(now, before, strict=True))
-    self._before = now
-    return {
-      'machine/tokens_per_second': sampled / seconds,
-      'machine/idle': idle / (seconds * len(self._engine.replicas)),
-      'machine/memory_gb': runtime.used_memory() / 1e9,
-      **self._measure_update(metrics or {}),
-    }
-
-  def _measure_update(self, metrics: Mapping[str, float]) -> dict[str, float]:
-    if 'train/operations' not in metrics:
-      return {}
-    chips = 1 if self._engine.mesh is None else self._engine.mesh.size
-    speed = metrics['train/operations'] / metrics['time/update'] / chips
-    peak = find_peak(jax.devices()[0].device_kind)
-    mfu = {'machine/mfu': speed / peak} if peak else {}
-    return {'machine/update_tflops': speed / 1e12} | mfu

@@ -13,6 +13,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.host import processes
 from agent_r1_jax.report import alarms, episodes, profile, sinks, summary
+from agent_r1_jax.report import meter as meter_lib
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rollout import sockets
@@ -26,7 +27,7 @@ class Watcher(sockets.Watcher):
     """Watches nothing yet."""
     self._stepped = False
     self._bar: progress_lib.Progress | None = None
-    self._meter: progress_lib.Meter | None = None
+    self._meter: meter_lib.Meter | None = None
 
   def check(self, config: config_lib.Config) -> None:
     """Accepts all settings."""
@@ -46,12 +47,21 @@ class Watcher(sockets.Watcher):
         self._sinks = sinks.start(config.sink_names, run.workdir, values, run.next_line)
         for sink in self._sinks:
           stack.callback(sink.close)
+      schedule, stats = config.schedule, run.engine.stats
       self._bar = stack.enter_context(
-        _open_bar(config.schedule.steps, label=run.label, start=run.step, every=0.0)
+        _open_bar(
+          schedule.steps,
+          label=run.label,
+          start=run.step,
+          every=0.0,
+          count_tokens=lambda: stats.sampled,
+        )
       )
+      if run.step < schedule.steps:
+        self.print_line(_announce(run.label, schedule, run.step))
       self._alarms = alarms.AlarmMonitor(config.alarms, self.print_line, logged)
       self._faults = alarms.FaultCounter(self.print_line)
-      self._meter, self._stepped = progress_lib.Meter(run.engine), False
+      self._meter, self._stepped = meter_lib.Meter(run.engine), False
       yield
       self._faults.report_totals()
 
@@ -151,6 +161,15 @@ class Watcher(sockets.Watcher):
         yield self._bar.step_counter()
     finally:
       self._bar = None
+
+
+def _announce(label: str, schedule: config_lib.Schedule, done: int) -> str:
+  tasks, samples = schedule.tasks, schedule.samples
+  return (
+    f'{label}: {schedule.steps - done} steps, each of {tasks * samples} episodes '
+    f'({tasks} tasks, {samples} samples each). First programs are compiled; the first '
+    'rollout then tells how long the rest will take.'
+  )
 
 
 @contextlib.contextmanager

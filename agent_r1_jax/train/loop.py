@@ -192,6 +192,7 @@ def _sample(run: opening.OpenRun) -> _Sample:
   plan, algorithm = run.plan, run.plan.update_config.algorithm
   step = run.files.loop_state.step
   run.signals.phase = 'a rollout'
+  run.watcher.set_phase('rollout')
   stats = run.engine.stats
   sampled, calls = stats.sampled, stats.calls
   run.train_state, step_groups, draws = run.rollouts.next_groups(
@@ -260,6 +261,7 @@ def _evaluate(run: opening.OpenRun) -> dict[str, float]:
   """
   files, train_state, engine = run.files, run.train_state, run.engine
   run.signals.phase = 'an evaluation'
+  run.watcher.set_phase('evaluation')
   params = train_state.states['policy'].params
   if not engine.busy:
     engine.sync_weights(params, train_state.step)  # Without a second copy.

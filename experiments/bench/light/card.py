@@ -9,7 +9,7 @@ import subprocess
 import jax
 import jax.numpy as jnp
 
-from agent_r1_jax.report import progress
+from agent_r1_jax.report import meter
 from experiments.bench import chips
 from experiments.bench.light import lines
 
@@ -65,7 +65,7 @@ def multiply() -> Iterator[lines.Line]:
     PRODUCT,
     2 * n**3 / seconds,
     'operations/s',
-    progress.find_peak(jax.devices()[0].device_kind),
+    meter.find_peak(jax.devices()[0].device_kind),
     higher_is_better=True,
     first_seconds=first,
   )
@@ -78,7 +78,7 @@ def find_bandwidth() -> float:
 
 def find_peak() -> float:
   """Returns the operations a second: those published, or for a CPU those measured."""
-  published = progress.find_peak(jax.devices()[0].device_kind)
+  published = meter.find_peak(jax.devices()[0].device_kind)
   return published or lines.find('card', PRODUCT) or 1e11
 
 
