@@ -23,14 +23,21 @@ from agent_r1_jax.models.kernels import attention_kernels
 def inputs(B, T, N, K, H):
   """Queries, keys, values and a slope for the result, all random."""
   rng = np.random.default_rng(0)
-  make = lambda heads: jnp.asarray(rng.normal(size=(B, T, heads, H)), jnp.float32)
+  make = lambda heads: rng.normal(size=(B, T, heads, H)).astype(np.float32)
   return make(N), make(K), make(K), make(N)
+
+
+def spoil(x, where):
+  """A copy that is NaN at these tokens."""
+  x = x.copy()
+  x[:, where] = np.nan
+  return x
 
 
 def segments(T):
   """Two, and padding, or as much of them as there is room for."""
-  ids = jnp.asarray(np.searchsorted([100, 240], np.arange(T), 'right') + 1)[None]
-  return jnp.where(ids == 3, 0, ids)
+  ids = np.searchsorted([100, 240], np.arange(T), 'right') + 1
+  return np.where(ids == 3, 0, ids)[None].astype(np.int32)
 
 
 def plain(q, k, v, visible, cap=None):
@@ -76,29 +83,29 @@ def assert_plain(
 ):
   """Forward and backward; what padding of segments computes has no meaning."""
   rows = 1 if ends is None else len(ends)
-  q, k, v, slope = (x.astype(dtype) for x in inputs(rows, T, *heads, H))
-  ids, at = segments(T), jnp.arange(T)
-  visible = (at[:, None] >= at[None])[None]
+  q, k, v, slope = (x.astype(jnp.dtype(dtype)) for x in inputs(rows, T, *heads, H))
+  ids, at = segments(T), np.arange(T)
+  visible = (at[:, None] >= at)[None]
   if ends is None:
-    visible &= ids[:, :, None] == ids[:, None]
+    visible = visible & (ids[:, :, None] == ids[:, None])
     slope *= (ids > 0)[..., None, None]
   else:
-    visible &= at[None, :, None] < ends[:, None]
+    visible = visible & (at[:, None] < ends[:, None])
 
-  def both(attend, spans):
+  @functools.partial(jax.jit, static_argnums=0)
+  def both(attend, spans, q, k, v):
     def total(q, k, v):
-      out = attend(q, k, v, *spans).astype(jnp.float32) * (slope != 0)
+      out = attend(q, k, v, spans).astype(jnp.float32) * (slope != 0)
       return jnp.vdot(out, slope.astype(jnp.float32)), out
 
-    return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    gradient, out = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    return [x.astype(jnp.float32) for x in (out, *gradient)]
 
   sees = types.Segments(ids) if ends is None else tree(ends)
-  mine = both(attend, [sees])
-  for x, y in zip(
-    *map(jax.tree.leaves, (mine, both(functools.partial(plain, cap=cap), [visible]))),
-    strict=True,
-  ):
-    np.testing.assert_allclose(x.astype(float), y.astype(float), **tolerance)
+  found = both(attend, sees, q, k, v)
+  expected = both(functools.partial(plain, cap=cap), visible, q, k, v)
+  for x, y in zip(found, expected, strict=True):
+    np.testing.assert_allclose(x, y, **tolerance)
 
 
 def test_a_cpus_blocks_in_bfloat16():
@@ -107,7 +114,7 @@ def test_a_cpus_blocks_in_bfloat16():
 
 def test_blocks_before_the_window_are_not_read():
   q, k, v, _ = inputs(1, 256, 2, 1, 32)
-  spoilt, ids = v.at[:, :64].set(jnp.nan), jnp.ones((1, 256), int)
+  spoilt, ids = spoil(v, slice(64)), jnp.ones((1, 256), int)
   local = attention.Local(jnp.asarray(True), jnp.arange(256)[None])
   attend = functools.partial(attention.packed, rules=attention.Rules(window=64))
   attend = jax.jit(attend)
@@ -121,8 +128,8 @@ def test_blocks_before_the_window_are_not_read():
 def test_blocks_that_nothing_sees_are_not_read():
   """NaN in a segment's keys reaches that segment alone: it is masked nowhere else."""
   q, k, v, _ = inputs(1, 256, 2, 1, 32)
-  ids = jnp.asarray(np.arange(256) // 64 + 1)[None]
-  spoilt = k.at[:, 64:128].set(jnp.nan)
+  ids = np.arange(256)[None] // 64 + 1
+  spoilt = spoil(k, slice(64, 128))
   attend = jax.jit(attention.packed)
   out, clean = (attend(q, x, v, types.Segments(ids)) for x in (spoilt, k))
   assert np.isnan(out[:, 64:128]).all()
@@ -152,16 +159,15 @@ def tpu(monkeypatch):
 @pytest.mark.parametrize(
   ('T', 'heads', 'H', 'dtype', 'tolerance'),
   [
-    (128, (4, 2), 64, 'float32', 1e-4),
-    (256, (3, 1), 128, 'bfloat16', 0.1),
+    (128, (4, 2), 128, 'bfloat16', 0.1),
     (1024, (1, 1), 64, 'float32', 1e-4),
   ],
 )
 def test_the_kernel_for_trees_on_tpus_is_the_plain_attention(
   tpu, T, heads, H, dtype, tolerance
 ):
-  """One block, two, and two of the largest; each row has its own trees and padding."""
-  ends = jnp.asarray(np.stack([forest(T, 1), forest(T, 0)]), jnp.int32)
+  """One block, and two of the largest; each row has its own trees and padding."""
+  ends = np.stack([forest(T, 1), forest(T, 0)]).astype(np.int32)
   shape: Any = {'T': T, 'heads': heads, 'H': H, 'dtype': dtype, 'ends': ends}
   assert_plain(attention.packed, **shape, rtol=tolerance, atol=tolerance)
 
@@ -169,7 +175,7 @@ def test_the_kernel_for_trees_on_tpus_is_the_plain_attention(
 def test_the_kernel_for_trees_on_tpus_reads_no_block_that_nothing_sees(tpu):
   """A block of a beginning, and two branches: what one has is nothing to the other."""
   q, k, v, slope = inputs(1, 384, 2, 1, 64)
-  ends = jnp.asarray(np.repeat([384, 256, 384], 128), jnp.int32)[None]
+  ends = np.repeat(np.int32([384, 256, 384]), 128)[None]
 
   attend = lambda q, k, v: attention.packed(q, k, v, tree(ends))
 
@@ -179,7 +185,7 @@ def test_the_kernel_for_trees_on_tpus_reads_no_block_that_nothing_sees(tpu):
     return out, *backward(slope)
 
   out, dq, _, dv = both(k, v)
-  spoilt, spoilt_dq, _, spoilt_dv = both(k.at[:, 128:256].set(jnp.nan), v)
+  spoilt, spoilt_dq, _, spoilt_dv = both(spoil(k, slice(128, 256)), v)
   for x, y in ((spoilt, out), (spoilt_dq, dq)):
     assert np.isnan(x[:, 128:256]).all()
     np.testing.assert_array_equal(x[:, :128], y[:, :128])
@@ -242,16 +248,16 @@ def test_pages_are_the_plain_attention(S, N, dtype):
   K = 2
   q, _, _, _ = inputs(6, 1, N, K, 128)
   _, k, v, _ = inputs(6, S, N, K, 128)
-  k, v = (jnp.swapaxes(x, 1, 2).astype(dtype) for x in (k, v))
-  q = q.astype(dtype)
-  positions = jnp.asarray([[0], [127], [128], [S // 2], [S - 1], [S]])
+  k, v = (np.swapaxes(x, 1, 2).astype(jnp.dtype(dtype)) for x in (k, v))
+  q = q.astype(k.dtype)
+  positions = np.array([[0], [127], [128], [S // 2], [S - 1], [S]])
   with pltpu.force_tpu_interpret_mode():
     paged = jax.jit(attention_kernels.over_used_slots)(q, k, v, positions)
   assert paged.dtype == dtype and jnp.isfinite(paged).all()
-  plain = attention.cached(q, k, v, positions)
+  plain = jax.jit(attention.cached)(q, k, v, positions)
   # The kernel multiplies as a TPU does, in bfloat16. The last row is past the last slot.
   for x, y in zip(paged[:-1], plain[:-1], strict=True):
-    np.testing.assert_allclose(x.astype(float), y.astype(float), atol=0.02)
+    np.testing.assert_allclose(*(np.asarray(x, float) for x in (x, y)), atol=0.02)
 
 
 def test_a_prefill_on_tpus_is_the_plain_attention():
@@ -259,19 +265,18 @@ def test_a_prefill_on_tpus_is_the_plain_attention():
   T, S, N, K = 128, 1024, 6, 2  # Three blocks of queries.
   q, _, _, _ = inputs(4, T, N, K, 128)
   _, k, v, _ = inputs(4, S, N, K, 128)
-  k, v = (jnp.swapaxes(x, 1, 2).astype('bfloat16') for x in (k, v))
-  q = q.astype('bfloat16')
-  positions = jnp.asarray([[0], [S // 2 - 3], [S - T], [7]]) + jnp.arange(T)[None]
-  positions = positions.at[3, 100:].set(S)  # They are not written.
-  # What no query sees is not read.
-  unseen = jnp.full((K, S - 512, 128), jnp.nan, 'bfloat16')
-  k, v = (x.at[jnp.asarray([0, 3]), :, 512:].set(unseen) for x in (k, v))
+  k, v = (np.swapaxes(x, 1, 2).astype(jnp.bfloat16) for x in (k, v))
+  q = q.astype(k.dtype)
+  positions = np.array([[0], [S // 2 - 3], [S - T], [7]]) + np.arange(T)
+  positions[3, 100:] = S  # They are not written.
+  expected = np.asarray(jax.jit(attention.cached)(q, k, v, positions), float)
+  for x in (k, v):  # What no query sees is not read.
+    x[[0, 3], :, 512:] = np.nan
   with pltpu.force_tpu_interpret_mode():
     found = jax.jit(attention_kernels.over_used_slots)(q, k, v, positions)
   assert found.dtype == 'bfloat16' and jnp.isfinite(found).all()
-  expected = attention.cached(q, *map(jnp.nan_to_num, (k, v)), positions)
-  found, expected = (x.astype(float).at[3, 100:].set(0) for x in (found, expected))
-  np.testing.assert_allclose(found, expected, atol=0.02)
+  known = positions < S
+  np.testing.assert_allclose(np.asarray(found, float)[known], expected[known], atol=0.02)
 
 
 @pytest.mark.parametrize(
@@ -311,10 +316,10 @@ def test_pages_are_for_tpus_bfloat16_and_whole_tiles(
 def test_each_chip_gets_heads_with_their_keys(heads, chips, dealt):
   """Chips that compute their heads alone give together what one gives."""
   q, k, v, _ = inputs(2, 5, *heads, 4)
-  ids = types.Segments(jnp.asarray([[1, 1, 1, 2, 2], [1, 2, 2, 2, 0]]))
-  arrays = attention._split_heads(q, k, v, chips)
+  ids = types.Segments(np.array([[1, 1, 1, 2, 2], [1, 2, 2, 2, 0]]))
+  arrays = jax.jit(attention._split_heads, static_argnums=3)(q, k, v, chips)
   assert (arrays[0].shape[2], arrays[1].shape[2]) == dealt
-  parts = zip(*(jnp.split(x, chips, axis=2) for x in arrays), strict=True)
+  parts = zip(*(np.split(x, chips, axis=2) for x in arrays), strict=True)
   attend = jax.jit(attention.packed)
   out = np.concatenate([attend(*part, ids) for part in parts], axis=2)
   whole = attend(q, k, v, ids)

@@ -2,11 +2,11 @@
 
 import functools
 
+import interpreted
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_slot_attention
 
 from agent_r1_jax import types
 from agent_r1_jax.models import attention, sharding
@@ -19,16 +19,15 @@ from agent_r1_jax.models.kernels import (
 
 _interpreted = functools.partial(
   row_attention.attend,
-  interpret=test_slot_attention.InterpretGPUParams(detect_races=True),
+  interpret=interpreted.InterpretGPUParams(detect_races=True),
 )
 
 
 def inputs(T: int, N: int, K: int, H: int, B: int = 1):
   """Random queries, keys, values and the gradient of the output, in bfloat16."""
-  keys = jax.random.split(jax.random.key(1), 4)
-  shapes = (B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H)
-  normal = lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16)
-  return tuple(map(normal, keys, shapes))
+  rng = np.random.default_rng(1)
+  normal = lambda heads: rng.normal(size=(B, T, heads, H)).astype(jnp.bfloat16)
+  return tuple(map(normal, (N, K, K, N)))
 
 
 def test_output_and_gradients_are_those_of_blocks(monkeypatch):
@@ -38,16 +37,20 @@ def test_output_and_gradients_are_those_of_blocks(monkeypatch):
   """
   monkeypatch.setattr(gpu, '_DEPTH', 1)
   rows, T = ([64] * 64 + [101] * 37, [120] * 20 + [70] * 50 + [120] * 50), 128
-  ends = jnp.asarray([row + list(range(len(row) + 1, T + 1)) for row in rows])
-  *qkv, dout = inputs(T, 4, 2, 128, len(rows))
-  out, pull = jax.vjp(lambda *qkv: _interpreted(*qkv, ends), *qkv)
-  wide = [x.astype(jnp.float32) for x in qkv]
-  plain, pull_plain = jax.vjp(lambda *qkv: block_attention.attend(*qkv, ends), *wide)
-  found = out, *pull(dout)
-  expected = plain, *pull_plain(dout.astype(jnp.float32))
+  ends = np.array([row + list(range(len(row) + 1, T + 1)) for row in rows])
+  given = inputs(T, 4, 2, 128, len(rows))
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def both(attend, *qkv_and_slope):
+    *qkv, slope = qkv_and_slope
+    out, pull = jax.vjp(lambda *qkv: attend(*qkv, jnp.asarray(ends)), *qkv)
+    return out, *pull(slope)
+
+  found = both(_interpreted, *given)
+  expected = both(block_attention.attend, *(x.astype(np.float32) for x in given))
   for x, y in zip(found, expected, strict=True):
     assert x.dtype == jnp.bfloat16
-    far = np.abs(np.asarray(x, float) - y).max() / np.abs(y).max()
+    far = np.abs(np.asarray(x, np.float32) - y).max() / np.abs(y).max()
     assert far < 0.01
 
 
@@ -57,12 +60,13 @@ def test_rows_on_an_h100_attend_by_it(monkeypatch, trees):
   monkeypatch.setattr(row_attention, 'attend', block_attention.attend)
   spans = jnp.repeat(jnp.asarray([[1, 2, 0]]), jnp.asarray([60, 190, 6]), axis=1)
   spans = block_attention.find_ends(spans) if trees else spans
-  q, k, v, _ = inputs(256, 2, 1, 64)
+  q, k, v, _ = map(jnp.asarray, inputs(256, 2, 1, 64))
   sees = types.Tree(spans, spans) if trees else types.Segments(spans)
-  plain = attention.packed(q, k, v, sees)
+  plain = jax.jit(attention.packed)(q, k, v, sees)
   monkeypatch.setattr(sharding, 'platform', lambda: 'gpu')
   monkeypatch.setattr(sharding, 'device_kind', lambda: 'NVIDIA H100 80GB HBM3')
-  np.testing.assert_array_equal(attention.packed(q, k, v, sees), plain)
+  found = jax.jit(lambda *given: attention.packed(*given))(q, k, v, sees)
+  np.testing.assert_array_equal(found, plain)
   assert attention_kernels.knows_spans(q)
   for other in (q[:, :192], q[..., :32], q.astype(jnp.float32)):
     assert not attention_kernels.knows_spans(other)
@@ -78,7 +82,7 @@ def test_rows_on_an_h100_attend_by_it(monkeypatch, trees):
 def test_one_process_of_several_cannot_choose_another_kernel(monkeypatch):
   monkeypatch.setattr(attention_kernels, 'is_hopper', lambda: True)
   monkeypatch.setattr(attention_kernels, '_passes_check', lambda *_: False)
-  q = inputs(128, 1, 1, 64)[0]
+  q = jnp.asarray(inputs(128, 1, 1, 64)[0])
   assert not attention_kernels.knows_spans(q)
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   with pytest.raises(RuntimeError, match='all of them with AGENT_R1_ROW_ATTENTION=0'):

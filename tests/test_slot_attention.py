@@ -3,6 +3,7 @@
 import functools
 import threading
 
+import interpreted
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,24 +12,22 @@ import pytest
 from agent_r1_jax.models import attention, kv_cache, sharding
 from agent_r1_jax.models.kernels import attention_kernels, slot_attention
 
-try:
-  from jax.experimental.pallas.mosaic_gpu import (
-    InterpretGPUParams,  # pyright: ignore[reportAttributeAccessIssue]
-  )
-except ImportError:  # Before jax 0.11 it has no public name.
-  from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-_interpreted = functools.partial(
-  slot_attention.attend, interpret=InterpretGPUParams(detect_races=True)
-)
+def _interpret_anew():
+  """The kernel, compiled as the module's constants are now."""
+  interpret = interpreted.InterpretGPUParams(detect_races=True)
+  attend = functools.partial(slot_attention.attend, interpret=interpret)
+  return jax.jit(attend, static_argnames='heads')
+
+
+_interpreted = _interpret_anew()
+_attend_plainly = jax.jit(slot_attention.attend_plainly)
 
 
 def inputs(B: int, T: int, N: int, K: int, S: int, H: int):
   """Random queries, keys and values in bfloat16."""
-  keys = jax.random.split(jax.random.key(1), 3)
-  shapes = (B, T, N, H), (B, K, S, H), (B, K, S, H)
-  normal = lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16)
-  return tuple(map(normal, keys, shapes))
+  rng, shapes = np.random.default_rng(1), ((B, T, N, H), (B, K, S, H), (B, K, S, H))
+  return tuple(rng.normal(size=shape).astype(jnp.bfloat16) for shape in shapes)
 
 
 @pytest.mark.parametrize(
@@ -40,37 +39,41 @@ def inputs(B: int, T: int, N: int, K: int, S: int, H: int):
 )
 def test_used_slots_are_the_plain_attention(T, N, K, S, H):
   """Texts of T slots to all, more and fewer blocks than fit the shared memory."""
-  first = jnp.asarray([0, 62, 63, 64, S - T])[:, None].clip(max=S - T)
-  positions = first + jnp.arange(T)[None]
+  first = np.array([0, 62, 63, 64, S - T])[:, None].clip(max=S - T)
+  positions = first + np.arange(T)
   q, k, v = inputs(len(first), T, N, K, S, H)
   # What lies in blocks after a text is never read: it may be anything.
   blocks = positions.max(1, keepdims=True) // slot_attention.BLOCK
-  unread = jnp.arange(S)[None] // slot_attention.BLOCK > blocks
-  spoil = lambda x, value: jnp.where(unread[:, None, :, None], value, x)
-  out = _interpreted(q, spoil(k, jnp.nan), spoil(v, jnp.nan), positions)
+  unread = (np.arange(S) // slot_attention.BLOCK > blocks)[:, None, :, None]
+  spoil = lambda x, value: np.where(unread, np.array(value, x.dtype), x)
+  out = _interpreted(q, spoil(k, np.nan), spoil(v, np.nan), positions)
   assert out.dtype == jnp.bfloat16
-  plain = attention.cached(q, spoil(k, 0), spoil(v, 0), positions)
-  np.testing.assert_allclose(out.astype(float), plain.astype(float), atol=0.02)
+  plain = jax.jit(attention.cached)(q, spoil(k, 0), spoil(v, 0), positions)
+  np.testing.assert_allclose(_widen(out), _widen(plain), atol=0.02)
+
+
+def _widen(x):
+  """In NumPy, float32."""
+  return np.asarray(x, np.float32)
 
 
 def test_of_eight_bits_integers_and_scales_are_read():
   """Five blocks, more than are in shared memory, and a text of one slot."""
   q, k, v = inputs(2, 1, 4, 2, 320, 128)
-  positions = jnp.asarray([[0], [317]])
-  (k, k_scale), (v, v_scale) = map(kv_cache.round_heads, (k, v))
+  positions = np.array([[0], [317]])
+  (k, k_scale), (v, v_scale) = map(jax.jit(kv_cache.round_heads), (k, v))
   # Slots that are larger than others by as much as two scales are.
-  scales = k_scale * 3, v_scale * (1 + jnp.arange(320) % 7)[None, None]
-  plain = slot_attention.attend_plainly(q, k, v, positions, scales)
-  unread = (jnp.arange(320) >= slot_attention.BLOCK)[None] & (positions == 0)
-  spoil = lambda x: jnp.where(unread[:, None], jnp.nan, x)
+  seven = 1 + np.arange(320, dtype=np.float32) % 7
+  scales = np.asarray(k_scale) * 3, np.asarray(v_scale) * seven
+  plain = _attend_plainly(q, k, v, positions, scales)
+  unread = (np.arange(320) >= slot_attention.BLOCK) & (positions == 0)
+  spoil = lambda x: np.where(unread[:, None], np.float32(np.nan), x)
   out = _interpreted(q, k, v, positions, scales=tuple(map(spoil, scales)))
   assert out.dtype == jnp.bfloat16
-  far = np.abs(out.astype(float) - plain).max(-1) / np.abs(plain).max(-1)
-  assert far.max() < 0.02
   # XLA's attention is the same.
-  out = attention.cached(q, k, v, positions, scales=scales)
-  far = np.abs(out.astype(float) - plain).max(-1) / np.abs(plain).max(-1)
-  assert far.max() < 0.02
+  for found in (out, jax.jit(attention.cached)(q, k, v, positions, scales=scales)):
+    far = np.abs(_widen(found) - plain).max(-1) / np.abs(plain).max(-1)
+    assert far.max() < 0.02
 
 
 def test_parts_keep_the_cores_busy_and_compute_the_same(monkeypatch):
@@ -79,34 +82,33 @@ def test_parts_keep_the_cores_busy_and_compute_the_same(monkeypatch):
     slot_attention._count_parts(*sizes) for sizes in ((4, 5), (64, 64), (132, 64))
   ]
   assert counts == [5, 2, 1]
-  positions = jnp.asarray([[38, 39], [628, 629]])
+  positions = np.array([[38, 39], [628, 629]])
   q, k, v = inputs(2, 2, 2, 1, 640, 64)
-  plain = slot_attention.attend_plainly(q, k, v, positions)
+  plain = _attend_plainly(q, k, v, positions)
   for parts in (1, 2, 10):  # Ten blocks one after the other, five, or one.
     monkeypatch.setattr(slot_attention, '_MOST_PARTS', parts)
-    out = _interpreted(q, k, v, positions)
-    np.testing.assert_allclose(out.astype(float), plain, atol=0.02, err_msg=str(parts))
+    out = _interpret_anew()(q, k, v, positions)
+    np.testing.assert_allclose(_widen(out), plain, atol=0.02, err_msg=str(parts))
 
 
 def test_of_several_heads_those_that_the_queries_share_are_read():
   q, k, v = inputs(2, 2, 4, 3, 128, 64)
-  positions = jnp.asarray([[5, 6], [126, 127]])
-  spoil = lambda x: x.at[:, 0].set(jnp.nan)
-  out = _interpreted(q, spoil(k), spoil(v), positions, jnp.asarray(1), 2)
-  plain = slot_attention.attend_plainly(q, k[:, 1:], v[:, 1:], positions)
-  np.testing.assert_allclose(out.astype(float), plain, atol=0.02)
+  positions = np.array([[5, 6], [126, 127]])
+  plain = np.asarray(_attend_plainly(q, k[:, 1:], v[:, 1:], positions))
+  k[:, 0] = v[:, 0] = np.nan
+  out = _interpreted(q, k, v, positions, 1, heads=2)
+  np.testing.assert_allclose(_widen(out), plain, atol=0.02)
 
 
 def test_a_token_past_the_last_slot_is_harmless(monkeypatch):
   monkeypatch.setattr(sharding, 'platform', lambda: 'gpu')
   monkeypatch.setattr(slot_attention, 'attend', _interpreted)
   q, k, v = inputs(3, 3, 4, 2, 128, 64)
-  positions = jnp.asarray([[5], [127], [128]]) - jnp.arange(3)[None]
-  out = attention_kernels.over_used_slots(q, k, v, positions)
-  assert jnp.isfinite(out).all()
-  plain = slot_attention.attend_plainly(q, k, v, positions)
-  known = np.asarray(positions) < 128
-  np.testing.assert_allclose(out.astype(float)[known], plain[known], atol=0.02)
+  positions = np.array([[5], [127], [128]]) - np.arange(3)
+  out = _widen(jax.jit(attention_kernels.over_used_slots)(q, k, v, positions))
+  assert np.isfinite(out).all()
+  plain, known = np.asarray(_attend_plainly(q, k, v, positions)), positions < 128
+  np.testing.assert_allclose(out[known], plain[known], atol=0.02)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def measure_gap(H: int) -> float:
 
   own = jax.jit(functools.partial(differentiate, attend))(*inputs)
   wide = [x.astype(jnp.float32) for x in inputs]
-  plain = differentiate(block_attention.attend, *wide)
+  plain = jax.jit(functools.partial(differentiate, block_attention.attend))(*wide)
   gaps = jax.tree.map(lambda x, y: jnp.abs(x - y).max() / jnp.abs(y).max(), own, plain)
   return float(jnp.stack(gaps).max())
 
