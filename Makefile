@@ -7,6 +7,7 @@
 # make lint         format, lint and types
 # make format       rewrite the code in its format
 # make docs         the documentation as a site, in runs/site
+# make wheel        the package as a wheel, in runs/wheel
 # make clean        remove the environment
 #
 # PYTHON=...        the interpreter of the environment (default: 3.12, else 3.13 or 3.11)
@@ -26,7 +27,7 @@ supported = import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(firstword $(foreach name,python3.12 python3.13 python3.11 python3 python,\
 	$(shell $(name) -c "$(supported)" 2>/dev/null && echo $(name))))
 
-.PHONY: quickstart test check lint format docs clean
+.PHONY: quickstart test check lint format docs wheel clean
 .PRECIOUS: $(VENV)-%/installed
 .DEFAULT_GOAL := test
 
@@ -67,6 +68,16 @@ format: $(VENV)/installed-test
 docs: $(VENV)/installed-test
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet
 	@echo "runs/site/index.html; with search: python3 -m http.server --directory runs/site"
+
+# Of a copy of the last commit: a build writes into its source.
+wheel: $(VENV)/installed-test
+	rm -rf runs/wheel
+	mkdir -p runs/wheel/source
+	git archive HEAD | tar -x -C runs/wheel/source
+	$(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation \
+		--wheel-dir runs/wheel runs/wheel/source
+	rm -rf runs/wheel/source
+	@ls runs/wheel/*.whl
 
 clean:
 	rm -rf $(VENV) $(VENV)-*

@@ -58,7 +58,11 @@ def _anchors(page):
 
 
 @pytest.mark.parametrize(
-  'path', ['README.md', 'WORKSPACE.md', 'CONTRIBUTING.md', 'CHANGELOG.md']
+  'path',
+  [
+    *('README.md', 'WORKSPACE.md', 'CONTRIBUTING.md', 'CHANGELOG.md'),
+    *('AGENTS.md', 'CODE_OF_CONDUCT.md', 'SECURITY.md'),
+  ],
 )
 def test_links_of_the_pages_outside_lead_somewhere(path):
   links = re.findall(r'\]\(([^)#:]*)(?:#([^)]*))?\)', (ROOT / path).read_text())
