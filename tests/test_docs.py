@@ -61,7 +61,7 @@ def _anchors(page):
   'path',
   [
     *('README.md', 'WORKSPACE.md', 'CONTRIBUTING.md', 'CHANGELOG.md'),
-    *('AGENTS.md', 'CODE_OF_CONDUCT.md', 'SECURITY.md'),
+    *('AGENTS.md', 'SECURITY.md'),
   ],
 )
 def test_links_of_the_pages_outside_lead_somewhere(path):
