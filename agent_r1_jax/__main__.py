@@ -20,6 +20,7 @@ SCRIPTS = {
   'build-index': ('experiments.build_index', 'index passages for search'),
   'retriever': ('experiments.serve_retriever', 'serve such indexes over HTTP'),
   'convert': ('experiments.convert_episodes', 'write episodes as ATIF or Inspect logs'),
+  'publish': ('experiments.publish', 'write a model card, and upload to the Hub'),
   'fetch': ('third_party.fetch', 'download data, models and indexes, and verify them'),
   'compile-for': (
     'experiments.bench.compile_for',

@@ -47,7 +47,7 @@ OWNERS = {
   f'{PACKAGE}/agent/template_process.py',
   'gguf': f'{PACKAGE}/contrib/gguf/files.py',
   'PIL': f'{PACKAGE}/agent/picture_files.py experiments/worlds/grid.py',
-  'huggingface_hub': 'third_party/transfers.py',
+  'huggingface_hub': f'third_party/transfers.py {PACKAGE}/contrib/hub/',
   'jsonschema': f'{PACKAGE}/agent/tool_schema.py',
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py experiments/train_tokenizer.py '
   f'{PACKAGE}/retrieval/encoder.py',

@@ -1,0 +1,1 @@
+"""Model cards of runs, and their models on the Hugging Face Hub."""
