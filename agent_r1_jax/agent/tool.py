@@ -17,7 +17,7 @@ from typing import Any, overload
 
 from agent_r1_jax.agent import breaker as breaker_lib
 from agent_r1_jax.agent import pictures, tool_schema
-from agent_r1_jax.host import workers
+from agent_r1_jax.host import moments, workers
 
 # A result is cut to so many characters, since a trajectory keeps its messages.
 MAX_CHARS = 200_000
@@ -177,6 +177,12 @@ def tool(
 
 async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
   """Calls a tool within its timeout; never raises, whatever the tool does."""
+  with moments.watch(moments.ToolCall(tool.name)) as moment:
+    moment.result = await _call(tool, arguments)
+  return moment.result
+
+
+async def _call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
   start, retries = _clock(), 0
   breaker = _get_breaker(tool.name, getattr(tool.fn, '__code__', type(tool.fn)))
   # Calls that never reach the tool say nothing about it, and must not use up the one

@@ -18,7 +18,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import transcript as transcript_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.host import thread_pool, workers
+from agent_r1_jax.host import moments, thread_pool, workers
 from agent_r1_jax.rollout import context as context_lib
 from agent_r1_jax.rollout import faults, sockets
 
@@ -146,9 +146,15 @@ class Episode:
 
     With `choose` the reply is chosen among candidates.
     """
+    with moments.watch(moments.Turn(len(self.transcript.turns))):
+      await self._take_turn(choose)
+
+  async def _take_turn(self, choose: context_lib.Choose | None):
     t, prompt, transcript = self.trajectory, self.pending, self.transcript
     max_tokens = min(self._room, self.limits.max_turn_tokens)
-    reply = self.reply = await self.context.reply(prompt, max_tokens, choose)
+    with moments.watch(moments.Reply(self.context.length + len(prompt))) as moment:
+      reply = await self.context.reply(prompt, max_tokens, choose)
+      self.reply = moment.chunk = reply
     self.sampled['tokens'] += len(reply.tokens)
     transcript.add_turn(transcript.passage, prompt, reply)
     scoring.policy_step.set(int(reply.policy_steps[-1]))

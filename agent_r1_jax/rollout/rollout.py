@@ -13,7 +13,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import clients
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import replica as replica_lib
-from agent_r1_jax.host import processes, records, thread_pool, workers
+from agent_r1_jax.host import moments, processes, records, thread_pool, workers
 from agent_r1_jax.rollout import context as context_lib
 from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import episode as episode_lib
@@ -108,6 +108,7 @@ def start(
   samples: int = 1,
   seed: int = 0,
   rollout_number: int = 0,
+  step: int | None = None,
   store: store_lib.EpisodeStore | None = None,
   send_messages: int | None = None,
   on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
@@ -124,6 +125,7 @@ def start(
   The engine is open and has the policy's weights. Episodes that `store` has from before a
   kill are not played again. With several processes, each sends `send_messages` of its
   trajectories with their messages, by default all, and the rest without.
+  `step` is the training step that learns from them, for whoever watches.
 
   Raises:
     ValueError: A limit is not above 0.
@@ -170,7 +172,9 @@ def start(
       if group in own_groups:
         episodes.append(play(group, sample, numbers[task.id]))
       numbers[task.id] += 1
-  return Rollout(engine, engine.start(episodes), tasks, send_messages)
+  moment = moments.Rollout(step, len(episodes))
+  future = moments.follow(moment, lambda: engine.start(episodes))
+  return Rollout(engine, future, tasks, send_messages)
 
 
 async def _play(
@@ -188,7 +192,8 @@ async def _play(
     workers.home.set(workers.Home(spread=attempt > 0))
     trajectory = begin()
     try:
-      await make_episode(trajectory).play(choice)
+      with moments.watch(moments.Episode(trajectory)):
+        await make_episode(trajectory).play(choice)
       break
     except workers.LoopBlockedError as error:
       trajectory.error = str(error)

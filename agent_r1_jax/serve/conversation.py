@@ -21,7 +21,8 @@ their order, and of several that go on from one reply, the first goes on in its 
 
 import asyncio
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import contextvars
 import functools
 import hashlib
 import itertools
@@ -35,6 +36,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.agent import transcript as transcript_lib
 from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.host import moments
 from agent_r1_jax.serve import branches, replies, requests, sources
 from agent_r1_jax.web import http
 
@@ -77,6 +79,12 @@ class EpisodeSource(sources.ReplySource):
     self._max_turns, self._max_turn_tokens = max_turns, max_turn_tokens
     self._branches: list[branches.Branch] = []
     self._sampled: dict[request_lib.Generation, branches.Branch] = {}
+    # The moments of replies that are being sampled, and what ends each. The requests
+    # come in another context than the episode's, whose moment these are inside.
+    self._context_of_moments = contextvars.copy_context()
+    self._moments: dict[
+      request_lib.Generation, tuple[moments.Reply, Callable[[], None]]
+    ] = {}
     self._last_reply_truncated = False
     self._last_turns: dict[str, types.Turn] = {}  # By session.
     self._closed = False
@@ -149,7 +157,7 @@ class EpisodeSource(sources.ReplySource):
     parent = branch.text
     if parent is not None and len(parent) > length:
       parent = request_lib.Fork(parent, length)
-    return self._context.submit(
+    generation = self._context.submit(
       prompt,
       parent,
       min(room, self._max_turn_tokens, api_request.max_tokens or room),
@@ -157,6 +165,19 @@ class EpisodeSource(sources.ReplySource):
       automata=automata,
       top_logprobs=api_request.top_logprobs or 0,
     )
+    moment = moments.Reply(length + len(prompt))
+    _, end = moments.begin(moment, self._context_of_moments)
+    self._moments[generation] = moment, end
+    return generation
+
+  def _end_moment(
+    self, generation: request_lib.Generation, chunk: request_lib.Chunk | None = None
+  ):
+    """Ends the moment of a reply, of which `chunk` is trained, unless it has ended."""
+    if generation in self._moments:
+      moment, end = self._moments.pop(generation)
+      moment.chunk = chunk
+      end()
 
   async def count(self, api_request: requests.ApiRequest) -> int:
     """Counts the tokens before the reply that a request would get; begins nothing."""
@@ -266,6 +287,7 @@ class EpisodeSource(sources.ReplySource):
     if branch is None or branch.pending is None or self._closed:
       return
     chunk = request_lib.join(generation.chunks)
+    self._end_moment(generation, chunk)
     messages, rendered, prompt = branch.pending
     branch.pending = None
     is_first = not self._transcript.turns
@@ -287,6 +309,7 @@ class EpisodeSource(sources.ReplySource):
 
   def close(self, generation: request_lib.Generation):
     """Forgets a reply that no client waits for; the request can be asked again."""
+    self._end_moment(generation)
     branch = self._sampled.pop(generation, None)
     if branch is not None:
       self._drop(branch)

@@ -27,7 +27,7 @@ from typing import IO
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import scoring
-from agent_r1_jax.host import thread_pool, workers
+from agent_r1_jax.host import moments, thread_pool, workers
 from agent_r1_jax.rollout import episode as episode_lib
 from agent_r1_jax.rollout import faults, sockets
 from agent_r1_jax.serve import conversation as conversation_lib
@@ -183,8 +183,9 @@ def process(
 
   The process finds the endpoint in OPENAI_BASE_URL and ANTHROPIC_BASE_URL and a key in
   OPENAI_API_KEY and ANTHROPIC_API_KEY, as the official clients expect it, and on its
-  standard input one line of JSON with the task's id and messages. When it ends, is late
-  or the run is stopped, all processes of its group are killed.
+  standard input one line of JSON with the task's id and messages. If somebody watches the
+  run, the headers of host/moments.py are variables, too, such as TRACEPARENT. When it
+  ends, is late or the run is stopped, all processes of its group are killed.
 
   Args:
     command: The program and its arguments.
@@ -222,6 +223,7 @@ async def _run_process(
         stderr=stderr_end,
         cwd=cwd,
         env=variables
+        | {name.upper(): value for name, value in moments.carrier().items()}
         | {'OPENAI_BASE_URL': url, 'OPENAI_API_KEY': 'none'}
         | {'ANTHROPIC_BASE_URL': url.removesuffix('/v1'), 'ANTHROPIC_API_KEY': 'none'},
         start_new_session=True,

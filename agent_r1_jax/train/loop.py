@@ -16,7 +16,7 @@ import numpy as np
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import guide, replica
-from agent_r1_jax.host import preemption, processes, runtime
+from agent_r1_jax.host import moments, preemption, processes, runtime
 from agent_r1_jax.models import decoder, lora, quantization, sharding
 from agent_r1_jax.rl import algorithms, learner, updates
 from agent_r1_jax.rollout import evaluate, groups, rollout, sockets
@@ -127,7 +127,8 @@ def _run_steps(run: opening.OpenRun):
     # A run that was preempted during an evaluation resumes with it: the update was made
     # before, and only the step's line in metrics.jsonl is missing.
     if not loop_state.pending_metrics:
-      with watcher.trace_step(loop_state.step + 1):
+      number = loop_state.step + 1
+      with watcher.trace_step(number), moments.watch(moments.Step(number)):
         sample = _sample(run)
         runtime.release_freed_memory()
         sampled = time.perf_counter()
@@ -235,7 +236,8 @@ def _learn(run: opening.OpenRun, sample: _Sample):
   run.watcher.set_phase('update')
   run.signals.phase = 'an update'
   try:
-    with sharding.use_mesh(run.engine.mesh):
+    update = moments.Update(len(sample.chosen))
+    with moments.watch(update), sharding.use_mesh(run.engine.mesh):
       run.train_state, metrics, table = updates.learn(
         run.train_state,
         sample.chosen,

@@ -124,7 +124,7 @@ class Rollouts:
     for step in to_start:
       tasks = self._stream.start_rollout(self._schedule.tasks)
       number = run_files.rollout_number(self._schedule, step)
-      self._started.append(self._play(tasks, number))
+      self._started.append(self._play(tasks, number, step))
       self._next_step = step + 1
 
   def _collect(self, n: int, refill: int) -> list[types.Trajectory]:
@@ -132,11 +132,13 @@ class Rollouts:
     if not refill:
       return self._started.popleft().result()
     # Another rollout number, so that a task that is drawn again gets other samples.
-    first = run_files.rollout_number(self._schedule, self._files.loop_state.step)
-    tasks = self._stream.refill(n)
-    return self._play(tasks, first + refill, 'refill').result()
+    step = self._files.loop_state.step
+    number = run_files.rollout_number(self._schedule, step) + refill
+    return self._play(self._stream.refill(n), number, step, 'refill').result()
 
-  def _play(self, tasks, number: int, label: str = 'rollout') -> rollout.Rollout:
+  def _play(
+    self, tasks, number: int, step: int, label: str = 'rollout'
+  ) -> rollout.Rollout:
     """Starts the episodes of some tasks, whose random keys depend on `number`."""
     samples = self._schedule.samples
     return rollout.start(
@@ -146,6 +148,7 @@ class Rollouts:
       samples=samples,
       decoding=self._decoding,
       rollout_number=number,
+      step=step + 1,
       store=self._files.store,
       on_done=counter(self._watcher, label, len(tasks) * samples),
       **self._shared,

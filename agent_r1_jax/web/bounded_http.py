@@ -5,6 +5,8 @@ import json
 import time
 from typing import Any
 
+from agent_r1_jax.host import moments
+
 Answer = tuple[int, Mapping[str, str], bytes]
 
 
@@ -44,7 +46,7 @@ def post(client: Any, url: str, fields: Any, *, seconds: float, max_bytes: int) 
   request: dict[str, Any] = {
     # Not `json=`, which raises on lone surrogates.
     'content': json.dumps(fields),
-    'headers': {'Content-Type': 'application/json'},
+    'headers': {'Content-Type': 'application/json'} | moments.carrier(),
     'timeout': seconds,
   }
   try:
