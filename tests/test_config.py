@@ -66,6 +66,16 @@ def test_a_sink_that_is_not_installed_is_refused(monkeypatch):
     preflight.check_config(tiny.run_config(sinks='wandb'), algorithms.grpo(kl_coef=0.0))
 
 
+def test_a_module_that_is_no_sink_is_refused():
+  for name, reason in {
+    'no_such.sink': "No module named 'no_such'",
+    'agent_r1_jax.fields': "has no attribute 'Sink'",
+  }.items():
+    config = tiny.run_config(sinks=f'tensorboard,{name}')
+    with pytest.raises(ValueError, match=f'^sinks: {name} is no module .*{reason}'):
+      preflight.check_config(config, algorithms.grpo(kl_coef=0.0))
+
+
 @pytest.mark.parametrize('name', ['alarms', 'engine'])
 def test_a_part_that_is_none_is_refused(name):
   config = config_lib.Config()

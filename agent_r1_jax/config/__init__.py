@@ -24,7 +24,7 @@ from agent_r1_jax.config.playing import Limits as Limits
 from agent_r1_jax.config.playing import Model as Model
 from agent_r1_jax.config.playing import Sampling as Sampling
 
-# Where metrics can go; see report/sinks.py.
+# Where metrics can go, besides modules of others; see report/sinks.py.
 SINKS = ('tensorboard', 'wandb', 'mlflow')
 
 
@@ -55,8 +55,8 @@ class Config:
       late, and of its calls whose tool may be out, before the run ends.
     log_episodes: How many episodes of each rollout are written to trajectories/, and how
       many of these and of each evaluation set with the numbers of their tokens.
-    sinks: Services that get metrics besides metrics.jsonl: some of SINKS, separated by
-      commas.
+    sinks: Services that get metrics besides metrics.jsonl: some of SINKS, and modules
+      that have a class Sink, such as my_package.my_sink, separated by commas.
     profile: The steps that are traced for Perfetto and XProf, to profile/ in the workdir:
       their numbers as in metrics.jsonl, separated by commas, such as '2,50'.
   """
@@ -89,7 +89,16 @@ class Config:
 
   @property
   def sink_names(self) -> list[str]:
-    """The names in `sinks`."""
+    """The names in `sinks` that are among SINKS."""
+    return [name for name in self._sinks if '.' not in name]
+
+  @property
+  def sink_modules(self) -> list[str]:
+    """The modules in `sinks`."""
+    return [name for name in self._sinks if '.' in name]
+
+  @property
+  def _sinks(self) -> list[str]:
     return [name.strip() for name in self.sinks.split(',') if name.strip()]
 
   @property
@@ -107,7 +116,7 @@ class Config:
     if unknown := set(self.sink_names).difference(SINKS):
       raise ValueError(
         f'sinks is {self.sinks!r}, with {", ".join(sorted(unknown))}; give some of '
-        f'{", ".join(SINKS)}, separated by commas.'
+        f'{", ".join(SINKS)}, separated by commas, or modules such as my_package.sink.'
       )
     if not all(s.strip().isdecimal() for s in self.profile.split(',') if s.strip()):
       raise ValueError(

@@ -3,10 +3,14 @@
 A sink has two methods, `write(step, metrics)` and `close()`, which may raise or hang, and
 an attribute `run`: the run's name in its service, or '' if a resumed run needs none.
 metrics.jsonl is the record; a sink may miss lines.
+
+A module of others is a sink, too, if it has a class Sink that is made without arguments:
+a RunSink, which may also watch the moments of the run (host/moments.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import importlib
 import json
 import os
 import pathlib
@@ -20,6 +24,7 @@ import warnings
 
 from agent_r1_jax.host import disk
 from agent_r1_jax.report import tensorboard
+from agent_r1_jax.rollout import sockets
 
 # While this many lines wait to be written to a sink, further lines are dropped.
 _MOST_LINES = 1000
@@ -38,6 +43,18 @@ class Sink(Protocol):
 
   def close(self) -> None:
     """Marks the run as finished; no call follows."""
+    ...
+
+
+class RunSink(Protocol):
+  """A sink of others; what its methods raise ends the run, and none waits for long."""
+
+  def open(self, run: sockets.RunInfo) -> contextlib.AbstractContextManager[None]:
+    """Is entered around the run, in every process."""
+    ...
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Gets the metrics of a step, in the first process."""
     ...
 
 
@@ -233,3 +250,8 @@ def start(
   }
   notes = folder / 'sinks'
   return [Background(name, make[name], notes / f'{name}.json') for name in names]
+
+
+def load(modules: Sequence[str]) -> list[RunSink]:
+  """Makes the sinks of modules, which train/preflight.py has checked."""
+  return [importlib.import_module(name).Sink() for name in modules]

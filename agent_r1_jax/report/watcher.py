@@ -23,14 +23,16 @@ from agent_r1_jax.train import metrics as metrics_lib
 class Watcher(sockets.Watcher):
   """Shows all of a run to people; only the first process shows and writes."""
 
-  def __init__(self):
-    """Watches nothing yet."""
+  def __init__(self, *run_sinks: sinks.RunSink):
+    """Watches nothing yet; gives the metrics to these sinks and to those of the run."""
+    self._given_sinks = self._run_sinks = run_sinks
     self._stepped = False
     self._bar: progress_lib.Progress | None = None
     self._meter: meter_lib.Meter | None = None
 
   def check(self, config: config_lib.Config) -> None:
-    """Accepts all settings."""
+    """Makes the sinks of modules, and accepts all other settings."""
+    self._run_sinks = (*self._given_sinks, *sinks.load(config.sink_modules))
 
   @contextlib.contextmanager
   def begin(self, run: sockets.RunInfo) -> Iterator[None]:
@@ -47,6 +49,8 @@ class Watcher(sockets.Watcher):
         self._sinks = sinks.start(config.sink_names, run.workdir, values, run.next_line)
         for sink in self._sinks:
           stack.callback(sink.close)
+      for sink in self._run_sinks:
+        stack.enter_context(sink.open(run))
       schedule, stats = config.schedule, run.engine.stats
       self._bar = stack.enter_context(
         _open_bar(
@@ -141,7 +145,8 @@ class Watcher(sockets.Watcher):
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
     """Shows the metrics of a step, and queues them for the sinks."""
-    for sink in self._sinks:
+    run_sinks = self._run_sinks if processes.is_first() else ()
+    for sink in (*self._sinks, *run_sinks):
       sink.write(step, metrics)
     # The line of step 0 has an evaluation alone.
     if self._bar and 'rollout/reward' in metrics:

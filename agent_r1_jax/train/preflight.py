@@ -55,13 +55,7 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
       'leave it 0.'
     )
   _check_reference(config, algorithm)
-  for name in config.sink_names:
-    # TensorBoard's files need no package that is not required anyway.
-    if name != 'tensorboard' and importlib.util.find_spec(name) is None:
-      raise ValueError(
-        f"sinks: {name} is not installed; pip install 'agent_r1_jax[{name}]', or leave "
-        'it out.'
-      )
+  _check_sinks(config)
   times = {'epochs': schedule.epochs, 'minibatches': schedule.minibatches}
   algorithms.check(algorithm, schedule.samples, **times)
   if config.sampling.temperature == 0:
@@ -81,6 +75,25 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
       'schedule.ahead: the chips of a replica (mesh.tensor) cannot sample and train at '
       'the same time; give some of them to sampling alone (mesh.samplers).'
     )
+
+
+def _check_sinks(config: config_lib.Config):
+  """Raises ValueError for sinks that are not installed, or are none."""
+  for name in config.sink_names:
+    # TensorBoard's files need no package that is not required anyway.
+    if name != 'tensorboard' and importlib.util.find_spec(name) is None:
+      raise ValueError(
+        f"sinks: {name} is not installed; pip install 'agent_r1_jax[{name}]', or leave "
+        'it out.'
+      )
+  for name in config.sink_modules:
+    try:
+      _ = importlib.import_module(name).Sink
+    except (ImportError, AttributeError) as error:
+      raise ValueError(
+        f'sinks: {name} is no module with a class Sink ({error}); install what it '
+        'needs, correct its name, or leave it out.'
+      ) from error
 
 
 def _check_reference(config: config_lib.Config, algorithm: algorithms.Algorithm):
