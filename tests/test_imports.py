@@ -70,6 +70,7 @@ OWNERS = {
   'inspect_ai': f'{PACKAGE}/contrib/logs/inspect_logs.py',
   'openenv': f'{PACKAGE}/contrib/environments/openenv.py',
   'verifiers': f'{PACKAGE}/contrib/environments/verifiers.py',
+  'opentelemetry': f'{PACKAGE}/contrib/opentelemetry/',
   'uvicorn': f'{PACKAGE}/web/http.py',
   'openai': 'experiments/',
   'pydantic_ai': 'experiments/miniwiki/agents.py',

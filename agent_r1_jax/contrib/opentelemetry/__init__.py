@@ -1,0 +1,1 @@
+"""Spans and metrics of a run for OpenTelemetry."""
