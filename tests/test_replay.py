@@ -1,6 +1,7 @@
 """A mixture's tokens are trained with the experts that computed them in the sampler."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import numpy as np
@@ -8,14 +9,15 @@ import pytest
 import runs
 import tiny
 
-from agent_r1_jax import train, types
+from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import records
 from agent_r1_jax.models import decoder, engine_params, experts, kv_cache
 from agent_r1_jax.models.files import weights
-from agent_r1_jax.rl import algorithms, minibatch, packing
+from agent_r1_jax.rl import packing
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rollout import store as store_lib
+from agent_r1_jax.train import loop
 
 SHAPE = tiny.config('qwen3_moe')
 L, E, k = SHAPE.num_layers, SHAPE.num_experts, SHAPE.experts_per_token
@@ -138,50 +140,22 @@ def test_records_and_tables_keep_experts_and_other_models_choose_their_own():
   assert 'routes' not in table.list_tokens()
 
 
-@pytest.mark.parametrize('replay', [True, False])
-def test_a_run_replays_what_it_sampled(replay, tmp_path, monkeypatch, no_curves):
-  """The update's text, the prompt and what the environment said included."""
-  likely = {i: 2.5 for i in range(30, 34)} | {tiny.chat().stop_ids[0]: 2.7}
-  shape = dataclasses.replace(SHAPE, num_layers=1)
-  weights.save(
-    tmp_path / 'base',
-    shape,
-    tiny.params(shape, likely),
-    tokenizer_from=tiny.tokenizer_dir(),
+def test_a_run_that_replays_nothing_records_no_experts(tmp_path, no_curves):
+  """A row of test_resume.py does."""
+  shape, played = dataclasses.replace(SHAPE, num_layers=1), []
+  params, tokenizer = tiny.params(shape), tiny.tokenizer_dir()
+  weights.save(tmp_path / 'base', shape, params, tokenizer_from=tokenizer)
+
+  def stop(train_state, trajectories, *args, **kwargs):
+    played.extend(trajectories)
+    raise KeyboardInterrupt
+
+  config = runs.config(
+    tmp_path / 'base', max_turns=2, decode_steps=6, replay=False, eval_every=0
   )
-  tables = []
-
-  def make_minibatch(table, *args, **kwargs):
-    tables.append(table)
-    batches, metrics = made(table, *args, **kwargs)
-    assert all((batch.rows.routes is None) != replay for batch in batches)
-    return batches, metrics
-
-  made = minibatch.make_policy
-  monkeypatch.setattr(minibatch, 'make_policy', make_minibatch)
-
-  tasks = [types.Task(f't{i}', [{'role': 'user', 'content': 'x' * i}]) for i in range(2)]
-  config = tiny.run_config(
-    model=str(tmp_path / 'base'), steps=1, tasks=2, samples=2, max_turns=2,
-    max_turn_tokens=6, rows=4, slots=96, decode_steps=6, prefill_rows=4,
-    prefill_tokens=32, bucket=96, narrow=False, microbatch=2, replay=replay,
-  )  # fmt: skip
-  train.run(
-    config,
-    tmp_path / 'run',
-    tasks=tasks,
-    make_env=runs.Talks,
-    algorithm=algorithms.grpo(kl_coef=0.01),
-  )
-  for table in tables:
-    if replay:
-      unknown = (table.routes == types.NO_EXPERT).all((1, 2))
-      # The last token of each segment is computed by nothing that samples.
-      np.testing.assert_array_equal(np.flatnonzero(unknown), _ends(table.segment))
-    else:
-      assert table.routes is None
-  assert tables
-
-
-def _ends(segment):
-  return np.flatnonzero(np.append(np.diff(segment) != 0, True))
+  with (
+    mock.patch.object(loop.updates, 'learn', stop),
+    pytest.raises(KeyboardInterrupt),
+  ):
+    runs.run(config, tmp_path / 'run', make_env=runs.Talks, evals=None)
+  assert played and all(s.routes is None for t in played for s in t.segments)

@@ -25,11 +25,13 @@ import runs
 import tiny
 import waiting
 
+from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import preemption
 from agent_r1_jax.models import decoder
 from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms, kl, losses
+from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.serve import program
 from agent_r1_jax.train import loop, metrics
 
@@ -80,6 +82,7 @@ class Whole(NamedTuple):
   workdir: pathlib.Path
   killed: pathlib.Path
   base: decoder.Params
+  tables: list[table_lib.TokenTable]
 
   @property
   def lines(self):
@@ -161,7 +164,13 @@ def check_pictures(whole):
 
 
 def check_experts(whole):
+  """The prompt and what the environment said are replayed too, but the last tokens."""
   assert all(abs(line['train/behaviour_kl']) < 1e-6 for line in whole.lines)
+  assert whole.tables
+  for table in whole.tables:
+    unknown = (table.routes == types.NO_EXPERT).all((1, 2))
+    ends = np.append(np.diff(table.segment) != 0, True)
+    np.testing.assert_array_equal(unknown, ends)
 
 
 def check_curriculum(whole):
@@ -245,9 +254,10 @@ def policies(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def happens(moment: Moment, act: Callable[[], None]) -> Iterator[None]:
-  """Calls `act` at a moment of the run."""
+def happens(moment: Moment, act: Callable[[], None]) -> Iterator[list]:
+  """Calls `act` at a moment of the run; gives the tables that are learned from."""
   reset, learn, begun = env_lib.ToolEnv.reset, loop.updates.learn, []
+  tables = []
 
   async def reset_and_act(self, task):
     begun.append(task)
@@ -258,13 +268,15 @@ def happens(moment: Moment, act: Callable[[], None]) -> Iterator[None]:
   def learn_and_act(train_state, *args, **kwargs):
     if (moment.kind, moment.number) == ('update', train_state.step):
       act()
-    return learn(train_state, *args, **kwargs)
+    learned = learn(train_state, *args, **kwargs)
+    tables.append(learned[2])
+    return learned
 
   with (
     mock.patch.object(env_lib.ToolEnv, 'reset', reset_and_act),
     mock.patch.object(loop.updates, 'learn', learn_and_act),
   ):
-    yield
+    yield tables
 
 
 def play(feature: Feature, path, workdir, **options) -> decoder.Params:
@@ -293,9 +305,9 @@ def wholes(policies, tmp_path_factory):
   def run(name):
     feature, root = FEATURES[name], tmp_path_factory.mktemp('resume')
     path, whole, killed = policies(feature.policy), root / 'whole', root / 'killed'
-    with happens(feature.moment, lambda: copy(whole, killed, feature.moment)):
+    with happens(feature.moment, lambda: copy(whole, killed, feature.moment)) as tables:
       params = play(feature, path, whole)
-    return Whole(params, whole, killed, weights.load(path)[1])
+    return Whole(params, whole, killed, weights.load(path)[1], tables)
 
   return run
 
@@ -308,7 +320,10 @@ def last_line(workdir):
 def assert_resumes(feature: Feature, path, workdir, whole: Whole):
   """The same command ends with the parameters and the numbers of an unbroken run."""
   assert not (workdir / 'model').exists()
-  params = play(feature, path, workdir)
+  with tiny.compilations() as compiled:
+    params = play(feature, path, workdir)
+  # A new process finds in the cache what the one before it has compiled.
+  assert not [x for x in compiled if 'decode' in x or '_gradient' in x]
   runs.assert_equal(params, whole.params)
   assert runs.read_numbers(workdir) == whole.lines
   for name in ('model', 'critic'):
@@ -343,17 +358,17 @@ def test_a_preempted_run_resumes_bit_for_bit(
 ):
   feature, whole = FEATURES[name], wholes(name)
   path = policies(feature.policy)
-  monkeypatch.setenv('AGENT_R1_GRACE_SECONDS', '900')  # However slow the machine is.
   watch = preemption.Watch()
-  monkeypatch.setattr(preemption, 'watch', lambda: contextlib.nullcontext(watch))
   with (
+    monkeypatch.context() as patch,
     contextlib.closing(watch),
     happens(moment, lambda: watch.handle_signal(number)),
     pytest.raises(preemption.Preempted) as ended,
   ):
+    patch.setenv('AGENT_R1_GRACE_SECONDS', '900')  # However slow the machine is.
+    patch.setattr(preemption, 'watch', lambda: contextlib.nullcontext(watch))
     play(feature, path, tmp_path)
   assert ended.value.code == preemption.EXIT_STATUS
   assert f'saved step {moment.step}; the same command' in capfd.readouterr().err
   assert last_line(tmp_path) == moment.line
-  monkeypatch.undo()
   assert_resumes(feature, path, tmp_path, whole)

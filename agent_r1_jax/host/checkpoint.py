@@ -207,7 +207,7 @@ class Checkpointer:
       read = self._orbax.load_checkpointables(step, {'arrays': abstract, 'host': None})
     except Exception as error:
       raise _UnreadableError(self.directory / str(step), error) from error
-    leaves = [read['arrays'][name] for name in names]
+    leaves = [_place(read['arrays'][name], leaf) for name, leaf in names.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves), read['host']
 
   def _prepare_commit(self) -> None:
@@ -313,6 +313,15 @@ def _describe(leaf: Any) -> jax.ShapeDtypeStruct:
   """Returns shape, dtype and sharding of a leaf."""
   sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _place(array: jax.Array, like: Any) -> jax.Array:
+  """Leaves an array to the default device if `like` is: Orbax binds it to one.
+
+  For arguments that are bound to a device, functions are compiled anew.
+  """
+  bound = getattr(like, 'committed', True)
+  return array if bound else jax.device_put(np.asarray(array))
 
 
 def _check_leaves(step: int, on_disk, expected: dict[str, jax.ShapeDtypeStruct]) -> None:
