@@ -60,12 +60,15 @@ def share(word: str) -> tuple[str, int]:
 
 
 @functools.cache
+def _shares() -> dict[str, tuple[str, int]]:
+  starts, ends = syllables()
+  return {word: share(word) for word in (start + end for start in starts for end in ends)}
+
+
+@functools.cache
 def words(split: str, part: int | None = None) -> tuple[str, ...]:
   """All words of a split (about 5,400 for a fifth), or of one part of it."""
-  starts, ends = syllables()
-  everything = (start + end for start in starts for end in ends)
-  mine = ((word, share(word)) for word in everything)
-  return tuple(w for w, (s, p) in mine if s == split and part in (None, p))
+  return tuple(w for w, (s, p) in _shares().items() if s == split and part in (None, p))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -95,6 +95,10 @@ class Peak(NamedTuple):
     return sum(self.parts.values())
 
 
+# A run has several footprints of one model, whose parameters are then traced once.
+_init = jax.jit(decoder.init, static_argnums=0)
+
+
 class Footprint:
   """What a run holds on one chip, in bytes, for sizes that are still to be chosen.
 
@@ -135,7 +139,7 @@ class Footprint:
   def _make(self, config: config_lib.Config):
     """Makes the parameters, the engine's copy and the parts; only for jax.eval_shape."""
     models = self.models
-    params = decoder.init(models.policy, jax.random.key(0))
+    params = _init(models.policy, jax.random.key(0))
     if models.shared_critic:
       params = decoder.add_value_head(params)
     if self._frozen != 'float32':
@@ -149,7 +153,7 @@ class Footprint:
     config = dataclasses.replace(config, optimizer=config_lib.Optimizer(kind=kind))
     reference = None
     if shape := models.reference:
-      reference = shape, decoder.init(shape, jax.random.key(0))
+      reference = shape, _init(shape, jax.random.key(0))
     update_config, state = first_state.make(
       config,
       models.policy,
