@@ -25,6 +25,7 @@ _PRELOADED = (
   'jsonschema',
   'matplotlib.figure',
   'ml_collections.config_flags',
+  'scipy.stats',
   'transformers.models.auto.tokenization_auto',
 )
 

@@ -1,10 +1,12 @@
 """Experiments as their users start them, in processes of their own."""
 
+from collections.abc import Sequence
 import contextlib
 import functools
 import json
 import os
 import pathlib
+import re
 import select
 import signal
 import socket
@@ -131,3 +133,19 @@ def run(
     out.seek(0)
     err.seek(0)
     return subprocess.CompletedProcess(command, status, out.read(), err.read())
+
+
+def run_in_turn(
+  module: str, *commands: Sequence[str], **environment: str
+) -> list[subprocess.CompletedProcess[str]]:
+  """`python -m module ...` with each command's flags, in one process (in_turn.py)."""
+  given = json.dumps([[*map(str, command)] for command in commands])
+  done = run(str(ROOT / 'tests' / 'in_turn.py'), module, given, **environment)
+  said = [re.split(r'\0(\d+)\n', text) for text in (done.stdout, done.stderr)]
+  assert [len(parts) for parts in said] == [2 * len(commands) + 1] * 2, done.stderr
+  return [
+    subprocess.CompletedProcess(command, int(status), out, err)
+    for command, (out, err), status in zip(
+      commands, zip(*(parts[:-1:2] for parts in said)), said[0][1::2]
+    )
+  ]

@@ -39,17 +39,20 @@ def model(tmp_path_factory):
   return tiny.save(tmp_path_factory.mktemp('model') / 'model', likely={stop: 1.4})
 
 
-def _run(model, workdir: pathlib.Path, *flags: str, code: str | None = None):
+def _flags(model, workdir: pathlib.Path, *flags: str) -> list[str]:
   small = {'rows': 8, 'prefill_rows': 8, 'prefill_tokens': 256, 'decode_steps': 16}
-  return script_lib.run(
-    *(('-c', code) if code else ('-m', 'experiments.evaluate')),
+  return [
     *(f'--config.model.path={model}', f'--workdir={workdir}', '--limit=2'),
     *script_lib.one_program(slots=1024),
     *(f'--config.engine.{name}={value}' for name, value in small.items()),
     '--config.limits.max_turn_tokens=16',
     '--config.model.dtype=float32',
     *flags,
-  )
+  ]
+
+
+def _run(*commands: list[str]):
+  return script_lib.run_in_turn('experiments.evaluate', *commands)
 
 
 def _tokens(workdir: pathlib.Path) -> dict:
@@ -67,11 +70,18 @@ def test_a_command_that_was_killed_goes_on_as_if_it_had_not_been(model, tmp_path
   data.write_text('\n'.join(map(json.dumps, rows)))
   flags = ('--task=gsm8k', f'--data={data}', '--methods=direct,react', '--n=2')
   one, other = tmp_path / 'one', tmp_path / 'other'
-  killed = _run(model, one, *flags, code=KILLED)
+  killed = script_lib.run('-c', KILLED, *_flags(model, one, *flags))
   assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
   assert len(before := _tokens(one)) == 3
-  resumed, whole = _run(model, one, *flags), _run(model, other, *flags)
+  # Another configuration is refused, and names the field.
+  other_flags = *flags, '--config.evaluation.temperature=0.5'
+  resumed, whole, refused = _run(
+    *(_flags(model, workdir, *flags) for workdir in (one, other)),
+    _flags(model, one, *other_flags),
+  )
   assert resumed.returncode == whole.returncode == 0, resumed.stderr + whole.stderr
+  assert refused.returncode
+  assert 'evaluation.temperature: 1.0 there, 0.5 now' in refused.stderr
   tokens = _tokens(one)
   assert tokens == _tokens(other) and len(tokens) == 2 * 2 * 2
   assert before.items() <= tokens.items()
@@ -89,10 +99,6 @@ def test_a_command_that_was_killed_goes_on_as_if_it_had_not_been(model, tmp_path
   asked = {e['id'][:3]: e['messages'][0]['content'] for e in played}
   assert 'Action Input:' in asked['rea'] and '"calculator"' in asked['rea']
   assert 'Action' not in asked['dir']
-  # Another configuration is refused, and names the field.
-  refused = _run(model, one, *flags, '--config.evaluation.temperature=0.5')
-  assert refused.returncode != 0
-  assert 'evaluation.temperature: 1.0 there, 0.5 now' in refused.stderr
 
 
 def test_questions_with_passages_are_answered_by_four_methods(model, tmp_path):
@@ -106,7 +112,8 @@ def test_questions_with_passages_are_answered_by_four_methods(model, tmp_path):
   for name, rows in files.items():
     with gzip.open(tmp_path / f'{name}.jsonl.gz', 'wt', encoding='utf-8') as file:
       file.writelines(json.dumps(row) + '\n' for row in rows)
-  done = _run(model, tmp_path / 'run', '--task=musique', f'--data={tmp_path}')
+  flags = '--task=musique', f'--data={tmp_path}'
+  (done,) = _run(_flags(model, tmp_path / 'run', *flags))
   assert done.returncode == 0, done.stderr[-3000:]
   results = json.loads((tmp_path / 'run' / 'results.json').read_text())
   assert [*results['methods']] == ['direct', 'rag', 'react', 'tools']
@@ -126,11 +133,12 @@ def test_questions_without_passages_need_a_retriever(model, tmp_path):
   rows = ''.join(f'What is {name}?,a city\n' for name in names)
   (tmp_path / 'bamboogle.csv').write_text(f'Question,Answer\n{rows}')
   flags = '--task=bamboogle', f'--data={tmp_path / "bamboogle.csv"}'
-  refused = _run(model, tmp_path / 'run', *flags)
-  assert refused.returncode != 0 and 'what is searched' in refused.stderr
-  done = _run(
-    model, tmp_path / 'run', *flags, f'--retriever={tmp_path / "index"}', '--methods=rag'
+  with_index = f'--retriever={tmp_path / "index"}', '--methods=rag'
+  refused, done = _run(
+    _flags(model, tmp_path / 'run', *flags),
+    _flags(model, tmp_path / 'run', *flags, *with_index),
   )
+  assert refused.returncode and 'what is searched' in refused.stderr
   assert done.returncode == 0, done.stderr[-3000:]
   (first, _) = episodes.read(tmp_path / 'run' / 'episodes.jsonl')
   assert 'is a city.' in first['messages'][0]['content']

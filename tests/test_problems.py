@@ -14,10 +14,7 @@ ROWS = {
 
 
 @pytest.mark.usefixtures('needs_sandbox')
-@pytest.mark.parametrize('task', ['gsm8k', 'mbpp'])
-def test_a_model_is_measured_before_and_after_its_training(task, tmp_path):
-  data, workdir = tmp_path / 'rows.jsonl', tmp_path / 'run'
-  data.write_text('\n'.join(json.dumps(ROWS[task] | {'task_id': n}) for n in range(8)))
+def test_a_model_is_measured_before_and_after_its_training(tmp_path):
   fields = {
     'model.path': tiny.save(tmp_path / 'model'),
     'engine.rows': 4,
@@ -33,16 +30,19 @@ def test_a_model_is_measured_before_and_after_its_training(task, tmp_path):
     'schedule.samples': 2,
     'schedule.eval_every': 0,
   }
-  done = script_lib.run(
-    *('-m', 'experiments.problems', f'--task={task}', f'--data={data}'),
-    *(f'--workdir={workdir}', '--held_out=3', '--watched=1'),
-    *(f'--config.{name}={value}' for name, value in fields.items()),
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
-  table = json.loads((workdir / 'table.json').read_text())
-  assert [*table] == ['Direct answer', 'Base Tool Call', 'GRPO']
-  assert all(row['right']['all']['count'] == 3 for row in table.values())
-  assert (workdir / 'table.md').read_text().strip() in done.stdout
-  log = max((workdir / 'trajectories').iterdir())
-  text = log.read_text()
-  assert {'gsm8k': 'Use the calculator', 'mbpp': 'the python tool'}[task] in text
+  flags = ['--held_out=3', '--watched=1', *script_lib.config_flags(fields)]
+  commands = []
+  for task, row in ROWS.items():
+    data = tmp_path / f'{task}.jsonl'
+    data.write_text('\n'.join(json.dumps(row | {'task_id': n}) for n in range(8)))
+    given = f'--task={task}', f'--data={data}', f'--workdir={tmp_path / task}'
+    commands.append([*given, *flags])
+  runs = script_lib.run_in_turn('experiments.problems', *commands)
+  for task, done in zip(ROWS, runs, strict=True):
+    assert done.returncode == 0, done.stderr[-3000:]
+    table = json.loads((tmp_path / task / 'table.json').read_text())
+    assert [*table] == ['Direct answer', 'Base Tool Call', 'GRPO']
+    assert all(row['right']['all']['count'] == 3 for row in table.values())
+    assert (tmp_path / task / 'table.md').read_text().strip() in done.stdout
+    text = max((tmp_path / task / 'trajectories').iterdir()).read_text()
+    assert {'gsm8k': 'Use the calculator', 'mbpp': 'the python tool'}[task] in text

@@ -111,13 +111,6 @@ def test_rows_give_demonstrations_that_follow_their_names():
   assert demos.demonstrate(elsewhere, by_title, lambda query: [], str) is None
 
 
-def _run(script: str, *args: str, fails: bool = False) -> str:
-  """Runs an experiment's script; returns what it printed."""
-  done = script_lib.run('-m', f'experiments.{script}', *args)
-  assert (done.returncode != 0) == fails, done.stdout + done.stderr
-  return done.stdout + done.stderr
-
-
 def _row(i, task):
   info = {k: task.info[k] for k in ('question', 'supporting_titles', 'type')}
   return {'id': f'r{i}', 'golden_answers': task.answer, **info}
@@ -146,8 +139,10 @@ def data(tmp_path_factory) -> pathlib.Path:
 def test_a_folder_without_data_is_refused_with_how_to_get_it(tmp_path):
   """For wikipedia.search, test_runtime.py does this."""
   flags = (f'--data={tmp_path}', f'--config.model.path={tmp_path}')
-  said = _run('paper_tables', *flags, f'--out={tmp_path}/run', fails=True)
-  assert 'train.jsonl.gz' in said and 'third_party/fetch.py hotpotqa' in said
+  run = ('-m', 'experiments.paper_tables', *flags, f'--out={tmp_path}/run')
+  done = script_lib.run(*run)
+  assert done.returncode and 'train.jsonl.gz' in done.stderr
+  assert 'third_party/fetch.py hotpotqa' in done.stderr
 
 
 def test_no_script_has_a_flag_for_a_model_beside_config_model_path():
@@ -173,7 +168,6 @@ def test_an_instruct_model_is_asked_in_its_own_template(data_dir, data, tmp_path
   tokenizer = data_dir / 'models' / 'qwen3'
   weights.save(tmp_path / 'model', config, params, tokenizer_from=tokenizer)
   search = (
-    'wikipedia.search',
     *TINY,
     '--config.schedule.eval_every=0',
     f'--config.model.path={tmp_path}/model',
@@ -188,20 +182,24 @@ def test_an_instruct_model_is_asked_in_its_own_template(data_dir, data, tmp_path
     *script_lib.one_program(slots=768),
     '--config.batch.microbatch=1',
   )
-  _run(*search)
-  run = tmp_path / 'run'
-  numbers = json.loads((run / 'table.json').read_text())
-  assert [*numbers['methods']] == METHODS and '/2 ' in (run / 'table.md').read_text()
-  assert numbers['recall']['recall@5'] > 0.3
-  assert not any(of['errors'] for of in numbers['methods'].values())
-  trained, trained_params = weights.load(tmp_path / 'run' / 'model')
-  assert (trained.family, trained.tie_embeddings) == (config.family, True)
-  assert jax.tree.structure(trained_params) == jax.tree.structure(params)
-  # The paper's prompt in the model's own template, the tool's schema included.
-  log = max((tmp_path / 'run' / 'trajectories').iterdir())
-  text = log.read_text()
-  assert 'Use the search tool to find the facts you need' in text
   # Started again, the finished run scores other rows with its policy.
   asked = tmp_path / 'asked.jsonl'
   asked.write_text(json.dumps(_row('new', ROWS[0])) + '\n')
-  assert '/1 ' in _run(*search, f'--rows={asked}')
+  commands = search, (*search, f'--rows={asked}')
+  for count, done in zip(
+    (2, 1), script_lib.run_in_turn('experiments.wikipedia.search', *commands), strict=True
+  ):
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f'/{count} ' in done.stdout
+  run = tmp_path / 'run'
+  assert (run / 'table.md').read_text().strip() in done.stdout
+  numbers = json.loads((run / 'table.json').read_text())
+  assert [*numbers['methods']] == METHODS
+  assert numbers['recall']['recall@5'] > 0.3
+  assert not any(of['errors'] for of in numbers['methods'].values())
+  trained, trained_params = weights.load(run / 'model')
+  assert (trained.family, trained.tie_embeddings) == (config.family, True)
+  assert jax.tree.structure(trained_params) == jax.tree.structure(params)
+  # The paper's prompt in the model's own template, the tool's schema included.
+  log = max((run / 'trajectories').iterdir())
+  assert 'Use the search tool to find the facts you need' in log.read_text()

@@ -18,9 +18,7 @@ SIZES = script_lib.QUICKSTART | {
 
 
 def learn(*flags):
-  return script_lib.run(
-    '-m',
-    'experiments.worlds.learn',
+  given = (
     '--world=lake',
     '--held_out=4',
     '--watched=2',
@@ -31,37 +29,33 @@ def learn(*flags):
     '--sft.rows=2',
     '--sft.warmup=5',
     *script_lib.config_flags(SIZES),
-    *flags,
+  )
+  return script_lib.run_in_turn(
+    'experiments.worlds.learn', *([*given, *x] for x in flags)
   )
 
 
 def test_a_policy_is_made_trained_compared_and_measured(tmp_path):
-  done = learn(f'--workdir={tmp_path}')
-  assert done.returncode == 0, done.stderr[-3000:]
+  to = f'--workdir={tmp_path}'
+  others = ['--algorithm=rloo', '--kl_coef=0.01', '--lake_reward=sparse']
+  first, second, refused = learn([to], [to, *others], [to, '--sft.learning_rate=0.1'])
+  assert first.returncode == 0, first.stderr[-3000:]
   table = json.loads((tmp_path / 'grpo' / 'table.json').read_text())
   assert [*table] == ['Base policy', 'GRPO']
   assert table['GRPO']['new_size']['all']['count'] == 4
   assert (tmp_path / 'base' / 'model' / 'model.safetensors').exists()
   # The base policy is not made again, and another algorithm writes beside the first.
-  begun = (tmp_path / 'base' / 'log.jsonl').stat().st_mtime_ns
-  others = ('--algorithm=rloo', '--kl_coef=0.01', '--lake_reward=sparse')
-  done = learn(f'--workdir={tmp_path}', *others)
-  assert done.returncode == 0, done.stderr[-3000:]
-  assert (tmp_path / 'base' / 'log.jsonl').stat().st_mtime_ns == begun
+  assert second.returncode == 0, second.stderr[-3000:]
+  made, played = (tmp_path / x for x in ('base/log.jsonl', 'grpo/table.json'))
+  assert made.stat().st_mtime_ns < played.stat().st_mtime_ns
   again = json.loads((tmp_path / 'rloo' / 'table.json').read_text())
   assert again['Base policy'] == table['Base policy'] and 'RLOO' in again
-  done = learn(f'--workdir={tmp_path}', '--sft.learning_rate=0.1')
-  assert done.returncode and 'sft.learning_rate: 0.002 there, 0.1 now' in done.stderr
-  done = script_lib.run(
-    '-m',
-    'experiments.evaluate',
-    '--task=lake',
-    f'--workdir={tmp_path / "evaluate"}',
-    f'--config.model.path={tmp_path / "grpo" / "model"}',
-    '--limit=2',
-    *script_lib.config_flags(SIZES),
-  )
+  assert refused.returncode
+  assert 'sft.learning_rate: 0.002 there, 0.1 now' in refused.stderr
+  flags = f'--config.model.path={tmp_path / "grpo" / "model"}', '--limit=2'
+  flags += f'--workdir={tmp_path / "evaluate"}', *script_lib.config_flags(SIZES)
+  commands = [['--task=lake', *flags], ['--task=lake']]
+  done, refused = script_lib.run_in_turn('experiments.evaluate', *commands)
   assert done.returncode == 0, done.stderr[-3000:]
   assert '| tools, new_maps' in done.stdout
-  done = script_lib.run('-m', 'experiments.evaluate', '--task=lake')
-  assert 'WORKDIR/grpo/model of experiments.worlds.learn' in done.stderr
+  assert 'WORKDIR/grpo/model of experiments.worlds.learn' in refused.stderr
