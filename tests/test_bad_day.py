@@ -48,6 +48,7 @@ SIGNALS = {
 }
 SMALL = script.QUICKSTART | {
   'schedule.steps': 3,
+  'schedule.eval_every': 3,
   'schedule.tasks': 4,
   'schedule.samples': 2,
   'limits.reset_seconds': 5.0,

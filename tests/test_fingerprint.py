@@ -2,11 +2,11 @@
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
+import script
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
@@ -86,13 +86,13 @@ tasks = [types.Task(str(i), [], answer={(i, 'x'): frozenset('abcd')}, info=info)
          for i in range(300)]
 print(json.dumps(fingerprint.tasks_digest({'': tasks})))
 """
-_ROOT = pathlib.Path(__file__).parents[1]
-
 
 # Runs each of some scripts as `python script` would.
-_RUN = (
-  'import runpy, sys\nfor path in sys.argv[1:]:\n  runpy.run_path(path, None, "__main__")'
-)
+_RUN = """
+import runpy, sys
+for path in sys.argv[1:]:
+  runpy.run_path(path, None, '__main__')
+"""
 # (text of the script, what is there instead, names of what differs then; with '...' among
 # others).
 _CHANGES = [
@@ -114,19 +114,16 @@ _CHANGES = [
 ]
 
 
-def _describe(folder, *scripts, seed='1'):
-  """Runs scripts in a new process; returns what each of them prints."""
-  folder.mkdir(exist_ok=True, parents=True)
+def _write(folder, *scripts):
+  folder.mkdir(parents=True)
   paths = [folder / f'script_{i}.py' for i in range(len(scripts))]
-  for path, script in zip(paths, scripts):
-    path.write_text(script)
-  (folder / 'run.py').write_text(_RUN)
-  done = subprocess.run(
-    [sys.executable, str(folder / 'run.py'), *map(str, paths)],
-    env=os.environ | {'PYTHONPATH': str(_ROOT), 'PYTHONHASHSEED': seed},
-    capture_output=True,
-    text=True,
-  )
+  for path, text in zip(paths, scripts):
+    path.write_text(text)
+  return map(str, paths)
+
+
+def _read(done):
+  """Returns what each of the scripts printed."""
   assert done.returncode == 0, done.stderr
   return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -143,16 +140,20 @@ def described(tmp_path_factory):
   changed = [_SCRIPT.replace(old, new) for old, new, _ in _CHANGES]
   digests = _DIGEST, _DIGEST.replace('np.arange(3)', 'np.arange(4)')
   digests += (_DIGEST.replace('(i,', '(-i,'),)
-  return _describe(tmp_path_factory.mktemp('script'), _SCRIPT, *changed, *digests)
+  paths = _write(tmp_path_factory.mktemp('script') / 'here', _SCRIPT, *changed, *digests)
+  return _read(script.run('-c', _RUN, *paths))
 
 
 @pytest.fixture(scope='module')
 def described_again(tmp_path_factory):
   """Elsewhere, later, with other addresses and hashes, comments and lines."""
-  script = '# A comment.\n\n' + _SCRIPT.replace('  found =', '  # why\n  found =', 1)
-  script = script.replace('"""Counts."""', '"""Counts what is there."""')
-  folder = tmp_path_factory.mktemp('again') / 'deep' / 'er'
-  return _describe(folder, script, _DIGEST, seed='2')
+  text = '# A comment.\n\n' + _SCRIPT.replace('  found =', '  # why\n  found =', 1)
+  text = text.replace('"""Counts."""', '"""Counts what is there."""')
+  paths = _write(tmp_path_factory.mktemp('again') / 'deep' / 'er', text, _DIGEST)
+  # No fork: it would have the hashes of the process that it comes from.
+  command = [sys.executable, '-c', _RUN, *paths]
+  environment = os.environ | {'PYTHONPATH': str(script.ROOT), 'PYTHONHASHSEED': '2'}
+  return _read(subprocess.run(command, env=environment, capture_output=True, text=True))
 
 
 def test_the_same_script_is_the_same_at_every_start(described, described_again):

@@ -20,7 +20,7 @@ from agent_r1_jax.rl import learner, packing, table
 
 # Of equal odds and optimizers the update is compiled once.
 _make_loss, _SGD = functools.cache(implicit_value._make_loss), optax.sgd(1.0)
-SHAPE, LARGE = (packing.MicrobatchShape(rows, 256) for rows in (2, 8))
+SHAPE, LARGE = (packing.MicrobatchShape(rows, 256) for rows in (2, 4))
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +29,10 @@ def few_losses(monkeypatch):
 
 
 @functools.cache
-def _played(n=6, fresh=False):
+def _played(fresh=False):
   """Half of them succeed. With `fresh` each turn is a segment of its own."""
   make_env = lambda: rollouts.Env(fresh=lambda turn: fresh)
-  played = rollouts.collect(make_env, rollouts.make_tasks(n))
+  played = rollouts.collect(make_env, rollouts.make_tasks(6))
   for i, trajectory in enumerate(played):
     for turn in trajectory.turns:
       turn.reward = 0.0
@@ -75,7 +75,7 @@ def test_learns_what_succeeds_from_the_policy_on(fresh):
 
 
 def test_an_episode_without_a_reply_is_left_out():
-  played = _played(4)
+  played = _played()
   late = dataclasses.replace(played[0], group=9, segments=[], turns=[])
   results = [_fit(given, 1, _SGD) for given in (played, [*played, late])]
   (_, odds), (params, same) = results
@@ -83,18 +83,9 @@ def test_an_episode_without_a_reply_is_left_out():
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
 
 
-def test_a_step_is_the_same_however_it_is_batched():
-  """SGD at rate 1 shows the gradient."""
-  played = _played(4)
-  one, other = (_fit(played, 1, _SGD, shape)[0] for shape in (SHAPE, LARGE))
-  a, b = (np.asarray(p['embed']['embedding']) for p in (one, other))
-  np.testing.assert_allclose(a, b, atol=1e-5)
-  assert np.abs(a - np.asarray(rollouts.params()['embed']['embedding'])).max() > 1e-5
-
-
 def test_the_gradient_is_that_of_whole_episodes():
   """However many segments they have, and wherever these are packed; SGD shows it."""
-  played = _played(4, fresh=True)
+  played = _played(fresh=True)
   assert {len(t.segments) for t in played} == {1, 2}
   built, params = table.build(played), rollouts.params()
   (batch,), where = packing.pack_microbatches(built, LARGE)

@@ -1,5 +1,6 @@
 """The notebook runs from top to bottom, in small, and is kept without outputs."""
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -18,11 +19,13 @@ SMALL = script.config_flags(
 )
 EXECUTE = """
 import sys, nbclient, nbformat
-notebook = nbformat.read(sys.argv[1], as_version=4)
-try:
-  nbclient.NotebookClient(notebook, timeout=1800).execute(cwd=sys.argv[2])
-finally:
-  nbformat.write(notebook, sys.argv[1])
+for path in sys.argv[2:]:
+  notebook = nbformat.read(path, as_version=4)
+  try:
+    nbclient.NotebookClient(notebook, timeout=1800).execute(cwd=sys.argv[1])
+  except nbclient.exceptions.CellExecutionError as error:
+    print(path, error)
+  nbformat.write(notebook, path)
 """
 
 
@@ -34,18 +37,18 @@ def test_is_valid_and_kept_without_outputs(path):
     assert cell.get('outputs', []) == [] and cell.get('execution_count') is None
 
 
-def executed(name: str, tmp_path, monkeypatch, **settings):
-  """Runs a notebook with other settings; returns the run and its output, cell by cell."""
-  notebook = nbformat.read(ROOT / 'launch' / name, as_version=4)
+def write(path: pathlib.Path, **settings):
+  """Writes the notebook with other settings."""
+  notebook = nbformat.read(ROOT / 'launch' / 'quickstart.ipynb', as_version=4)
   (cell,) = [c for c in notebook.cells if 'parameters' in c.metadata.get('tags', ())]
   cell.source += ''.join(f'\n{key} = {value!r}' for key, value in settings.items())
-  path = tmp_path / name
   nbformat.write(notebook, path)
-  monkeypatch.setenv('PYTHON', sys.executable)
-  command = [sys.executable, '-c', EXECUTE, str(path), str(ROOT / 'launch')]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+
+
+def read(path: pathlib.Path) -> dict[str, str]:
+  """Reads a notebook's output, cell by cell."""
   cells = nbformat.read(path, as_version=4).cells
-  return done, {cell.id: _shown(cell.get('outputs', ())) for cell in cells}
+  return {cell.id: _shown(cell.get('outputs', ())) for cell in cells}
 
 
 def _shown(outputs) -> str:
@@ -53,29 +56,26 @@ def _shown(outputs) -> str:
   return ''.join(out['text'] if 'text' in out else str(out) for out in outputs)
 
 
-def test_quickstart_trains_and_shows_what_it_promises(tmp_path, monkeypatch):
-  workdir = tmp_path / 'run'
-  done, shown = executed(
-    'quickstart.ipynb',
-    tmp_path,
-    monkeypatch,
-    WORKDIR=str(workdir),
-    FLAGS=' '.join(['--questions=2 --watched=1', *SMALL]),
+def test_quickstart_shows_what_it_promises_and_stops_where_its_run_fails(tmp_path):
+  workdir, paths = tmp_path / 'run', [tmp_path / f'{x}.ipynb' for x in ('good', 'bad')]
+  flags = ' '.join(['--questions=2 --watched=1', *SMALL])
+  write(paths[0], WORKDIR=str(workdir), FLAGS=flags)
+  write(paths[1], FLAGS='--no_such_flag')
+  command = [sys.executable, '-c', EXECUTE, str(ROOT / 'launch'), *map(str, paths)]
+  environment = os.environ | {'PYTHON': sys.executable}
+  done = subprocess.run(
+    command, capture_output=True, text=True, timeout=1800, env=environment
   )
   assert done.returncode == 0, done.stderr[-3000:]
-  assert 'CpuDevice' in shown['devices']
-  assert 'minutes in all' in shown['train']
-  assert '\x1b' not in shown['train'], 'a moving bar'
-  assert 'image/png' in shown['curve'] and '| GRPO ' in shown['curve']
+  good, bad = map(read, paths)
+  assert str(paths[0]) not in done.stdout, done.stdout[-3000:]
+  assert 'CpuDevice' in good['devices']
+  assert 'minutes in all' in good['train']
+  assert '\x1b' not in good['train'], 'a moving bar'
+  assert 'image/png' in good['curve'] and '| GRPO ' in good['curve']
   for step in (0, 1):
-    assert f'step-{step:05}-miniwiki-musique.jsonl' in shown['look']
-  assert 'assistant (reward ' in shown['look']
+    assert f'step-{step:05}-miniwiki-musique.jsonl' in good['look']
+  assert 'assistant (reward ' in good['look']
   assert (workdir / 'model' / 'model.safetensors').exists()
-
-
-def test_a_failing_run_stops_the_notebook(tmp_path, monkeypatch):
-  done, shown = executed(
-    'quickstart.ipynb', tmp_path, monkeypatch, FLAGS='--no_such_flag'
-  )
-  assert done.returncode != 0
-  assert 'no_such_flag' in shown['train'] and not shown['curve']
+  assert str(paths[1]) in done.stdout
+  assert 'no_such_flag' in bad['train'] and not bad['curve']

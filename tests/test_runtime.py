@@ -1,7 +1,6 @@
 """runtime.py: what a process is told before JAX starts."""
 
 import os
-import pathlib
 import platform
 import queue
 import socket
@@ -60,13 +59,20 @@ jax.jit(lambda x: x + 1)(1.0)
 
 
 def python(code, **environment):
+  """What a new process prints, whose memory is its own and which JAX was told nothing."""
   names = ('JAX_COMPILATION_CACHE_DIR', 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS')
   kept = {k: v for k, v in os.environ.items() if k not in names}
-  kept |= {'PYTHONPATH': str(pathlib.Path(__file__).parents[1])} | environment
+  kept |= {'PYTHONPATH': str(script.ROOT)} | environment
   command = [sys.executable, '-c', code]
   done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=1200)
   assert done.returncode == 0, done.stderr
   return done.stdout
+
+
+def run(code, **environment):
+  done = script.run('-c', code, **environment)
+  assert done.returncode == 0, done.stderr
+  return done
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='mallopt is glibc’s')
@@ -94,7 +100,7 @@ from agent_r1_jax.host import runtime
 importlib.util.find_spec = lambda name: name == 'libtpu'
 print(runtime.retain_freed_memory())
 """
-  assert python(code, JAX_PLATFORMS='').split() == ['False']
+  assert run(code, JAX_PLATFORMS='').stdout.split() == ['False']
 
 
 def test_a_workdir_that_is_reserved_sets_malloc_before_jax_starts_threads(tmp_path):
@@ -115,7 +121,7 @@ try:
 except ValueError:  # It names no model.
   pass
 """
-  assert python(code).split()[0] == 'False'
+  assert run(code).stdout.split()[0] == 'False'
 
 
 def test_compilations_lie_in_the_users_cache(tmp_path):
@@ -150,7 +156,7 @@ for name in ('tcp', 'tcp6'):
 
 @pytest.mark.skipif(not os.path.exists('/proc/self/net/tcp'), reason='needs /proc')
 def test_the_coordinator_listens_where_it_was_told_to():
-  (listening,) = set(python(_JOIN, JAX_PLATFORMS='cpu').split())
+  (listening,) = set(run(_JOIN, JAX_PLATFORMS='cpu').stdout.split())
   loopback = ('0100007F', '0' * 16 + 'FFFF00000100007F', '0' * 24 + '01000000')
   assert listening in loopback, 'others than those at the address can reach it'
 
@@ -216,12 +222,7 @@ app.run(main, argv=['x', *{arguments!r}])
 
 @pytest.mark.parametrize('arguments, narrated', [([], 0), (['--verbosity=0'], 2)])
 def test_libraries_do_not_narrate_and_warn_all_the_same(tmp_path, arguments, narrated):
-  code = _NARRATION.format(folder=str(tmp_path), arguments=arguments)
-  command = [sys.executable, '-c', code]
-  root = str(pathlib.Path(__file__).parents[1])
-  environment = os.environ | {'PYTHONPATH': root}
-  done = subprocess.run(command, env=environment, capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr
+  done = run(_NARRATION.format(folder=str(tmp_path), arguments=arguments))
   assert done.stderr.count('narrates') == narrated
   assert done.stderr.count('warns') == done.stderr.count('mine') == 1
 

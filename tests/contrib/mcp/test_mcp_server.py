@@ -74,8 +74,13 @@ async def ask(server, name, seconds=60.0, **arguments):
   )
 
 
-async def test_lists_and_calls(server):
-  server, _ = server
+async def test_lists_calls_and_survives_a_hanging_call_and_its_death(server, tmp_path):
+  server, restart = server
+  await lists_and_calls(server)
+  await survives(server, restart, tmp_path)
+
+
+async def lists_and_calls(server):
   names = ['add', 'environment', 'fail', 'freeze', 'hang', 'picture', 'pid', 'refuse']
   assert sorted(tool.name for tool in server.tools) == names
   assert [tool.name for tool in server.tools if tool.idempotent] == ['pid']
@@ -98,8 +103,7 @@ async def test_lists_and_calls(server):
   assert (await ask(server, 'picture')).text == 'a dot\n[image, image/png]'
 
 
-async def test_survives_a_hanging_call_and_the_death_of_the_server(server, tmp_path):
-  server, restart = server
+async def survives(server, restart, tmp_path):
   before = int((await ask(server, 'pid')).text)
   late = await ask(server, 'hang', seconds=0.2)
   assert late.timed_out and 'hang gave no answer within 0.2 s' in late.text
@@ -165,11 +169,5 @@ def test_the_example_of_the_docs(tmp_path):
   text = (script.ROOT / 'agent_r1_jax/contrib/mcp/guide.md').read_text()
   server, client, printed = re.findall(r'```(?:python)?\n(.*?)```', text, re.DOTALL)
   (tmp_path / 'warehouse.py').write_text(server)
-  done = subprocess.run(
-    [sys.executable, '-c', client],
-    cwd=tmp_path,
-    env=os.environ | {'PYTHONPATH': str(script.ROOT)},
-    capture_output=True,
-    text=True,
-  )
+  done = script.run('-c', client, cwd=tmp_path)
   assert (done.returncode, done.stdout) == (0, printed), done.stderr
