@@ -10,14 +10,15 @@ import tiny
 from agent_r1_jax.models.files import hf_config, weights
 from experiments.bench import memory
 
-# One program to decode and one to prefill, but where programs are counted.
+# One program to decode and one to prefill; a few where programs are counted.
 _FEW_PROGRAMS = """
 from absl import app
 from experiments.bench import __main__ as bench
 class Bench(bench.Bench):
   def engine(self, **kwargs):
-    one = {'bucket': 1024, 'narrow': False} if kwargs.get('warm', True) else {}
-    return super().engine(**one | kwargs)
+    one = {'bucket': 1024, 'narrow': False}
+    few = one if kwargs.get('warm', True) else {'bucket': 256}
+    return super().engine(**few | kwargs)
 bench.Bench = Bench
 app.run(bench.main)
 """

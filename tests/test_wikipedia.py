@@ -3,6 +3,7 @@
 Scripts run as a user runs them, in processes of their own.
 """
 
+import dataclasses
 import gzip
 import json
 import pathlib
@@ -11,6 +12,7 @@ import re
 import jax
 import pytest
 import script as script_lib
+import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats
@@ -19,6 +21,7 @@ from agent_r1_jax.models.files import weights
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.retrieval.documents import Document
 from agent_r1_jax.tasks import qa
+from experiments import train_tokenizer
 from experiments.wikipedia import demos, settings
 
 # Films, who directed them, and when and where these were born.
@@ -152,21 +155,18 @@ def test_no_script_has_a_flag_for_a_model_beside_config_model_path():
 
 
 def test_an_instruct_model_is_asked_in_its_own_template(data_dir, data, tmp_path):
-  config = decoder.DecoderConfig(
-    vocab_size=151_936,
-    embed_dim=32,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    mlp_dim=64,
-    rope_theta=1e6,
-    tie_embeddings=True,
-    family='qwen3',
+  # Qwen3's template over few tokens: a vocabulary of 151,936 takes seconds to load.
+  published = json.loads((data_dir / 'models/qwen3/tokenizer_config.json').read_text())
+  texts = [document.text for document in _passages()]
+  train_tokenizer.train(
+    [*texts, json.dumps(qa.agent_task(ROWS[0]).messages), *tiny.TEXTS],
+    vocab_size=1024,
+    directory=tmp_path / 'tokenizer',
+    chat_template=published['chat_template'],
   )
+  config = dataclasses.replace(tiny.config('qwen3'), vocab_size=1024, tie_embeddings=True)
   params = decoder.init(config, jax.random.key(0))
-  tokenizer = data_dir / 'models' / 'qwen3'
-  weights.save(tmp_path / 'model', config, params, tokenizer_from=tokenizer)
+  weights.save(tmp_path / 'model', config, params, tokenizer_from=tmp_path / 'tokenizer')
   search = (
     *TINY,
     '--config.schedule.eval_every=0',
@@ -179,7 +179,7 @@ def test_an_instruct_model_is_asked_in_its_own_template(data_dir, data, tmp_path
     '--config.engine.rows=2',
     '--config.engine.prefill_rows=2',
     '--config.engine.prefill_tokens=256',
-    *script_lib.one_program(slots=768),
+    *script_lib.one_program(slots=2048),
     '--config.batch.microbatch=1',
   )
   # Started again, the finished run scores other rows with its policy.
