@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
+import itertools
 
 import numpy as np
 
@@ -167,11 +168,10 @@ def start(
   own_groups = processes.take_share(len(tasks))
   numbers = collections.Counter()  # The next sample number of each task id.
   episodes = []
-  for group, task in enumerate(tasks):
-    for sample in range(samples):
-      if group in own_groups:
-        episodes.append(play(group, sample, numbers[task.id]))
-      numbers[task.id] += 1
+  for (group, task), sample in itertools.product(enumerate(tasks), range(samples)):
+    if group in own_groups:
+      episodes.append(play(group, sample, numbers[task.id]))
+    numbers[task.id] += 1
   moment = moments.Rollout(step, len(episodes))
   future = moments.follow(moment, lambda: engine.start(episodes))
   return Rollout(engine, future, tasks, send_messages)
