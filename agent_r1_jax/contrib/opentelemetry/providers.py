@@ -67,6 +67,19 @@ def _make_meter_provider() -> metrics_sdk.MeterProvider:
   return metrics_sdk.MeterProvider(readers, _describe(), shutdown_on_exit=False)
 
 
+class _Once(logging.Filter):
+  """Lets each kind of message through once: exporters repeat theirs every few seconds."""
+
+  def __init__(self):
+    super().__init__()
+    self._seen: set[str] = set()
+
+  def filter(self, record: logging.LogRecord) -> bool:
+    is_new = str(record.msg) not in self._seen
+    self._seen.add(str(record.msg))
+    return is_new
+
+
 def _describe() -> resources.Resource:
   name = {'service.name': 'agent_r1_jax', 'rl.system': 'agent_r1_jax'}
   ours = resources.Resource.create(name | {'rl.system.version': agent_r1_jax.__version__})
@@ -85,7 +98,9 @@ def _load_exporter(signal: str) -> Any:
     name = _PROTOCOLS.get(protocol, protocol)
   group = f'opentelemetry_{signal}_exporter'
   for entry in importlib.metadata.entry_points(group=group, name=name):
-    return entry.load()
+    exporter = entry.load()
+    logging.getLogger(exporter.__module__).addFilter(_Once())
+    return exporter
   raise ValueError(
     f'sinks: OpenTelemetry has no exporter {name!r} of {signal} here; pip install '
     f"'agent_r1_jax[opentelemetry]', or set {variable} to none, console or another one."

@@ -89,6 +89,14 @@ def test_variables_choose_the_exporter(monkeypatch, variables, name):
   assert exporter.__name__ == name if name else exporter is None
 
 
+def test_an_exporter_complains_once(monkeypatch, caplog):
+  monkeypatch.setenv('OTEL_METRICS_EXPORTER', 'console')
+  exporter = providers._load_exporter('metrics')
+  for second in range(3):
+    logging.getLogger(exporter.__module__).warning('It is down for %d s', second)
+  assert caplog.messages == ['It is down for 0 s']
+
+
 def test_an_exporter_that_is_not_installed_is_refused(monkeypatch):
   monkeypatch.setenv('OTEL_METRICS_EXPORTER', 'nosuch')
   with pytest.raises(ValueError, match="no exporter 'nosuch' of metrics here; pip inst"):
