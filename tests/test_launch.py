@@ -419,16 +419,18 @@ class TestRequestsOfTpus:
 
   @pytest.fixture
   def ask(self, tmp_path):
-    log, states = tmp_path / 'log', tmp_path / 'states'
+    log, states, lost = (tmp_path / name for name in ('log', 'states', 'lost'))
     script = f"""
 case "$*" in
   *state.state*) head -n 1 {states}; sed -i 1d {states} ;;
   *state.failedData*) echo 'no such zone' ;;
-  *) echo "$*" >>{log} ;;
+  *) echo "$*" >>{log}; case "$*" in *' ssh '*) ! rm {lost} 2>/dev/null ;; esac ;;
 esac"""
     tools = stub_tools(tmp_path / 'bin', ('gcloud', 'git', 'sleep'), script)
 
-    def ask(*said):
+    def ask(*said, taken=False):
+      if taken:  # While the run is on it: its ssh fails, once.
+        lost.touch()
       states.write_text(''.join(f'{state}\n' for state in said))
       path = f'{tools}:{os.environ["PATH"]}'
       done = launch('tpu_vm.sh', *RUN, path=path, CHECK='no', **NEEDS['tpu_vm.sh'])
@@ -442,6 +444,16 @@ esac"""
     done, verbs = ask(*states)
     assert done.returncode == 0, done.stderr
     assert verbs == ['create', 'delete', 'create', 'scp', 'ssh']
+
+  def test_a_slice_that_is_taken_from_a_run_gets_another(self, ask):
+    states = ('ACTIVE', 'SUSPENDING', 'SUSPENDED', '', 'ACTIVE')
+    done, verbs = ask(*states, taken=True)
+    assert done.returncode == 0, done.stderr
+    assert verbs == ['scp', 'ssh', 'delete', 'create', 'scp', 'ssh']
+
+  def test_a_run_that_fails_on_a_slice_that_stays_ends(self, ask):
+    done, verbs = ask('ACTIVE', 'ACTIVE', taken=True)
+    assert done.returncode == 1 and verbs == ['scp', 'ssh']
 
   def test_a_request_that_failed_is_deleted_and_its_reason_said(self, ask):
     done, verbs = ask('', 'FAILED')
