@@ -60,10 +60,11 @@ def _actions(rewards='rewards_process'):
 @_every
 def test_the_kl_can_be_left_out_or_put_in(name):
   make = _MAKERS[name]
-  if name in ('distillation', 'rejection'):
+  if name in _WITHOUT_KL:
     with pytest.raises(TypeError):
       make(kl_coef=0.5)
   else:
+    assert _takes(make, kl_coef=0.5), f'{name}: take kl_coef, or be in _WITHOUT_KL'
     where = kl.InReward if name in _KL_IN_REWARD else kl.InLoss
     assert make(kl_coef=0.5).kl == where(0.5) and make(kl_coef=0.5).needs_reference
     assert make(kl_coef=0.0).kl is None and not make(kl_coef=0.0).needs_reference
@@ -71,6 +72,15 @@ def test_the_kl_can_be_left_out_or_put_in(name):
   assert make(kl=other).kl is other
 
 
+def _takes(make, **options):
+  try:
+    make(**options)
+  except TypeError:
+    return False
+  return True
+
+
+_WITHOUT_KL = ('distillation', 'rejection')
 _KL_IN_REWARD = ['rloo', 'reinforce', 'reinforce_plus_plus', 'remax', 'ppo']
 _KL_IN_REWARD += ['reinforce_plus_plus_baseline']
 
@@ -161,6 +171,7 @@ def _options(name):
   ('name', 'option'), [pair for name in _MAKERS for pair in _options(name)]
 )
 def test_options_change_their_part_and_no_other(name, option):
+  assert option in _PARTS, f'_PARTS: another {option}, and the part that it changes'
   value, part = _PARTS[option]
   if option == 'divide_by_std':
     value = not inspect.signature(getattr(algorithms, name)).parameters[option].default
@@ -201,7 +212,8 @@ def _losses_at(algorithm, ratios, advantages):
 def test_clip_low_bounds_below_and_clip_high_above_by_default_as_in_the_papers(name):
   """With ε_l = 0.1, ε_h = 0.3, A = 1 gains up to a ratio of 1.3, A = -1 down to 0.9."""
   options = {option for _, option in _options(name)}
-  assert bool(options & {'clip', 'clip_low'}) == (name in _BOUNDS)
+  clips = bool(options & {'clip', 'clip_low'})
+  assert clips == (name in _BOUNDS), f'_BOUNDS: the default bounds of {name}, if it clips'
   cases = []
   if name in _BOUNDS:
     low, high = _BOUNDS[name]

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, families
 from agent_r1_jax.models.files import hf_config
 from agent_r1_jax.models.pictures import vision_config
 
@@ -86,6 +86,12 @@ _PARTICULARS = {
 def _read(directory, raw):
   (directory / 'config.json').write_text(json.dumps(raw))
   return hf_config.read(directory)
+
+
+def test_every_family_has_a_published_config():
+  """What a new family needs; docs/models.md says what else."""
+  published = {config['model_type'] for config in _PUBLISHED.values()}
+  assert published == families.FAMILIES.keys(), 'see golden/published_configs.json'
 
 
 @pytest.mark.parametrize('name', _PUBLISHED)

@@ -250,7 +250,11 @@ def test_text_rooms_are_light():
   script = f'import sys, {", ".join(modules)}; print({{*{heavy}}} & {{*sys.modules}})'
   command = [sys.executable, '-c', script]
   result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-  assert result.stdout == 'set()\n', result.stdout + result.stderr
+  remedy = (
+    'Import slow libraries inside the functions that use them. @tool imports '
+    'transformers: a ready-made tool is a factory, as in tools/calculator.py.'
+  )
+  assert result.stdout == 'set()\n', result.stdout + result.stderr + remedy
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ test_train_options.py tests the same through train.run.
 
 import dataclasses
 import functools
+import inspect
 import pathlib
 import re
 
@@ -65,6 +66,15 @@ def _other(table, name):
   if name == 'group':
     return dataclasses.replace(table, group=np.arange(8) % 2)
   return dataclasses.replace(table, **{name: np.cos(7.0 * getattr(table, name))})
+
+
+def test_every_algorithm_is_tried_here_and_named_in_the_documentation():
+  """What a new one needs; CONTRIBUTING.md says where the rest goes."""
+  text = (pathlib.Path(__file__).parents[1] / 'docs' / 'algorithms.md').read_text()
+  for name, make in inspect.getmembers(algorithms, inspect.isfunction):
+    if make.__annotations__.get('return') is algorithms.Algorithm and name[0] != '_':
+      assert name in ALL, f'{name}: give ALL one'
+      assert f'| `{name}`' in text, f'{name}: give the table of docs/algorithms.md a row'
 
 
 @pytest.mark.parametrize('column', algorithms.READABLE)
