@@ -4,6 +4,7 @@ import functools
 
 import clients
 import jax
+import tiny
 
 from agent_r1_jax.models import families, lora
 
@@ -20,7 +21,9 @@ KINDS = {
 def add(name, seed=0):
   """The base with an adapter that changes what is sampled."""
   targets, rank = KINDS[name]
-  params = lora.add(clients.params(), rank, targets, 2.0 * rank, jax.random.key(seed))
+  params = tiny.add_adapters(
+    clients.params(), rank, targets, 2.0 * rank, jax.random.key(seed)
+  )
   learned, frozen = lora.split(params)
 
   def draw(path, x):

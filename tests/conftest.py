@@ -42,6 +42,8 @@ jaxtyping.install_import_hook(
   ['agent_r1_jax.models', 'agent_r1_jax.engine', 'agent_r1_jax.rl'], 'shapes.checked'
 )
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+# Traces of programs make many objects, and hardly a circle of them.
+gc.set_threshold(20_000, 20, 20)
 
 
 _BEGAN = time.monotonic()

@@ -97,7 +97,7 @@ def policy() -> decoder.Params:
 @functools.cache
 def adapted() -> decoder.Params:
   """The policy with adapters that change what it computes."""
-  made = lora.add(policy(), 2, tuple(families.TARGETS), 4.0, jax.random.key(0))
+  made = tiny.add_adapters(policy(), 2, tuple(families.TARGETS), 4.0, jax.random.key(0))
   change = lambda path, x: 0.1 * placed.draw(8, *x.shape) if 'lora_b' in str(path) else x
   return jax.tree_util.tree_map_with_path(change, jax.device_get(made))
 

@@ -21,7 +21,6 @@ from agent_r1_jax.models import (
   engine_params,
   families,
   kv_cache,
-  lora,
   quantization,
   sharding,
 )
@@ -31,8 +30,8 @@ from agent_r1_jax.models.kernels import attention_kernels
 def extends(family: str, numbers: str, mesh: Any, **changes: Any) -> dict[str, Any]:
   """The engine's replica: experts and heads on two chips."""
   config = dataclasses.replace(tiny.config(family), num_heads=8, **changes)
-  params = engine_params.unstack(tiny.params(config), config)
-  text = jnp.arange(12).reshape(2, 6), jnp.tile(jnp.arange(6), (2, 1))
+  params = jax.jit(engine_params.unstack, static_argnums=1)(tiny.params(config), config)
+  text = [jnp.asarray(x) for x in ([range(6), range(6, 12)], [range(6)] * 2)]
   cache = kv_cache.empty(config, 2, 16, numbers)
   extend = jax.jit(lambda p, c: decoder.extend(p, config, types.Rows(*text), c)[0])
   with sharding.use_mesh(mesh):
@@ -47,7 +46,7 @@ def over_slots(length: int, mesh: Any) -> dict[str, Any]:
   slots, first = jnp.array(draw(0, 2, 8, 2, 256, 128)), jnp.arange(0, 128, 16)
   q, at = jnp.array(draw(1, 8, length, 8, 128)), first[:, None] + jnp.arange(length)[None]
   if mesh is None:
-    return {'bfloat16': attention.cached(q, *slots, at)}
+    return {'bfloat16': jax.jit(attention.cached)(q, *slots, at)}
   with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode():
     return {'bfloat16': jax.jit(attention_kernels.over_used_slots)(q, *slots, at)}
 
@@ -61,11 +60,11 @@ def quantized(mesh: Any) -> dict[str, Any]:
     return {}
   shape = tiny.config('qwen2', 1)
   frozen = quantization.freeze(tiny.params(shape), shape, 'int8')
-  frozen = lora.add(frozen, 4, tuple(families.TARGETS), 6.0, jax.random.key(0))
+  frozen = tiny.add_adapters(frozen, 4, [*families.TARGETS], 6.0, jax.random.key(0))
   change = lambda path, x: 0.3 * draw(1, *x.shape) if 'lora_b' in str(path) else x
   frozen = jax.tree_util.tree_map_with_path(change, frozen)
   placed = jax.device_put(frozen, sharding.make_shardings(frozen, mesh))
-  engine = tiny.engine(placed, shape=shape, mesh=mesh)
+  engine = tiny.engine(placed, shape=shape, mesh=mesh, **clients.EXACT)
   prompts = [test_prompt_scores.SHARED[:n] for n in (9, 33)]
   asked = [test_prompt_scores.ask(engine, p, top_logprobs=1) for p in prompts]
   scored = tiny.within(engine.run, asked)

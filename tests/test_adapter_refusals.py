@@ -54,7 +54,7 @@ def test_an_adapter_that_does_not_fit_is_refused(adapter, message):
 
 
 def _with_rank(rank):
-  return lora.add(clients.params(), rank, ('q',), 1.0, jax.random.key(0))
+  return tiny.add_adapters(clients.params(), rank, ('q',), 1.0, jax.random.key(0))
 
 
 @functools.cache

@@ -38,19 +38,21 @@ def test_nothing_is_written_behind_the_tokens_of_the_budget(budget):
   """Of a draft either: in a ring it would take the place of the window's first slots."""
   config = dataclasses.replace(tiny.config('mistral'), sliding=(True, False), window=9)
   ring, slots, length, k = 25, 64, 40, 3
-  cache = kv_cache.empty(config, 1, slots, window_slots=ring)
-  cache = jax.tree.map(lambda x: x + 7, cache)
+  cache = jax.eval_shape(lambda: kv_cache.empty(config, 1, slots, window_slots=ring))
+  cache = jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, 7, x.dtype)), cache)
   index, text = drafts.Index(), np.arange(30, dtype=np.int32)
   index.add(text, len(text))
   places = drafts.Places(*map(jnp.asarray, index.offer()))
   batch = active_request.make_decode_batch({}, 1, (), unused_row=1)
   ends = np.asarray(batch.ends).copy()
   ends[0] = text[10 - ends.shape[1] : 10]
-  assert (np.asarray(drafts.propose(places, jnp.asarray(ends), k)) == text[10:13]).all()
+  propose = jax.jit(drafts.propose, static_argnums=2)
+  assert (np.asarray(propose(places, ends, k)) == text[10:13]).all()
   batch = batch._replace(
     rows=np.zeros(1, int), length=np.array([length]), ends=ends, budget=np.array([budget])
   )
-  params = engine_params.unstack(tiny.params(config), config)
+  unstack = jax.jit(engine_params.unstack, static_argnums=1)
+  params = unstack(tiny.params(config), config)
   sizes = {'config': config, 'guides': (), 'steps': 2, 'bucket': slots, 'k': k}
   cache, _, out = programs_lib.decode(params, cache, batch, (), places, **sizes)
   # All tokens but the last one are computed: of one token, the text's last before it.

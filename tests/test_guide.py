@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import special
 import test_call_grammar
 import tiny
 
@@ -37,12 +38,8 @@ def test_a_guide_changes_only_the_entries_that_use_it():
   used = np.array([[True, False, False, True], [False, False, True, True]])
   logits = np.random.default_rng(0).normal(size=(4, 9)).astype(np.float32)
   states = (_states(forced, off, off, forced), jnp.zeros(4, jnp.int32))
-  changed = guide_lib.apply(
-    (guide_lib.FORCED, double),
-    (None, None),
-    states,
-    *map(jnp.asarray, (used, logits, logits)),
-  )
+  apply = jax.jit(lambda *given: guide_lib.apply((guide_lib.FORCED, double), *given))
+  changed = apply((None, None), states, used, logits, logits)
   only_three = np.where(np.arange(9) == 3, logits, -np.inf)
   expected = [only_three[0], logits[1], 2 * logits[2], 2 * only_three[3]]
   np.testing.assert_array_equal(changed, expected)
@@ -163,9 +160,8 @@ class TestValueGuide:
     hidden = rng.normal(size=(2, tiny.config().embed_dim)).astype(np.float32)
     state = {'inverse_beta': np.float32([0.5, 2.0])}
     assert guide.logits is not None
-    weighed = guide.logits(head, state, *map(jnp.asarray, (logits, hidden)))
-    found = np.asarray(jax.nn.softmax(weighed))
-    before = np.asarray(jax.nn.softmax(logits))
+    weighed = jax.jit(guide.logits)(head, state, logits, hidden)
+    found, before = special.softmax(weighed, -1), special.softmax(logits, -1)
     for m, beta in enumerate((2.0, 0.5)):
       top = np.argsort(-logits[m])[:3]
       weighed = before[m, top] * np.exp(

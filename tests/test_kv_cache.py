@@ -20,11 +20,13 @@ _SHAPE = tiny.config('qwen2', 1)
 _S = clients.SLOTS
 
 
-def _dequantise(layer: kv_cache.LayerCache) -> tuple[jax.Array, jax.Array]:
+def _dequantise(layer: kv_cache.LayerCache) -> tuple[np.ndarray, np.ndarray]:
   """The numbers that keys and values of 8 bits stand for."""
   assert layer.scales
   slots = zip((layer.keys, layer.values), layer.scales, strict=True)
-  keys, values = (x.astype(jnp.float32) * scale[..., None] for x, scale in slots)
+  keys, values = (
+    np.asarray(x, np.float32) * np.asarray(scale)[..., None] for x, scale in slots
+  )
   return keys, values
 
 
@@ -35,7 +37,7 @@ def _fill(B: int, T: int, K: int, S: int, H: int):
   sizes = np.float32(10.0) ** rng.integers(-3, 3, (2, B, T, K, 1))
   numbers = (sizes * rng.normal(size=(2, B, T, K, H))).astype(np.float32)
   numbers[0, 0, 1, 0] = 0
-  k, v = jnp.asarray(numbers)
+  k, v = numbers
   positions = np.arange(T)[None] + np.arange(B)[:, None]
   layer = kv_cache.empty(shape, B, S, 'int8')[0]
   return jax.jit(kv_cache.write)(layer, k, v, positions), k, v, positions
@@ -55,7 +57,7 @@ def test_each_slot_of_a_head_is_rounded_to_255_numbers():
       assert (np.abs(at(found, b) - x[b]) <= 0.5001 * expected[..., None]).all()
       assert np.abs(at(found, b) - x[b]).max() > 0
   # What is past the last slot is not written.
-  more = kv_cache.write(layer, k[:, :1], v[:, :1], jnp.full((2, 1), 8))
+  more = jax.jit(kv_cache.write)(layer, k[:, :1], v[:, :1], np.full((2, 1), 8))
   jax.tree.map(np.testing.assert_array_equal, more, layer)
 
 
@@ -72,13 +74,15 @@ def test_attention_is_that_over_dequantised_keys_and_values(dtype, rules):
   assert layer.scales
   k_scale, v_scale = layer.scales
   # Keys of ordinary sizes, or the largest alone would be seen; values differ as they do.
-  layer = layer._replace(scales=(k_scale * 0 + 0.02, v_scale))
-  q = jax.random.normal(jax.random.key(0), (2, 3, 6, 16), dtype)
-  positions = jnp.asarray([[0, 1, 2], [17, 18, 19]])
+  k_scale = np.full(k_scale.shape, 0.02, np.float32)
+  layer = layer._replace(scales=(k_scale, v_scale))
+  q = np.random.default_rng(0).normal(size=(2, 3, 6, 16)).astype(jnp.dtype(dtype))
+  positions = np.array([[0, 1, 2], [17, 18, 19]])
   attend = jax.jit(attention.cached, static_argnums=4)
   found = attend(q, layer.keys, layer.values, positions, rules, layer.scales)
-  plain = attend(q.astype(jnp.float32), *_dequantise(layer), positions, rules)
+  plain = attend(q.astype(np.float32), *_dequantise(layer), positions, rules)
   assert found.dtype == dtype
+  plain = np.asarray(plain)
   far = np.abs(np.float32(found) - plain).max(-1) / np.abs(plain).max(-1)
   assert far.max() < (1e-5 if dtype == 'float32' else 0.02)
 

@@ -31,7 +31,7 @@ _ALL = tuple(families.TARGETS)
 
 def _adapted(params, *, zero=False, targets=_ALL, rank=3):
   """With adapters; unless `zero`, B is drawn too."""
-  params = lora.add(params, rank, targets, 6.0, jax.random.key(7))
+  params = tiny.add_adapters(params, rank, targets, 6.0, jax.random.key(7))
   learned, frozen = lora.split(params)
 
   def draw(path, x):

@@ -94,22 +94,23 @@ def test_matrices_decay_and_by_an_option_all(kind, decay_all):
   """Scales of norms and biases are stacked over layers, and have several dimensions."""
   config, rate = tiny.config('qwen2_5_vl', layers=1), 1e-2
   params = lora.add(tiny.params(config), 2, ('q',), 2.0, jax.random.key(0))
-  params['value_head'] = {'kernel': jnp.ones((16, 1)), 'bias': jnp.ones(1)}
+  ones = lambda *shape: np.ones(shape, np.float32)
+  params['value_head'] = {'kernel': ones(16, 1), 'bias': ones(1)}
   kinds = {}  # Of leaves, by name and number of dimensions; one of each is enough.
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     kinds.setdefault((path[-1].key, leaf.ndim), (tuple(key.key for key in path), leaf))
   assert len(kinds) > 9
-  params = traverse_util.unflatten_dict(dict(kinds.values()))
+  params = jax.device_get(traverse_util.unflatten_dict(dict(kinds.values())))
   options = config_lib.Optimizer(kind=kind, weight_decay=0.1, decay_all=decay_all)
   optimizer = optimizers.make(options, rate)
-  zeros = jax.tree.map(jnp.zeros_like, params)
+  zeros = jax.tree.map(np.zeros_like, params)
   step = lambda zeros, params: optimizer.update(zeros, optimizer.init(params), params)
   updates, _ = jax.jit(step)(zeros, params)
   moved = {'kernel', 'embedding', 'lora_a', 'lora_b'}
   for path, update in jax.tree_util.tree_leaves_with_path(updates):
     decays = decay_all or path[-1].key in moved
     param = functools.reduce(lambda tree, key: tree[key.key], path, params)
-    want = -rate * 0.1 * param if decays else jnp.zeros_like(param)
+    want = -rate * 0.1 * param if decays else np.zeros_like(param)
     np.testing.assert_allclose(update, want, rtol=1e-5, err_msg=str(path))
 
 

@@ -111,7 +111,8 @@ def test_features_are_computed_once_for_a_policy(params, monkeypatch):
   turns = [(1, picture(0), 2, 3), (4, picture(0), picture(1), 5)]
   engine.run([play(engine, n, turns) for n in range(3)])
   assert len(seen) == 2
-  engine.sync_weights(jax.tree.map(lambda x: x * 1.01, params), 1)
+  scale = jax.jit(lambda tree: jax.tree.map(lambda x: x * 1.01, tree))
+  engine.sync_weights(scale(params), 1)
   engine.run([play(engine, 0, turns[:1])])
   assert len(seen) == 3
 

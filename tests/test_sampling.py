@@ -97,14 +97,15 @@ class TestUniforms:
     assert stats.kstest(u, 'uniform').pvalue > 0.01
 
   def test_a_number_depends_on_key_and_position_alone(self):
-    keys = jnp.array([[1, 2], [1, 2], [1, 3], [2, 2]], jnp.uint32)
-    positions = jnp.array([7, 8, 7, 7], jnp.int32)
-    u = np.asarray(sampling_lib.make_uniforms(keys, positions))
+    keys = np.array([[1, 2], [1, 2], [1, 3], [2, 2]], np.uint32)
+    positions = np.array([7, 8, 7, 7], np.int32)
+    make = jax.jit(sampling_lib.make_uniforms)
+    u = np.asarray(make(keys, positions))
     assert len(set(u.tolist())) == 4
     order = np.array([2, 0, 3, 1])
-    again = sampling_lib.make_uniforms(keys[order], positions[order])
+    again = make(keys[order], positions[order])
     np.testing.assert_array_equal(again, u[order])
-    fewer = sampling_lib.make_uniforms(keys[1:3], positions[1:3])
+    fewer = make(keys[1:3], positions[1:3])
     np.testing.assert_array_equal(fewer, u[1:3])
 
 
@@ -225,10 +226,14 @@ def test_a_value_out_of_range_is_refused(field, value):
 def test_what_is_forbidden_is_not_chosen_however_likely_it_is(temperature):
   logits = np.zeros((2, 300), np.float32)
   logits[:, 7], logits[:, 200] = 400, 5
-  scaled = sampling_lib.scale_logits(jnp.asarray(logits), jnp.full(2, temperature))
-  choices = jax.nn.log_softmax(scaled.at[0, 7].set(-jnp.inf))
-  greedy = jnp.full(2, temperature == 0)
-  tokens = sampling_lib.choose_tokens(choices, jnp.array([0.5, 0.5]), greedy)
+
+  @jax.jit
+  def choose(logits, temperature):
+    scaled = sampling_lib.scale_logits(logits, temperature)
+    choices = jax.nn.log_softmax(scaled.at[0, 7].set(-jnp.inf))
+    return sampling_lib.choose_tokens(choices, jnp.full(2, 0.5), temperature == 0)
+
+  tokens = choose(logits, np.full(2, temperature, np.float32))
   assert tokens.tolist() == [200, 7]
 
 

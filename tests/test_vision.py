@@ -237,7 +237,8 @@ def test_logits_are_those_of_transformers(rows):
 def test_the_cache_gives_the_logits_of_transformers():
   """In chunks of 8, which cut pictures; the last tokens are decoded one by one."""
   config, params = _model()
-  layers, features = engine_params.unstack(params, config), _features()[0]
+  unstack = jax.jit(engine_params.unstack, static_argnums=1)
+  layers, features = unstack(params, config), _features()[0]
   rows = [_row(0), _row(1)]
   slots, cache = 80, kv_cache.empty(config, 2, 80)
   lengths = [len(row[0]) for row in rows]
@@ -312,7 +313,8 @@ def test_bfloat16_is_close_and_the_sampler_has_the_learners_features():
   half = dataclasses.replace(config, dtype='bfloat16')
   batch, _ = picture_tokens.pack(_pictures(), config.vision, rows=1, patches=256)
   learner = _compute_features(params, half, batch)
-  sampler = _compute_features(engine_params.unstack(params, half), half, batch)
+  unstack = jax.jit(engine_params.unstack, static_argnums=1)
+  sampler = _compute_features(unstack(params, half), half, batch)
   assert learner.dtype == jnp.bfloat16
   np.testing.assert_array_equal(learner, sampler)
   _assert_close(np.asarray(learner, np.float32), _features()[0], 5e-2)

@@ -20,7 +20,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.models import decoder, families
+from agent_r1_jax.models import decoder, families, lora
 from agent_r1_jax.models.files import weights
 from agent_r1_jax.models.pictures import vision_config
 from agent_r1_jax.rl import learner, packing, table
@@ -106,8 +106,7 @@ def params(
     noise = np.random.default_rng(seed).normal(size=leaf.shape)
     return np.asarray(leaf + 0.3 * noise, np.float32)
 
-  tree = jax.eval_shape(lambda key: decoder.init(shape, key), jax.random.key(0))
-  ones = {'scale': 1.0}
+  tree, ones = _init_shapes(shape), {'scale': 1.0}
   tree = jax.tree_util.tree_map_with_path(
     lambda path, x: spread(path, np.full(x.shape, ones.get(path[-1].key, 0.0))), tree
   )
@@ -117,6 +116,22 @@ def params(
   for token, bias in (likely or {}).items():
     tree['lm_head']['kernel'][0, token] = bias
   return jax.device_put(tree)
+
+
+def add_adapters(params: Any, rank: int, targets: Sequence[str], alpha: float, key: Any):
+  """lora.add in one program, and with the same arrays besides."""
+  made = _make_adapters(params, rank, tuple(targets), alpha, key)
+  return lora.join(made, params)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _make_adapters(*arguments):
+  return lora.take(lora.add(*arguments))
+
+
+@functools.cache
+def _init_shapes(shape: decoder.DecoderConfig) -> Any:
+  return jax.eval_shape(lambda key: decoder.init(shape, key), jax.random.key(0))
 
 
 @functools.cache
