@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import agent_r1_jax
+from agent_r1_jax.checks import doctor
 
 ROOT = pathlib.Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / '.github' / 'workflows').glob('*.yml'))
@@ -45,7 +46,7 @@ def test_a_workflow_runs_commands_of_this_repository(path):
 def test_the_suite_runs_on_several_versions_of_python():
   (path,) = WORKFLOWS
   suite = yaml.safe_load(path.read_text())['jobs']['suite']
-  assert suite['strategy']['matrix']['python'] == ['3.11', '3.12']
+  assert suite['strategy']['matrix']['python'] == list(doctor.PYTHONS)
   assert [step['run'] for step in suite['steps'] if 'run' in step] == ['.ci/run']
 
 

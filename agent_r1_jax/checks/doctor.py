@@ -33,7 +33,7 @@ from agent_r1_jax.train import preflight
 from agent_r1_jax.train.plan import footprint, sizes
 
 _PACKAGE = 'agent_r1_jax'
-_PYTHONS = ('3.11', '3.12', '3.13')
+PYTHONS = ('3.11', '3.12', '3.13')
 _ROOT = pathlib.Path(__file__).parents[2]
 _SECONDS = 120.0
 _PROBE_BYTES = 32 << 20
@@ -108,8 +108,8 @@ def show(findings: Sequence[Finding]) -> int:
 def check_versions() -> Finding:
   """Compares Python and the installed packages with the versions that are tested."""
   here = '.'.join(map(str, sys.version_info[:2]))
-  if here not in _PYTHONS:
-    remedy = f'Use one of Python {", ".join(_PYTHONS)}.'
+  if here not in PYTHONS:
+    remedy = f'Use one of Python {", ".join(PYTHONS)}.'
     return Finding('versions', 'fail', f'Python {here}', remedy)
   differing, wanted = [], _read_requirements()
   for package in wanted:
