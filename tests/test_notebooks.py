@@ -37,9 +37,10 @@ def test_is_valid_and_kept_without_outputs(path):
     assert cell.get('outputs', []) == [] and cell.get('execution_count') is None
 
 
-def write(path: pathlib.Path, **settings):
-  """Writes the notebook with other settings."""
+def write(path: pathlib.Path, left_out: str | None = None, **settings):
+  """Writes the notebook with other settings, and without a cell."""
   notebook = nbformat.read(ROOT / 'launch' / 'quickstart.ipynb', as_version=4)
+  notebook.cells = [cell for cell in notebook.cells if cell.id != left_out]
   (cell,) = [c for c in notebook.cells if 'parameters' in c.metadata.get('tags', ())]
   cell.source += ''.join(f'\n{key} = {value!r}' for key, value in settings.items())
   nbformat.write(notebook, path)
@@ -60,7 +61,7 @@ def test_quickstart_shows_what_it_promises_and_stops_where_its_run_fails(tmp_pat
   workdir, paths = tmp_path / 'run', [tmp_path / f'{x}.ipynb' for x in ('good', 'bad')]
   flags = ' '.join(['--questions=2 --watched=1', *SMALL])
   write(paths[0], WORKDIR=str(workdir), FLAGS=flags)
-  write(paths[1], FLAGS='--no_such_flag')
+  write(paths[1], FLAGS='--no_such_flag', left_out='devices')
   command = [sys.executable, '-c', EXECUTE, str(ROOT / 'launch'), *map(str, paths)]
   environment = os.environ | {'PYTHON': sys.executable}
   done = subprocess.run(
@@ -74,7 +75,7 @@ def test_quickstart_shows_what_it_promises_and_stops_where_its_run_fails(tmp_pat
   assert '\x1b' not in good['train'], 'a moving bar'
   assert 'image/png' in good['curve'] and '| GRPO ' in good['curve']
   for step in (0, 1):
-    assert f'step-{step:05}-miniwiki-musique.jsonl' in good['look']
+    assert f'step-{step:05}-miniwiki-musique-dev.jsonl' in good['look']
   assert 'assistant (reward ' in good['look']
   assert (workdir / 'model' / 'model.safetensors').exists()
   assert str(paths[1]) in done.stdout
