@@ -203,6 +203,8 @@ def pytest_sessionstart():
   from agent_r1_jax.host import runtime
 
   runtime.KEPT = 1 << 40
+  # What is traced stays: to look at it after each 700 objects takes 3 % of the time.
+  gc.set_threshold(50_000)
 
 
 def pytest_sessionfinish():

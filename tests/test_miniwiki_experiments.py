@@ -41,10 +41,9 @@ def test_pretraining_writes_a_policy_whose_loss_falls(base):
   assert params['embed']['embedding'].shape == (config.vocab_size, 96)
 
 
-def test_the_quickstart_writes_its_files_and_goes_on_with_more_steps(base, tmp_path):
+def test_the_quickstart_writes_its_files_and_goes_on_with_more_steps(tmp_path):
   flags = (
     f'--workdir={tmp_path}',
-    f'--config.model.path={base / "model"}',
     '--questions=4',
     '--watched=2',
     '--config.schedule.tasks=2',
@@ -52,8 +51,7 @@ def test_the_quickstart_writes_its_files_and_goes_on_with_more_steps(base, tmp_p
     *script_lib.config_flags(script_lib.QUICKSTART),
     '--config.limits.max_turn_tokens=32',
     '--config.schedule.eval_every=1',
-    # So small a policy may earn the same in all episodes, and learn nothing from them:
-    # decay changes it all the same.
+    # Of so few episodes all may earn the same: decay changes the policy all the same.
     '--config.optimizer.weight_decay=0.1',
   )
   commands = ((*flags, f'--config.schedule.steps={n}') for n in (1, 2))

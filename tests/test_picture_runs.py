@@ -6,7 +6,6 @@ import copy
 import gallery
 import httpx2
 import jax
-import numpy as np
 import openai
 import pytest
 import serving
@@ -14,7 +13,6 @@ import test_pictures
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.guided import choice, reward_model, search
 from agent_r1_jax.models import decoder
@@ -97,19 +95,10 @@ def test_a_reward_model_refuses_pictures(model):
     reward_model.encode(chat, gallery.tasks(1)[0].messages, [])
 
 
-def _leaves(tree):
-  return (
-    [x for node in tree.values() for x in _leaves(node)]
-    if isinstance(tree, dict)
-    else [np.asarray(tree)]
-  )
-
-
 @contextlib.contextmanager
 def serve(model, **options):
   shape, params, chat = setup.load(config_lib.Model(path=str(model)), config_lib.Chat())
-  sizes = {'rows': 4, 'slots': 128, 'bucket': 128, 'decode_steps': 4}
-  engine = engine_lib.Engine(shape, params, **sizes)
+  engine = setup.make_engine(gallery.config(model), shape, params)
   with serving.serve(engine, chat, **options) as url:
     yield url
 

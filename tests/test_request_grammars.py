@@ -2,14 +2,10 @@
 
 import asyncio
 from concurrent import futures
-import contextlib
 import functools
-import pathlib
-import signal
 
 import httpx2
 import pytest
-import script
 import serving
 import test_automata
 import tiny
@@ -25,10 +21,10 @@ UNSUPPORTED = {
   'type': 'object',
   'properties': {'n': {'type': 'integer', 'multipleOf': 3}},
 }
-_ENDLESS = {'type': 'string', 'pattern': '^(a{1,300}){1,300}$'}
+ENDLESS = {'type': 'string', 'pattern': '^(a{1,300}){1,300}$'}
 
 
-def _with_schema(schema, **more):
+def with_schema(schema, **more):
   form = {'type': 'json_schema', 'json_schema': {'name': 'x', 'schema': schema}}
   return _ASKED | {'response_format': form} | more
 
@@ -53,11 +49,11 @@ class TestGrammars:
 
     monkeypatch.setattr(compiler, 'compile_grammar', count)
     making = self._grammars()
-    asked = _with_schema({'type': 'integer'}, stop=['a', 'ab' * 500])
+    asked = with_schema({'type': 'integer'}, stop=['a', 'ab' * 500])
     one, two, other = await asyncio.gather(
       self._make(making, asked),
       self._make(making, asked),
-      self._make(making, _with_schema({'type': 'boolean'})),
+      self._make(making, with_schema({'type': 'boolean'})),
     )
     assert one[0] is two[0] and one[1] is two[1] and one[1] is not other[1]
     assert (await self._make(making, asked))[1] is one[1] and len(made) == 3
@@ -66,7 +62,7 @@ class TestGrammars:
   async def test_the_keys_of_an_object_have_the_order_of_the_schema(self):
     schema = {'properties': {'b': {'type': 'null'}, 'a': {'type': 'null'}}}
     schema = {'type': 'object', 'required': ['a', 'b']} | schema
-    _, grammar = await self._make(self._grammars(), _with_schema(schema))
+    _, grammar = await self._make(self._grammars(), with_schema(schema))
     fits = lambda text: test_automata._walk(grammar, test_automata._encode(text)) >= 0
     assert fits('{"b": null, "a": null}') and not fits('{"a"')
 
@@ -74,7 +70,7 @@ class TestGrammars:
     making = self._grammars()
     for _ in range(2):
       with refused('response_format', http.RefusedError) as e:
-        await self._make(making, _with_schema({'type': 'object', 'properties': 3}))
+        await self._make(making, with_schema({'type': 'object', 'properties': 3}))
       assert e.value.status == 400
     assert not making._made
 
@@ -95,7 +91,7 @@ class TestGrammars:
   async def test_old_and_large_ones_are_forgotten(self, monkeypatch):
     making = self._grammars()
     schemas = [{'const': f'value {i}'} for i in range(4)]
-    make = lambda i: self._make(making, _with_schema(schemas[i]))
+    make = lambda i: self._make(making, with_schema(schemas[i]))
     first = await make(0)
     monkeypatch.setattr(request_grammars, '_MOST_KEPT', 2)
     await make(1)
@@ -118,21 +114,21 @@ class TestGrammars:
 
     monkeypatch.setattr(compiler, 'compile_grammar', wait)
     monkeypatch.setattr(request_grammars, '_MOST_UNDER_WAY', 1)
-    first = asyncio.create_task(self._make(making, _with_schema({'type': 'null'})))
+    first = asyncio.create_task(self._make(making, with_schema({'type': 'null'})))
     await waiting.soon(lambda: making._made, 'the first grammar')
     with refused('1 grammars are being', http.RefusedError) as error:
-      await self._make(making, _with_schema({'type': 'integer'}))
+      await self._make(making, with_schema({'type': 'integer'}))
     assert error.value.status == 429
     monkeypatch.setattr(request_grammars, '_SECONDS', 0.001)
     with refused('not made within 0.001', http.RefusedError) as error:
-      await self._make(making, _with_schema({'type': 'null'}))
+      await self._make(making, with_schema({'type': 'null'}))
     assert error.value.status == 429
     go_on.set()
     assert len(await first) == 2
 
   async def test_without_restriction_nothing_is_made(self):
     making = self._grammars()
-    asked = http.check_fields(requests.ChatRequest, _with_schema(_ENDLESS))
+    asked = http.check_fields(requests.ChatRequest, with_schema(ENDLESS))
     assert len(await making.make(asked, restrict=False)) == 1 and not making._made
 
 
@@ -151,12 +147,12 @@ class TestServer:
     monkeypatch.setattr(compiler, '_compile', make(**compiler._LIMITS))
     monkeypatch.setattr(byte_grammars, 'PROCESSOR_SECONDS', 1)
     choice = [f'{i * 7919 % 100_003}xyz{i}' for i in range(20_000)]
-    hostile: list[dict] = [_ENDLESS]
+    hostile: list[dict] = [ENDLESS]
     hostile.append({'type': 'string', 'pattern': '^(a|b)*a(a|b){18}$'})
     hostile.append({'enum': choice})
     before = test_automata._children()
     with futures.ThreadPoolExecutor() as pool:
-      asked = [pool.submit(_post, url, _with_schema(schema)) for schema in hostile]
+      asked = [pool.submit(_post, url, with_schema(schema)) for schema in hostile]
       at_work = lambda: len(test_automata._children() - before) == 2
       waiting.until(at_work, 'that two grammars are made')
       processes = test_automata._children() - before
@@ -170,10 +166,10 @@ class TestServer:
       assert 'states, and' in error or 'takes more than 1 s' in error, error
     # The one that took too long was killed.
     assert processes - test_automata._children()
-    assert _post(url, _with_schema({'type': 'integer'})).status_code == 200
+    assert _post(url, with_schema({'type': 'integer'})).status_code == 200
 
   def test_a_long_string_is_restricted(self, url):
-    answer = _post(url, _with_schema({'type': 'string', 'maxLength': 1000}, max_tokens=8))
+    answer = _post(url, with_schema({'type': 'string', 'maxLength': 1000}, max_tokens=8))
     assert answer.status_code == 200
     assert answer.json()['choices'][0]['message']['content'].startswith('"')
 
@@ -182,24 +178,3 @@ class TestServer:
       answer = _post(url, _ASKED | {'stop': stop})
       assert answer.status_code == status
     assert '1 stop strings have 1,026 bytes' in answer.json()['error']['message']
-
-
-def test_sigterm_is_answered_while_a_grammar_takes_too_long():
-  model = serving.ROOT / 'experiments/miniwiki/model'
-  command = ['-m', 'experiments.serve', '--port=0', f'--config.model.path={model}']
-  sizes = {'rows': 2, 'slots': 64, 'bucket': 64, 'replicas': 1, 'prefill_rows': 1}
-  command += [f'--config.engine.{name}={size}' for name, size in sizes.items()]
-  with script.Process(*command) as process, futures.ThreadPoolExecutor() as pool:
-    url = next(line for line in process.stdout if line.startswith('http')).strip()
-    asked = [pool.submit(_post, url, _with_schema(_ENDLESS)) for _ in range(2)]
-    children = functools.partial(test_automata._children, process.pid)
-    waiting.until(children, 'that a grammar is made')
-    left = children()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(90) == 0
-    for future in asked:
-      # Its time to end may be over before the grammar is refused.
-      with contextlib.suppress(httpx2.TransportError):
-        assert future.result().status_code == 400
-  gone = lambda: not any(pathlib.Path('/proc', pid).exists() for pid in left)
-  waiting.until(gone, 'the end of its processes')

@@ -1,7 +1,11 @@
 """The server, asked by OpenAI's client: what it answers, refuses, counts and survives."""
 
 import asyncio
+from concurrent import futures
+import contextlib
+import functools
 import json
+import pathlib
 import signal
 
 import httpx2
@@ -12,7 +16,10 @@ import pytest
 import script
 import served
 import serving
+import test_automata
+import test_request_grammars
 import tiny
+import waiting
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
@@ -268,21 +275,34 @@ def test_long_log_probs_of_a_prompt_are_written_once_and_in_a_thread(
   assert len([x for x in in_threads if x[1]]) == 6
 
 
-def test_sigterm_lets_replies_end():
+def test_sigterm_lets_replies_end_while_a_grammar_takes_too_long():
   model = serving.ROOT / 'experiments/miniwiki/model'
   command = ['-m', 'experiments.serve', '--port=0', f'--config.model.path={model}']
   sizes = {'rows': 8, 'slots': serving.SLOTS, 'bucket': serving.SLOTS, 'replicas': 1}
   sizes |= {'decode_steps': 16, 'prefill_rows': 4, 'prefill_tokens': 64, 'narrow': False}
   command += [f'--config.engine.{name}={size}' for name, size in sizes.items()]
-  with script.Process(*command, AGENT_R1_API_KEYS='other, right ') as process:
+  keys, header = {'AGENT_R1_API_KEYS': 'other, right '}, {'Authorization': 'Bearer right'}
+  with script.Process(*command, **keys) as process, futures.ThreadPoolExecutor() as pool:
     url = next(line for line in process.stdout if line.startswith('http')).strip()
+    endless = test_request_grammars.with_schema(test_request_grammars.ENDLESS)
+    path = f'{url}/v1/chat/completions'
+    ask = lambda: httpx2.post(path, json=endless, headers=header, timeout=120)
+    asked = [pool.submit(ask) for _ in range(2)]
+    children = functools.partial(test_automata._children, process.pid)
+    waiting.until(children, 'that a grammar is made')
     with openai.OpenAI(base_url=f'{url}/v1', api_key='right', max_retries=0) as client:
       stream = client.completions.create(
         model='policy', prompt=[40] * 20, max_tokens=280, stream=True, seed=0
       )
-      first = next(iter(stream))
+      first, left = next(iter(stream)), children()
       process.send_signal(signal.SIGTERM)
       reasons = [part.choices[0].finish_reason for part in (first, *stream)]
-    assert reasons[-1] in ('stop', 'length') and process.wait(60) == 0
+    assert reasons[-1] in ('stop', 'length') and process.wait(90) == 0
+    for future in asked:
+      # Its time to end may be over before the grammar is refused.
+      with contextlib.suppress(httpx2.TransportError):
+        assert future.result().status_code == 400
     with pytest.raises(httpx2.ConnectError):
       httpx2.get(f'{url}/health')
+  gone = lambda: not any(pathlib.Path('/proc', pid).exists() for pid in left)
+  waiting.until(gone, 'the end of its processes')

@@ -224,7 +224,7 @@ def test_all_texts_are_closed_at_the_end(make, make_env, monkeypatch):
 
   monkeypatch.setattr(replica_lib.Replica, 'submit', note)
   monkeypatch.setattr(Failing, 'failed', False)
-  engine = tiny.engine(rollouts.params(), slots=256, bucket=256, rows=10)
+  engine = rollouts.make_engine()
   decoding = decoding_lib.Decoding(
     choice=make(engine.make_policy(test_choice._critic(), 0))
   )

@@ -11,10 +11,8 @@ import tiny
 from agent_r1_jax import report, train
 from agent_r1_jax.train import metrics
 
-
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.save(tmp_path_factory.mktemp('model') / 'tiny')
+model = runs.model
+pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')
 
 
 def _run(config, workdir, **given):
