@@ -207,7 +207,9 @@ class Checkpointer:
       read = self._orbax.load_checkpointables(step, {'arrays': abstract, 'host': None})
     except Exception as error:
       raise _UnreadableError(self.directory / str(step), error) from error
-    leaves = [_place(read['arrays'][name], leaf) for name, leaf in names.items()]
+    # Popped, so that each is freed as soon as it has another place.
+    arrays = read['arrays']
+    leaves = [_place(arrays.pop(name), leaf) for name, leaf in names.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves), read['host']
 
   def _prepare_commit(self) -> None:
