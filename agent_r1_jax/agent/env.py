@@ -39,7 +39,7 @@ CallGrammar = Callable[[Sequence[Any], Sequence[bytes], int], types.Automaton]
 
 
 class Env(Protocol):
-  """What every environment has; BaseEnv says what else one may have."""
+  """The methods that every environment has; BaseEnv lists the optional ones."""
 
   def reset(
     self, task: types.Task
@@ -55,7 +55,7 @@ class Env(Protocol):
 class BaseEnv(abc.ABC):
   """One episode; plain attributes are its state.
 
-  A subclass needs `reset` and `step`, and overrides what else it wants:
+  A subclass needs `reset` and `step`, and may override the rest:
 
     class Guess(env.BaseEnv):
       def reset(self, task):
@@ -65,12 +65,12 @@ class BaseEnv(abc.ABC):
       def step(self, reply):
         return types.Step([], reward=float(reply == self.answer), done=True)
 
-  An object of another class with these two is an environment, too, and may have any of
-  the other methods.
+  An object of any other class with these two methods is an environment too, and may have
+  any of the others.
 
-  Coroutines share an event loop with those of other episodes and must not block it; a
-  method that is a plain function runs in a thread and may block. A method that raises or
-  takes too long (config.Limits) gives the trajectory the status FAILED.
+  Async methods share an event loop with other episodes and must not block it; plain
+  methods run in a thread and may block. A method that raises or takes too long
+  (config.Limits) gives the trajectory the status FAILED.
 
   Attributes:
     tools: Tools whose schemas go into the prompt.
@@ -93,44 +93,44 @@ class BaseEnv(abc.ABC):
   def finish(
     self, status: types.Status, reply: str | None
   ) -> types.Step | Awaitable[types.Step]:
-    """Judges an episode that a budget ended; by default its turns keep their rewards.
+    """Judges an episode that ran out of budget; by default turns keep their rewards.
 
     Args:
       status: One of types.BUDGET_STATUSES.
       reply: The unfinished reply, which `step` has not seen, or None.
 
     Returns:
-      A step whose reward is added to the last turn's, and its metrics to the episode's.
+      A step. Its reward is added to the last turn's, its metrics to the episode's.
     """
     return types.Step([], done=True)
 
   def set_seed(self, number: int) -> None | Awaitable[None]:
-    """Gets, before `reset`, the number that the episode's randomness comes from.
+    """Receives the seed of the episode's own randomness, before `reset`.
 
-    Run, rollout, task and sample decide it, so that a resumed run repeats it.
+    It follows from run, rollout, task and sample, so a resumed run repeats it.
     """
     return None
 
   def close(self) -> None | Awaitable[None]:
     """Frees what the environment holds, such as a connection.
 
-    It is called once for every environment that make_env made, however the episode ended,
-    also where `reset` was never called or a run is stopped. A call that took too long may
-    still be running. What it raises is logged and counted, and changes no result.
+    Called exactly once per environment, however the episode ended, even if `reset` was
+    never reached. A call that took too long may still be running. Exceptions are logged
+    and counted, and change no result.
     """
     return None
 
   def clone(self) -> Env | Awaitable[Env]:
-    """Copies the environment in the midst of an episode, for search over turns.
+    """Returns an independent copy in the middle of an episode; guided/search.py needs it.
 
-    guided/search.py needs an environment that has it. Copies are not closed.
+    Copies are not closed.
     """
     raise NotImplementedError
 
   def least_limits(self, task: types.Task) -> Mapping[str, float]:
-    """Names fields of config.Limits with what a task needs of them at least.
+    """Returns the smallest config.Limits that a task needs, by field.
 
-    A task's own bounds may be in them; a run with less is refused.
+    A run with lower limits is refused.
     """
     return {}
 
@@ -152,14 +152,15 @@ class ToolEnv(BaseEnv):
   Every turn gets its process reward, and the last turn also the reward of the
   conversation, even if a budget ended it. An unfinished reply is then the last message;
   its calls are not run, and it gets no process reward.
+
   Every step's metrics are tool_calls, tool_errors (which include tool_timeouts),
   format_errors, and the named parts of its reward as 'reward/<name>'. Of tool_errors,
-  tool_failures are those of calls whose tool raised or was late, and tool_outages those
-  for which no argument is to blame. The last step's also include those of `metrics`.
+  tool_failures are calls whose tool raised or timed out, and tool_outages those of them
+  that arguments do not explain. The last step's also include those of `metrics`.
 
-  Functions that are not async run in threads (see workers), several at a time. They get
-  copies of the task and the messages, which they may change. A grader that may hold the
-  interpreter belongs into a subprocess (isolated.in_subprocess).
+  Plain functions run in threads (see workers), several at a time. They get copies of the
+  task and the messages, and may change them. A grader that may hold the interpreter
+  belongs in a subprocess (isolated.in_subprocess).
 
   Attributes:
     task: The task of the episode.
@@ -185,16 +186,15 @@ class ToolEnv(BaseEnv):
       tools: The tools, whose names must differ.
       reward: Scores the conversation when the episode ends.
       process_reward: Scores a turn, in place of the method of that name.
-      parse: Parses the calls in a reply; by default in the format of the chat whose
-        rollout this is, and otherwise in Hermes format.
+      parse: Parses the calls in a reply; by default in the chat's format, and in Hermes
+        format outside a rollout.
       metrics: Computes further metrics of the episode, such as F1.
       max_parallel_calls: The most calls of one reply that are run.
-      in_order: Whether a call begins when the one before it has ended, because what it
-        does may depend on that.
-      reward_seconds: The time that each of reward, process_reward, metrics and parse may
-        take, including the wait for a thread; a longer call gives the status FAILED.
-      call_grammar: Makes the grammar that holds calls to their schemas where a
-        configuration says `tool_grammar`; for example grammars.compiler.tool_calls.
+      in_order: Whether the calls of a reply run one after another.
+      reward_seconds: Timeout of each of reward, process_reward, metrics and parse,
+        including the wait for a thread; a longer call gives the status FAILED.
+      call_grammar: Makes the grammar that constrains calls to their schemas if
+        `tool_grammar` is set; for example grammars.compiler.tool_calls.
     """
     self.set_tools(tools)
     functions: dict[str, Any] = {'reward': reward}
@@ -216,9 +216,9 @@ class ToolEnv(BaseEnv):
     self._done = True
 
   def set_tools(self, tools: Sequence[tool_lib.Tool]) -> None:
-    """Replaces the tools, for a subclass whose tasks have tools of their own.
+    """Replaces the tools, for a subclass whose tasks bring their own.
 
-    The prompt shows those that there are when `reset` has returned.
+    The prompt shows the tools that are set when `reset` returns.
 
     Raises:
       ValueError: Two have one name, or one is no Tool.
@@ -284,7 +284,7 @@ class ToolEnv(BaseEnv):
     return step
 
   async def answer_text(self) -> list[types.Message]:
-    """Answers a reply without calls, the last of `messages`; nothing ends the episode.
+    """Answers a reply without calls, the last of `messages`; no answer ends the episode.
 
     Subclasses may override it.
     """
@@ -342,10 +342,10 @@ class ToolEnv(BaseEnv):
 
 
 class CloneableToolEnv(ToolEnv):
-  """A ToolEnv whose tools and reward keep nothing between calls, such as a search."""
+  """A ToolEnv whose tools and reward keep no state between calls, such as a search."""
 
   def clone(self) -> 'CloneableToolEnv':
-    """Returns a copy that goes on by itself."""
+    """Returns an independent copy."""
     other = copy.copy(self)
     other.messages = copy_containers(self.messages)
     return other

@@ -42,13 +42,13 @@ class Tool:
     name: The name that the model calls.
     schema: {'type': 'function', 'function': {'name', 'description', 'parameters'}}, the
       OpenAI form. The chat template shows it, and calls are checked against it.
-    fn: The function. A sync function runs in a thread (see workers) and may block; an
+    fn: The function. A plain function runs in a thread (see workers) and may block; an
       async one must not block.
     timeout: Seconds after which a call is abandoned, including the wait for a thread. A
       hung function keeps its thread, which does not keep the interpreter from exiting.
-    idempotent: Whether calling it twice does no more than calling it once. Where it
-      raises an OSError, such as a ConnectionError, it is then called again, within the
-      same timeout.
+    idempotent: Whether calling it twice does no more than calling it once. It is then
+      called again if it raises an OSError, such as a ConnectionError, within the same
+      timeout.
   """
 
   name: str
@@ -85,7 +85,7 @@ class Report:
 
   Attributes:
     value: The value for the model, of any type that a tool may return: text, bytes of
-      text, what JSON knows, a PIL image, or a list of texts and PIL images.
+      text, a JSON value, a PIL image, or a list of texts and PIL images.
     reward: The reward; the environment decides what it means.
   """
 
@@ -102,17 +102,17 @@ class ToolResult:
   """The result of a call.
 
   Attributes:
-    text: The text for the model; empty where it is in `parts`.
+    text: The text for the model; empty if it is in `parts`.
     ok: Whether the call succeeded.
-    seconds: The time that it took.
+    seconds: How long it took.
     reward: The reward of the tool's Report, else 0.
     timed_out: Whether it failed because it took longer than the tool's timeout.
-    failed: Whether the tool failed, and not the agent: it was late or raised an OSError.
-      Other exceptions may be due to the arguments: were a tool isolated for them, an
-      agent that learns to call it would be refused.
-    error: The type of what the tool raised; empty where it was not called or returned.
-    outage: Whether it was late, is isolated, or raised what no argument explains; a run
-      with too many ends (config.max_error_rate).
+    failed: Whether the tool failed, and not the agent: it timed out or raised an OSError.
+      Other exceptions may be due to the arguments, and isolating a tool for them would
+      refuse an agent that is learning to call it.
+    error: The type of the exception; empty if the tool was not called or returned.
+    outage: Whether it timed out, is isolated, or raised an error that arguments do not
+      explain; a run with too many ends (config.max_error_rate).
     retries: How often it was called again.
     isolated: Whether it was not called, because it is isolated; it failed so
       often in a row, in any episode, that only one call in a while is tried.
@@ -160,12 +160,12 @@ def tool(
   """Makes a Tool of a function: `@tool` or `@tool(timeout=5)`.
 
   Name, types, defaults and the Google docstring become the schema, by transformers'
-  `get_json_schema`: str, int, float, bool, list[T], dict[str, T], Literal, Any, unions
-  and None of these are types that it knows, and it asks for a line on each argument.
+  `get_json_schema`. It knows str, int, float, bool, list[T], dict[str, T], Literal, Any,
+  their unions and None, and requires a line on each argument.
 
   Raises:
     ValueError: The docstring does not say what the tool or an argument is, or an
-      argument has no type that JSON knows.
+      argument's type is not a JSON type.
   """
 
   def make(fn: Callable) -> Tool:

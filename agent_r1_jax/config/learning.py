@@ -15,22 +15,22 @@ class Schedule(fields.Checked):
     samples: Episodes of each task: the group size.
     epochs: Passes of the updates over each rollout.
     minibatches: Optimizer steps of an epoch.
-    max_refills: The most rollouts that a step adds in place of groups whose rewards are
+    max_refills: The most rollouts that a step adds to replace groups whose rewards are
       all equal (DAPO's dynamic sampling).
     sync_every: Steps between two weight syncs to the engine; above 1 the algorithm must
       have a correction.
     ahead: How many rollouts may be played ahead, while updates are computed. With 1,
       rollout n + 1 is played during update n by the policy before it: one step
       off-policy. Above 0 the algorithm must have a correction.
-    partial: Whether the engine gets each new policy during episodes, so that a long one
-      delays no update; several policies then sample it. Such a run is not repeatable bit
-      for bit. Without it, `ahead` is at most 1.
-    max_staleness: The most steps by which a token's policy may be older than the one that
-      learns from it; bounds sync_every and ahead.
+    partial: Whether the engine takes each new policy in the middle of episodes, so that
+      long episodes delay no update; several policies may then sample one episode, and a
+      run does not repeat bit for bit. Without it, `ahead` is at most 1.
+    max_staleness: The most steps by which the policy that sampled a token may be older
+      than the one that learns from it; bounds sync_every and ahead.
     critic_warmup: Steps in which only the critic is updated.
     reference_every: Steps after which the reference becomes the current policy; 0 never.
-    eval_every: Steps between evaluations, which are also played before the first step and
-      after the last one; 0 plays none.
+    eval_every: Steps between evaluations; there is also one before the first step and one
+      after the last. 0 plays none.
   """
 
   steps: int = 100
@@ -102,10 +102,10 @@ class Batch(fields.Checked):
   Attributes:
     row_tokens: Tokens of a packed training row; at least `engine.slots`.
     microbatch: Packed rows of one micro-batch, over all chips: a multiple of data x fsdp.
-    trees: Whether tokens with which several texts begin are computed once
-      (rl/prefix_trees.py); where attention does not support it, they never are.
-    replay: Whether a mixture of experts computes each token with the experts that
-      computed it in the sampler.
+    trees: Whether shared prefixes are computed once (rl/prefix_trees.py), if attention
+      supports it.
+    replay: Whether the learner routes each token of a mixture of experts to the experts
+      that the sampler took.
   """
 
   row_tokens: int = fields.chosen_if_0(0)
@@ -119,19 +119,19 @@ class Optimizer(fields.Checked):
   """The optimizer of policy and critic.
 
   Attributes:
-    kind: 'adamw', 'adamw8' (moments of 8 bits), 'adafactor', or 'muon' (for kernels of
-      layers, and 'adamw' for the rest): rl/optimizers.py.
+    kind: 'adamw', 'adamw8' (8-bit moments), 'adafactor', or 'muon' (for the layers'
+      kernels, with 'adamw' for the rest): rl/optimizers.py.
     learning_rate: Learning rate of the policy, after the warm-up.
     critic_learning_rate: Learning rate of the critic.
     warmup: Optimizer steps of linear warm-up.
     weight_decay: Decoupled weight decay of matrices, as in AdamW.
-    decay_all: Whether scales of norms and biases decay too.
+    decay_all: Whether norm scales and biases decay too.
     adam_b1: Decay rate of the first moment of Adam in 'adamw', 'adamw8' and 'muon'.
-    adam_b2: Decay rate of the second moment; PyTorch and verl have .999.
+    adam_b2: Decay rate of the second moment (.999 in PyTorch and verl).
     adam_eps: Added to the root of the second moment.
     clip_norm: The global norm that gradients are clipped to, of policy and critic each;
       inf does not clip.
-    offload: Whether the optimizer's state is in the host's memory between updates.
+    offload: Whether the optimizer's state is kept in host memory between updates.
   """
 
   kind: str = fields.one_of('adamw', 'adamw8', 'adafactor', 'muon')
@@ -187,8 +187,8 @@ class Checkpoint(fields.Checked):
   Attributes:
     every: Steps between checkpoints.
     keep: How many checkpoints are kept.
-    keep_rollouts: Whether finished episodes are written, and kept until there is a
-      checkpoint after their update: after a kill they are not played again.
+    keep_rollouts: Whether finished episodes are written to disk and kept until a
+      checkpoint covers them, so that a killed run does not play them again.
   """
 
   every: int = fields.at_least_1(20)

@@ -37,23 +37,23 @@ class Model(_Formats, fields.Checked):
 
   Attributes:
     path: Directory of the policy to start from: weights and tokenizer in HF layout. Or
-      what one of `formats` reads, beside which the tokenizer's files lie.
+      a file that one of `formats` reads, with the tokenizer's files next to it.
     reference: Directory of the reference policy or teacher, which must have the same
       tokenizer; if it is empty, the reference is the initial policy.
     dtype: Type of activations and KV cache: 'float32' or 'bfloat16'.
-    batch_invariant: Whether the sampler's log-probs and the learner's are equal to the
-      last bit, whatever is computed beside a token (batch, chunks of a prefill, shared
-      prefixes, packing): the importance ratio of the first update is exactly 1. On one
-      CPU only; docs/models.md has its price.
-    remat: Activations recomputed in the backward pass: 'none', 'dots' or 'full'. If it is
-      empty it is 'none', or 'full' where that does not fit the memory.
+    batch_invariant: Whether the sampler's and the learner's log-probs are equal bit for
+      bit, whatever else is computed in the batch (prefill chunks, shared prefixes,
+      packing): the importance ratio of the first update is exactly 1. On one CPU only;
+      docs/models.md has its price.
+    remat: Activations recomputed in the backward pass (gradient checkpointing): 'none',
+      'dots' or 'full'. If empty, 'none', or 'full' if that does not fit the memory.
     lora_rank: Rank of the LoRA adapters that are trained in place of all parameters; 0
       trains all.
     lora_targets: The projections with adapters, separated by commas.
     lora_alpha: Adapters are scaled by lora_alpha / lora_rank.
-    frozen: The numbers in the kernels under adapters: 'float32'; or 'int8' or 'fp8', of 8
-      bits with a scale for each output, in learner and sampler alike (QLoRA). Embeddings
-      and the head are then stored in `dtype`.
+    frozen: Number format of the frozen kernels under adapters: 'float32'; or 'int8' or
+      'fp8' with a scale for each output channel, in learner and sampler alike (QLoRA).
+      Embeddings and the head are then stored in `dtype`.
   """
 
   path: str = ''
@@ -87,11 +87,11 @@ class Chat(fields.Checked):
 
   Attributes:
     max_tool_tokens: The most tokens of a tool's message; longer ones are cut.
-    tools_in_prompt: What describes the tools to the model: with 'default' its chat
-      template, or if that supports none in the format, a text in the system message;
-      'refuse' refuses such a template; with 'own' the tasks' own messages do.
-    tool_format: How the model writes tool calls: 'auto' is as its chat template does, or
-      'hermes' if that shows no known format. The others are in docs/tools.md.
+    tools_in_prompt: Where tools are described to the model: 'default' in the chat
+      template, or in the system message if the template cannot; 'refuse' refuses such a
+      template; 'own' in the tasks' own messages.
+    tool_format: How the model writes tool calls: 'auto' detects it from the chat
+      template, with 'hermes' as the fallback. docs/tools.md lists the others.
     long_prompts: What happens to tasks whose prompt leaves no room for a reply: 'refuse'
       ends the run before it begins; 'skip' leaves them out of training, and evaluations
       count them as unanswered.
@@ -99,8 +99,8 @@ class Chat(fields.Checked):
       list: '["Observation:"]'.
     template: Options of the chat template, as a JSON object:
       '{"enable_thinking": false}'.
-    date: The day that templates write, such as '2026-11-27'; '' is the day on which the
-      run begins, and stays that when it is resumed.
+    date: The date that templates show, such as '2026-11-27'; '' is the day on which the
+      run began, also after it is resumed.
   """
 
   max_tool_tokens: int = fields.at_least_1(1024)
@@ -154,17 +154,16 @@ class Sampling(fields.Checked):
   or restricts it by a grammar needs an algorithm with a correction.
 
   Attributes:
-    temperature: Divides the logits; 0 is greedy. In training it must be above 0, and the
-      log-probs that are trained have it too.
+    temperature: Divides the logits; 0 is greedy. In training it must be above 0, and
+      applies to the trained log-probs too.
     top_k: Only the k likeliest tokens may be chosen; 0 allows all.
     top_p: Only the smallest set of likeliest tokens that has at least this probability
       may be chosen; 1 allows all.
     min_p: Only tokens may be chosen that are at least this many times as probable as the
       likeliest one; 0 allows all.
-    tool_grammar: Whether a grammar restricts tool calls to the schemas of the
-      environment's tools, so that none is malformed: the environment's `call_grammar`,
-      for the format 'hermes'. A request to the engine has its grammar among `automata`,
-      and this is not read.
+    tool_grammar: Whether a grammar (the environment's `call_grammar`, for the format
+      'hermes') constrains tool calls to their schemas, so that none is malformed.
+      Requests to the engine do not read it; their grammars are among `automata`.
   """
 
   temperature: float = 1.0
@@ -189,30 +188,30 @@ GREEDY = Sampling(temperature=0.0)
 
 @dataclasses.dataclass
 class Engine(fields.Checked):
-  """Sizes of the engine's programs, and of its numbers; a 0 in SIZES is chosen.
+  """Sizes and number formats of the engine; the run chooses sizes that are 0.
 
   Attributes:
-    rows: Rows of the KV cache, so episodes at a time, on each chip (or `mesh.tensor`).
+    rows: Rows of the KV cache on each chip (or `mesh.tensor` chips): how many sequences
+      are sampled at a time.
     slots: The most tokens of a row: prompt, replies and tool messages together.
-    decode_steps: Calls of the policy in one decode; each samples a token, or with drafts
-      several.
+    decode_steps: Calls of the policy in one decode; each samples a token, or several with
+      drafts.
     prefill_rows: Rows of one prefill.
     prefill_tokens: Tokens of each row in one prefill.
-    bucket: The least slots that a cache read covers; reads double from there to slots.
-    width: The most rows that are decoded at a time; 0 is all. With slow tools, take half
-      of rows.
-    narrow: Whether there are also programs for a quarter of the rows. As the timing of
-      tools varies, a run is repeatable bit for bit only without them and with bucket =
-      slots.
-    drafts: How many tokens are drafted for each call of the policy, from what was said
-      before; sampling keeps those that it chooses anyway. 0 drafts none.
+    bucket: The fewest slots that a cache read covers; reads double from there to slots.
+    width: The most rows that are decoded at a time; 0 is all. With slow tools, half of
+      rows is a good choice.
+    narrow: Whether a program for a quarter of the rows decodes the last episodes. A run
+      repeats bit for bit only without it and with bucket = slots, because the timing of
+      tools varies.
+    drafts: How many tokens are drafted for each call of the policy, from earlier text;
+      sampling keeps those that it would choose anyway. 0 drafts none.
     replicas: Replicas that share each chip and its rows; on a CPU, at most one per core.
-    weights: The numbers in the kernels of the engine's copy of the policy: 'model', of
-      model.dtype; or 'int8' or 'fp8', of 8 bits with a scale for each output. The learner
-      never has these: an algorithm without a correction then gets
-      losses.token_truncated().
-    cache: The numbers of the keys and values in the KV cache: 'model', of model.dtype; or
-      'int8', of 8 bits with a scale for each slot of each head. The correction likewise.
+    weights: Number format of the kernels in the engine's copy of the policy: 'model' is
+      model.dtype; 'int8' and 'fp8' have a scale for each output channel. The learner does
+      not round: an algorithm without a correction then gets losses.token_truncated().
+    cache: Number format of the KV cache: 'model' is model.dtype; 'int8' has a scale for
+      each slot of each head. An algorithm without a correction gets one, as above.
   """
 
   rows: int = fields.chosen_if_0(0)

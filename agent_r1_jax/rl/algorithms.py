@@ -40,8 +40,8 @@ class Algorithm(NamedTuple):
   # (TokenStats, Batch) -> the loss and the metrics of each token.
   loss: losses.Surrogate
   # Takes the token counts of a mini-batch's trajectories, and returns the weight of each
-  # trajectory's tokens. None means that of the loss, also if the loss is replaced:
-  # seq_mean_token_mean for GSPO and SAPO, else token_mean.
+  # trajectory's tokens. None takes the aggregation of the loss, even of a replaced one:
+  # seq_mean_token_mean for GSPO and SAPO, otherwise token_mean.
   aggregate: losses.Aggregate | None = None
   # The names from READABLE that `advantages` reads. With 'ref_logprobs' the reference
   # policy scores the tokens, with 'baselines' a greedy episode of each task is played;
@@ -60,20 +60,20 @@ class Algorithm(NamedTuple):
   # The KL to the reference policy, in the reward or in the loss.
   kl: kl_lib.InReward | kl_lib.InLoss | None = None
   # Takes the table of the action tokens, and returns their importance weights in the loss
-  # (rl/losses.py). None: the policy that is updated sampled them.
+  # (rl/losses.py). None: the policy to update sampled the tokens.
   correction: losses.Correction | None = None
-  # Only action tokens have a loss. If False, the environment's tokens do too.
+  # Whether only action tokens have a loss. If False, the environment's tokens do too.
   loss_mask: bool = True
   # Advantages are estimated over the action tokens, and are 0 elsewhere. If False, the
   # environment's tokens take part (see TokenTable.find_visible).
   advantage_mask: bool = True
-  # Leave out episodes that a budget ended. If False, they are scored by their rewards,
-  # like episodes that the environment ended.
+  # Whether episodes that ran out of budget are left out. If False, they are scored by
+  # their rewards, like episodes that the environment ended.
   mask_truncated: bool = False
 
   @property
   def aggregation(self) -> losses.Aggregate:
-    """The aggregation in use: `aggregate`, or that of the loss."""
+    """The aggregation in use: `aggregate`, or else the loss's."""
     if self.aggregate is not None:
       return self.aggregate
     by_sequence = getattr(self.loss, 'sequence_mean', False)
@@ -214,7 +214,7 @@ def dapo(*, overlong: Mapping[str, float] | None = None, **options: Any) -> Algo
 
 
 def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, **options: Any) -> Algorithm:
-  """Group sequence policy optimisation (arXiv 2507.18071): one ratio a sequence.
+  """Group sequence policy optimisation (arXiv 2507.18071): one ratio per sequence.
 
   The clip, by default the paper's, is of the geometric mean of a sequence's ratios.
   """
@@ -235,7 +235,7 @@ def rloo(*, clip: float = 0.2, kl_coef: float = 0.001, **fields: Any) -> Algorit
 def reinforce(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Algorithm:
   """REINFORCE: -G_t log π, the return to go without a baseline.
 
-  It has no ratio, so it is exact for one optimizer step a rollout only.
+  It has no ratio, so it is exact for the first optimizer step of a rollout only.
   """
   fields = _kl_in_reward(kl_coef) | {'reads': ('rewards',)} | fields
   returns = functools.partial(advantages_lib.returns_to_go, gamma=gamma)
@@ -274,7 +274,7 @@ def reinforce_plus_plus_baseline(
 def remax(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Algorithm:
   """ReMax (arXiv 2310.10505): the baseline is a greedy episode's reward, tools included.
 
-  Like `reinforce`, it is exact for one optimizer step a rollout only.
+  Like `reinforce`, it is exact for the first optimizer step of a rollout only.
   """
   fields = {'reads': ('rewards', 'baselines')} | fields
   return reinforce(gamma=gamma, kl_coef=kl_coef, **fields)._replace(
@@ -368,7 +368,7 @@ def distillation(**fields: Any) -> Algorithm:
 def rejection(*, threshold: float = 1.0, **fields: Any) -> Algorithm:
   """Rejection-sampling fine-tuning: maximum likelihood of successful trajectories.
 
-  `threshold` is the least reward of a trajectory that is imitated.
+  Trajectories with a reward of `threshold` or more are imitated.
   """
   accepted = functools.partial(advantages_lib.accepted, threshold=threshold)
   fields = {'reads': ('rewards',)} | fields

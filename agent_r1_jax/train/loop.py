@@ -39,11 +39,11 @@ def run(
   label: str = 'training',
   watcher: sockets.Watcher = sockets.PLAIN,
 ) -> decoder.Params:
-  """Trains a policy; if it is called again with the same workdir, it resumes.
+  """Trains a policy, or resumes the run in workdir.
 
-  Writes to workdir: config.json, made_of.json, metrics.jsonl, checkpoints/, and at the
-  end in HF layout model/ and, if the critic is a model of its own, critic/ (see
-  train/fingerprint.py). What else is shown and written is the watcher's.
+  Writes config.json, made_of.json, metrics.jsonl and checkpoints/ to workdir, and at the
+  end, in HF layout, model/ and a separate critic's critic/ (see train/fingerprint.py).
+  The watcher shows and writes the rest.
 
   Args:
     config: The run's configuration.
@@ -51,17 +51,17 @@ def run(
     tasks: The tasks to train on.
     make_env: Makes a new environment for each episode.
     algorithm: The advantage estimator and the loss.
-    evals: Sets of tasks to evaluate by config.evaluation, by default greedily; by name.
-    privileged: Returns a text on a task that only the critic reads, such as its answer.
-    guides: Guides of one's own (engine/guide.py), without parameters, and the state in
-      which each begins in every reply, of training and of evaluation.
+    evals: Named sets of tasks to evaluate, sampled by config.evaluation (greedily by
+      default).
+    privileged: Returns text about a task that only the critic reads, such as its answer.
+    guides: Your own guides (engine/guide.py), without parameters, each with the state in
+      which it begins every reply, in training and in evaluation.
     label: The run's name.
-    watcher: Who watches; by default a line a step is printed. report.Watcher() has a live
-      view, alarms, logs of episodes, TensorBoard and other sinks, traces, and curves.
+    watcher: Observes the run. The default prints one line per step; report.Watcher() adds
+      a live view, alarms, logs of episodes, TensorBoard and other sinks, traces, curves.
 
   Returns:
-    The policy's parameters; LoRA is merged into them, unless it is beside kernels of 8
-    bits.
+    The policy's parameters, with LoRA merged into them unless the kernels have 8 bits.
 
   Raises:
     ValueError: The configuration does not fit the workdir, the model, the tasks, the
@@ -70,9 +70,8 @@ def run(
     RuntimeError: Too many environments raised; the message has the first error.
     learner.NotFiniteError: A loss or a gradient is not finite; the batch is written to
       workdir/not_finite.npz.
-    preemption.Preempted: The process got SIGTERM or Ctrl-C; what had been learned is
-      saved. Where that takes too long (see preemption.watch), the process ends with the
-      same status.
+    preemption.Preempted: The process got SIGTERM or Ctrl-C, and a checkpoint is saved. If
+      saving takes too long (see preemption.watch), the process ends with the same status.
     processes.LostError: Another process ended.
   """
   runtime.quiet_logging()

@@ -32,7 +32,7 @@ Message = dict[str, Any]
 class Status(enum.StrEnum):
   """How an episode ended; each member equals its text in files and metrics."""
 
-  # The environment said so.
+  # The environment ended it.
   DONE = 'done'
   # A turn or the row ran out of tokens.
   OUT_OF_TOKENS = 'truncated'
@@ -120,7 +120,7 @@ class Task:
   info: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def ask(self, content: str) -> 'Task':
-    """Returns the task with one message in place of its own, the user's."""
+    """Returns the task with a single message of the user."""
     return dataclasses.replace(self, messages=[{'role': 'user', 'content': content}])
 
 
@@ -129,7 +129,7 @@ class Step:
   """An environment's answer to one reply.
 
   Attributes:
-    messages: What the agent sees next; empty when `done`.
+    messages: The messages that the agent sees next; empty when `done`.
     reward: The reward of this turn; the turn's last action token gets it.
     done: Whether the episode is over.
     fresh: Whether the context is dropped: `messages` is then a new prompt, which starts a
@@ -168,9 +168,9 @@ class Trajectory:
     messages: The conversation as text, for people and rewards.
     status: How it ended.
     metrics: Named numbers to log, summed over the steps' metrics. 'timeouts' is 1 if the
-      user's code was late, 'abandoned_calls' counts calls that never returned, and
+      user's code timed out; 'abandoned_calls' counts calls that never returned, and
       'abandoned/<name>' those of one tool or function.
-    error: The exception or time-out, if the status is FAILED; or why there is no turn.
+    error: The exception or timeout, if the status is FAILED; or why there is no turn.
   """
 
   task: Task
@@ -248,7 +248,7 @@ class Segments(NamedTuple):
 
 
 class Tree(NamedTuple):
-  """Prefix trees in packed rows: what several segments begin with is there once.
+  """Prefix trees in packed rows: a shared prefix is stored once.
 
   rl/prefix_trees.py has an example.
 
