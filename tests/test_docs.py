@@ -92,6 +92,13 @@ def test_files_that_pages_name_exist():
         assert any((place / name).exists() for place in places), (page, name)
 
 
+def test_every_page_opens_with_what_one_can_do_after_reading_it():
+  guides = ROOT.glob('agent_r1_jax/contrib/*/guide.md')
+  for page in [*ROOT.glob('docs/*.md'), *guides]:
+    _, opening, *_ = page.read_text().split('\n\n')
+    assert re.match('(After this page|From here) you |Look up here ', opening), page
+
+
 def test_the_table_of_defaults_is_true():
   table = (ROOT / 'docs/quickstart.md').read_text().partition('\n## Defaults')[2]
   rows = re.findall(r'\| `([\w.]+)` \| (\S+) \|$', table, re.MULTILINE)
