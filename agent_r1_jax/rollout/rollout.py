@@ -151,9 +151,7 @@ def start(
         replica, decoding, automata, (seed, rollout_number, task.id, number)
       )
       trajectory = await _play(
-        lambda: types.Trajectory(
-          task, group, sample, [], [], [], status=types.Status.FAILED
-        ),
+        lambda: types.Trajectory(task, group, sample, [], [], [], types.Status.FAILED),
         lambda t: episode_lib.Episode(chat, make_env, limits, context, t),
         decoding.choice,
         attempts=max(_ATTEMPTS, len(episodes)),
