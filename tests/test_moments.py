@@ -114,6 +114,24 @@ def test_a_followed_moment_has_ended_when_its_future_is_done():
     assert followed.cancelled() and len(observer.seen) == 3
 
 
+def test_a_followed_moment_that_fails_at_its_end_keeps_nobody_waiting():
+  class Failing(Observer):
+    @contextlib.contextmanager
+    def watch(self, moment):
+      yield moment
+      raise ValueError('no room')
+
+  token = moments.observer.set(Failing())
+  try:
+    started = futures.Future()
+    followed = moments.follow(moments.Rollout(1, 2), lambda: started)
+    started.set_result('all')
+    with pytest.raises(ValueError, match='no room'):
+      followed.result(10)
+  finally:
+    moments.observer.reset(token)
+
+
 @pytest.mark.parametrize('is_async', [False, True])
 def test_a_tool_is_inside_its_call_wherever_it_runs(is_async):
   seen = []

@@ -140,7 +140,12 @@ def follow(moment: _Moment, start: Callable[[], futures.Future]) -> futures.Futu
   followed: futures.Future = futures.Future()
 
   def finish(started: futures.Future):
-    end()
+    try:
+      end()
+    except BaseException as error:
+      # Nobody would hear of it in a callback, and `followed` would never be done.
+      followed.set_exception(error)
+      return
     if started.cancelled():
       followed.cancel()
     elif error := started.exception():
