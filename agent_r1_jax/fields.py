@@ -4,6 +4,7 @@ A dotted name is that of a flag: 'engine.rows' is the field `rows` of the field 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -95,9 +96,15 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
   values = options.get('flag_values', flags.FLAGS)
   if preset := getattr(default, 'FIRST_TRY', None):
     sizes = ', '.join(f'{field}={value}' for field, value in preset.items())
-    flags.DEFINE_bool('first_try', False, f'Try it small: {sizes}.', values)
-    # Read here, because absl parses flags only after the configuration's flags are made.
-    if any(re.fullmatch('--?first_try(=(true|t|1))?', a, re.I) for a in sys.argv[1:]):
+    # Read here by itself, because absl parses flags only after those of the configuration
+    # are made; it then says what is wrong with the command line.
+    alone = flags.FlagValues()
+    alone.set_gnu_getopt(True)
+    for holder in (values, alone):
+      flags.DEFINE_bool('first_try', False, f'Try it small: {sizes}.', holder)
+    with contextlib.suppress(flags.Error):
+      alone(sys.argv, known_only=True)
+    if alone['first_try'].value:
       default = replace(default, preset)
   text = f'Each field is a flag, such as --{name}.{next(names(default))}=...'
   holder = config_flags.DEFINE_config_dataclass(name, default, text, **options)

@@ -196,7 +196,7 @@ def test_flags_set_fields_and_refuse_values_of_another_type(monkeypatch):
     parse('--config.engine.rows=many')
 
 
-def test_a_first_try_is_small_and_other_flags_still_win(monkeypatch):
+def test_a_first_try_is_small_and_other_flags_still_win(monkeypatch, tmp_path):
   def parse(*arguments):
     argv = ['train', *arguments]
     monkeypatch.setattr(sys, 'argv', argv)
@@ -210,6 +210,15 @@ def test_a_first_try_is_small_and_other_flags_still_win(monkeypatch):
   assert parse('--config.seed=1') == parse('--nofirst_try') == (100, 16, 8)
   assert parse('--first_try') == parse('--first_try=True') == (4, 4, 4)
   assert parse('--config.schedule.steps=9', '--first_try') == (9, 4, 4)
+  # As absl reads flags: the last one wins, and `--` ends them.
+  assert parse('--first_try', '--nofirst_try') == (100, 16, 8)
+  assert parse('--first_try=1', '--first_try=0') == (100, 16, 8)
+  assert parse('--', '--first_try') == (100, 16, 8)
+  assert parse('a', '--first_try') == (4, 4, 4)
+  (tmp_path / 'flags').write_text('--first_try\n')
+  assert parse(f'--flagfile={tmp_path / "flags"}') == (4, 4, 4)
+  with pytest.raises(flags.IllegalFlagValueError, match='first_try'):
+    parse('--first_try=perhaps')
 
 
 def test_help_has_a_line_for_each_field(monkeypatch, capsys):
