@@ -198,7 +198,10 @@ def _find_calls(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 def shorten(text: str) -> str:
-  """'agent_r1_jax.rl.losses.ppo_clip.<locals>.surrogate' -> 'ppo_clip'; '0.2' stays."""
+  """'agent_r1_jax.rl.losses.ppo_clip.<locals>.surrogate' -> 'ppo_clip'; '0.2' stays.
+
+  Of a path of this machine only the name stays: "'/data/judge'" -> "'judge'".
+  """
   if not text[:1].isalpha():
-    return text
+    return re.sub(r"""(?<=^['"])(/|~|\w:[/\\]).*[/\\]""", '', text)
   return text.partition('.<locals>')[0].rpartition('.')[2]

@@ -81,6 +81,19 @@ class TestCard:
     assert 'seed' not in body and 'No licence' not in body
     assert str(workdir.parent) not in text and os.path.dirname(model) not in text
 
+  @pytest.mark.parametrize('path', ['/home/me/judge', '~/judge', 'C:\\me\\judge'])
+  def test_functions_of_a_path_say_its_name_alone(self, workdir, path):
+    made_of = json.loads((workdir / 'made_of.json').read_text())
+    made_of['algorithm']['advantages'] = {
+      'function': 'make.<locals>.judge',
+      'code': '5c96defb7083e6f7',
+      'path': repr(path),
+      'question': repr('yes/no'),
+    }
+    (workdir / 'made_of.json').write_text(json.dumps(made_of))
+    text = model_card.write(read(workdir))
+    assert "make(path='judge', question='yes/no')" in text
+
   def test_it_says_what_is_not_known(self, workdir):
     (workdir / 'made_of.json').unlink()
     text = model_card.write(read(workdir))
