@@ -36,6 +36,16 @@ def find_root() -> pathlib.Path:
   return installed if installed.is_dir() else package.parent
 
 
+def find_script(module: str) -> bool:
+  """Says whether there is such a module, or package that runs, of ours."""
+  folder, *rest = module.split('.')
+  path = find_root().joinpath(folder, *rest)
+  is_ours = folder in ('experiments', 'third_party')
+  return is_ours and (
+    path.with_suffix('.py').is_file() or (path / '__main__.py').is_file()
+  )
+
+
 def describe() -> str:
   """Returns what the command says of itself."""
   width = max(map(len, SCRIPTS))
@@ -60,12 +70,12 @@ def main() -> None:
     SystemExit: There is no such script; the message lists those that there are.
   """
   name, *flags = sys.argv[1:] or ['--help']
+  module, _ = SCRIPTS.get(name, (name, ''))
   if name in ('-h', '--help', 'help'):
     print(describe())
   elif name == '--version':
     print(agent_r1_jax.__version__)
-  elif name in SCRIPTS or name.startswith(('experiments.', 'third_party.')):
-    module, _ = SCRIPTS.get(name, (name, ''))
+  elif find_script(module):
     # As with `python -m`, modules of the current folder are found too.
     sys.path[:0] = [str(find_root()), '']
     sys.argv[1:] = flags

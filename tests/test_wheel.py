@@ -122,9 +122,19 @@ def test_the_command_lists_what_there_is_and_refuses_the_rest(installed, tmp_pat
   assert done.returncode == 0 and done.stdout == command.describe() + '\n'
   done = run(installed, 'agent-r1-jax', 'nosuch', cwd=tmp_path)
   assert done.returncode == 1 and 'nosuch: there is no such script' in done.stderr
+  for name in ('experiments.nosuch', 'experiments.worlds', 'experiments', 'os'):
+    done = run(installed, 'agent-r1-jax', name, cwd=tmp_path)
+    assert done.returncode == 1 and f'{name}: there is no such' in done.stderr, done
   # No line of a user's own: the mistake is in the flags.
   done = run(installed, 'agent-r1-jax', 'serve', cwd=tmp_path)
   assert done.returncode == 1 and done.stderr.startswith('model.path is empty; '), done
+
+
+def test_a_script_that_starts_others_finds_them(installed, tmp_path):
+  command = ['agent-r1-jax', 'experiments.bench.first_light', '--out=light']
+  done = run(installed, *command, '--shape=tiny', '--parts=card', cwd=tmp_path)
+  assert done.returncode == 0, done
+  assert 'failed' not in (tmp_path / 'light' / 'lines.jsonl').read_text()
 
 
 def test_the_bounds_allow_what_the_suite_runs_with():

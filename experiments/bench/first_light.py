@@ -176,6 +176,9 @@ def read_last_line(log: pathlib.Path) -> str:
 def make_environment(out: pathlib.Path) -> dict[str, str]:
   """Returns the parts' variables: a cache of programs, and nearly all of the memory."""
   environment = dict(os.environ)
+  # In a wheel, nobody else finds our modules.
+  paths = [str(pathlib.Path(__file__).parents[2]), environment.get('PYTHONPATH', '')]
+  environment['PYTHONPATH'] = os.pathsep.join(filter(None, paths))
   environment['JAX_COMPILATION_CACHE_DIR'] = str(out / 'cache')
   environment['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
   environment.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '.92')
