@@ -42,23 +42,23 @@ class Config:
     limits: The budgets of one episode.
     sampling: How the tokens of training rollouts are chosen.
     evaluation: How the tokens of evaluations are chosen; greedy by default.
-    engine: Sizes of the engine's programs.
+    engine: Sizes and number formats of the engine.
     schedule: The number of episodes and updates, and their order.
     curriculum: Which tasks are drawn for training.
     batch: Sizes of the micro-batches of gradients.
     optimizer: The optimizer of policy and critic.
     mesh: How the chips share the work.
-    checkpoint: How often the run is saved, so that it can be resumed.
+    checkpoint: How often the run is saved.
     alarms: Limits of metrics beyond which an alarm is logged.
     seed: Seed of the order of tasks and of all sampling.
-    max_error_rate: The share of a rollout's episodes whose environment may raise or be
-      late, and of its calls whose tool may be out, before the run ends.
-    log_episodes: How many episodes of each rollout are written to trajectories/, and how
-      many of these and of each evaluation set with the numbers of their tokens.
+    max_error_rate: The share of a rollout's episodes that may end with an error, and of
+      its calls that may meet a broken tool, before the run ends.
+    log_episodes: How many episodes of each rollout are written to trajectories/. As many
+      of these and of each evaluation set have the numbers of their tokens.
     sinks: Services that get metrics besides metrics.jsonl: some of SINKS, and modules
       that have a class Sink, such as my_package.my_sink, separated by commas.
-    profile: The steps that are traced for Perfetto and XProf, to profile/ in the workdir:
-      their numbers as in metrics.jsonl, separated by commas, such as '2,50'.
+    profile: Steps to trace for Perfetto and XProf, to profile/ in the workdir: numbers as
+      in metrics.jsonl, separated by commas, such as '2,50'.
   """
 
   # The sizes of --first_try, which shows soon whether a script does what it should.
