@@ -138,9 +138,7 @@ class TestTogether:
 
   def test_guides_and_budgets_hold_inside_a_draft(self, always):
     grammar = test_call_grammar.of_tiny(required=True).grammar
-    engines = [
-      tiny.engine(clients.params(), rows=7, drafts=k, **clients.EXACT) for k in (0, 4)
-    ]
+    engines = [clients.engine(drafts=k, **clients.EXACT) for k in (0, 4)]
     found = []
     for engine in engines:
       engine.warm_up(automata=[clients.stop(), grammar])

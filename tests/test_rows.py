@@ -22,6 +22,12 @@ def _generation(text, number):
   return request_lib.Generation(request, text, number, lambda: None)
 
 
+def _prefixes(text, begin, end):
+  """The bytes of a text's first `begin` + 1 to `end` tokens."""
+  whole, size = text.tokens[:end].tobytes(), text.tokens[:0].itemsize
+  return [whole[: size * (i + 1)] for i in range(begin, end)]
+
+
 class Cache:
   """Rows, and what the device would hold in each slot: (version, the text up to it).
 
@@ -97,12 +103,12 @@ class Cache:
     slots, ring = self.slots[row.index], self.rings[row.index]
     window = range(max(0, row.cached - _WINDOW + 1), row.cached)
     assert [ring[i % len(ring)] for i in window] == [slots[i] for i in window]
-    for i in range(row.cached, row.cached + n):
-      slots[i] = (version, row.text.tokens[: i + 1].tobytes())
-      ring[i % len(ring)] = slots[i]
+    texts = _prefixes(row.text, row.cached, row.cached + n)
+    for i, text in enumerate(texts, row.cached):
+      slots[i] = ring[i % len(ring)] = (version, text)
 
   def _wanted(self, row, n, version):
-    return [(version, row.text.tokens[: i + 1].tobytes()) for i in range(n)]
+    return [(version, text) for text in _prefixes(row.text, 0, n)]
 
   def decode(self, row, tokens, version):
     """Samples tokens: all but the last are computed."""
@@ -126,8 +132,7 @@ class Cache:
         continue
       assert self.rows.find(row.text) is row
       slots = self.slots[row.index][: row.cached]
-      texts = [row.text.tokens[: i + 1].tobytes() for i in range(row.cached)]
-      assert [slot[1] for slot in slots] == texts
+      assert [slot[1] for slot in slots] == _prefixes(row.text, 0, row.cached)
       if row.version != rows_lib.MIXED:
         assert {slot[0] for slot in slots} <= {row.version}
       if row.generation is not None:
