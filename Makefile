@@ -89,9 +89,10 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Installs $(2) in the environment $(1). pip compiles modules one after another; all cores
-# take half of the time. A file that is no Python of this version stays as it is.
+# take half of the time. A file that is no Python of this version stays as it is. pip 26
+# shows what setuptools warns the author of a package of; here that are 50 lines.
 define install
-	$(1)/bin/python -m pip install --quiet --no-compile $(2)
+	PYTHONWARNINGS=ignore $(1)/bin/python -m pip install --quiet --no-compile $(2)
 	$(1)/bin/python -W ignore -m compileall -qq -j 0 $(1)/lib || true
 endef
 
