@@ -151,15 +151,17 @@ def _describe_curve(record: run_record.RunRecord) -> str:
     return ''
   rows = {
     f'`{_escape(name)}`': {
-      'first': f'{begin:.4g} (step {first})',
-      'last': f'{end:.4g} (step {last})',
+      'first': f'{change.first:.4g} (step {change.first_step})',
+      'last': f'{change.last:.4g} (step {change.last_step})',
+      'episodes': '-' if change.episodes is None else str(change.episodes),
     }
-    for name, (first, begin, last, end) in curve.items()
+    for name, change in curve.items()
   }
+  columns = ['first', 'last', 'episodes']
   return (
     '`rollout/` is the mean over the training episodes of a step, and `eval/SET/` the '
     'mean over the tasks of SET that were played during the training to watch it.\n\n'
-    + tables.format_table(rows, ['first', 'last'], corner='metric')
+    + tables.format_table(rows, columns, corner='metric')
   )
 
 

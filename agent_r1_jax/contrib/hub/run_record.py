@@ -140,8 +140,21 @@ def list_changes(record: RunRecord) -> dict[str, str]:
   }
 
 
-def summarize_curve(record: RunRecord) -> dict[str, tuple[int, float, int, float]]:
-  """Returns the first and last step and value of each reward and score.
+class Change(NamedTuple):
+  """A metric at the beginning and at the end of a run: steps, values, and episodes.
+
+  `episodes` is how many episodes the last value is the mean of; None if it is not logged.
+  """
+
+  first_step: int
+  first: float
+  last_step: int
+  last: float
+  episodes: int | None
+
+
+def summarize_curve(record: RunRecord) -> dict[str, Change]:
+  """Returns the changes of the rewards and scores that a run was watched by.
 
   The metrics are rollout/reward and, of each set, eval/SET/reward and eval/SET/em.
   """
@@ -151,7 +164,9 @@ def summarize_curve(record: RunRecord) -> dict[str, tuple[int, float, int, float
     if re.fullmatch(r'rollout/reward|eval/.*/(reward|em)', name):
       found = [line for line in record.lines if name in line]
       first, last = found[0], found[-1]
-      curve[name] = (first['step'], first[name], last['step'], last[name])
+      count = last.get(f'{name.rpartition("/")[0]}/episodes')
+      episodes = None if count is None else round(count)
+      curve[name] = Change(first['step'], first[name], last['step'], last[name], episodes)
   return curve
 
 

@@ -25,7 +25,7 @@ def make(workdir: pathlib.Path, base: str, *, rank: int = 0, **kwargs) -> pathli
   metrics.write(workdir, 0, {'eval/dev/reward': 0.125, 'eval/dev/turns': 2})
   for step in range(1, 6):
     metrics.write(workdir, step, {'rollout/reward': step / 8, 'train/loss': 0.5})
-  metrics.write(workdir, 5, {'eval/dev/reward': 0.875})
+  metrics.write(workdir, 5, {'eval/dev/reward': 0.875, 'eval/dev/episodes': 3})
   shape = tiny.config(layers=1)
   params = tiny.params(shape)
   if rank:

@@ -72,7 +72,7 @@ class TestCard:
       *('LlamaForCausalLM, F32', 'turns that call `look`', '### Exact match'),
       *('group_relative(divide_by_std=True)', 'InLoss(coef=0.01, estimator=k3'),
       *('5 of 5, each of 2 tasks with 4 episodes', f' {version} ', '| reward        |'),
-      *('0.125 (step 0)', '0.875 (step 5)', '0.625 (step 5)'),
+      *('0.125 (step 0)', '0.875 (step 5) | 3 ', '0.625 (step 5) | - '),
       *('limits.max_turn_tokens', '3 replies of 6 tokens, in a context of 96 tokens'),
       *("from_pretrained('USER/NAME')", '--config.model.path=policy'),
       'vllm serve USER/NAME',
