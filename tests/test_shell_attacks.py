@@ -27,6 +27,7 @@ open_session = confined.open_session
 
 # A command that must end does so in far less; it only guards against hanging.
 SECONDS = 60.0
+CLEAN = 'cd; rm -rf ./*; echo next'
 REFUSED = (
   'Operation not permitted|Permission denied|No such file|Read-only|cross-device|Invalid'
 )
@@ -69,15 +70,15 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize('name', COMMANDS)
-def test_it_is_refused(open_session, name):
+def test_they_are_refused(open_session):
   session = open_session()
   before = pathlib.Path('/usr/bin/env').stat()
-  output = session.run(COMMANDS[name], SECONDS)
-  assert output.code and re.search(REFUSED, output.text), output
-  assert session.run('echo next')[:2] == ('next\n', 0)
-  after = pathlib.Path('/usr/bin/env').stat()
-  assert (before.st_mode, before.st_nlink) == (after.st_mode, after.st_nlink)
+  for name, command in COMMANDS.items():
+    output = session.run(command, SECONDS)
+    assert output.code and re.search(REFUSED, output.text), (name, output)
+    assert session.run(CLEAN, SECONDS)[:2] == ('next\n', 0), name
+    after = pathlib.Path('/usr/bin/env').stat()
+    assert (before.st_mode, before.st_nlink) == (after.st_mode, after.st_nlink), name
 
 
 # Functions of the C library that must fail with EPERM.
@@ -125,7 +126,7 @@ EXHAUSTS = {
     'cd $TMPDIR; ' + FILL,
     'No space|more than 16 MiB',
   ),
-  'a large file': ('cat /dev/zero > large', 'No space|too large'),
+  'a large file': ('cat /dev/zero > large', 'No space|too large|more than 16 MiB'),
   'a file of a size': ('truncate -s 1T large', 'too large'),
   'many large files': (
     FILL, 'No space|more than 16 MiB'
@@ -147,15 +148,14 @@ EXHAUSTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize('name', EXHAUSTS)
-def test_it_exhausts_its_own_limits(open_session, name):
-  command, expected = EXHAUSTS[name]
+def test_it_exhausts_its_own_limits(open_session):
   session = open_session(processes=20, memory_mb=128, disk_mb=16, files=1000)
-  # The kernel needs time for what is bounded by a size alone.
-  late = 0.5 if 'longer' in expected else SECONDS
-  output = session.run(command, late)
-  assert re.search(expected, output.text + output.reason), output
-  assert session.run('cd; rm -rf ./*; echo next')[:2] == ('next\n', 0)
+  for name, (command, expected) in EXHAUSTS.items():
+    # The kernel needs time for what is bounded by a size alone.
+    late = 0.5 if 'longer' in expected else SECONDS
+    output = session.run(command, late)
+    assert re.search(expected, output.text + output.reason), (name, output)
+    assert session.run(CLEAN)[:2] == ('next\n', 0), name
 
 
 def test_the_kernel_counts_processes(open_session):
@@ -321,9 +321,9 @@ def test_nothing_outlives_a_trainer_that_is_killed(isolated):
     os.rmdir(folder)
 
 
-def test_a_hundred_thousand_files(open_session):
-  session = open_session(files=200_000)
-  assert session.run('seq 100000 | xargs touch; ls | wc -l', SECONDS).text == '100000\n'
+def test_thirty_thousand_files(open_session):
+  session = open_session(files=60_000)
+  assert session.run('seq 30000 | xargs touch; ls | wc -l', SECONDS).text == '30000\n'
   with pytest.raises(shell.CommandError, match='too much to be read'):
     session.read_files()
   assert session.run('echo next', SECONDS)[:2] == ('next\n', 0)
