@@ -19,11 +19,11 @@ async def check_env(
   """Plays `replies`, of which exactly the last must end the episode.
 
   Checks the types of messages and steps; that the task is not changed; that the same
-  replies have the same answers, also while a second instance plays at the same time;
-  that a method `finish` scores truncated episodes repeatably; and that a method `close`
-  works before `reset` and amid the episode, and disturbs no other instance.
+  replies get the same answers, even while a second instance plays; that `finish`, if
+  there is one, scores truncated episodes repeatably; and that `close` works before
+  `reset` and during an episode, and disturbs no other instance.
 
-  There must be one reply at least.
+  There must be at least one reply.
 
   Returns:
     The steps, for further checks.
@@ -80,7 +80,7 @@ async def _check_env(make_env, task, replies) -> list[types.Step]:
 
 
 async def _check_finish(make_env, task, reply):
-  """Checks that two environments score an episode alike that a budget ended."""
+  """Checks that two environments give a truncated episode the same score."""
   for status, unfinished in (
     ('truncated', reply),
     ('truncated', None),

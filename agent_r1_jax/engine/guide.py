@@ -3,9 +3,8 @@
 A guide has a state for each request, and is a pair of pure functions of it: one changes
 the logits, the other advances the state by a token. Stop strings, a grammar of tool
 calls, top-k and top-p, and a value function are all guides. The guides of a request
-compose: logits pass through one after the other, and a reply ends where one of them ends
-it. The states are arguments of the jitted loop, so that nothing is compiled for another
-choice of requests and guides.
+compose: logits pass through one after the other, and any of them may end the reply. The
+states are arguments of the jitted loop, so other requests and guides compile nothing.
 
 A user-defined guide:
 
@@ -62,9 +61,9 @@ class Guide:
   def needs_correction(self) -> bool:
     """Whether training on its tokens needs the algorithm's correction.
 
-    A guide with `logits` makes a token come from another distribution than the policy's,
-    which is the one that is trained; importance weights (rl/losses.py) make up for
-    the difference. A guide that only ends replies needs none.
+    A guide with `logits` samples from a distribution other than the trained policy's;
+    importance weights (rl/losses.py) correct the difference. A guide that only ends
+    replies needs none.
     """
     return self.logits is not None
 

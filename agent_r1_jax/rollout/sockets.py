@@ -1,6 +1,6 @@
-"""The three sockets of a run: who watches it, who plays an episode, who chooses replies.
+"""The three sockets of a run: watching it, playing an episode, choosing replies.
 
-The core calls them, and the upper floor fills them: report/watcher.py watches,
+The core calls them, and the upper floor implements them: report/watcher.py watches,
 serve/program.py plays, guided/choice.py and guided/search.py choose.
 """
 
@@ -22,16 +22,16 @@ Ended = Callable[[types.Trajectory], None]
 
 
 class RunInfo(NamedTuple):
-  """A run that begins or goes on.
+  """A run that begins or resumes.
 
   Attributes:
     config: Its configuration.
     workdir: Its directory.
-    label: What it calls itself.
+    label: Its name.
     step: How many steps were completed before.
     next_line: The step of the next line of metrics.jsonl.
-    call_format: How the calls of tools are written in replies.
-    engine: The engine, whose counts tell the speed.
+    call_format: The format of tool calls in replies.
+    engine: The engine, whose counts give the speed.
   """
 
   config: config_lib.Config
@@ -44,14 +44,14 @@ class RunInfo(NamedTuple):
 
 
 class Watcher:
-  """Watches a run, and prints a line a step; another one overrides what it shows.
+  """Observes a run and prints one line per step; subclasses override what they show.
 
-  In all processes the loop calls the same methods. What a method raises ends the run, so
-  that a watcher bounds and reports its own faults.
+  The loop calls the same methods in all processes. An exception in a method ends the run,
+  so a watcher has to catch and report its own faults.
   """
 
   def check(self, config: config_lib.Config) -> None:
-    """Raises ValueError for settings that it does not serve, before anything is made."""
+    """Raises ValueError for settings that it does not support, before the run is made."""
     default = config_lib.Config()
     for name in ('sinks', 'profile', 'alarms'):
       value = getattr(config, name)
@@ -74,11 +74,11 @@ class Watcher:
     """Shows what the run is doing, for example ('rollout', 45, 128)."""
 
   def trace_step(self, step: int) -> contextlib.AbstractContextManager:
-    """Is entered around the rollout and the update of a step."""
+    """Wraps the rollout and the update of a step."""
     return contextlib.nullcontext()
 
   def see_episodes(self, step: int, played: Sequence[types.Trajectory]) -> None:
-    """Gets all episodes of a rollout or an evaluation, as soon as they have ended."""
+    """Receives all episodes of a rollout or an evaluation, as soon as they have ended."""
     if errors := [t.error for t in played if t.status == types.Status.FAILED]:
       self.print_line(f'Step {step}: {len(errors)} episodes failed. {errors[0]}')
 
@@ -89,7 +89,7 @@ class Watcher:
     learned_from: Sequence[types.Trajectory],
     table: table_lib.TokenTable,
   ) -> None:
-    """Keeps some episodes of a rollout, for people to read.
+    """Logs some episodes of a rollout, for people to read.
 
     Args:
       step: The completed steps, this one included.
@@ -101,26 +101,26 @@ class Watcher:
   def log_evaluation(
     self, name: str, step: int, played: Sequence[types.Trajectory]
   ) -> None:
-    """Keeps all episodes of an evaluation set."""
+    """Logs all episodes of an evaluation set."""
 
   def measure(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns numbers to add to those of a step, before they are written."""
+    """Returns further metrics of a step, before they are written."""
     return {}
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Gets the line that was written to metrics.jsonl, and shows it."""
+    """Receives the line that was written to metrics.jsonl, and shows it."""
     shown = [
       f'{name} {value:.3f}' for name, value in metrics.items() if name.endswith('/reward')
     ]
     self.print_line(f'Step {step}: {", ".join(shown)}')
 
   def finish(self, workdir: pathlib.Path, label: str) -> None:
-    """Is called at the end of a run, when its models are written."""
+    """Called at the end of a run, when its models are written."""
     self.print_line(f'{label}: {workdir}')
 
   @contextlib.contextmanager
   def count_episodes(self, label: str, total: int) -> Iterator[Ended]:
-    """Shows inside `with` how many episodes ended, of which it is told one by one."""
+    """Shows inside `with` how many episodes have ended; it is called for each."""
     self.print_line(f'{label}: {total} episodes')
     yield lambda trajectory: None
 
@@ -129,7 +129,7 @@ PLAIN = Watcher()
 
 
 class Player(abc.ABC):
-  """Plays episodes in its own way; make_env may make one (serve/program.py)."""
+  """Plays an episode by itself; make_env may make one (serve/program.py)."""
 
   @abc.abstractmethod
   async def play(self, episode: Any, task: types.Task) -> types.Status:

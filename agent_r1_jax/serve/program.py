@@ -1,7 +1,7 @@
-"""Agents that are programs of their own: they ask an OpenAI-compatible endpoint.
+"""Agents that are programs: they talk to an OpenAI-compatible endpoint.
 
-In place of an environment, make_env may make a Program. Its `run` gets the task and the
-address of an endpoint that is this episode's alone; the policy answers there:
+make_env may make a Program instead of an environment. Its `run` gets the task and the
+address of an endpoint for this episode alone, at which the policy answers:
 
   async def play(task, url):
     client = openai.AsyncOpenAI(base_url=url, api_key='none')
@@ -36,10 +36,10 @@ from agent_r1_jax.serve import endpoint
 
 # The last bytes of a program's output that are kept.
 _MAX_OUTPUT = 1 << 16
-# When a program has ended, what it printed last is waited for so many seconds.
+# How long to wait for a program's last output after it has ended, in seconds.
 _CLOSE_SECONDS = 1.0
 Output = env_lib.Score | None
-# What a process gets of this one's environment without asking: no API key is in these.
+# The variables that every program inherits; none of them is an API key.
 _INHERITED = ('HOME', 'LANG', 'LOGNAME', 'PATH', 'SHELL', 'TERM', 'TMPDIR', 'USER')
 
 
@@ -53,9 +53,9 @@ class Program(sockets.Player):
 
   Attributes:
     run: (task, url) -> None, a number, or a dict of the named parts of a sum.
-    reward: (task, messages) -> score, as that of a ToolEnv.
+    reward: (task, messages) -> score, as for a ToolEnv.
     metrics: (task, messages) -> further numbers of the episode.
-    dialects: What the endpoint speaks besides chat completions.
+    dialects: APIs of the endpoint besides chat completions.
   """
 
   run: Callable[[types.Task, str], Output | Awaitable[Output]]
@@ -71,8 +71,8 @@ class Program(sockets.Player):
   async def play(self, episode: episode_lib.Episode, task: types.Task) -> types.Status:
     """Runs the program against an endpoint of its own; returns the episode's status.
 
-    If the endpoint has refused a reply for want of tokens or turns, an error that the
-    program raises then counts as that status and not as an error.
+    If the endpoint refused a reply because tokens or turns ran out, an error that the
+    program then raises counts as that status, not as an error.
     """
     t, limits = episode.trajectory, episode.limits
     conversation = conversation_lib.EpisodeSource(
@@ -121,7 +121,7 @@ class Program(sockets.Player):
       t.messages = conversation.list_messages()
 
   async def _score(self, episode, conversation, task, output: Output):
-    """Adds the rewards that the program reported, and what the functions give."""
+    """Adds the rewards that the program reported and that the functions return."""
     t, transcript = episode.trajectory, episode.transcript
     for turn, step in conversation.reports:
       episode.add_reward(step, turn)

@@ -11,7 +11,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import workers
 
 Messages = list[types.Message]
-# How promising a conversation is; it must be deterministic.
+# The value Φ of a conversation; it must be deterministic.
 Potential = Callable[[types.Task, Messages], float | Awaitable[float]]
 # A weight, or its schedule: from the number of rollouts learned from to the weight.
 Weight = float | Callable[[int], float]
@@ -22,7 +22,7 @@ def hybrid(**parts: tuple[Weight, env_lib.Reward]) -> env_lib.Reward:
 
     hybrid(outcome=(1.0, qa.em_reward), format=(0.2, well_formed))
 
-  A weight may be a schedule over the run, one of optax's for example:
+  A weight may be a schedule over the run, such as one of optax's:
 
     hybrid(outcome=(1.0, em), model=(optax.linear_schedule(0.3, 0.0, 40), model))
 
@@ -68,9 +68,8 @@ def well_formed(
 ) -> float:
   """Returns the share of the agent's tool calls that can be parsed; 1 without calls.
 
-  By default they are in the format of the chat whose rollout this is. No tool is known
-  here, so that a bare string in place of arguments is malformed, even if a ToolEnv
-  understands it.
+  By default calls are parsed in the chat's format. Schemas are not known here, so a bare
+  string as arguments is malformed, even if a ToolEnv understands it.
   """
   calls = []
   parse = parse or call_formats.chat_format.get().parse
@@ -98,14 +97,14 @@ def potential_based(potential: Potential, gamma: float = 1.0) -> env_lib.Process
   - γ discounts turns. If an estimator discounts tokens, only γ = 1 is exact.
 
   Args:
-    potential: Φ of the task and the conversation, sync or async. It is called twice a
-      turn, so that it needs no memory.
-    gamma: The discount of the return that is maximised, for each turn.
+    potential: Φ of the task and the conversation, sync or async. It is called twice per
+      turn, so it needs no memory.
+    gamma: The discount per turn of the return that is maximised.
   """
 
   async def process_reward(env: env_lib.ToolEnv, calls, results) -> float:
     messages = env.messages
-    # What stood before the turn's reply is the state s, all that stands now is s'.
+    # The messages before the turn's reply are the state s, all messages now are s'.
     acted = max(i for i, m in enumerate(messages) if m['role'] == 'assistant')
     before = await _call_reward(potential, env.task, messages[:acted])
     # The turn without a call is the last one.
