@@ -49,6 +49,7 @@ _NUMBERS = [
     ('optimizer.offload', 1, 'is 1; it must be True or False.'),
     ('model.path', None, 'is None; it must be a text.'),
     ('sinks', 'tensorboard,wb', "is 'tensorboard,wb', with wb; give some of"),
+    ('sinks', '.my_sink', "is '.my_sink', with .my_sink; give some of"),
     ('profile', '²', "is '²'; give numbers"),
     ('profile', '2,last', "is '2,last'; give numbers of steps, such as '2,50'."),
   ],

@@ -113,7 +113,10 @@ class Config:
       ValueError: Names the field, the value and what it may be.
     """
     fields.check(self)
-    if unknown := set(self.sink_names).difference(SINKS):
+    unknown = set(self.sink_names).difference(SINKS)
+    # Such as '.my_sink', which would be relative to a package that is not known.
+    unknown.update(m for m in self.sink_modules if not all(m.split('.')))
+    if unknown:
       raise ValueError(
         f'sinks is {self.sinks!r}, with {", ".join(sorted(unknown))}; give some of '
         f'{", ".join(SINKS)}, separated by commas, or modules such as my_package.sink.'
