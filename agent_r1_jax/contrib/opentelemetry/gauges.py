@@ -60,4 +60,4 @@ class Lines:
 
 def _clean(name: str) -> str:
   """Makes a name of an instrument, as OpenTelemetry allows it."""
-  return re.sub(r'[^\w.-]', '_', name.replace('/', '.'))[:200]
+  return re.sub(r'[^\w.-]', '_', name.replace('/', '.'), flags=re.ASCII)[:200]

@@ -5,7 +5,7 @@ import runs
 import tiny
 import traced
 
-from agent_r1_jax.contrib.opentelemetry import providers
+from agent_r1_jax.contrib.opentelemetry import gauges, providers
 from agent_r1_jax.rl import losses
 from agent_r1_jax.train import metrics
 
@@ -141,6 +141,17 @@ def test_the_metrics_are_the_lines(run):
   (reward,) = points['rl.environment.reward.mean']
   assert reward.value == last['eval/dev/reward']
   assert reward.attributes['agent_r1_jax.tasks'] == 'dev'
+
+
+def test_a_name_that_is_not_ascii_costs_no_number_of_its_line():
+  memory = traced.Memory()
+  lines = gauges.Lines(memory.meters.get_meter('test'), {})
+  lines.record({'eval/tôt/reward': 0.5, 'rollout/turns': 2.0})
+  points = memory.read_metrics()
+  assert points['agent_r1_jax.eval.t_t.reward'][0].value == 0.5
+  assert points['agent_r1_jax.rollout.turns'][0].value == 2.0
+  (mean,) = points['rl.environment.reward.mean']
+  assert mean.attributes['agent_r1_jax.tasks'] == 'tôt'
 
 
 def test_nothing_that_is_trained_changes(run, model, tmp_path):
