@@ -6,7 +6,8 @@
 The arguments are logs (agent_r1_jax/report/episodes.py), or folders of them.
 agent_r1_jax/contrib/logs says how an episode is written. Only absl-py is needed for it.
 `--to=inspect` needs inspect_ai, which brings 80 packages and is better in an environment
-of its own; `make test-with-inspect` makes .venv-inspect.
+of its own: pip install 'agent_r1_jax[inspect]', or in a checkout `make
+test-with-inspect`, which makes .venv-inspect.
 """
 
 from collections.abc import Callable
@@ -39,8 +40,8 @@ def main(argv):
         print(write(log.absolute(), folder))
   except ModuleNotFoundError:
     raise SystemExit(
-      'There is no inspect_ai here: install it as the top of '
-      'experiments/convert_episodes.py says, in an environment of its own.'
+      'There is no inspect_ai here: install it as `agent-r1-jax convert --help` says, in '
+      'an environment of its own.'
     ) from None
   except ValueError as error:
     raise SystemExit(str(error)) from None

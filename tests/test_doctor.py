@@ -208,12 +208,16 @@ def test_a_critic_that_is_a_second_head_is_not_written_twice(tmp_path):
   assert needed[0] - model == pytest.approx(2 * (needed[1] - model), rel=0.01)
 
 
-def test_other_versions_are_a_warning_and_missing_packages_fail(monkeypatch):
+def test_other_versions_are_a_warning_and_missing_packages_fail(monkeypatch, tmp_path):
   here = doctor.importlib.metadata.version('numpy')
   wanted = [*map(doctor.requirements.Requirement, ('jax<0.1', f'numpy=={here}'))]
   monkeypatch.setattr(doctor, '_read_requirements', lambda: wanted)
   finding = doctor.check_versions()
   assert finding.status == 'warn' and '1 packages differ: jax 0.' in finding.text
+  assert finding.remedy == 'pip install -r requirements.txt'
+  with monkeypatch.context() as installed:
+    installed.setattr(doctor, '_ROOT', tmp_path)
+    assert doctor.check_versions().remedy == "pip install 'jax<0.1'"
   wanted.append(doctor.requirements.Requirement('no-such-package>=1'))
   finding = doctor.check_versions()
   assert (finding.status, finding.remedy) == ('fail', "pip install 'no-such-package>=1'")

@@ -35,6 +35,7 @@ from agent_r1_jax.train.plan import footprint, sizes
 _PACKAGE = 'agent_r1_jax'
 PYTHONS = ('3.11', '3.12', '3.13')
 _ROOT = pathlib.Path(__file__).parents[2]
+_REQUIREMENTS = 'requirements.txt'
 _SECONDS = 120.0
 _PROBE_BYTES = 32 << 20
 _SLOW_DISK = 50e6
@@ -111,7 +112,7 @@ def check_versions() -> Finding:
   if here not in PYTHONS:
     remedy = f'Use one of Python {", ".join(PYTHONS)}.'
     return Finding('versions', 'fail', f'Python {here}', remedy)
-  differing, wanted = [], _read_requirements()
+  differing, bounds, wanted = [], [], _read_requirements()
   for package in wanted:
     try:
       version = importlib.metadata.version(package.name)
@@ -120,16 +121,20 @@ def check_versions() -> Finding:
       return Finding('versions', 'fail', text, remedy)
     if version not in package.specifier:
       differing.append(f'{package.name} {version} (tested: {package.specifier})')
+      bounds.append(f"'{package.name}{package.specifier}'")
   if differing:
     text = f'{len(differing)} packages differ: {", ".join(differing[:4])}'
-    return Finding('versions', 'warn', text, 'pip install -r requirements.txt')
+    # An installed package has no file of its requirements.
+    is_checkout = (_ROOT / _REQUIREMENTS).exists()
+    what = f'-r {_REQUIREMENTS}' if is_checkout else ' '.join(bounds)
+    return Finding('versions', 'warn', text, f'pip install {what}')
   versions = f'Python {here}, jax {jax.__version__}'
   return Finding('versions', 'ok', f'{versions}, and {len(wanted)} packages as tested')
 
 
 def _read_requirements() -> list[requirements.Requirement]:
   """Returns the requirements on this Python: a checkout's versions, else the bounds."""
-  path = _ROOT / 'requirements.txt'
+  path = _ROOT / _REQUIREMENTS
   if path.exists():
     lines = [line.split('#')[0] for line in path.read_text().splitlines()]
   else:
