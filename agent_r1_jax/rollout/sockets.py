@@ -1,7 +1,8 @@
 """The three sockets of a run: watching it, playing an episode, choosing replies.
 
 The core calls them, and the upper floor implements them: report/watcher.py watches,
-serve/program.py plays, guided/choice.py and guided/search.py choose.
+serve/program.py plays, guided/choice.py and guided/search.py choose. Observers of what
+happens inside an episode, such as a tool call, are in host/moments.py.
 """
 
 import abc
