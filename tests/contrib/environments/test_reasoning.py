@@ -55,8 +55,9 @@ async def test_answers_are_scored_in_a_process():
 def test_the_command_that_measures_a_policy_scores_generated_problems(tmp_path):
   stop = tiny.chat().stop_ids[0]
   model = tiny.save(tmp_path / 'model', likely={stop: 1.4})
-  flags = '--task=reasoning-gym', '--data=chain_sum'
-  done = test_evaluate_command._run(model, tmp_path / 'run', *flags)
+  flags = ('--task=reasoning-gym', '--data=chain_sum')
+  command = test_evaluate_command._flags(model, tmp_path / 'run', *flags)
+  (done,) = test_evaluate_command._run(command)
   assert done.returncode == 0, done.stderr[-3000:]
   results = json.loads((tmp_path / 'run' / 'results.json').read_text())
   found = results['methods']['agent']['']
