@@ -167,15 +167,16 @@ def test_the_kernel_counts_processes(open_session):
 SIGNALS = ('-9 -1', '-9 $PPID', '-9 {pid}', '-STOP $PPID', '-INT 1', '-9 1')
 
 
-@pytest.mark.parametrize('command', SIGNALS)
-def test_signals_reach_nobody_else(open_session, command):
+def test_signals_reach_nobody_else(open_session):
+  session, beside = open_session(), open_session()
   with subprocess.Popen(['sleep', '999']) as other:
-    session, beside = open_session(), open_session()
-    for pid in (os.getpid(), other.pid):
-      session.run(f'kill {command.format(pid=pid)}', SECONDS)
-    assert other.poll() is None
+    for command in SIGNALS:
+      for pid in (os.getpid(), other.pid):
+        session.run(f'kill {command.format(pid=pid)}', SECONDS)
+      assert other.poll() is None, command
+      for one in (beside, session):
+        assert one.run('echo next')[:2] == ('next\n', 0), command
     other.kill()
-  assert beside.run('echo next')[:2] == session.run('echo next')[:2] == ('next\n', 0)
 
 
 def test_secrets_of_the_trainer(open_session, monkeypatch, tmp_path):
@@ -263,11 +264,12 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize('name', LEFT)
-def test_what_a_call_leaves_behind_is_gone(open_session, name):
-  mark, session = f'{time.time():.9f}', open_session()
-  output = session.run(LEFT[name].replace('{}', mark) + ' sleep .1; echo left')
-  assert output[:2] == ('left\n', 0) and not _find_processes(mark)
+def test_what_a_call_leaves_behind_is_gone(open_session):
+  session = open_session()
+  for name, command in LEFT.items():
+    mark = f'{time.time():.9f}'
+    output = session.run(command.replace('{}', mark) + ' sleep .1; echo left')
+    assert output[:2] == ('left\n', 0) and not _find_processes(mark), name
 
 
 @pytest.mark.parametrize('how', ['closed', 'forgotten'])
