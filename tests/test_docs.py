@@ -100,11 +100,18 @@ def test_every_page_opens_with_what_one_can_do_after_reading_it():
 
 
 def test_the_table_of_defaults_is_true():
-  table = (ROOT / 'docs/quickstart.md').read_text().partition('\n## Defaults')[2]
+  after = (ROOT / 'docs/quickstart.md').read_text().partition('\n## Defaults')[2]
+  table = after.partition('\n## ')[0]
   rows = re.findall(r'\| `([\w.]+)` \| (\S+) \|$', table, re.MULTILINE)
   assert len(rows) > 15
   for name, value in rows:
     assert str(fields.get(config_lib.Config(), name)) == value, name
+
+
+def test_all_fields_are_listed_in_their_page(site):
+  page = (site / 'api/fields.html').read_text()
+  rows = re.findall(r'<tr>\s*<td><code>([\w.]+)</code></td>', page)
+  assert rows == [*fields.names(config_lib.Config)]
 
 
 def test_the_tutorials_run():
