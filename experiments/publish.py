@@ -26,13 +26,15 @@ _PUBLIC = flags.DEFINE_bool('public', False, 'Whether everybody may read it.')
 _ADAPTER = flags.DEFINE_bool(
   'adapter', False, 'Whether adapter/ is published, not model/.'
 )
-_BASE = flags.DEFINE_string('base', '', 'The base model on the Hub, if it is not found.')
+_BASE = flags.DEFINE_string(
+  'base_model', '', 'The base model on the Hub, if it is not found.'
+)
 _LICENSE = flags.DEFINE_string(
   'license', '', "The licence's name on the Hub: apache-2.0."
 )
 _REWRITE = flags.DEFINE_bool('rewrite', False, 'Whether model_card.md is written again.')
 
-# Where what was downloaded came from: the base models that need no --base.
+# Where what was downloaded came from: the base models that need no --base_model.
 _MANIFEST = pathlib.Path(__file__).parents[1] / 'third_party' / 'manifest.json'
 
 

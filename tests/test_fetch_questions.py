@@ -103,7 +103,7 @@ def test_official_files_end_as_what_data_takes(name, project, tmp_path, capsys):
   said = capsys.readouterr().out
   folder = tmp_path / name
   assert '2 train, 1 dev questions' in said
-  assert f'launch/local.sh wikipedia.search --data={folder}' in said
+  assert f'agent-r1-jax experiments.wikipedia.search --data={folder}' in said
 
   corpus, questions = qa_data.find(folder)
   tasks = [t for s in ('train', 'dev') for t in qa_data.read_questions(folder, s)]

@@ -145,7 +145,7 @@ def test_a_folder_without_data_is_refused_with_how_to_get_it(tmp_path):
   run = ('-m', 'experiments.paper_tables', *flags, f'--out={tmp_path}/run')
   done = script_lib.run(*run)
   assert done.returncode and 'train.jsonl.gz' in done.stderr
-  assert 'third_party/fetch.py hotpotqa' in done.stderr
+  assert 'agent-r1-jax fetch hotpotqa' in done.stderr
 
 
 def test_no_script_has_a_flag_for_a_model_beside_config_model_path():

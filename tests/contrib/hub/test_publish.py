@@ -164,7 +164,7 @@ class TestUpload:
     self, hub, tmp_path, model, refused
   ):
     record = read(run_maker.make(tmp_path / 'run', model, rank=3), 'adapter')
-    with refused('--base=USER/NAME'):
+    with refused('--base_model=USER/NAME'):
       upload.collect(record, '---\n---\n', REPOSITORY)
     push(hub, upload.collect(record, '---\n---\n', REPOSITORY, 'Qwen/Qwen3-4B'))
     sent = hub.repositories[REPOSITORY]
