@@ -40,7 +40,7 @@ def collect(
     if not base:
       raise ValueError(
         'adapter_config.json names a directory of this machine as the base model, which '
-        "nobody else has: give --base_model=USER/NAME, its repository on the Hub"
+        'nobody else has: give --base_model=USER/NAME, its repository on the Hub'
       )
     path = record.folder / 'adapter_config.json'
     settings = json.loads(path.read_text()) | {'base_model_name_or_path': base}
