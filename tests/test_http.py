@@ -200,6 +200,13 @@ def test_many_connections_that_wait_keep_nobody_out(monkeypatch, sent):
     assert _read(clients[0]).startswith(b'HTTP/1.1 408 ')
 
 
+def test_idle_connections_are_kept_longer_than_clients_use_them_again():
+  """Otherwise a request may meet a connection that is just being closed."""
+  kept = http.make_server(None, 1).config.timeout_keep_alive
+  # Those of OpenAI's client are the same.
+  assert kept > 2 * (httpx2.Limits().keepalive_expiry or 0)
+
+
 def test_a_client_that_does_not_read_is_let_go(monkeypatch):
   lost = threading.Event()
   monkeypatch.setattr(http, '_UNREAD_SECONDS', 1)

@@ -27,6 +27,9 @@ _POOL = thread_pool.Pool(threads=2)
 # Who asks: the key, if the server asks for keys, else the connection.
 client: contextvars.ContextVar[str] = contextvars.ContextVar('client', default='')
 _UNREAD_SECONDS = 60  # Until a connection is lost whose client takes no bytes.
+# Until an idle connection is closed: longer than clients keep one for further requests
+# (httpx 5, aiohttp 15), so that none meets a connection that is just being closed.
+_IDLE_SECONDS = 20
 
 
 class RefusedError(Exception):
@@ -306,6 +309,7 @@ def make_server(app: Any, shutdown_seconds: int, **options: Any) -> Any:
       log_config=None,  # uvicorn's own closes all handlers of the process.
       ws='none',
       limit_concurrency=MAX_CONNECTIONS,
+      timeout_keep_alive=_IDLE_SECONDS,
       timeout_graceful_shutdown=shutdown_seconds,
       **options,
     )
