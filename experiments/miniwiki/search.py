@@ -3,7 +3,7 @@
   agent-r1-jax quickstart --workdir=runs/quickstart
 
 GRPO with the paper's reward on miniwiki, from the small base policy kept beside this
-script. On 2 CPU cores: about 6 minutes, the tables included. Episodes of
+script. On 2 idle CPU cores: 3 minutes, the tables included. Episodes of
 the tables are kept in WORKDIR/episodes, and only missing ones are played.
 """
 
