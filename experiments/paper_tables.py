@@ -53,6 +53,8 @@ _OUT = flags.DEFINE_string(
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'Seeds of the trained methods.')
 _METHODS = flags.DEFINE_list('methods', [], 'Keys of METHODS, the default, and STEADY.')
 _QUESTIONS = flags.DEFINE_integer('questions', 300, 'Questions of each set.')
+_WORLD = flags.DEFINE_integer('world', 0, 'Seed of the worlds and questions of miniwiki.')
+_SPLIT = flags.DEFINE_enum('split', 'test', ['dev', 'test'], 'Which questions, ditto.')
 _RENDER = flags.DEFINE_string('render', '', 'Prefix of the .md, .png, .jsonl to write.')
 _DATA = flags.DEFINE_string('data', '', 'Real data; empty is miniwiki.')
 _CFG = fields.define_flags(
@@ -213,12 +215,13 @@ _UNTRAINED = ('Direct answer', 'Naive RAG', 'ReAct prompting', 'Base Tool Call')
 
 def miniwiki_bench(config: config_lib.Config) -> Bench:
   """The quickstart's worlds and questions."""
-  retriever, tasks = miniwiki.index(0), miniwiki.train_tasks(0, 4096)
+  world, split = _WORLD.value, _SPLIT.value
+  retriever, tasks = miniwiki.index(world), miniwiki.train_tasks(world, 4096)
   names = [name for name in miniwiki.SETS if '4hop' not in name]
-  sets = {name: miniwiki.test_set(name, _QUESTIONS.value, 0) for name in names}
+  sets = {n: miniwiki.test_set(n, _QUESTIONS.value, world, split) for n in names}
   tool = search.search_tool(retriever, k=1)
   find = lambda query: documents.render(retriever.search([query], 1)[0])
-  demonstrations = lambda seed: miniwiki.demonstrations(tasks, 0, seed, find)
+  demonstrations = lambda seed: miniwiki.demonstrations(tasks, world, seed, find)
   rag = _with_passages(sets, retriever, miniwiki.rag_task)
   prompts = {'agent': sets, 'direct': sets, 'rag': rag}
   return _make_bench(config, tasks, prompts, tool, demonstrations, miniwiki.KINDS)
@@ -301,7 +304,7 @@ def main(_):
       if tables_lib.contains(path, key):
         continue
       workdir = out / re.sub(r'\W+', '-', f'{method} seed {seed_of}')
-      before, start = _seconds(workdir), time.time()
+      before, start, cpu = _seconds(workdir), time.time(), time.process_time()
       outcome = methods[method](bench, seed_of, workdir)
       result = key | {
         'sets': {
@@ -310,6 +313,7 @@ def main(_):
         },
         'rewards': [round(r, 4) for r in outcome.rewards],
         'seconds': round(before + time.time() - start),
+        'cpu_seconds': round(time.process_time() - cpu),
         'machine': f'{platform.machine()}, {platform.python_version()}',
         'steps': bench.config.schedule.steps,
       }
@@ -328,7 +332,7 @@ def claim(out: pathlib.Path) -> None:
   # Each run has a seed of its own, and the model's place is made absolute.
   config = fields.replace(_CFG.value, {'seed': 0, 'model.path': ''})
   bench = {
-    'data': place(_DATA.value) if real else 'miniwiki',
+    'data': place(_DATA.value) if real else f'miniwiki {_WORLD.value} {_SPLIT.value}',
     'model': place(_CFG.value.model.path),
     'questions': _QUESTIONS.value,
     'config': dataclasses.asdict(config),
