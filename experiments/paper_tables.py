@@ -42,7 +42,7 @@ from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
 from agent_r1_jax.train import metrics
-from experiments import comparison
+from experiments import comparison, paper_page
 from experiments import tables as tables_lib
 from experiments.miniwiki import tasks as miniwiki
 from experiments.wikipedia import demos, settings
@@ -51,9 +51,10 @@ _OUT = flags.DEFINE_string(
   'out', 'runs/paper_tables', 'Directory of the runs and results.'
 )
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'Seeds of the trained methods.')
-_METHODS = flags.DEFINE_list('methods', [], 'Keys of METHODS, the default, and STEADY.')
+_METHODS = flags.DEFINE_list('methods', [], 'Methods; by default those of the paper.')
 _QUESTIONS = flags.DEFINE_integer('questions', 300, 'Questions of each set.')
 _WORLD = flags.DEFINE_integer('world', 0, 'Seed of the worlds and questions of miniwiki.')
+_TEACHER = flags.DEFINE_string('teacher', '', "Model that 'Distillation' learns from.")
 _SPLIT = flags.DEFINE_enum('split', 'test', ['dev', 'test'], 'Which questions, ditto.')
 _RENDER = flags.DEFINE_string('render', '', 'Prefix of the .md, .png, .jsonl to write.')
 _DATA = flags.DEFINE_string('data', '', 'Real data; empty is miniwiki.')
@@ -146,6 +147,30 @@ def trained(
 
 def supervised(bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
   """Fine-tuning on as many right demonstrations as RL has episodes, in as many steps."""
+  _fine_tune(bench, seed, workdir, bench.config.schedule.steps)
+  return _played(bench, bench.config, workdir, [])
+
+
+def supervised_first(bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
+  """Half of the steps on demonstrations, then GRPO: as many episodes in all."""
+  half, start = bench.config.schedule.steps // 2, workdir / 'supervised'
+  if not (start / 'model').exists():
+    _fine_tune(bench, seed, start, half)
+  path = str(start / 'model')
+  options = {'model.path': path, 'schedule.steps': bench.config.schedule.steps - half}
+  return trained(GRPO, bench, seed, workdir, options)
+
+
+def distilled(bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
+  """On-policy distillation from the model in --teacher; it reads no reward."""
+  if not _TEACHER.value:
+    raise app.UsageError("--teacher: 'Distillation' needs a model with the tokenizer.")
+  options = {'model.reference': _TEACHER.value}
+  return trained(algorithms.distillation(), bench, seed, workdir, options)
+
+
+def _fine_tune(bench: Bench, seed: int, workdir: pathlib.Path, steps: int) -> None:
+  """Fine-tunes on right demonstrations and writes the model."""
   config = bench.config
   shape, params, chat = train.load(config.model, config.chat)
   schemas = [tool.schema for tool in getattr(bench.agent(), 'tools', ())]
@@ -155,7 +180,7 @@ def supervised(bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
   )
   # Two conversations share a row.
   options = sft.Config(
-    steps=config.schedule.steps,
+    steps=steps,
     rows=config.schedule.tasks * config.schedule.samples // 2,
     row_tokens=config.engine.slots,
     learning_rate=config.optimizer.learning_rate,
@@ -164,7 +189,6 @@ def supervised(bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
   )
   params = sft.run(shape, params, text, options)
   weights.save(workdir / 'model', shape, params, tokenizer_from=config.model.path)
-  return _played(bench, config, workdir, [])
 
 
 def _played(bench, config, workdir, rewards) -> Outcome:
@@ -200,7 +224,7 @@ METHODS |= {
   for name, algorithm in (('PPO', PPO), ('GRPO', GRPO))
   for what, off in _MASKS.items()
 }
-# What may keep GRPO from ceasing to explore; run where --methods names them only.
+# What may keep GRPO from ceasing to explore.
 STEADY = {
   f'GRPO with {what}': functools.partial(trained, algorithm, options=options)
   for what, algorithm, options in (
@@ -209,6 +233,15 @@ STEADY = {
     ('dynamic sampling', GRPO, {'schedule.max_refills': 2}),
     ('groups of 16', GRPO, {'schedule.tasks': 8, 'schedule.samples': 16}),
   )
+}
+# What learns from others' right answers too.
+TAUGHT = {'Fine-tuning before GRPO': supervised_first, 'Distillation': distilled}
+# The tables, and their methods. Those of the first two are run by default.
+GROUPS = {
+  'Table 3: methods': [m for m in METHODS if '(' not in m],
+  'Table 4: masks': [m for m in METHODS if m in ('PPO', 'GRPO') or '(' in m],
+  'Against collapse': ['GRPO', *STEADY],
+  'Taught': ['Supervised fine-tuning', 'GRPO', *TAUGHT],
 }
 _UNTRAINED = ('Direct answer', 'Naive RAG', 'ReAct prompting', 'Base Tool Call')
 
@@ -284,9 +317,9 @@ def main(_):
     if not found:
       raise app.UsageError(f'--out={out} has no results yet: run without --render first')
     target = pathlib.Path(_RENDER.value)
-    return tables_lib.render_paper(found, target, [*METHODS], [*STEADY])
+    return paper_page.render(found, target, GROUPS)
   out.mkdir(parents=True, exist_ok=True)
-  methods = METHODS | STEADY
+  methods = METHODS | STEADY | TAUGHT
   if unknown := set(_METHODS.value) - set(methods):
     raise app.UsageError(f'--methods: {sorted(unknown)}; there are {list(methods)}')
   given = config_flags.get_override_values(flags.FLAGS['config'])

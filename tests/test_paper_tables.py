@@ -14,11 +14,12 @@ import pytest
 import script
 
 from agent_r1_jax.models.files import weights
-from experiments import tables
+from experiments import paper_page, tables
 from experiments.miniwiki import tasks as miniwiki
 
 METHODS = (
-  'ReAct prompting,Supervised fine-tuning,PPO (both masks off),GRPO with dynamic sampling'
+  'ReAct prompting,Supervised fine-tuning,PPO (both masks off),'
+  'GRPO with dynamic sampling,Fine-tuning before GRPO,Distillation'
 )
 # Prints what of the bench of real data can be compared, and a right demonstration as the
 # bench's own environment plays it.
@@ -96,7 +97,8 @@ def test_every_kind_of_method_gives_a_line_and_lines_give_tables(tmp_path):
     f'--config.model.path={model}',
     '--seeds=0',
     '--questions=2',
-    '--config.schedule.steps=1',
+    f'--teacher={model}',
+    '--config.schedule.steps=2',
     '--config.schedule.tasks=2',
     '--config.schedule.samples=2',
     '--config.engine.rows=8',
@@ -114,7 +116,9 @@ def test_every_kind_of_method_gives_a_line_and_lines_give_tables(tmp_path):
     assert len(line['sets']) == 3
     assert all(kinds['all']['count'] == 2 for kinds in line['sets'].values())
     assert line['seconds'] >= 0
-    assert len(line['rewards']) == (line['method'][:3] in ('PPO', 'GRP'))
+    steps = {'ReAct prompting': 0, 'Supervised fine-tuning': 0}
+    steps['Fine-tuning before GRPO'] = 1
+    assert len(line['rewards']) == steps.get(line['method'], 2)
   trained = copy.deepcopy([line for line in lines if line['rewards']])
   plain = copy.deepcopy(trained[0]) | {'method': 'REINFORCE++'}
   another = copy.deepcopy([plain, *trained])
@@ -130,14 +134,33 @@ def test_every_kind_of_method_gives_a_line_and_lines_give_tables(tmp_path):
   third, fourth = text.split('### Table 4: masks, all')
   assert '| REINFORCE++ ' in third and '| REINFORCE++ ' not in fourth
   assert '| PPO (both masks off) ' in fourth
-  masks, steady = fourth.split('### Against collapse, all')
-  assert '| GRPO with ' not in third + masks and '| GRPO with ' in steady
+  masks, others = fourth.split('### Against collapse, all')
+  steady, taught = others.split('### Taught, all')
+  assert '| GRPO with ' not in third + masks + taught and '| GRPO with ' in steady
+  assert '| Distillation ' in taught and '| Fine-tuning before GRPO ' in taught
   # Half of the way between two seeds, and Student's interval of two.
   first = plain['sets']['miniwiki-2wiki']['all']['mean']
   half = 12.7062 * abs(1 - first) / 2
   assert f'{(1 + first) / 2:.3f} ± {half:.3f}'.replace('0.', '.') in third
   assert target.with_suffix('.png').stat().st_size > 10_000
-  assert len(target.with_suffix('.jsonl').read_text().splitlines()) == 8
+  assert len(target.with_suffix('.jsonl').read_text().splitlines()) == 12
+
+
+def test_methods_are_compared_seed_by_seed():
+  scores = {
+    'A': {1: 0.6, 2: 0.5, 3: 0.7, 4: 0.6, 5: 0.9},
+    'B': {1: 0.5, 2: 0.5, 3: 0.5, 4: 0.5},
+    'C': {1: 0.1, 2: 0.1},
+  }
+  pairs = paper_page.compare_pairs(scores)
+  # A - B is .1 0 .2 .1: their mean is .1, and their deviation .0816.
+  cells = pairs.pop('A - B')
+  assert not pairs  # C has too few seeds.
+  assert cells['seeds'] == '4' and cells['ahead'] == '3/4'
+  assert cells['difference'].mean == pytest.approx(0.1)
+  assert cells['difference'].half == pytest.approx(3.1824 * 0.08165 / 2, rel=1e-3)
+  # Student's t with 3 degrees of freedom: .975 and .8.
+  assert cells['would show'] == pytest.approx((3.1824 + 0.9785) * 0.0408, rel=1e-3)
 
 
 @pytest.fixture(scope='module')
