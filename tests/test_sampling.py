@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import guide as guide_lib
@@ -66,6 +65,8 @@ def _softmax(logits, temperature=1.0):
 
 def _p_value(tokens, p):
   """The p-value of a chi-square test of the counts, rare tokens taken together."""
+  from scipy import stats  # It takes a second.
+
   counts, expected = np.bincount(tokens, minlength=len(p)), p * len(tokens)
   assert counts[p == 0].sum() == 0
   often = expected >= 5
@@ -92,6 +93,8 @@ def _kept(p, sampling):
 
 class TestUniforms:
   def test_numbers_of_keys_and_positions_are_uniform(self):
+    from scipy import stats  # It takes a second.
+
     u = np.asarray(_uniforms())
     assert u.min() >= 0 and u.max() < 1
     assert stats.kstest(u, 'uniform').pvalue > 0.01

@@ -6,7 +6,6 @@ Each of them asks with its own items, which it gets back from `ask` as it will s
 import json
 from typing import Any, NamedTuple
 
-import anthropic
 import openai
 import serving
 
@@ -66,6 +65,8 @@ class Messages:
   """Anthropic's Messages."""
 
   def __init__(self, url: str, stream: bool = False):
+    import anthropic  # It has 3,000 modules.
+
     self.client = anthropic.AsyncAnthropic(
       base_url=url.removesuffix('/v1'), api_key='none', max_retries=0
     )

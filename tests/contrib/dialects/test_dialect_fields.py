@@ -5,7 +5,6 @@ import functools
 import json
 import re
 
-import anthropic
 import dialect_clients
 import httpx2
 import openai
@@ -24,8 +23,18 @@ def url():
     yield url
 
 
+@pytest.fixture(scope='module')
+def anthropic():
+  """Has 3,000 modules: not each worker that reads this file imports them."""
+  import anthropic
+
+  return anthropic
+
+
 @contextlib.contextmanager
 def _clients(url, key='none'):
+  import anthropic
+
   with (
     anthropic.Anthropic(base_url=url, api_key=key, max_retries=0) as messages,
     openai.OpenAI(base_url=f'{url}/v1', api_key=key, max_retries=0) as responses,
@@ -219,7 +228,7 @@ _MORE = {
     *((dialect, named, fields) for named, (dialect, fields) in _MORE.items()),
   ],
 )
-def test_what_cannot_be_done_is_refused(refused, url, dialect, named, fields):
+def test_what_cannot_be_done_is_refused(refused, url, anthropic, dialect, named, fields):
   body = {'model': 'policy', **fields}
   with _clients(url) as (messages, responses):
     if dialect == 'responses':
@@ -234,7 +243,7 @@ def test_what_cannot_be_done_is_refused(refused, url, dialect, named, fields):
   assert error.value.body['error']['type'] == 'invalid_request_error'
 
 
-def test_hostile_bodies_keys_and_the_form_of_errors(url):
+def test_hostile_bodies_keys_and_the_form_of_errors(url, anthropic):
   post = lambda path, content: httpx2.post(f'{url}/v1/{path}', content=content)
   deep = '[' * 500 + ']' * 500
   for path, said in (

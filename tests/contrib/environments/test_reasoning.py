@@ -10,7 +10,11 @@ from agent_r1_jax import testing
 from agent_r1_jax.agent import env
 from agent_r1_jax.contrib.environments import reasoning
 
-pytest.importorskip('reasoning_gym')
+
+@pytest.fixture(scope='module', autouse=True)
+def reasoning_gym():
+  """Takes 2 seconds to import: not in each worker that reads this file."""
+  pytest.importorskip('reasoning_gym')
 
 
 def test_tasks_are_those_of_the_seed():
