@@ -285,11 +285,15 @@ ROWS = {
   ),
   'capped, sliding': Row(_of(layers, 'gemma2', False, **_GEMMA), (_LONG,)),
   'sliding, trees': Row(_of(layers, 'olmo3', True, **_OLMO), (_HALF,)),
+  'sinks': Row(
+    _of(layers, 'gpt_oss', False, **_SLIDES), (_LONG, {'fsdp': 2, 'tensor': 4})
+  ),
   'pictures': Row(sees, ({'fsdp': 4, 'tensor': 2},)),
   'replica of experts': Row(_of(replicas.extends, 'qwen3_moe', 'model', **_WIDE), _PAIR),
   'replica of gated experts': Row(
     _of(replicas.extends, 'qwen2_moe', 'model', **_WIDE), _PAIR
   ),
+  'replica with sinks': Row(_of(replicas.extends, 'gpt_oss', 'model', **_SLIDES), _PAIR),
   'replica in 8 bits': Row(_of(replicas.extends, 'gemma2', 'int8', **_GEMMA), _PAIR),
   'replica that slides': Row(_of(replicas.extends, 'olmo3', 'model', **_OLMO), _PAIR),
   'quantized': Row(replicas.quantized, ({'fsdp': 2, 'tensor': 2},)),

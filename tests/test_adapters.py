@@ -96,7 +96,7 @@ class TestTokens:
     [
       ('qwen2', 'bfloat16'),
       ('gemma2', 'float32'),
-      ('qwen3_moe', 'float32'),
+      ('gpt_oss', 'float32'),
     ],
   )
   def test_each_row_of_a_call_is_that_of_a_merged_copy(self, family, dtype):

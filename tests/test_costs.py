@@ -47,13 +47,9 @@ def test_only_products_count(family):
   size = costs.count_parameters(params, config)
   flat = traverse_util.flatten_dict(params)
   named = {path[-1] for path in flat}
-  assert named >= {'scale', 'kernel'} and named <= {
-    'embedding',
-    'scale',
-    'kernel',
-    'bias',
-  }
-  few = {path: x for path, x in flat.items() if path[-1] not in ('scale', 'bias')}
+  others = {'scale', 'bias', 'sinks'}
+  assert named >= {'scale', 'kernel'} and named <= {'embedding', 'kernel', *others}
+  few = {path: x for path, x in flat.items() if path[-1] not in others}
   kernels = sum(x.size for path, x in few.items() if path[-1] == 'kernel')
   assert kernels == size.layers + size.head + size.experts
   assert costs.count_parameters(traverse_util.unflatten_dict(few), config) == size

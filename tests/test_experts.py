@@ -17,11 +17,18 @@ from agent_r1_jax.rl import table as table_lib
 _D, _E, _I = 6, 5, 7
 
 
-def _inputs(M, k, seed=0, concentrated=False):
+def _swiglu(gate, up):
+  return jax.nn.silu(gate) * up
+
+
+def _inputs(M, k, seed=0, concentrated=False, biased=True):
   """Tokens in two rows, weights, experts and kernels, all random."""
   rng = np.random.default_rng(seed)
   make = lambda *shape: rng.normal(size=shape).astype(np.float32)
   kernels = experts.Kernels(make(_E, _D, _I), make(_E, _D, _I), make(_E, _I, _D))
+  if biased:
+    biases = make(_E, _I), make(_E, _I), make(_E, _D)
+    kernels = kernels._replace(biases=biases)
   among = 2 if concentrated else _E
   expert = np.stack([rng.permutation(among)[:k] for _ in range(M)]).reshape(2, -1, k)
   return make(2, M // 2, _D), make(2, M // 2, k), expert, kernels
@@ -29,9 +36,10 @@ def _inputs(M, k, seed=0, concentrated=False):
 
 def _every_expert(x, weight, expert, kernels):
   """The definition: all experts compute all tokens, and most of it is not used."""
-  hidden = jax.nn.silu(jnp.einsum('btd,edi->btei', x, kernels.gate))
-  hidden *= jnp.einsum('btd,edi->btei', x, kernels.up)
-  out = jnp.einsum('btei,eid->bted', hidden, kernels.down)
+  add = [bias[None, None] for bias in kernels.biases or (jnp.zeros((1, 1)),) * 3]
+  gate = jnp.einsum('btd,edi->btei', x, kernels.gate) + add[0]
+  hidden = _swiglu(gate, jnp.einsum('btd,edi->btei', x, kernels.up) + add[1])
+  out = jnp.einsum('btei,eid->bted', hidden, kernels.down) + add[2]
   chosen = jnp.take_along_axis(out, expert[..., None], axis=2)
   return (chosen * weight[..., None]).sum(2)
 
@@ -58,9 +66,9 @@ def platform(request, monkeypatch):
 def test_experts_and_their_gradient_are_the_definition(platform, M, k):
   """If all tokens take two of the experts, none is dropped, and the others idle."""
   slope = np.random.default_rng(1).normal(size=(2, M // 2, _D)).astype(np.float32)
-  mix = functools.partial(experts.mix, activate=jax.nn.silu)
-  for concentrated in (False, True):
-    given = _inputs(M, k, concentrated=concentrated)
+  mix = functools.partial(experts.mix, activate=_swiglu)
+  for concentrated, biased in ((False, False), (False, True), (True, True)):
+    given = _inputs(M, k, concentrated=concentrated, biased=biased)
     found, want = (_differentiate(f, slope, *given) for f in (mix, _every_expert))
     for y, z in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
       np.testing.assert_allclose(y, z, rtol=0, atol=2e-5 * np.abs(z).max() + 1e-7)
@@ -70,7 +78,7 @@ def test_a_token_is_the_same_whatever_the_others_take(platform):
   """To the last bit: else a rollout would depend on what else is in the batch."""
   x, weight, expert, kernels = _inputs(60, 2)
   _, _, others, _ = _inputs(60, 2, seed=5, concentrated=True)
-  mix = jax.jit(functools.partial(experts.mix, activate=jax.nn.silu))
+  mix = jax.jit(functools.partial(experts.mix, activate=_swiglu))
   out = np.asarray(mix(x, weight, expert, kernels))
   x[1] += 1.0
   expert[1] = others[1]
@@ -82,7 +90,7 @@ def test_a_token_is_the_same_whatever_the_others_take(platform):
 def test_experts_of_another_chip_add_nothing(platform):
   x, weight, expert, kernels = _inputs(30, 2)
   half = lambda part: jax.tree.map(lambda x: x[part], kernels)
-  mix = jax.jit(functools.partial(experts._mix, activate=jax.nn.silu))
+  mix = jax.jit(functools.partial(experts._mix, activate=_swiglu))
   parts = (
     mix(x, weight, expert, half(slice(0, 2))),
     mix(x, weight, expert - 2, half(slice(2, None))),
@@ -119,13 +127,15 @@ def test_there_are_slots_enough_for_any_choice():
       assert (slots.token < M).sum() == M
 
 
-@pytest.mark.parametrize('normalize', [False, True])
-def test_the_router_takes_the_likeliest(normalize):
+@pytest.mark.parametrize(('normalize', 'biased'), [(False, True), (True, False)])
+def test_the_router_takes_the_likeliest(normalize, biased):
   x = np.random.default_rng(0).normal(size=(3, 4, _D)).astype(jnp.bfloat16)
   router = np.random.default_rng(1).normal(size=(_D, _E)).astype(np.float32)
   route = jax.jit(experts.route, static_argnums=(2, 3))
-  weight, expert = route(x, router, 2, normalize)
+  bias = np.linspace(-1, 1, _E, dtype=np.float32) if biased else None
+  weight, expert = route(x, router, 2, normalize, None, bias)
   logits = np.asarray(x, np.float64) @ np.asarray(router, np.float64)
+  logits += bias if biased else 0
   chances = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
   likeliest = np.argsort(-chances)[..., :2]
   np.testing.assert_array_equal(expert, likeliest)

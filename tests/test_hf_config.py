@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 import pathlib
 
 import pytest
@@ -81,6 +82,27 @@ _PARTICULARS = {
     'query_scale': 256,
   },
 }
+
+_YARN = {
+  'rope_type': 'yarn',
+  'factor': 32.0,
+  'original_max_position_embeddings': 4096,
+  'beta_fast': 32.0,
+  'beta_slow': 1.0,
+  'attention_factor': 0.1 * math.log(32.0) + 1.0,
+  'truncate': False,
+}
+for _name, _layers, _experts in (('gpt-oss-20b', 24, 32), ('gpt-oss-120b', 36, 128)):
+  _PARTICULARS[_name] = {
+    'mlp_dim': 0,
+    'num_experts': _experts,
+    'experts_per_token': 4,
+    'expert_dim': 2880,
+    'normalize_experts': True,
+    'sliding': (True, False) * (_layers // 2),
+    'window': 128,
+    'rope_scaling': _YARN,
+  }
 
 
 def _read(directory, raw):

@@ -36,6 +36,12 @@ _MIXTURE = {'num_experts': 4, 'experts_per_token': 2, 'expert_dim': 10, 'mlp_dim
 _PARTICULARS = {
   'qwen2_moe': {**_MIXTURE, 'shared_dim': 14},
   'qwen3_moe': {**_MIXTURE, 'normalize_experts': True},
+  'gpt_oss': {
+    **_MIXTURE,
+    **_SLIDES,
+    'normalize_experts': True,
+    'rope_scaling': tiny.YARN,
+  },
   'llama': {'rope_scaling': _LLAMA3},
   'qwen2_5_vl': {
     'vision': dataclasses.replace(tiny.VISION, out_dim=12),
@@ -238,7 +244,7 @@ def test_transformers_reads_ourmake_config(tmp_path, family):
   assert (theirs.rms_norm_eps, theirs.max_position_embeddings) == (1e-4, 512)
   assert theirs.eos_token_id is None  # and not Llama 2's
   rope = {'rope_theta': 777.0, 'rope_type': 'default'}
-  rope |= _LLAMA3 if family == 'llama' else {}
+  rope |= config.rope_scaling or {}
   rope |= {'partial_rotary_factor': 0.75} if family == 'phi3' else {}
   if config.vision:
     rope |= {'type': 'mrope', 'mrope_section': [1, 1, 1]}

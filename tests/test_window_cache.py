@@ -12,7 +12,7 @@ import tiny
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 
-_SLIDING = {'mistral': (True, True), 'gemma2': (True, False)}
+_SLIDING = {'mistral': (True, True), 'gemma2': (True, False), 'gpt_oss': (True, False)}
 
 
 @functools.cache

@@ -54,6 +54,15 @@ VISION = vision_config.VisionConfig(
   full_attention=(1,),
   image_token_id=299,
 )
+YARN = {
+  'rope_type': 'yarn',
+  'factor': 4.0,
+  'original_max_position_embeddings': 128,
+  'beta_fast': 32.0,
+  'beta_slow': 1.0,
+  'attention_factor': 1.1,
+  'truncate': False,
+}
 
 
 def run_config(
@@ -74,9 +83,10 @@ def full_name(name: str) -> str:
 
 def config(family: str = 'llama', layers: int = 2) -> decoder.DecoderConfig:
   """Grouped queries, and each family's biases, norms and experts."""
-  mixture = {'experts_per_token': 2, 'normalize_experts': family == 'qwen3_moe'}
+  facts, normalizes = families.FAMILIES[family], family in ('qwen3_moe', 'gpt_oss')
+  mixture = {'experts_per_token': 2, 'normalize_experts': normalizes}
   sizes = {'num_experts': 8, 'expert_dim': 12, 'shared_dim': 8, 'mlp_dim': 24}
-  has = {field for field, _ in families.FAMILIES[family].sizes.values()}
+  has = {field for field, _ in facts.sizes.values()}
   sees = {'vision': VISION, 'mrope_section': (1, 1, 2)}
   return decoder.DecoderConfig(
     family=family,
@@ -88,7 +98,8 @@ def config(family: str = 'llama', layers: int = 2) -> decoder.DecoderConfig:
     head_dim=8,
     **{field: size for field, size in sizes.items() if field in has},
     **(mixture if 'num_experts' in has else {}),
-    **(sees if families.FAMILIES[family].sees else {}),
+    rope_scaling=None if 'default' in facts.scalings else YARN,
+    **(sees if facts.sees else {}),
   )
 
 

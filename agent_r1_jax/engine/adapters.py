@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from agent_r1_jax.models import families, lora, sharding
+from agent_r1_jax.models import lora, sharding
 from agent_r1_jax.models.decoder_config import DecoderConfig
+from agent_r1_jax.models.family import Parameter
 
 # The type of lora.Adapters.layers.
 Stacks = tuple[dict[str, Any], ...]
@@ -338,7 +339,7 @@ def _count_numbers(shapes: dict[str, tuple[int, ...]]) -> tuple[int, int]:
 
 
 def _make_specs(
-  target: families.Parameter, shapes: dict[str, tuple[int, ...]], mesh: Mesh
+  target: Parameter, shapes: dict[str, tuple[int, ...]], mesh: Mesh
 ) -> dict[str, PartitionSpec]:
   """Shards the first input of A, and the first output of B, over `tensor`."""
   place, specs = target.path.removesuffix('kernel'), {}

@@ -55,11 +55,13 @@ def packed(
   sees: types.Segments | types.Tree,
   local: Local | None = None,
   rules: Rules = _PLAIN,
+  sinks_N: Float[Array, 'N'] | None = None,
 ) -> Float[Array, 'B T N H']:
   """Causal attention inside each segment of a packed row, or along the paths of trees.
 
   In a layer that slides, the positions of a query and its keys in their text differ by
-  less than rules.window.
+  less than rules.window. A sink is a score of each head that no key has: what its weight
+  takes is lost (gpt-oss; arXiv 2309.17453).
 
   Where a mesh is set, a chip computes some heads for all tokens of its rows. Chips that
   share a row hold all heads of some of its tokens, and exchange tokens for heads before
@@ -71,27 +73,48 @@ def packed(
   trees = isinstance(sees, types.Tree)
   spans_BT = sees.ends if trees else sees.ids
   mesh = sharding.active_mesh()
+  sums = sinks_N is not None
+  options: dict[str, Any] = {'trees': trees, 'rules': rules, 'sums': sums}
   if mesh is None:
-    return _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, local, trees, rules)
+    out = _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, local, **options)
+    return _let_sinks_take(out, sinks_N)
   # Only the shards of T reach `context`: each chip has T / context tokens of its heads.
   heads = PartitionSpec(*sharding.TOKEN_SPEC, 'tensor')
   rows = PartitionSpec(sharding.ROW_AXES)
   specs: Any = (PartitionSpec(), rows)
-  return jax.shard_map(
-    functools.partial(_attend_across_chips, trees=trees, rules=rules),
+  out = jax.shard_map(
+    functools.partial(_attend_across_chips, **options),
     in_specs=(heads, heads, heads, rows, local and Local(*specs)),
     out_specs=heads,
     check_vma=False,
   )(*_split_heads(q_BTNH, k_BTKH, v_BTKH, mesh.shape['tensor']), spans_BT, local)
+  return _let_sinks_take(out, sinks_N)
 
 
-def _attend_across_chips(q_BUNH, k_BUKH, v_BUKH, spans_BT, local, *, trees, rules):
+def _let_sinks_take(out: Any, sinks_N: Array | None) -> Float[Array, 'B T N H']:
+  """Scales what is attended to by the part of the softmax that the sinks leave.
+
+  Args:
+    out: What is attended to; with sinks, also ln Σ exp(scores) [B, T, N].
+    sinks_N: The score of each head's sink, or None.
+  """
+  if sinks_N is None:
+    return out
+  out_BTNH, lse_BTN = out
+  N = len(sinks_N)  # A mesh may have appended heads.
+  sinks_11N = sinks_N.astype(jnp.float32)[None, None]
+  left_BTN = jax.nn.sigmoid(lse_BTN[..., :N] - sinks_11N)
+  return (out_BTNH[:, :, :N] * left_BTN[..., None]).astype(out_BTNH.dtype)
+
+
+def _attend_across_chips(q_BUNH, k_BUKH, v_BUKH, spans_BT, local, **options):
   """Attends, on one chip, from its U = T / context tokens to those of the whole row."""
   exchange = functools.partial(jax.lax.all_to_all, axis_name='context', tiled=True)
   heads = _split_heads(q_BUNH, k_BUKH, v_BUKH, jax.lax.axis_size('context'))
   q_BTNH, k_BTKH, v_BTKH = (exchange(x, split_axis=2, concat_axis=1) for x in heads)
-  out_BTNH = _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, local, trees, rules)
-  return exchange(out_BTNH, split_axis=1, concat_axis=2)[:, :, : q_BUNH.shape[2]]
+  out = _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, local, **options)
+  back = lambda x: exchange(x, split_axis=1, concat_axis=2)[:, :, : q_BUNH.shape[2]]
+  return jax.tree.map(back, out)
 
 
 def _split_heads(q_BTNH, k_BTKH, v_BTKH, chips: int) -> tuple[Array, Array, Array]:
@@ -120,18 +143,27 @@ def supports_trees() -> bool:
 
 
 def _packed(
-  q_BTNH, k_BTKH, v_BTKH, spans_BT, local: Local | None, trees: bool, rules: Rules
-) -> Float[Array, 'B T N H']:
+  q_BTNH,
+  k_BTKH,
+  v_BTKH,
+  spans_BT,
+  local: Local | None,
+  *,
+  trees: bool,
+  rules: Rules,
+  sums: bool,
+) -> Any:
   """Computes `packed` on one chip, by the fastest kernel that supports the shapes.
 
-  spans_BT holds the ends of trees, or else numbers of segments.
+  spans_BT holds the ends of trees, or else numbers of segments. With `sums` it returns ln
+  Σ exp(scores) [B, T, N] too, which only some kernels know.
   """
   T = q_BTNH.shape[1]
-  plain = local is None and rules.cap is None
+  plain = local is None and rules.cap is None and not sums
   if sharding.platform() == 'tpu' and T % kernels.LANES == 0:
     if trees and plain:
       return kernels.along_trees(q_BTNH, k_BTKH, v_BTKH, spans_BT)
-    if not trees:
+    if not trees and not sums:
       slides = local and local.slides
       return kernels.splash(q_BTNH, k_BTKH, v_BTKH, spans_BT, slides, *rules)
   reach = local and block_attention.Reach(local.positions, local.since(rules.window))
@@ -140,9 +172,10 @@ def _packed(
     ends_BT = spans_BT if trees else block_attention.find_ends(spans_BT)
     if by_rows:
       return kernels.over_rows(q_BTNH, k_BTKH, v_BTKH, ends_BT)
-    return block_attention.attend(q_BTNH, k_BTKH, v_BTKH, ends_BT, reach, rules.cap)
-  capped = rules.cap is not None
-  fused = sharding.platform() == 'gpu' and kernels.has_cudnn(q_BTNH) and not capped
+    attend = block_attention.attend_and_sum if sums else block_attention.attend
+    return attend(q_BTNH, k_BTKH, v_BTKH, ends_BT, reach, rules.cap)
+  gpu, capped = sharding.platform() == 'gpu', rules.cap is not None
+  fused = gpu and kernels.has_cudnn(q_BTNH) and not capped and not sums
   blocks = count_blocks(T)
   ends = [T * (i + 1) // blocks for i in range(blocks)]
   k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
@@ -160,10 +193,9 @@ def _packed(
     if fused:
       out.append(kernels.cudnn(q_BUNH, k_BTKH[:, :end], v_BTKH[:, :end], mask_BTS))
     else:
-      out.append(
-        _attend(q_BUNH, k_BKTH[:, :, :end], v_BKTH[:, :, :end], mask_BTS, rules.cap)
-      )
-  return jnp.concatenate(out, axis=1)
+      until = k_BKTH[:, :, :end], v_BKTH[:, :, :end]
+      out.append(_attend(q_BUNH, *until, mask_BTS, rules.cap, sums=sums))
+  return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *out)
 
 
 def cached(
@@ -173,6 +205,7 @@ def cached(
   positions_BT: Int[Array, 'B T'],
   rules: Rules = _PLAIN,
   scales: kv_cache.Scales | None = None,
+  sinks_N: Float[Array, 'N'] | None = None,
 ) -> Float[Array, 'B T N H']:
   """Attends to every slot at or before the query's position: the cache's only mask.
 
@@ -180,7 +213,7 @@ def cached(
   ring (kv_cache.py). Keys and values that are int8 have scales.
   """
   slots = k_BKSH.shape[2]
-  plain = rules.cap is None and not 0 < rules.window < slots
+  plain = rules.cap is None and not 0 < rules.window < slots and sinks_N is None
   sizes = k_BKSH.shape, q_BTNH.dtype, q_BTNH.shape[1]
   if plain and kernels.reads_used_slots(*sizes, rounded=scales is not None):
     return kernels.over_used_slots(q_BTNH, k_BKSH, v_BKSH, positions_BT, scales)
@@ -191,7 +224,9 @@ def cached(
   mask_BTS = after_BTS >= 0
   if rules.window:
     mask_BTS &= (after_BTS < rules.window) & (held_BS >= 0)[:, None]
-  return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, rules.cap, scales)
+  sums = sinks_N is not None
+  out = _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, rules.cap, scales, sums=sums)
+  return _let_sinks_take(out, sinks_N)
 
 
 def count_blocks(tokens: int) -> int:
@@ -205,9 +240,19 @@ def cap_scores(x: Array, cap: float | None) -> Array:
 
 
 def _attend(
-  q_BTNH, k_BKSH, v_BKSH, mask_BTS, cap, scales: kv_cache.Scales | None = None
-) -> Float[Array, 'B T N H']:
-  """Computes masked attention by XLA; scores and softmax are float32."""
+  q_BTNH,
+  k_BKSH,
+  v_BKSH,
+  mask_BTS,
+  cap,
+  scales: kv_cache.Scales | None = None,
+  *,
+  sums: bool = False,
+) -> Any:
+  """Computes masked attention by XLA; scores and softmax are float32.
+
+  With `sums` it returns ln Σ exp(scores) [B, T, N] too.
+  """
   B, T, N, H = q_BTNH.shape
   K = k_BKSH.shape[1]
   q_BKGTH = jnp.transpose((q_BTNH * H**-0.5).reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
@@ -224,7 +269,11 @@ def _attend(
   weights = weights.astype(v_BKSH.dtype).reshape(B, K, -1, k_BKSH.shape[2])
   out_BKMH = jnp.einsum('bkms,bksh->bkmh', weights, v_BKSH)
   out_BKGTH = out_BKMH.reshape(B, K, N // K, T, H)
-  return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(B, T, N, H)
+  out_BTNH = jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(B, T, N, H)
+  if not sums:
+    return out_BTNH
+  lse_BKGT = jax.nn.logsumexp(scores, axis=-1)
+  return out_BTNH, jnp.transpose(lse_BKGT, (0, 3, 1, 2)).reshape(B, T, N)
 
 
 def _scores(q_BKMH, k_BKSH) -> Float[Array, 'B K M S']:

@@ -45,7 +45,20 @@ from agent_r1_jax.models.pictures import vision
 Params = dict[str, Any]
 # Queries [B, T, N, H], keys and values [B, T, K, H] -> what is attended to [B, T, N, H].
 Attend = Callable[[Array, Array, Array], Array]
-_ACTIVATIONS = {'silu': nn.silu, 'gelu_pytorch_tanh': nn.gelu}
+
+
+def _clamped_swiglu(gate: Array, up: Array) -> Array:
+  """That of gpt-oss: large numbers are cut off, and the linear part begins at 1."""
+  gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+  return gate * nn.sigmoid(1.702 * gate) * (up + 1.0)
+
+
+# (gate, up) -> the inputs of a feed-forward's last product.
+_ACTIVATIONS = {
+  'silu': lambda gate, up: nn.silu(gate) * up,
+  'gelu_pytorch_tanh': lambda gate, up: nn.gelu(gate) * up,
+  'clamped_swiglu': _clamped_swiglu,
+}
 
 
 def compute_angles(rows: types.Rows, c: DecoderConfig) -> tuple[Array, Array]:
@@ -106,21 +119,26 @@ class Attention(nn.Module):
     if c.query_scale:
       q_BTNH *= math.sqrt(c.head_dim / c.query_scale)
     rules = attention.Rules(c.window, c.attention_cap)
+    sinks_N = None
+    if has('attn/sinks'):
+      sinks_N = self.param('sinks', nn.initializers.zeros, (c.num_heads,))
     if self.is_initializing():  # It has no parameters; no mesh can split one token.
       out_BTNH: Any = q_BTNH
     elif self.attend:
       out_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH)
     elif cache is None:
       local = attention.Local(kind.slides, rows.positions) if c.window else None
-      out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, rows.sees, local, rules)
+      seen = rows.sees, local, rules, sinks_N
+      out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, *seen)
     else:
       slides = bool(kind and kind.slides)
       cache = kv_cache.write(cache, k_BTKH, v_BTKH, rows.positions, slides)
       rules = rules._replace(window=c.window if slides else 0)
-      slots = cache.keys, cache.values, rows.positions, rules, cache.scales
+      slots = cache.keys, cache.values, rows.positions, rules, cache.scales, sinks_N
       out_BTNH = attention.cached(q_BTNH, *slots)
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
-    out = Projection((c.embed_dim,), c.dtype, 2, kernel_init=init, name='o')
+    biased = has('attn/o/bias')
+    out = Projection((c.embed_dim,), c.dtype, 2, biased, init, name='o')
     return apply_flat(out, out_BTNH), cache
 
 
@@ -163,6 +181,7 @@ class Block(nn.Module):
       per_token=c.experts_per_token,
       expert_dim=c.expert_dim,
       normalize=c.normalize_experts,
+      use_bias=c.facts.has('moe/gate/bias'),
       **self._feed_forward(),
       name='moe',
     )

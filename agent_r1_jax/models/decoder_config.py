@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from agent_r1_jax.models import families
+from agent_r1_jax.models.family import Family
 from agent_r1_jax.models.pictures.vision_config import VisionConfig
 
 # Which activations of a layer are computed again in the backward pass; see `remat`.
@@ -94,7 +95,7 @@ class DecoderConfig:
       )
 
   @property
-  def facts(self) -> families.Family:
+  def facts(self) -> Family:
     """The properties of the family."""
     return families.FAMILIES[self.family]
 

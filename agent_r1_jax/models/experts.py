@@ -43,13 +43,15 @@ class Kernels(NamedTuple):
   gate: Float[Array, 'E D I']
   up: Float[Array, 'E D I']
   down: Float[Array, 'E I D']
+  biases: tuple[Array | None, ...] = (None, None, None)  # [E, I], [E, I], [E, D]
 
 
 class _Kernel(nn.Module):
-  """The router's kernel, or one for each expert, in `dtype`."""
+  """The router's kernel, or one for each expert, in `dtype`; and any bias."""
 
   shape: tuple[int, ...]
   dtype: str
+  use_bias: bool = False
   scale: float = 1.0  # The variance at the beginning, times the number of inputs.
 
   @nn.compact
@@ -59,7 +61,11 @@ class _Kernel(nn.Module):
       self.scale, 'fan_in', 'truncated_normal', batch_axis=stacked
     )
     kernel = self.param('kernel', init, self.shape).astype(self.dtype)
-    return sharded_params.gather_kernel(kernel, '/'.join((*self.path, 'kernel')))
+    kernel = sharded_params.gather_kernel(kernel, '/'.join((*self.path, 'kernel')))
+    if not self.use_bias:
+      return kernel, None
+    outputs = (*self.shape[:-2], self.shape[-1])
+    return kernel, self.param('bias', nn.initializers.zeros, outputs).astype(self.dtype)
 
 
 class Experts(nn.Module):
@@ -69,8 +75,9 @@ class Experts(nn.Module):
   per_token: int
   expert_dim: int
   normalize: bool  # Whether the weights of a token's experts sum to 1.
+  use_bias: bool  # Of the router and of each expert's products.
   dtype: str
-  activate: Callable[[Array], Array]
+  activate: Callable[[Array, Array], Array]  # (gate, up) -> what down is given.
   out_scale: float  # As _Kernel's `scale`, of the experts' last product.
 
   @nn.compact
@@ -80,15 +87,19 @@ class Experts(nn.Module):
     Where `route_BTk` names experts, these are taken.
     """
     D, E, I = x_BTD.shape[-1], self.num_experts, self.expert_dim
-    router_DE = _Kernel((D, E), 'float32', name='router')()
+    router_DE, bias_E = _Kernel((D, E), 'float32', self.use_bias, name='router')()
     weight_BTk, expert_BTk = route(
-      x_BTD, router_DE, self.per_token, self.normalize, route_BTk
+      x_BTD, router_DE, self.per_token, self.normalize, route_BTk, bias_E
     )
-    kernels = Kernels(
-      _Kernel((E, D, I), self.dtype, name='gate')(),
-      _Kernel((E, D, I), self.dtype, name='up')(),
-      _Kernel((E, I, D), self.dtype, self.out_scale, name='down')(),
+    options = self.dtype, self.use_bias
+    kernels: Any
+    kernels, biases = zip(
+      _Kernel((E, D, I), *options, name='gate')(),
+      _Kernel((E, D, I), *options, name='up')(),
+      _Kernel((E, I, D), *options, self.out_scale, name='down')(),
+      strict=True,
     )
+    kernels = Kernels(*kernels, biases=biases)
     if self.is_initializing():
       return x_BTD, expert_BTk  # No mesh can split one token.
     return mix(x_BTD, weight_BTk, expert_BTk, kernels, self.activate), expert_BTk
@@ -108,6 +119,7 @@ def route(
   k: int,
   normalize: bool,
   given: Int[Array, '*M k'] | None = None,
+  bias_E: Float[Array, 'E'] | None = None,
 ) -> tuple[Float[Array, '*M k'], Int[Array, '*M k']]:
   """Takes the k likeliest experts of each token; returns their weights, float32, too.
 
@@ -120,6 +132,8 @@ def route(
   logits = jnp.matmul(
     x.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST
   )
+  if bias_E is not None:
+    logits += jnp.expand_dims(bias_E, tuple(range(logits.ndim - 1)))
   weights = jax.nn.softmax(logits)
   weight, expert = jax.lax.top_k(weights, k)
   if given is not None:
@@ -135,9 +149,9 @@ def mix(
   weight_BTk: Float[Array, 'B T k'],
   expert_BTk: Int[Array, 'B T k'],
   kernels: Kernels,
-  activate: Callable[[Array], Array],
+  activate: Callable[[Array, Array], Array],
 ) -> Float[Array, 'B T D']:
-  """Σ over a token's experts of weight · down(activate(gate(x)) * up(x))."""
+  """Σ over a token's experts of weight · down(activate(gate(x), up(x)))."""
   mesh = sharding.active_mesh()
   if mesh is None:
     return _mix(x_BTD, weight_BTk, expert_BTk, kernels, activate)
@@ -207,11 +221,19 @@ def _sort(expert_Mk: Int[Array, 'M k'], E: int, block: int) -> _SortedPairs:
 
 
 def _compute_ragged(x_SD, kernels: Kernels, sizes_E, activate) -> Array:
-  dot = functools.partial(jax.lax.ragged_dot, group_sizes=sizes_E.astype(jnp.int32))
+  multiply = functools.partial(jax.lax.ragged_dot, group_sizes=sizes_E.astype(jnp.int32))
+
+  def dot(x_SX, kernel_EXY, bias_EY):
+    y_SY = multiply(x_SX, kernel_EXY)
+    if bias_EY is None:
+      return y_SY
+    # Each slot gets the bias of its expert; that of those after the last has no meaning.
+    return y_SY + jnp.repeat(bias_EY, sizes_E, 0, total_repeat_length=len(x_SX))
+
   # What is after the last group has no meaning, nor has its gradient.
   used_S1 = (jnp.arange(x_SD.shape[0]) < sizes_E.sum())[:, None]
   x_SD = jnp.where(used_S1, x_SD, 0)
-  y_SD = dot(activate(dot(x_SD, kernels.gate)) * dot(x_SD, kernels.up), kernels.down)
+  y_SD = _feed_forward(x_SD, kernels, activate, dot)
   return jnp.where(used_S1, y_SD, 0)
 
 
@@ -308,5 +330,13 @@ def _backward(block, activate, saved, dy_SD):
 _compute_steps.defvjp(_forward, _backward)
 
 
-def _feed_forward(x, kernels: Kernels, activate) -> Array:
-  return (activate(x @ kernels.gate) * (x @ kernels.up)) @ kernels.down
+def _multiply(x, kernel, bias) -> Array:
+  """Computes [U, X] by one kernel, or [E, C, X] by one each."""
+  y = x @ kernel
+  return y if bias is None else y + jnp.expand_dims(bias, -2)
+
+
+def _feed_forward(x, kernels: Kernels, activate, multiply=_multiply) -> Array:
+  gate, up, down = kernels.biases
+  gate, up = multiply(x, kernels.gate, gate), multiply(x, kernels.up, up)
+  return multiply(activate(gate, up), kernels.down, down)

@@ -13,118 +13,10 @@ vision_config.py has those of a vision tower.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from agent_r1_jax.models import rope
+from agent_r1_jax.models.family import Family, Parameter
 from agent_r1_jax.models.pictures import vision_config
-
-# Letter -> the field of DecoderConfig with its size, and that of config.json.
-SIZES = {
-  'V': ('vocab_size', 'vocab_size'),
-  'D': ('embed_dim', 'hidden_size'),
-  'F': ('mlp_dim', 'intermediate_size'),
-  'L': ('num_layers', 'num_hidden_layers'),
-  'N': ('num_heads', 'num_attention_heads'),
-  'K': ('num_kv_heads', 'num_key_value_heads'),
-  'H': ('head_dim', 'head_dim'),
-  'E': ('num_experts', 'num_experts'),
-  'I': ('expert_dim', 'moe_intermediate_size'),
-  'S': ('shared_dim', 'shared_expert_intermediate_size'),
-}
-
-
-class Parameter(NamedTuple):
-  """A parameter of the model; a layer's parameter is stacked over all layers."""
-
-  path: str  # Path among the parameters, joined by '/'.
-  # Name of its tensor in a checkpoint; '{}' stands for the layer. Each '{}' is a
-  # dimension of the parameter, in front of those of a tensor.
-  tensor: str
-  # A letter for each dimension. '>' divides inputs from outputs: the checkpoint holds
-  # [outputs, inputs], each as one dimension, and a bias, which has no inputs, as
-  # [outputs]. A parameter without '>' is stored as it is.
-  dims: str
-  # Whether each input has a dimension of its own in the checkpoint (a convolution).
-  convolves: bool = False
-
-  @property
-  def letters(self) -> str:
-    """The dimensions without '>'."""
-    return self.dims.replace('>', '')
-
-  @property
-  def place(self) -> str:
-    """The part of a layer that has it, such as 'attn' or 'mlp'."""
-    return self.path.split('/')[1]
-
-  @property
-  def inputs(self) -> str:
-    """The dimensions of a layer's kernel that its product contracts."""
-    return self.dims.split('>')[0].removeprefix('L')
-
-
-class Family(NamedTuple):
-  """A family of models, which config.json names by its `model_type`.
-
-  What a layer has is what `parameters` lists: a norm before attention or after it, biases
-  of the projections, norms of queries and keys, one feed-forward or experts.
-  """
-
-  architecture: str  # The class in transformers.
-  parameters: tuple[Parameter, ...]  # All parameters, without those of a value head.
-  # Fields of config.json that have one of these values or are absent: the decoder
-  # computes nothing else. An export writes the first, unless it is None.
-  fixed: dict[str, tuple]
-  written: dict[str, Any] = {}  # Fields that an export writes besides `fixed`.
-  # What transformers takes for fields that are absent from config.json.
-  defaults: dict[str, Any] = {}
-  norm_eps: str = 'rms_norm_eps'  # The field of config.json with the ε of the norms.
-  activation: str = 'silu'  # That of the feed-forward.
-  norm_offset: float = 0.0  # What is added to the scale of each norm.
-  # Whether embeddings are multiplied by sqrt(hidden_size).
-  scaled_embeddings: bool = False
-  # Further fields of DecoderConfig -> those of config.json, and their types.
-  numbers: dict[str, tuple[str, type]] = {}
-  # Which layers attend to a sliding window where `layer_types` does not say it, by the
-  # fields of config.json and a layer's index; None if no layer can.
-  is_sliding: Callable[[dict[str, Any], int], bool] | None = None
-  # Whether `layer_types` is written. In other families all layers are of one type.
-  mixes_types: bool = False
-  # Whether sliding layers have a rotation of their own, never stretched; and the field
-  # with its θ, without which it is that of the others.
-  local_rope: bool = False
-  local_theta: str = 'rope_theta'
-  # Whether `no_rope_layers` says which layers turn queries and keys.
-  skips_rope: bool = False
-  partial_rope: bool = False  # Whether it may turn a part of a head's numbers only.
-  scalings: tuple[str, ...] = tuple(rope.SCALINGS)  # The ways to stretch its rotation.
-  # Tensors of a checkpoint in which those of several parameters lie one after the other.
-  fused: dict[str, tuple[str, ...]] = {}
-  # Whether it has a vision tower and turns queries and keys by three numbers (M-RoPE).
-  sees: bool = False
-  # Beginnings of the names of transformers' modules, and of the tensors that some of its
-  # versions write -> ours.
-  renamed: dict[str, str] = {}
-
-  @property
-  def sizes(self) -> dict[str, tuple[str, str]]:
-    """The part of SIZES that its parameters have."""
-    used = {letter for parameter in self.parameters for letter in parameter.letters}
-    return {letter: names for letter, names in SIZES.items() if letter in used}
-
-  def read_name(self, name: str) -> str:
-    """Returns the name in this table of a tensor in a file."""
-    old = next((old for old in self.renamed if name.startswith(old)), '')
-    return self.renamed.get(old, '') + name.removeprefix(old)
-
-  def write_name(self, name: str) -> str:
-    """Returns transformers' name of a module, of which `read_name` is the inverse."""
-    new = next((x for x, own in self.renamed.items() if name.startswith(own)), '')
-    return new + name.removeprefix(self.renamed.get(new, ''))
-
-  def has(self, path: str) -> bool:
-    """Whether each layer has a parameter of this path, for example 'attn/q/bias'."""
-    return any(p.path == f'layers/{path}' for p in self.parameters)
 
 
 def _layer(path: str, tensor: str, dims: str) -> Parameter:
@@ -171,6 +63,8 @@ _MLP = (
   _layer('mlp/up/kernel', 'mlp.up_proj.weight', 'D>F'),
   _layer('mlp/down/kernel', 'mlp.down_proj.weight', 'F>D'),
 )
+_O_BIAS = (_layer('attn/o/bias', 'self_attn.o_proj.bias', '>d'),)
+_SINKS = (_layer('attn/sinks', 'self_attn.sinks', 'N'),)
 # Those of an expert are stacked over the experts.
 _EXPERTS = (
   _layer('moe/router/kernel', 'mlp.gate.weight', 'D>e'),
@@ -184,6 +78,24 @@ _SHARED_EXPERT = (
   _layer('shared/down/kernel', 'mlp.shared_expert.down_proj.weight', 'S>D'),
   _layer('shared_weight/kernel', 'mlp.shared_expert_gate.weight', 'D>1'),
 )
+# One tensor for all experts, its inputs first.
+_EXPERTS_WITH_BIAS = (
+  _layer('moe/router/kernel', 'mlp.router.weight', 'D>e'),
+  _layer('moe/router/bias', 'mlp.router.bias', '>e'),
+  _layer('moe/gate/kernel', 'mlp.experts.gate_proj', 'EDI'),
+  _layer('moe/gate/bias', 'mlp.experts.gate_proj_bias', 'EI'),
+  _layer('moe/up/kernel', 'mlp.experts.up_proj', 'EDI'),
+  _layer('moe/up/bias', 'mlp.experts.up_proj_bias', 'EI'),
+  _layer('moe/down/kernel', 'mlp.experts.down_proj', 'EID'),
+  _layer('moe/down/bias', 'mlp.experts.down_proj_bias', 'Ed'),
+)
+_INTERLEAVED = {
+  f'model.layers.{{}}.mlp.experts.gate_up_proj{kind}': (
+    f'model.layers.{{}}.mlp.experts.gate_proj{kind}',
+    f'model.layers.{{}}.mlp.experts.up_proj{kind}',
+  )
+  for kind in ('', '_bias')
+}
 _FUSED = {
   f'model.layers.{{}}.{fused}.weight': tuple(
     f'model.layers.{{}}.{part}.weight' for part in parts
@@ -310,7 +222,7 @@ FAMILIES = {
     {**_NO_BIAS, 'layer_types': (None,)},
     is_sliding=_slides_everywhere,
     partial_rope=True,
-    scalings=(),
+    scalings=('default',),
     fused=_FUSED,
   ),
   'olmo2': Family('Olmo2ForCausalLM', _OLMO, _NO_BIAS),
@@ -356,6 +268,20 @@ FAMILIES['qwen2_5_vl'] = _QWEN2._replace(
   mixes_types=False,
   sees=True,
   renamed={'model.language_model.': 'model.', 'model.visual.': 'visual.'},
+)
+FAMILIES['gpt_oss'] = Family(
+  'GptOssForCausalLM',
+  (*_MIXTURE, *_QKV_BIAS, *_O_BIAS, *_SINKS, *_EXPERTS_WITH_BIAS),
+  {'hidden_act': ('silu',), 'attention_bias': (True,)}
+  | {'swiglu_alpha': (1.702,), 'swiglu_limit': (7.0,)},
+  size_names={'E': 'num_local_experts', 'I': 'intermediate_size'},
+  defaults={'norm_topk_prob': True},
+  activation='clamped_swiglu',
+  numbers=_PER_TOKEN,
+  is_sliding=_slides_but_every(2),
+  mixes_types=True,
+  scalings=('yarn',),  # Where a file names none, transformers takes this one.
+  interleaved=_INTERLEAVED,
 )
 _EVERY = {p.path: p for family in FAMILIES.values() for p in family.parameters}
 # The kernels to which LoRA may be added: name -> parameter. A new one comes last, for its

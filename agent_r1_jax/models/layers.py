@@ -131,12 +131,12 @@ class MLP(nn.Module):
 
   dim: int
   dtype: str
-  activate: Callable[[Array], Array]
+  activate: Callable[[Array, Array], Array]  # (gate, up) -> what down is given.
   out_scale: float  # The variance of down's kernel at the beginning, times its inputs.
 
   @nn.compact
   def __call__(self, x_BTD):
-    """Down(activate(gate(x)) * up(x)), [B, T, D] to [B, T, D]."""
+    """Down(activate(gate(x), up(x))), [B, T, D] to [B, T, D]."""
     gate = Projection((self.dim,), self.dtype, name='gate')
     up = Projection((self.dim,), self.dtype, name='up')
     init = nn.initializers.variance_scaling(self.out_scale, 'fan_in', 'normal')
@@ -144,7 +144,7 @@ class MLP(nn.Module):
     down = Projection(embed, self.dtype, kernel_init=init, name='down')
 
     def feed_forward(x_MD):
-      hidden_MF = self.activate(gate(x_MD)) * up(x_MD)
+      hidden_MF = self.activate(gate(x_MD), up(x_MD))
       if x_BTD.shape[1] == 1 and sharding.platform() == 'tpu':
         # Otherwise one kernel computes up and down, and is expected to read them slower.
         hidden_MF = jax.lax.optimization_barrier(hidden_MF)

@@ -41,6 +41,7 @@ from jaxtyping import Float, Int
 
 from agent_r1_jax.models import families, quantization, sharded_params, sharding
 from agent_r1_jax.models.decoder_config import DecoderConfig
+from agent_r1_jax.models.family import SIZES, Parameter
 
 LEAVES = ('lora_a', 'lora_b', 'lora_scale')
 # What is learned where kernels have adapters.
@@ -70,7 +71,7 @@ def check_targets(targets: Sequence[str]) -> None:
     )
 
 
-def list_targets(config: DecoderConfig) -> dict[str, families.Parameter]:
+def list_targets(config: DecoderConfig) -> dict[str, Parameter]:
   """Lists the kernels of a layer that can have an adapter, by the adapter's name."""
   return {
     name: target
@@ -80,11 +81,11 @@ def list_targets(config: DecoderConfig) -> dict[str, families.Parameter]:
 
 
 def get_shapes(
-  config: DecoderConfig, target: families.Parameter, rank: int
+  config: DecoderConfig, target: Parameter, rank: int
 ) -> dict[str, tuple[int, ...]]:
   """Returns the shapes of an adapter's leaves for all layers, as `add` makes them."""
   inputs, outputs = (
-    tuple(getattr(config, families.SIZES[letter][0]) for letter in letters)
+    tuple(getattr(config, SIZES[letter][0]) for letter in letters)
     for letters in (target.inputs, target.dims.split('>')[1])
   )
   L = config.num_layers

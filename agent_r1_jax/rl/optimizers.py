@@ -155,7 +155,7 @@ def _step(rate: Rate, decay: float, decay_all: bool):
   """Decays weights, and scales what is made of a direction by the rate."""
 
   def add(path, direction, param):
-    kept = path.endswith(('scale', 'bias')) and not decay_all
+    kept = path.endswith(('scale', 'bias', 'sinks')) and not decay_all
     return direction if kept or not decay else direction + decay * param
 
   # Not optax's mask, of which a state has a level that those of earlier runs lack.

@@ -1,6 +1,7 @@
 """Makes tests/golden/decoder: tiny random models and the logits transformers gives them.
 
-Command: python tests/golden/make_decoder_golden.py  (torch 2.13.0, transformers 5.23.0)
+Command: python tests/golden/make_decoder_golden.py  (torch 2.13.0, transformers 5.23.0;
+gpt_oss: torch 2.11.0, transformers 5.17.0)
 
 A directory per model: config.json and safetensors as `save_pretrained` wrote them, and
 logits.npz with 'tokens_<row>' [T] and 'logits_<row>' [T, V], each row run on its own.
@@ -151,6 +152,15 @@ _MODELS = {
     rms_norm_eps=1e-2,
     rope_parameters={'rope_type': 'default', 'rope_theta': 5000.0},
   ),
+  'gpt_oss': transformers.GptOssConfig(
+    **_SIZES | {'intermediate_size': 12},
+    num_local_experts=6,
+    num_experts_per_tok=2,
+    head_dim=8,
+    sliding_window=7,
+    rms_norm_eps=1e-2,
+    rope_parameters={**_YARN, 'rope_theta': 100.0, 'truncate': False},
+  ),
 }
 _DTYPES = {'qwen2': torch.bfloat16}  # The others are float32.
 _LENGTHS = (48, 11, 1)
@@ -163,6 +173,8 @@ def _randomize(model, generator):
       x.data = 1.0 + 0.3 * noise
     elif name.endswith('bias') or 'embed' in name:
       x.data = 0.5 * noise
+    elif name.endswith('gate_up_proj'):
+      x.data = noise  # Some numbers are cut off at 7.
     else:
       x.data = 1.5 * noise / x.shape[-1] ** 0.5
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from agent_r1_jax.models import families
+from agent_r1_jax.models.family import Family
 
 
 class Architecture(NamedTuple):
@@ -152,7 +153,7 @@ def parse(
   }
 
 
-def _list_keys(family: families.Family) -> dict[str, str]:
+def _list_keys(family: Family) -> dict[str, str]:
   """Returns the part of _KEYS that the family has."""
   fields = {field for _, field in family.sizes.values()}
   fields |= {field for field, _ in family.numbers.values()}
@@ -161,7 +162,7 @@ def _list_keys(family: families.Family) -> dict[str, str]:
 
 
 def _check_supported(
-  facts: dict[str, Any], row: Architecture, family: families.Family, keys: set[str]
+  facts: dict[str, Any], row: Architecture, family: Family, keys: set[str]
 ) -> None:
   if not facts.get('attention.causal', True):
     raise ValueError('attention.causal is False; only causal models are supported')
@@ -204,7 +205,7 @@ def _find_window(facts: dict[str, Any], window: Any, layers: int) -> dict[str, A
 
 def _find_rotations(
   facts: dict[str, Any],
-  family: families.Family,
+  family: Family,
   width: int,
   rope_factors: np.ndarray | None,
 ) -> dict[str, Any]:

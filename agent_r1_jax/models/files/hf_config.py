@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from agent_r1_jax.models import decoder, families
+from agent_r1_jax.models.family import Family
 from agent_r1_jax.models.files import hf_rope, json_fields, tensor_files
 from agent_r1_jax.models.pictures.vision_config import VisionConfig
 
@@ -186,7 +187,7 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
   return config
 
 
-def _parse_layers(raw: dict[str, Any], family: families.Family) -> dict[str, Any]:
+def _parse_layers(raw: dict[str, Any], family: Family) -> dict[str, Any]:
   """Finds what differs from layer to layer; a window of the whole context is none."""
   L = json_fields.read_number(raw, 'num_hidden_layers')
   sliding = _parse_layer_types(raw, family, L)
@@ -205,9 +206,7 @@ def _parse_layers(raw: dict[str, Any], family: families.Family) -> dict[str, Any
   return {'sliding': sliding, 'window': window, 'nope': nope if any(nope) else ()}
 
 
-def _parse_layer_types(
-  raw: dict[str, Any], family: families.Family, L: int
-) -> tuple[bool, ...]:
+def _parse_layer_types(raw: dict[str, Any], family: Family, L: int) -> tuple[bool, ...]:
   kinds = raw.get('layer_types')
   if kinds is None:
     found = family.is_sliding

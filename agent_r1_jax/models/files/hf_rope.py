@@ -7,7 +7,8 @@ which may hold an object for each type of layer.
 import math
 from typing import Any
 
-from agent_r1_jax.models import families, rope
+from agent_r1_jax.models import rope
+from agent_r1_jax.models.family import Family
 from agent_r1_jax.models.files import json_fields
 
 # What YaRN takes where a file says nothing (arXiv 2309.00071, section 4.1).
@@ -17,7 +18,7 @@ _MSCALES = ('mscale', 'mscale_all_dim')
 _TYPES = {'full_attention', 'sliding_attention', 'chunked_attention'}
 
 
-def parse(raw: dict[str, Any], family: families.Family, slides: bool) -> dict[str, Any]:
+def parse(raw: dict[str, Any], family: Family, slides: bool) -> dict[str, Any]:
   """Finds the fields of DecoderConfig; `slides` says whether layers have a window.
 
   Raises:
@@ -54,7 +55,7 @@ def make(config: Any) -> dict[str, Any]:
 
 
 def _parse_field(
-  raw: dict[str, Any], name: str, family: families.Family, slides: bool
+  raw: dict[str, Any], name: str, family: Family, slides: bool
 ) -> dict[str, Any]:
   """Reads a field, if it is there; transformers 5 may nest one object a type of layer."""
   value = raw.get(name) or {}
@@ -79,7 +80,7 @@ def _parse_field(
 
 
 def _parse_local(
-  raw: dict[str, Any], local: dict[str, Any], family: families.Family
+  raw: dict[str, Any], local: dict[str, Any], family: Family
 ) -> dict[str, Any]:
   """Reads the rotation of the sliding layers from its object, or from a field."""
   if not family.local_rope:
@@ -98,7 +99,7 @@ def _parse_local(
 
 
 def _parse_rotation(
-  raw: dict[str, Any], name: str, found: dict[str, Any], family: families.Family
+  raw: dict[str, Any], name: str, found: dict[str, Any], family: Family
 ) -> dict[str, Any]:
   """Reads θ and the scaling from `found`, or else from the file's own fields."""
   sections, found = _take_sections(found) if family.sees else ({}, found)
@@ -106,8 +107,8 @@ def _parse_rotation(
   if kinds and kinds[0] != kinds[-1]:
     raise ValueError(f'{name} has two types, {kinds}; leave one of them')
   kind = kinds[0] if kinds else 'default'
-  if kind not in ('default', *family.scalings):
-    known = ', '.join(map(repr, ('default', *family.scalings)))
+  if kind not in family.scalings:
+    known = ', '.join(map(repr, family.scalings))
     raise ValueError(f'rope type is {kind!r}; supported are {known}')
   found = {'rope_theta': raw.get('rope_theta')} | found
   fraction = found.get('partial_rotary_factor', raw.get('partial_rotary_factor', 1.0))

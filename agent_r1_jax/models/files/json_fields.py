@@ -14,6 +14,7 @@ _MAXIMA = {
   'num_key_value_heads': 1_024,
   'head_dim': 4_096,
   'num_experts': 65_536,
+  'num_local_experts': 65_536,
   'vocab_size': 4_194_304,
   'max_position_embeddings': 1 << 30,
   'depth': 1_000,

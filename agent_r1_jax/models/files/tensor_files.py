@@ -26,6 +26,8 @@ DTYPES = {
   'BF16': jnp.dtype('bfloat16'),
   'F16': jnp.dtype('float16'),
 }
+# What pairs of tensors of 4 bits end with (mxfp4.py).
+_PACKED = ('_blocks', '_scales')
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SINGLE = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
@@ -38,7 +40,9 @@ class Tensor(NamedTuple):
   name: str
   dtype: str
   shape: tuple[int, ...]
-  first: int | None = None  # Where its rows begin in the file's tensor, if it is a part.
+  # Where it lies in the file's tensor, an index of numpy, if it is a part; a slice is one
+  # of rows.
+  part: Any = None
   # Reads the tensor; None leaves it to the library of safetensors.
   reader: Callable[[], np.ndarray] | None = None
 
@@ -141,14 +145,13 @@ def find(
 
 def read(tensor: Tensor) -> np.ndarray:
   """Reads the tensor's values, without the others of its file."""
-  first = tensor.first
-  rows = slice(None) if first is None else slice(first, first + tensor.shape[0])
+  part = ... if tensor.part is None else tensor.part
   if tensor.reader:
-    return tensor.reader()[rows]
+    return tensor.reader()[part]
   with safetensors.safe_open(tensor.file, 'np') as opened:
-    if first is None:
-      return opened.get_tensor(tensor.name)
-    return opened.get_slice(tensor.name)[rows]
+    if isinstance(part, slice):
+      return opened.get_slice(tensor.name)[part]
+    return opened.get_tensor(tensor.name)[part]
 
 
 def shards(specs: list[Spec], max_shard_bytes: int) -> dict[str, list[Spec]]:
@@ -209,7 +212,8 @@ def read_header(file: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, T
       'file? fetch it again'
     ) from error
   for tensor in tensors.values():
-    if tensor.dtype not in DTYPES:
+    packed = tensor.dtype == 'U8' and tensor.name.endswith(_PACKED)
+    if tensor.dtype not in DTYPES and not packed:
       raise ValueError(
         f'{file}: tensor {tensor.name} is {tensor.dtype}, not one of '
         f'{", ".join(DTYPES)}; take the model that is not quantized'

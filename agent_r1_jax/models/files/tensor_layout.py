@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from agent_r1_jax.models import decoder, families
+from agent_r1_jax.models.family import Parameter
 from agent_r1_jax.models.files import tensor_files
 from agent_r1_jax.models.pictures import vision_config
 
@@ -19,13 +20,10 @@ class Leaf(NamedTuple):
   path: str  # Path among the parameters, joined by '/'.
   tensor: str  # Name of its tensors; '{}' stands for the layer.
   shape: tuple[int, ...]  # Shape of the parameter; stacked dimensions come first.
-  stored: tuple[int, ...]  # Shape of a tensor. A kernel is stored [outputs, *inputs].
+  stored: tuple[int, ...]  # Shape of a tensor.
   # Index of each tensor in the parameter, for example (layer,) -> its name.
   tensors: dict[tuple[int, ...], str]
-
-  @property
-  def is_kernel(self) -> bool:
-    return self.path.endswith('/kernel')
+  transposed: bool  # Whether a tensor is [outputs, *inputs], and the parameter is not.
 
 
 class Stored(NamedTuple):
@@ -36,6 +34,7 @@ class Stored(NamedTuple):
 
   spec: tensor_files.Spec
   parts: list[tuple[Leaf, tuple[int, ...]]]
+  interleaved: bool  # Whether the last dimensions of the parts alternate instead.
 
 
 def list_leaves(config: decoder.DecoderConfig, value_head: bool) -> list[Leaf]:
@@ -51,7 +50,7 @@ def list_leaves(config: decoder.DecoderConfig, value_head: bool) -> list[Leaf]:
   return [_leaf(parameter, sizes) for parameter in parameters]
 
 
-def _leaf(parameter: families.Parameter, sizes: dict[str, int]) -> Leaf:
+def _leaf(parameter: Parameter, sizes: dict[str, int]) -> Leaf:
   path, tensor, dims, convolves = parameter
   shape = tuple(sizes[letter] for letter in parameter.letters)
   stacked = tensor.count('{}')
@@ -62,7 +61,8 @@ def _leaf(parameter: families.Parameter, sizes: dict[str, int]) -> Leaf:
     if convolves:
       stored = (stored[0], *(sizes[letter] for letter in sides[0]))
   names = {index: tensor.format(*index) for index in np.ndindex(shape[:stacked])}
-  return Leaf(path, tensor, shape, stored, names)
+  transposed = path.endswith('/kernel') and '>' in dims
+  return Leaf(path, tensor, shape, stored, names, transposed)
 
 
 def check_tensor(
@@ -108,8 +108,18 @@ def split_fused(
       check_tensor(directory, tensors, name, (sum(rows.values()), inputs))
       whole = tensors.pop(name)
       for part, count in rows.items():
-        tensors[part] = whole._replace(shape=(count, inputs), first=first)
+        lines = slice(first, first + count)
+        tensors[part] = whole._replace(shape=(count, inputs), part=lines)
         first += count
+  for pattern, parts in config.facts.interleaved.items():
+    for layer in range(config.num_layers):
+      name, names = pattern.format(layer), [part.format(layer) for part in parts]
+      *outer, last = shapes[names[0]]
+      check_tensor(directory, tensors, name, (*outer, last * len(parts)))
+      whole = tensors.pop(name)
+      for i, part in enumerate(names):
+        alternate = ..., slice(i, None, len(parts))
+        tensors[part] = whole._replace(shape=shapes[part], part=alternate)
   return tensors
 
 
@@ -120,12 +130,15 @@ def list_stored(
 
   Parameters that a file has in one tensor stand together, where the first was.
   """
+  facts = config.facts
+  joined = [*facts.fused.items(), *facts.interleaved.items()]
   owner = {
     part.format(layer): pattern.format(layer)
-    for pattern, names in config.facts.fused.items()
+    for pattern, names in joined
     for layer in range(config.num_layers)
     for part in names
   }
+  alternate = {p.format(i) for p in facts.interleaved for i in range(config.num_layers)}
   parts = [(leaf, i, name) for leaf in leaves for i, name in leaf.tensors.items()]
   groups: dict[str, list[tuple[Leaf, tuple[int, ...]]]] = {}
   for leaf, index, name in sorted(parts, key=lambda part: _find_place(*part[:2])):
@@ -136,9 +149,11 @@ def list_stored(
     dtypes = {check_dtype(x) for x in (kept if dtype is None else [dtype])}
     if len(dtypes) > 1:
       raise ValueError(f'params: {name} is of several dtypes; give a dtype')
-    rows = sum(leaf.stored[0] for leaf, _ in group)
-    shape = rows, *group[0][0].stored[1:]
-    stored[name] = Stored(tensor_files.Spec(name, dtypes.pop(), shape), group)
+    interleaved, shape = name in alternate, [*group[0][0].stored]
+    axis = -1 if interleaved else 0
+    shape[axis] = sum(leaf.stored[axis] for leaf, _ in group)
+    spec = tensor_files.Spec(name, dtypes.pop(), tuple(shape))
+    stored[name] = Stored(spec, group, interleaved)
   return stored
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from agent_r1_jax.host import model_paths
 from agent_r1_jax.models import decoder, lora, quantization, sharding
-from agent_r1_jax.models.files import hf_config, tensor_files, tensor_layout
+from agent_r1_jax.models.files import hf_config, mxfp4, tensor_files, tensor_layout
 
 _TOKENIZER_FILES = (
   'tokenizer.json',
@@ -67,7 +67,7 @@ def load(
   value_head = bool(hf_config.read_raw(directory, formats)[1].get('value_head'))
   leaves = tensor_layout.list_leaves(config, value_head)
   tensors = tensor_files.find(directory, formats=formats)
-  tensors = tensor_layout.rename(config, tensors)
+  tensors = tensor_layout.rename(config, mxfp4.join(tensors))
   if config.tie_embeddings:
     _drop_tied(tensors)
   tensors = tensor_layout.split_fused(directory, config, leaves, tensors)
@@ -211,7 +211,7 @@ def _read_leaf(
   for index, name in leaf.tensors.items():
     x = tensor_files.read(tensors[name])
     # A kernel is [outputs, *inputs] in the file, and a scale or bias as it is here.
-    x = x.reshape(len(x), -1).T if leaf.is_kernel else x
+    x = x.reshape(len(x), -1).T if leaf.transposed else x
     array[index] = x.reshape(array[index].shape)
   return array
 
@@ -254,13 +254,15 @@ def _to_stored(tensor: tensor_layout.Stored, flat: dict[str, Any]) -> np.ndarray
     x = flat[leaf.path]
     # The layer is cut out on the device: jax would keep a host copy of the whole leaf.
     x = x[index] if index else x
-    if leaf.is_kernel:
+    if leaf.transposed:
       siblings = {n: _sibling(leaf, n) for n in (*lora.LEAVES, quantization.SCALE)}
       beside = {n: flat[path][index] for n, path in siblings.items() if path in flat}
       x = sharding.to_numpy(lora.merge({'kernel': x} | beside)['kernel'])
       x = x.reshape(-1, leaf.stored[0]).T
     x = sharding.to_numpy(x)
     parts.append(np.ascontiguousarray(x.reshape(leaf.stored), tensor.spec.dtype))
+  if tensor.interleaved:
+    return np.stack(parts, -1).reshape(tensor.spec.shape)
   return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 

@@ -59,6 +59,18 @@ def attend(
   With `reach`, s is also at or after the first position of t; a cap c makes c · tanh(x /
   c) of the scores.
   """
+  return attend_and_sum(q_BTNH, k_BTKH, v_BTKH, ends_BT, reach, cap)[0]
+
+
+def attend_and_sum(
+  q_BTNH: Float[Array, 'B T N H'],
+  k_BTKH: Float[Array, 'B T K H'],
+  v_BTKH: Float[Array, 'B T K H'],
+  ends_BT: Int[Array, 'B T'],
+  reach: Reach | None = None,
+  cap: float | None = None,
+) -> tuple[Float[Array, 'B T N H'], Float[Array, 'B T N']]:
+  """Computes `attend`, and ln Σ exp(scores) of the keys that a token sees."""
   B, T, N, H = q_BTNH.shape
   K = k_BTKH.shape[2]
   spans: Any = jax.tree.map(_split, _Spans(ends_BT, reach))
@@ -69,8 +81,9 @@ def attend(
     jnp.swapaxes(_split(x).reshape(Z, U, K, H), 1, 2) for x in (k_BTKH, v_BTKH)
   )
   out: Any = _attend(q_ZKMH, k_ZKUH, v_ZKUH, spans, cap)
-  out_ZKGUH = out.reshape(Z, K, N // K, U, H)
-  return jnp.transpose(out_ZKGUH, (0, 3, 1, 2, 4)).reshape(B, -1, N, H)[:, :T]
+  out_ZKGUH, lse_ZKGU = (x.reshape(Z, K, N // K, U, *x.shape[3:]) for x in out)
+  out_BTNH = jnp.transpose(out_ZKGUH, (0, 3, 1, 2, 4)).reshape(B, -1, N, H)[:, :T]
+  return out_BTNH, jnp.transpose(lse_ZKGU, (0, 3, 1, 2)).reshape(B, -1, N)[:, :T]
 
 
 def _split(x: Array) -> Array:
@@ -85,7 +98,9 @@ def _split(x: Array) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q_ZKMH, k_ZKUH, v_ZKUH, spans, cap) -> Float[Array, 'Z K M H']:
+def _attend(
+  q_ZKMH, k_ZKUH, v_ZKUH, spans, cap
+) -> tuple[Float[Array, 'Z K M H'], Float[Array, 'Z K M']]:
   return _forward(q_ZKMH, k_ZKUH, v_ZKUH, spans, cap)[0]
 
 
@@ -116,14 +131,15 @@ def _forward(q_ZKMH, k_ZKUH, v_ZKUH, spans, cap):
 
   begin = jnp.zeros_like(q_ZKMH), jnp.zeros((Z, K, M))
   out_ZKMH, lse_ZKM = jax.lax.fori_loop(0, Z, attend_block, begin)
-  return out_ZKMH, (q_ZKMH, k_ZKUH, v_ZKUH, spans, out_ZKMH, lse_ZKM)
+  return (out_ZKMH, lse_ZKM), (q_ZKMH, k_ZKUH, v_ZKUH, spans, out_ZKMH, lse_ZKM)
 
 
-def _backward(cap, saved, dout_ZKMH):
+def _backward(cap, saved, gradients):
   q_ZKMH, k_ZKUH, v_ZKUH, spans, out_ZKMH, lse_ZKM = saved
   keys_ZA, count_Z = _list_visible(spans)
-  # d score = p (d p - Σ p d p), and the sum over all keys is out · d out.
-  sum_ZKM = (dout_ZKMH.astype(jnp.float32) * out_ZKMH).sum(-1)
+  dout_ZKMH, dlse_ZKM = gradients
+  # d score = p (d p - Σ p d p + d lse), and the sum over all keys is out · d out.
+  sum_ZKM = (dout_ZKMH.astype(jnp.float32) * out_ZKMH).sum(-1) - dlse_ZKM
 
   def differentiate_block(z, carry):
     dq_ZKMH, *dkv = carry

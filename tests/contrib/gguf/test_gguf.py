@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import tracemalloc
 
 from flax import traverse_util
@@ -27,7 +28,7 @@ from experiments import model_formats, train_tokenizer
 
 _GOLDEN = pathlib.Path(__file__).parents[2] / 'golden' / 'decoder'
 _PUBLISHED = json.loads((_GOLDEN.parent / 'published_configs.json').read_text())
-_FAMILIES = sorted(families.FAMILIES.keys() - {'qwen2_5_vl'})
+_FAMILIES = sorted(families.FAMILIES.keys() - {'qwen2_5_vl', 'gpt_oss'})
 # What the converter does not write, with what is read in its place. Of these, published
 # models have another value in the window of Mistral alone.
 _LOST = {
@@ -88,7 +89,7 @@ def _compute_logits(params, config, tokens):
 @pytest.mark.parametrize(
   ('name', 'fields'),
   [
-    *((name, {}) for name in _PUBLISHED if 'VL' not in name),
+    *((name, {}) for name in _PUBLISHED if not re.search('VL|oss', name)),
     # Gemma 2 and 3 of 27B, whose queries have another scale.
     (
       'gemma-2-2b',
