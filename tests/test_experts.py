@@ -36,7 +36,7 @@ def _inputs(M, k, seed=0, concentrated=False, biased=True):
 
 def _every_expert(x, weight, expert, kernels):
   """The definition: all experts compute all tokens, and most of it is not used."""
-  add = [bias[None, None] for bias in kernels.biases or (jnp.zeros((1, 1)),) * 3]
+  add = [0.0 if bias is None else bias[None, None] for bias in kernels.biases]
   gate = jnp.einsum('btd,edi->btei', x, kernels.gate) + add[0]
   hidden = _swiglu(gate, jnp.einsum('btd,edi->btei', x, kernels.up) + add[1])
   out = jnp.einsum('btei,eid->bted', hidden, kernels.down) + add[2]
