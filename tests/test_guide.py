@@ -382,3 +382,30 @@ class TestLargerAutomata:
     count, compiled = engine.run([play()])[0]
     assert count == 99  # It ends in its last state, so that it was not cut off.
     assert len(compiled) == len(replica.device._called), compiled
+
+  def test_what_does_not_compile_fails_alone(self, monkeypatch):
+    engine, tokens = clients.engine(**clients.EXACT), np.array([7, 8, 9], np.int32)
+    engine.warm_up(automata=[clients.stop()])
+
+    def fail():
+      raise MemoryError('no room for it')
+
+    monkeypatch.setattr(engine.replicas[0].device, '_grow', fail)
+    classes = np.arange(tiny.VOCAB, dtype=np.int32) % 64
+    table = np.zeros((100, 64), np.int32)
+    large = types.Automaton(classes, table, np.arange(100) == 99)
+
+    async def ask(automaton, i):
+      asked = {'max_tokens': 4, 'key': request_lib.make_key(i), 'automata': [automaton]}
+      return await engine.submit(request_lib.Request(tokens, **asked))
+
+    async def play():
+      asks = ask(large, 0), ask(clients.stop(), 1)
+      failed, reply = await asyncio.gather(*asks, return_exceptions=True)
+      again = await asyncio.gather(ask(large, 2), return_exceptions=True)
+      return failed, again[0], len(reply.tokens), await ask(clients.stop(), 3)
+
+    failed, again, count, reply = tiny.within(engine.run, [play()], seconds=120)[0]
+    for error in (failed, again):
+      assert isinstance(error, RuntimeError) and 'no room for it' in str(error)
+    assert count and len(reply.tokens)

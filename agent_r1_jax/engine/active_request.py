@@ -1,7 +1,7 @@
 """Requests under way: the arguments of a decode, and what its result adds to each."""
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -61,6 +61,14 @@ class ActiveRequest:
       # Automata that only end replies, such as stop strings, need no `logits`.
       del used[automaton_guide.AUTOMATA]
     self.guide_mask = np.array([g in used and g.logits is not None for g in guides], bool)
+
+  def can_run(self, fits: Callable[[guide_lib.State], bool]) -> bool:
+    """Whether the programs have room for its automata; fails it if they cannot have."""
+    try:
+      return fits(self.automata)
+    except RuntimeError as error:
+      self.generation.fail(error)
+      return False
 
   def add_scores(self, scored: Any, m: int, count: int):
     """Adds the scores of `count` tokens: entry m of a prompt_scores.Scored, in numpy."""

@@ -209,6 +209,9 @@ class Device:
     """Whether the programs can run the automata of a request, from AutomatonPool.acquire.
 
     If not, those that can are compiled in another thread, while others are served.
+
+    Raises:
+      RuntimeError: They do not compile.
     """
     entries, tables = self.pool.entries, self._compiled
     if tables is None or all(
@@ -219,7 +222,12 @@ class Device:
     if self._growing is None:
       self._growing = self._compiler.submit(self._grow)
     elif self._growing.done():
-      self._growing = self._growing.result()
+      growing, self._growing = self._growing, None
+      if error := growing.exception():
+        raise RuntimeError(
+          'the programs for so large an automaton do not compile: give a smaller '
+          f'grammar or schema, or fewer stop strings ({error})'
+        ) from error
     return False
 
   def _grow(self):

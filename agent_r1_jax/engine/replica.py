@@ -199,7 +199,7 @@ class Replica:
     """
     slots = self._adapters.slots
     turns = active_request.take_turns(self._active)
-    candidates = [active for active in turns if self.device.fits(active.automata)]
+    candidates = [active for active in turns if active.can_run(self.device.fits)]
     if not candidates:
       await self._wait(_POLL_SECONDS)  # Their programs are being compiled.
       return

@@ -255,7 +255,7 @@ class Generation:
     text: The text that the reply continues, with the chunks so far.
     chunks: The chunks so far.
     number: The number of requests that the replica got before this one.
-    done: Whether the reply is complete or was cancelled.
+    done: Whether the reply is complete, was cancelled or has failed.
     prompt: The scores of the request's own tokens, if it asked for them; they are there
       with the first chunk.
   """
@@ -270,7 +270,7 @@ class Generation:
     self.prompt: Scores | None = None
     self._on_cancel = on_cancel
     self._changed = asyncio.Event()
-    self._cancelled = False
+    self._error: BaseException | None = None
 
   @property
   def remaining(self) -> int:
@@ -279,8 +279,12 @@ class Generation:
 
   def cancel(self):
     """Ends the reply: its text ends with the last chunk, and its row is freed."""
+    self.fail(asyncio.CancelledError('The request was cancelled.'))
+
+  def fail(self, error: BaseException):
+    """Ends the reply likewise; who waits for it gets the error."""
     if not self.done:
-      self.done, self._cancelled = True, True
+      self.done, self._error = True, error
       self._changed.set()
       self._on_cancel()
 
@@ -306,8 +310,8 @@ class Generation:
         while yielded < len(self.chunks):
           yielded += 1
           yield self.chunks[yielded - 1]
-        if self._cancelled:
-          raise asyncio.CancelledError('The request was cancelled.')
+        if self._error:
+          raise self._error
         if self.done:
           return
         self._changed.clear()

@@ -65,16 +65,15 @@ class Sink:
     self._lines = gauges.Lines(self._meter, self._facts)
     token = moments.observer.set(self)
     try:
-      whole = self._tracer.start_as_current_span(
-        'run', attributes=self._facts, record_exception=False
-      )
-      with whole as span:
-        self._run = span
+      self._run = self._tracer.start_span('run', attributes=self._facts)
+      with trace.use_span(self._run, record_exception=False):
         try:
           yield
         finally:
-          for loop in self._loops.values():  # Their rollouts were ahead.
-            loop.end()
+          # Rollouts of the loops that are left were ahead.
+          for span in (*self._loops.values(), self._run):
+            with self._caught():
+              span.end()
           self._loops.clear()
     finally:
       moments.observer.reset(token)
@@ -95,10 +94,12 @@ class Sink:
   @contextlib.contextmanager
   def watch(self, moment: Any) -> Iterator[Any]:
     """Makes a span of a moment, which is the current one inside `with`."""
-    span = self._start(moment)
+    span = trace.INVALID_SPAN
+    with self._caught():
+      span = self._start(moment)
     # Neither the text of an exception nor its stack: they may quote what an agent said.
     quiet = {'record_exception': False, 'set_status_on_exception': False}
-    with trace.use_span(span, end_on_exit=True, **quiet):
+    with trace.use_span(span, **quiet):
       try:
         yield moment
       except Exception as error:
@@ -107,6 +108,8 @@ class Sink:
       finally:
         with self._caught():
           self._finish(span, moment)
+        with self._caught():  # A processor of the user's may raise.
+          span.end()
 
   def _start(self, moment: Any) -> trace.Span:
     begin = self._tracer.start_span

@@ -7,6 +7,7 @@ import sys
 import answers
 import httpx2
 from opentelemetry import trace
+from opentelemetry.sdk import trace as trace_sdk
 import pytest
 import rollouts
 import serving
@@ -154,6 +155,21 @@ def test_what_fails_is_an_error(memory):
   ]
   assert {span.attributes['error.type'] for span in failed} == {'OverflowError'}
   assert {span.status.status_code for span in failed} == {trace.StatusCode.ERROR}
+
+
+@pytest.mark.parametrize('moment', ['on_start', 'on_end'])
+def test_a_processor_that_raises_ends_no_episode(memory, caplog, moment):
+  def fail(span, **_):
+    # One that cannot begin a run's span ends the run before its first step.
+    if span.name != 'run' or moment == 'on_end':
+      raise OSError('the disk is full')
+
+  processor = trace_sdk.SpanProcessor()
+  setattr(processor, moment, fail)
+  memory.tracers.add_span_processor(processor)
+  played = _collect(memory, lambda: env_lib.ToolEnv([], lambda task, said: 1.0))
+  assert [t.status for t in played if t.status == types.Status.FAILED] == []
+  assert 'the disk is full' in caplog.text
 
 
 def test_without_a_watcher_nothing_is_passed_on(tmp_path):
