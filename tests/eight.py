@@ -142,7 +142,7 @@ def update(mesh: Any) -> dict[str, Any]:
 
 def layers(family: str, of_trees: bool, mesh: Any, **changes: Any) -> dict[str, Any]:
   """Layers of several kinds, and experts, of which some are given with the tokens."""
-  config = dataclasses.replace(tiny.config(family), num_heads=8, **changes)
+  config = dataclasses.replace(tiny.config(family, 2), num_heads=8, **changes)
   params, batch = jax.device_get(tiny.params(config)), begins_alike(of_trees)
   if config.num_experts:  # Replayed, where the first is known.
     shape = *batch.rows.tokens.shape, config.num_layers, 2
@@ -189,7 +189,7 @@ def fine_tune(mesh: Any) -> dict[str, Any]:
 def muon(mesh: Any) -> dict[str, Any]:
   """Two steps; its momentum lies where the kernel does."""
   optimizer = optimizers.make(config_lib.Optimizer(kind='muon'), 1e-2)
-  params = jax.device_get(tiny.params(tiny.config('qwen2')))
+  params = jax.device_get(tiny.params(tiny.config('qwen2', 2)))
   with sharding.use_mesh(mesh):
     state = learner.init(placed.place(params, mesh), optimizer)
     for seed in range(2):

@@ -29,7 +29,7 @@ from agent_r1_jax.models.kernels import attention_kernels
 
 def extends(family: str, numbers: str, mesh: Any, **changes: Any) -> dict[str, Any]:
   """The engine's replica: experts and heads on two chips."""
-  config = dataclasses.replace(tiny.config(family), num_heads=8, **changes)
+  config = dataclasses.replace(tiny.config(family, 2), num_heads=8, **changes)
   params = jax.jit(engine_params.unstack, static_argnums=1)(tiny.params(config), config)
   text = [jnp.asarray(x) for x in ([range(6), range(6, 12)], [range(6)] * 2)]
   cache = kv_cache.empty(config, 2, 16, numbers)

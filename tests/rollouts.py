@@ -18,7 +18,7 @@ SLOTS = 256
 @functools.cache
 def params():
   # Replies end after ten tokens or so.
-  return tiny.params(tiny.config(), likely={tiny.chat().stop_ids[0]: 1.4})
+  return tiny.params(tiny.config(), likely={tiny.chat().stop_ids[0]: 2.0})
 
 
 def make_engine(tree=None):

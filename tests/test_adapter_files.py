@@ -23,7 +23,7 @@ from agent_r1_jax.models import (
 )
 from agent_r1_jax.models.files import peft_files
 
-_TENSOR = 'base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight'
+_TENSOR = 'base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight'
 
 
 class TestFiles:
@@ -35,7 +35,7 @@ class TestFiles:
     plain.equal(lora.join(clients.params(), found), adapted.add(name))
 
   def test_adapters_of_a_mixture_of_experts(self, tmp_path):
-    config = tiny.config('qwen3_moe')
+    config = tiny.config('qwen3_moe', 2)
     params = lora.add(
       tiny.params(config), 2, ('q', 'k', 'v', 'o'), 4.0, jax.random.key(0)
     )
@@ -82,7 +82,7 @@ class TestFiles:
     ('change', 'message'),
     [
       (lambda x: x.pop(_TENSOR), f'no tensor {_TENSOR}; every layer'),
-      (lambda x: x.update(extra=np.ones(2)), 'tensor extra has no place in a llama of 2'),
+      (lambda x: x.update(extra=np.ones(2)), 'tensor extra has no place in a llama of 1'),
       (lambda x: x[_TENSOR].fill(np.inf), f'{_TENSOR} has numbers that are not finite'),
       (lambda x: x.update({_TENSOR: x[_TENSOR].T.copy()}), r'shape \[3, 32\], by'),
       (lambda x: x.clear(), 'has no tensors; write the adapter again'),

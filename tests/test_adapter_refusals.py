@@ -38,11 +38,11 @@ def _change(leaf, x):
     (lambda: {'layers': {'moe': {'q': {}}}}, 'layers/moe/q has no adapter in a llama'),
     (lambda: {'layers': {'attn_norm': {'scale': np.ones(2)}}}, 'attn_norm/scale has no'),
     (
-      lambda: _change('lora_a', np.ones((2, 8, 3))),
-      r'shape \(2, 8, 3\), and by .* 16, 3',
+      lambda: _change('lora_a', np.ones((1, 8, 3))),
+      r'shape \(1, 8, 3\), and by .* 16, 3',
     ),
     (lambda: _change('lora_scale', np.ones(3)), r'lora_scale has the shape \(3,\)'),
-    (lambda: _change('lora_b', np.full((2, 3, 4, 8), np.nan)), 'lora_b has numbers that'),
+    (lambda: _change('lora_b', np.full((1, 3, 4, 8), np.nan)), 'lora_b has numbers that'),
     (lambda: lora.take(_with_rank(5)), 'the rank 5, and there is room for 4; make the'),
   ],
 )

@@ -101,7 +101,7 @@ class TestTokens:
   )
   def test_each_row_of_a_call_is_that_of_a_merged_copy(self, family, dtype):
     """Biases, norms after a projection, and experts, which have no adapters."""
-    shape = dataclasses.replace(tiny.config(family), dtype=dtype)
+    shape = dataclasses.replace(tiny.config(family, 2), dtype=dtype)
     targets = [*lora.list_targets(shape)]
     assert ('gate' in targets) == (not shape.num_experts)
     base = tiny.params(shape)

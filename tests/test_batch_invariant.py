@@ -220,7 +220,7 @@ def test_prefix_trees_have_the_bits_of_the_sampler_in_bfloat16():
 
 
 def test_what_is_not_known_to_have_equal_bits_is_refused():
-  shape = dataclasses.replace(tiny.config('qwen3_moe'), ops=batch_invariant.INVARIANT)
+  shape = dataclasses.replace(tiny.config('qwen3_moe', 2), ops=batch_invariant.INVARIANT)
   with pytest.raises(
     ValueError, match=r'model.batch_invariant: .* with experts, only on'
   ):

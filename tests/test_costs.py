@@ -42,7 +42,7 @@ def test_kernels_are_those_of_the_published_models(name, parameters):
 @pytest.mark.parametrize('family', families.FAMILIES)
 def test_only_products_count(family):
   """Neither norms and biases nor the scales of 8 bits and of adapters."""
-  config = tiny.config(family)
+  config = tiny.config(family, 2)
   params = {k: v for k, v in tiny.params(config).items() if k != 'vision'}
   size = costs.count_parameters(params, config)
   flat = traverse_util.flatten_dict(params)

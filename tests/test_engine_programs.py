@@ -36,7 +36,7 @@ def test_a_decode_in_place_has_no_second_cache():
 @pytest.mark.parametrize('budget', [1, 2, 3])
 def test_nothing_is_written_behind_the_tokens_of_the_budget(budget):
   """Of a draft either: in a ring it would take the place of the window's first slots."""
-  config = dataclasses.replace(tiny.config('mistral'), sliding=(True, False), window=9)
+  config = dataclasses.replace(tiny.config('mistral', 2), sliding=(True, False), window=9)
   ring, slots, length, k = 25, 64, 40, 3
   cache = jax.eval_shape(lambda: kv_cache.empty(config, 1, slots, window_slots=ring))
   cache = jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, 7, x.dtype)), cache)

@@ -147,7 +147,7 @@ def test_the_router_takes_the_likeliest(normalize, biased):
 
 def test_loads_are_of_the_text_alone_and_balance_is_measured():
   """Rows and trees of the same texts: a token that texts share counts once in a tree."""
-  config = tiny.config('qwen3_moe')
+  config = tiny.config('qwen3_moe', 2)
   params = tiny.params(config)
   tokens = jnp.array([[5, 6, 7, 5, 6, 8, 0, 0]], jnp.int32)
   positions = jnp.array([[0, 1, 2, 0, 1, 2, 0, 0]], np.int32)

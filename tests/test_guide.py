@@ -176,6 +176,8 @@ def _talkative():
   """Makes the policy begin calls and end strings, which no schema fits by chance."""
   pieces = test_call_grammar.of_tiny().pieces
   bias = {i: 0.9 for i, piece in enumerate(pieces) if set(piece) & {*b'"}]'}}
+  # The vocabulary is larger than the tokenizer's.
+  bias |= dict.fromkeys(range(len(pieces), tiny.VOCAB), -9.0)
   return bias | {test_call_grammar.of_tiny().opening: 2.0}
 
 

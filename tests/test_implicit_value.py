@@ -48,7 +48,7 @@ def _sums(params, played):
 
 def _fit(played, steps, optimizer, shape=SHAPE, seen=lambda step, metrics: None):
   return implicit_value.fit(
-    tiny.params(tiny.config(), likely={tiny.chat().stop_ids[0]: 1.4}),
+    tiny.params(tiny.config(), likely={tiny.chat().stop_ids[0]: 2.0}),
     played,
     config=tiny.config(),
     optimizer=optimizer,
@@ -86,7 +86,7 @@ def test_an_episode_without_a_reply_is_left_out():
 def test_the_gradient_is_that_of_whole_episodes():
   """However many segments they have, and wherever these are packed; SGD shows it."""
   played = _played(fresh=True)
-  assert {len(t.segments) for t in played} == {1, 2}
+  assert {len(t.segments) for t in played} >= {1, 2}
   built, params = table.build(played), rollouts.params()
   (batch,), where = packing.pack_microbatches(built, LARGE)
   success = np.arange(len(played)) % 2

@@ -257,7 +257,7 @@ def test_the_sampler_and_the_learner_agree():
 
 @pytest.mark.parametrize('dtype', [None, 'bfloat16'])
 def test_an_export_with_adapters_is_that_of_the_merged_policy(tmp_path, dtype):
-  shape = tiny.config('qwen2')
+  shape = tiny.config('qwen2', 2)
   adapted = _adapted(tiny.params(shape), targets=('q', 'o', 'down'))
   weights.save(tmp_path / 'here', shape, adapted, dtype=dtype)
   weights.save(tmp_path / 'there', shape, lora.merge(adapted), dtype=dtype)
@@ -268,7 +268,7 @@ def test_an_export_with_adapters_is_that_of_the_merged_policy(tmp_path, dtype):
 
 
 def test_the_engines_copy_never_merges_two_kernels_at_a_time(monkeypatch):
-  shape = tiny.config('qwen2')
+  shape = tiny.config('qwen2', 2)
   adapted, merged, alive = _adapted(tiny.params(shape)), [], []
   merge = lora.merge
 
@@ -284,7 +284,7 @@ def test_the_engines_copy_never_merges_two_kernels_at_a_time(monkeypatch):
 
 def test_peft_files_hold_the_merged_difference(tmp_path):
   """Names, shapes and numbers as PEFT reads them; W + s · B · A is the merged weight."""
-  shape, params = tiny.config('qwen2'), tiny.params(tiny.config('qwen2'))
+  shape, params = tiny.config('qwen2', 2), tiny.params(tiny.config('qwen2', 2))
   adapted = _adapted(params, targets=('q', 'o', 'down'))
   peft_files.save(tmp_path, adapted, 'base')
   weights.save(tmp_path / 'base', shape, params)
@@ -313,7 +313,7 @@ def test_peft_files_hold_the_merged_difference(tmp_path):
 @pytest.mark.parametrize('alone', [False, True])
 def test_the_adapter_of_a_model_that_sees_has_the_names_of_its_modules(tmp_path, alone):
   """Those of transformers 5, which PEFT asks for; earlier ones are read, too."""
-  shape = tiny.config('qwen2_5_vl')
+  shape = tiny.config('qwen2_5_vl', 2)
   adapted = _adapted(tiny.params(shape), targets=('q', 'down'))
   family = {'family': 'qwen2_5_vl'} if alone else {}
   peft_files.save(tmp_path, lora.take(adapted) if alone else adapted, 'base', **family)
@@ -361,7 +361,7 @@ def test_option_of_adapters_out_of_range_is_refused(change, message):
 
 
 def test_experts_have_no_adapters():
-  params = tiny.params(tiny.config('qwen3_moe'))
+  params = tiny.params(tiny.config('qwen3_moe', 2))
   with pytest.raises(
     ValueError, match='lora_targets has gate, and the layers .* experts'
   ):

@@ -146,7 +146,7 @@ def test_the_engine_samples_with_the_rounded_kernels():
 
 
 def test_adapters_are_merged_before_they_are_rounded():
-  shape, params = tiny.config('qwen2'), tiny.params(tiny.config('qwen2'))
+  shape, params = tiny.config('qwen2', 2), tiny.params(tiny.config('qwen2', 2))
   adapted = tiny.add_adapters(params, 3, ('q', 'o', 'down'), 6.0, jax.random.key(0))
   adapted = jax.tree_util.tree_map_with_path(
     lambda path, x: x + 0.2 if 'lora_b' in str(path) else x, adapted
@@ -206,7 +206,7 @@ def test_a_run_is_corrected_and_learns_in_full_precision(model, tmp_path):
 
 
 def test_the_engines_copy_is_counted_in_bytes():
-  shape = tiny.config('qwen2')
+  shape = tiny.config('qwen2', 2)
   models = footprint.ModelShapes(shape)
   machine = footprint.Machine('gpu', 1e9, chips=2)
   config = lambda name: config_lib.Config(engine=config_lib.Engine(weights=name))
@@ -226,7 +226,7 @@ def test_the_engines_copy_is_counted_in_bytes():
 
 
 def test_frozen_kernels_are_counted_in_bytes():
-  shape = dataclasses.replace(tiny.config('qwen2'), dtype='bfloat16')
+  shape = dataclasses.replace(tiny.config('qwen2', 2), dtype='bfloat16')
   config = tiny.run_config(lora_rank=3, frozen='int8', dtype='bfloat16')
   models = footprint.ModelShapes(shape, algorithms.grpo())
   parts = footprint.Footprint(config, models, footprint.Machine('gpu', 1e9)).parts

@@ -19,7 +19,7 @@ from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.train import loop
 
-SHAPE = tiny.config('qwen3_moe')
+SHAPE = tiny.config('qwen3_moe', 2)
 L, E, k = SHAPE.num_layers, SHAPE.num_experts, SHAPE.experts_per_token
 
 

@@ -11,7 +11,7 @@ from agent_r1_jax.engine import request
 from agent_r1_jax.models import attention
 from agent_r1_jax.rl import learner, packing, table
 
-_CONFIG = tiny.config('qwen2_5_vl')
+_CONFIG = tiny.config('qwen2_5_vl', 2)
 
 
 @pytest.fixture(scope='module')

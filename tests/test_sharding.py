@@ -16,7 +16,7 @@ def shapes(family):
   """Of a TrainState whose policy has a value head."""
 
   def make():
-    params = decoder.init(tiny.config(family), jax.random.key(0))
+    params = decoder.init(tiny.config(family, 2), jax.random.key(0))
     params = decoder.add_value_head(params)
     return learner.init(params, optax.adamw(1e-3))
 
@@ -34,7 +34,7 @@ def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
   attn = found.params['layers']['attn']
   assert attn['q']['kernel'].spec == P(None, ('fsdp', 'context'), 'tensor')
   assert attn['o']['kernel'].spec == P(None, 'tensor', None, ('fsdp', 'context'))
-  unstack = lambda params: engine_params.unstack(params, tiny.config(family))
+  unstack = lambda params: engine_params.unstack(params, tiny.config(family, 2))
   engine = jax.eval_shape(unstack, state.params)
   one = sharding.make_mesh(devices=jax.devices()[:1])
   attn = sharding.make_shardings(engine, one)['layers'][1]['attn']
@@ -45,7 +45,9 @@ def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
 @pytest.mark.parametrize('kind', list(optimizers.KINDS))
 def test_adapters_and_every_optimizer_have_rules(kind):
   def make():
-    params = decoder.add_value_head(decoder.init(tiny.config('qwen3'), jax.random.key(0)))
+    params = decoder.add_value_head(
+      decoder.init(tiny.config('qwen3', 2), jax.random.key(0))
+    )
     optimizer = optimizers.make(config_lib.Optimizer(kind=kind), 1e-3)
     states = [learner.init(params, optimizer)]
     adapted = lora.add(params, 2, tuple(families.TARGETS), 4.0, jax.random.key(0))
@@ -80,7 +82,9 @@ def test_a_mesh_of_more_devices_than_there_are_is_refused():
 
 def test_few_key_value_heads_lie_on_every_chip():
   """2 heads cannot be split over tensor = 4, though 4 query heads can."""
-  params = jax.eval_shape(lambda: decoder.init(tiny.config('qwen2'), jax.random.key(0)))
+  params = jax.eval_shape(
+    lambda: decoder.init(tiny.config('qwen2', 2), jax.random.key(0))
+  )
   where = lambda tensor: sharding.make_shardings(
     params, AbstractMesh((1, 1, tensor, 1), sharding.AXES)
   )['layers']['attn']

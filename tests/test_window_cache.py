@@ -19,7 +19,7 @@ _SLIDING = {'mistral': (True, True), 'gemma2': (True, False), 'gpt_oss': (True, 
 def shape(family):
   """Two layers, of which one or both slide by 9 tokens."""
   sliding = {'sliding': _SLIDING[family], 'window': 9}
-  return dataclasses.replace(tiny.config(family), **sliding)
+  return dataclasses.replace(tiny.config(family, 2), **sliding)
 
 
 @functools.cache

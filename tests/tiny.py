@@ -81,7 +81,7 @@ def full_name(name: str) -> str:
   return ambiguous.get(name) or known.get(name, name)
 
 
-def config(family: str = 'llama', layers: int = 2) -> decoder.DecoderConfig:
+def config(family: str = 'llama', layers: int = 1) -> decoder.DecoderConfig:
   """Grouped queries, and each family's biases, norms and experts."""
   facts, normalizes = families.FAMILIES[family], family in ('qwen3_moe', 'gpt_oss')
   mixture = {'experts_per_token': 2, 'normalize_experts': normalizes}
