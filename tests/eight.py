@@ -262,9 +262,10 @@ _OLMO = _SLIDES | {'local_rope_theta': 50.0, 'nope': (True, False)}
 _PAIR = ({'tensor': 2},)
 
 ROWS = {
+  # Of other meshes: 'update', and adapters and trees as below.
   'gradient': Row(
     lambda mesh: gradient(policy(), packed(), mesh),
-    (_HALF, {'tensor': 8}, {'context': 8}, {'data': 2, 'tensor': 2, 'context': 2}),
+    ({'context': 8}, {'tensor': 4, 'context': 2}),
   ),
   'gradient of adapters': Row(
     lambda mesh: gradient(adapted(), packed(), mesh),
@@ -274,10 +275,7 @@ ROWS = {
     lambda mesh: gradient(policy(), begins_alike(True), mesh), (_HALF,)
   ),
   'update': Row(update, (_HALF,)),
-  'muon': Row(
-    muon,
-    ({'data': 8}, {'fsdp': 2, 'tensor': 2, 'context': 2}, {'fsdp': 4, 'tensor': 2}),
-  ),
+  'muon': Row(muon, ({'data': 8}, {'fsdp': 2, 'tensor': 2, 'context': 2})),
   'fine-tuning': Row(fine_tune, ({'data': 2, 'fsdp': 2, 'context': 2},)),
   'experts': Row(_of(layers, 'qwen3_moe', False, **_WIDE), (_LONG,)),
   'experts, trees': Row(
