@@ -76,6 +76,11 @@ def xml(name, **arguments):
 TAGS = 'a("</tool_call>") + "</parameter>"\n</function>;'
 
 # What an error says stands for the error.
+HARMONY_CALL = (
+  '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "x"}'
+)
+HARMONY_FIRST = ' to=functions.search<|channel|>commentary json<|message|>{"query": "x"}'
+HARMONY_THOUGHT = '<|channel|>analysis<|message|>I think.<|end|><|start|>assistant'
 CASES = {
   'hermes': [
     ('<tool_call>{"name": "search", "arguments": "{\\"query\\": \\"a\\"}"}', [look('a')]),
@@ -226,5 +231,22 @@ CASES = {
     ),
     ('Action:\nAction Input: a', ['expected the name of a tool']),
     ('<think>\nAction: search[a]\n</think>\nAction: search[b]', [look('b')]),
+  ],
+  'harmony': [
+    (HARMONY_CALL, [look('x')]),
+    (HARMONY_THOUGHT + HARMONY_CALL + '<|call|>', [look('x')]),
+    # The recipient of a call may come first, and need not be a function.
+    (HARMONY_THOUGHT + HARMONY_FIRST, [look('x')]),
+    (' to=search<|channel|>commentary<|message|>{"query": "x"}', [look('x')]),
+    ('<|channel|>analysis to=search code<|message|>{"query": "x"}', [look('x')]),
+    ('<|channel|>commentary to=functions.now<|message|>', [ToolCall('now', {})]),
+    ('<|channel|>commentary to=functions.search<|message|>who', ['Expecting value']),
+    ('<|channel|>commentary to=now<|message|>[1]', ['must be a JSON object']),
+    (HARMONY_CALL.replace('"x"', 'NaN'), ['not finite']),
+    # No calls: texts in channels, a role that is answered, other words.
+    (HARMONY_THOUGHT + '<|channel|>final<|message|>to=functions.now {}', []),
+    ('<|channel|>commentary to=assistant<|message|>{"query": "x"}', []),
+    ('Call search, {"query": "x"}.', []),
+    ('<|channel|>', []),
   ],
 }

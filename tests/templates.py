@@ -142,6 +142,38 @@ _GEMMA = """\
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}
 """
 
+_HARMONY = """\
+{{- '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') + '<|end|>' }}
+{%- set first = messages[0].content if messages[0].role == 'system' else '' %}
+{%- if first or tools %}{{ '<|start|>developer<|message|>' + first }}
+{%- for t in tools or [] %}{% set f = t.function %}
+{{- '\n// ' + f.description + '\ntype ' + f.name + ' = ' + f.parameters | tojson }}
+{%- endfor %}{{ '<|end|>' }}{% endif %}
+{%- set ns = namespace(name=none) %}
+{%- for m in messages if m.role != 'system' %}
+{%- if m.role == 'assistant' %}
+{%- if '<|channel|>' in m.content %}{{ raise_exception('channels') }}{% endif %}
+{%- if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('both') }}
+{%- endif %}
+{%- set thought = m.content or m.thinking %}{% set f = m.tool_calls[0].function %}
+{%- if thought %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + thought + '<|end|>' }}{% endif %}
+{{- '<|start|>assistant to=functions.' + f.name + '<|channel|>commentary json' }}
+{{- '<|message|>' + f.arguments | tojson + '<|call|>' }}{% set ns.name = f.name %}
+{%- else %}{% set last = loop.last and not add_generation_prompt %}
+{%- if last and m.thinking %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+{%- endif %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+{{- '<|return|>' if last else '<|end|>' }}{% endif %}
+{%- elif m.role == 'tool' %}
+{%- if ns.name is none %}{{ raise_exception('no call') }}{% endif %}
+{{- '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary' }}
+{{- '<|message|>' + m.content | tojson + '<|end|>' }}
+{%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
+"""
+
 _QWEN_VL = """\
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
@@ -158,6 +190,8 @@ _MISTRAL_TOKENS += (
   '</s>',
 )
 _LLAMA_TOKENS = ('<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>', '<|begin|>')
+_HARMONY_TOKENS = ('<|start|>', '<|end|>', '<|message|>', '<|channel|>', '<|constrain|>')
+_HARMONY_TOKENS += ('<|return|>', '<|call|>')
 _PICTURES = ('<|vision_start|>', '<|vision_end|>', '<|image_pad|>')
 _REFUSES = "{{ raise_exception('System role not supported') }}"
 _BEFORE_FIRST = (
@@ -181,6 +215,7 @@ TEMPLATES = {
     '<bos>',
     '<end_of_turn>',
   ),
+  'gpt-oss': (_HARMONY, _HARMONY_TOKENS, None, '<|return|>'),
   'qwen2.5-vl': (_QWEN_VL, _PICTURES, None, '<|im_end|>'),
 }
 

@@ -8,7 +8,7 @@ import re
 import call_replies
 import pytest
 
-from agent_r1_jax.agent import call_parsers, calls
+from agent_r1_jax.agent import call_parsers, calls, harmony
 from agent_r1_jax.agent.calls import ToolCall
 
 
@@ -39,6 +39,7 @@ _LOOK_ALIKES = {
   'search_r1': '<searched> ',
   'retool': '<codes> ',
   'react': 'Thought: The best Action is to look. Action: none yet.\n',
+  'harmony': '<|channel|>final<|message|>to=functions.look<|end|><|start|>assistant',
 }
 
 
@@ -199,6 +200,7 @@ _PIECES = {
   'search_r1': ('<search>', '</search>', '<answer>', 'x'),
   'retool': ('<code>', '</code>', '```', '```python\n', '<answer>', 'x'),
   'react': ('Action:', 'Action Input:', 'Final Answer', 'a[', *']{"`'),
+  'harmony': ('<|channel|>', '<|message|>', '<|end|>', 'to=f', '<|constrain|>', '{'),
 }
 
 
@@ -206,7 +208,7 @@ _PIECES = {
 def test_parse_reads_each_character_a_bounded_number_of_times(name, monkeypatch):
   """Each character is read a bounded number of times, whatever a reply repeats."""
   parsers = [x for x in vars(call_parsers).values() if type(x) is call_parsers.JsonParser]
-  for holder in (call_parsers, *parsers):
+  for holder in (call_parsers, harmony, *parsers):
     for key, value in vars(holder).copy().items():
       if isinstance(value, re.Pattern | json.JSONDecoder):
         monkeypatch.setattr(holder, key, _Counting(value))

@@ -5,7 +5,7 @@ import contextvars
 import json
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import call_parsers, template_forms
+from agent_r1_jax.agent import call_parsers, harmony, template_forms
 from agent_r1_jax.agent.call_parsers import write_json
 from agent_r1_jax.agent.calls import CallFormat
 
@@ -130,8 +130,23 @@ REACT = CallFormat(
   answer=types.ControlText('Observation: {}'),
   stop_strings=('\nObservation:',),
 )
+HARMONY = CallFormat(
+  'harmony',
+  harmony.parse,
+  harmony.render,
+  ('<|channel|>commentary to=',),
+  None,
+  types.ControlText(
+    _TOOLS + 'To call one, write its name and arguments to the commentary channel:\n'
+    '<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>'
+    '{{"an argument": "its value"}}<|call|>'
+  ),
+  write=harmony.write,
+  ends=('<|return|>', '<|call|>'),
+  frame=harmony.frame,
+)
 
-_ALL = HERMES, QWEN3_CODER, MISTRAL, LLAMA3, SEARCH_R1, RETOOL, REACT
+_ALL = HERMES, QWEN3_CODER, MISTRAL, LLAMA3, SEARCH_R1, RETOOL, REACT, HARMONY
 FORMATS = {f.name: f for f in _ALL}
 
 # The format of the chat whose episode is played: a rollout sets it, and environments and

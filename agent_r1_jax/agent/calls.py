@@ -80,6 +80,10 @@ class CallFormat:
       message of the role 'tool', which the chat template writes.
     stop_strings: Strings that end a reply, because a call ends with them.
     only_tool: The only tool that can be called; None if calls name their tool.
+    write: Makes messages that the template takes, which otherwise are tried one by one
+      (template_forms.py); None if the template needs no other form.
+    ends: The control tokens that end a reply, if they are not the template's end of turn.
+    frame: Writes a reply that is only text as the model does.
   """
 
   name: str
@@ -91,6 +95,9 @@ class CallFormat:
   answer: types.ControlText | None = None
   stop_strings: tuple[str, ...] = ()
   only_tool: str | None = None
+  write: Callable[[Sequence[types.Message]], list[types.Message]] | None = None
+  ends: tuple[str, ...] = ()
+  frame: Callable[[str], str] = lambda text: text
 
   def describe(self, schemas: Schemas) -> types.ControlText:
     """Describes tools to a model.
@@ -109,6 +116,11 @@ class CallFormat:
     return self.description.format(schemas=lines)
 
 
+# A thought of Harmony (harmony.py), up to the next message or the end of what was cut.
+_ANALYSIS = re.compile(
+  r'<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>(?:<\|start\|>assistant)?|\Z)',
+  re.DOTALL,
+)
 # How the pattern of `scan` begins.
 THINK = '<think>|</think>|'
 # The most malformed calls of a reply that are read. To find that a call is malformed can
@@ -171,6 +183,7 @@ class _Thoughts:
 
 def remove_thoughts(text: str) -> str:
   """Removes closed thinking blocks from a reply, in which calls do not count, either."""
+  text = _ANALYSIS.sub('', text)
   found: list[str] = []
   thoughts = _Thoughts(found)
   for piece in re.split('(<think>|</think>)', text):

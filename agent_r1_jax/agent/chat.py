@@ -89,13 +89,14 @@ class Chat(renderer_lib.Renderer):
     last = [match.start() for match in self._control.pattern.finditer(prompt)]
     self._start = prompt[max(last, default=0) :]
     eos = tokenizer_lib.eos_ids(tokenizer)
-    self.stop_ids = tuple(dict.fromkeys([ids[self._end], *eos]))
+    ends = [ids[end] for end in self.format.ends if end in ids] or [ids[self._end]]
+    self.stop_ids = tuple(dict.fromkeys([*ends, *eos]))
     frame = self._control.pattern.findall(
       self._apply([template_forms.USER], add_generation_prompt=False)
     )
     names = self._control.names
     self._control.never_sample(
-      *frame,
+      *(frame if not self.format.ends else ()),  # There the policy writes frames, too.
       *(names[i] for i in self.stop_ids if i in names),
       *(pictures_lib.CONTROL_TOKENS if pictures else ()),
     )
@@ -207,8 +208,9 @@ class Chat(renderer_lib.Renderer):
       int32 [T].
     """
     tail, mark = self._render_after_reply(messages, history, tools, **template_kwargs)
-    text = self._end + tail.removeprefix(self._end)
-    ids = self._insert_pictures(self._encode(text, mark, max_tokens), messages)
+    if not tail.startswith((self._end, *self.format.ends)):
+      tail = self._end + tail
+    ids = self._insert_pictures(self._encode(tail, mark, max_tokens), messages)
     ended = last_token is None or last_token in self.stop_ids
     return ids[1:] if ended else ids
 
@@ -247,18 +249,20 @@ class Chat(renderer_lib.Renderer):
       {'role': 'assistant', 'content': reply} if isinstance(reply, str) else reply
     )
     message = messages_lib.write_text(message)
+    ends = [self._control.names.get(i, self._end) for i in self.stop_ids]
+    end = ends[0]
     if message.get('tool_calls') or message.get('reasoning_content'):
-      ends = [self._control.names.get(i, self._end) for i in self.stop_ids]
-      text, mark = self._render_reply(message, ends)
+      text, mark, found = self._render_reply(message, ends)
+      end = found if self.format.ends else end
     else:
       mark = control_tokens.find_unused_mark(message['content'])
-      text = self._control.hide_unsampled(message['content'], mark)
+      text = self.format.frame(self._control.hide_unsampled(message['content'], mark))
     # Encoded with the end of the prompt, on which a tokenizer's prefix depends.
     before = self._encode(self._start, mark)
-    ids = self._encode(self._start + text + self._end, mark, max_tokens)
+    ids = self._encode(self._start + text + end, mark, max_tokens)
     if (ids[: len(before)] == before).all():
       return ids[len(before) :]
-    return self._encode(text + self._end, mark, max_tokens)
+    return self._encode(text + end, mark, max_tokens)
 
   def encode_text(self, text: str, *, max_tokens: float = math.inf) -> np.ndarray:
     """Encodes a text without a template, in which control tokens are such, int32 [T].

@@ -129,7 +129,10 @@ class Renderer:
     reply['content'] = word
     messages = [*opening, *messages]
     text, mark = self._render(messages, tools, **template_kwargs)
-    return text.rpartition(word)[2], mark
+    tail = text.rpartition(word)[2]
+    # In Harmony the reply is an argument of a call, which the template goes on to close.
+    end = self._control.pattern.search(tail) if self.format.write else None
+    return tail[end.start() :] if end else tail, mark
 
   def _render(self, messages, tools=(), **template_kwargs) -> tuple[str, str]:
     """Renders messages; in data, placeholders take the place of control tokens.
@@ -161,12 +164,16 @@ class Renderer:
         f'roles {roles}: {error}. Give it messages of other roles, or fix the template.'
       ) from error
 
-  def _render_reply(self, reply: types.Message, ends: list[str]) -> tuple[str, str]:
-    """Renders a reply with calls or thoughts, up to one of the texts that end it."""
+  def _render_reply(self, reply: types.Message, ends: list[str]) -> tuple[str, str, str]:
+    """Renders a reply with calls or thoughts, up to one of the texts that end it.
+
+    Returns:
+      The text, the mark of its placeholders, and the text that ends it.
+    """
     start = self._apply([template_forms.USER])
     text, mark = self._render([template_forms.USER, reply], add_generation_prompt=False)
-    end = max(text.rfind(end) for end in ends)
-    if text.startswith(start) and end >= len(start):
-      return text[len(start) : end], mark
+    place, end = max((text.rfind(end), end) for end in ends)
+    if text.startswith(start) and place >= len(start):
+      return text[len(start) : place], mark, end
     hidden = self._control.hide_in_message(reply, mark)
-    return self._forms.write_reply(hidden, as_text=True)['content'], mark
+    return self._forms.write_reply(hidden, as_text=True)['content'], mark, ends[0]

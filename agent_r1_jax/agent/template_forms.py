@@ -66,6 +66,8 @@ class TemplateForms:
     roles = [role for role in _ROLES if all(word in tell(role) for word in said)]
     self._format = call_format
     self.answer_role = roles[0] if roles and not call_format.answer else None
+    if call_format.write:
+      self.answer_role = 'tool'
     self._needs_ids = not try_(_REPLY, {'role': 'tool', 'content': 'x'})
     self._joins_users = not try_(USER)
     call = lambda count, text: {
@@ -80,6 +82,8 @@ class TemplateForms:
 
   def write(self, messages: Sequence[types.Message]) -> list[types.Message]:
     """Makes messages that the template writes; all their contents are text."""
+    if self._format.write:
+      return self._format.write(messages)
     messages = [self.write_reply(m) if m['role'] == 'assistant' else m for m in messages]
     if self.answer_role is None:
       messages = messages_lib.join_answers(messages, self._format.answer or ANSWER)

@@ -17,6 +17,7 @@ TOOL_FORMATS = (
   'search_r1',
   'retool',
   'react',
+  'harmony',
 )
 
 
