@@ -194,6 +194,15 @@ def pytest_collection_modifyitems(config, items):
     refusals.drop_missing({_name_test(item) for item in items})
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+  """Of whole files: a worker traces what its files share once."""
+  import affinity
+
+  by_file = config.getoption('dist') == 'loadfile'
+  return affinity.Scheduling(config, log) if by_file else None
+
+
 def pytest_sessionstart():
   """Lets runs in a worker return no memory to the kernel between their phases.
 
