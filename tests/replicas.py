@@ -89,7 +89,7 @@ def mixed_adapters(mesh: Any) -> dict[str, Any]:
   for name in names:
     engine.adapters.set(name, adapted.make(name))
   if mesh:
-    stacks = engine.adapters.slots.copies[0][1]
+    (stacks,) = engine.adapters.slots.copies[0]
     q = stacks['attn']['q']
     assert split(q, 'b') == [(5, 4, 16)] != [q['b'].shape]
     assert split(stacks['mlp']['down'], 'a') == [(5, 4, 12)]
