@@ -9,6 +9,7 @@ import pytest
 
 from agent_r1_jax import types
 from agent_r1_jax.models import attention, sharding
+from agent_r1_jax.models.kernels import attention_kernels
 
 _ENDS = np.array([[9, 9, 4, 4, 9, 9, 9, 9, 9, 10, 11, 12]])  # Two branches, then padding.
 _SINKS = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
@@ -60,6 +61,32 @@ def test_outputs_and_gradients_are_the_definition(monkeypatch, platform, trees, 
   wanted = both(functools.partial(_define, visible=visible), q, k, v, _SINKS)
   for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('slides', [False, True])
+def test_the_kernel_for_tpus_has_them(slides):
+  """Splash attention, interpreted: it takes whole tiles of 128 tokens and numbers."""
+  rng = np.random.default_rng(0)
+  make = lambda heads: rng.normal(size=(1, 128, heads, 8)).astype(np.float32)
+  q, k, v, slope = make(4), make(2), make(2), make(4)
+  at, ids = np.arange(128), np.repeat([1, 2, 0], [70, 50, 8])[None]
+  visible = (at[:, None] >= at) & (ids[0][:, None] == ids[0])
+  visible &= at[:, None] - at < _WINDOW if slides else True
+  slope *= (ids > 0)[..., None, None]
+
+  def attend(q, k, v, sinks):
+    layer = jnp.asarray(slides), _WINDOW, None, sinks
+    return attention_kernels.splash(q, k, v, jnp.asarray(ids), *layer, interpret=True)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def both(attend, *inputs):
+    total = lambda *inputs: jnp.vdot(attend(*inputs), slope)
+    return jax.value_and_grad(total, argnums=(0, 1, 2, 3))(*inputs)
+
+  found = both(attend, q, k, v, _SINKS)
+  wanted = both(functools.partial(_define, visible=visible), q, k, v, _SINKS)
+  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize('window', [0, _WINDOW])

@@ -73,48 +73,47 @@ def packed(
   trees = isinstance(sees, types.Tree)
   spans_BT = sees.ends if trees else sees.ids
   mesh = sharding.active_mesh()
-  sums = sinks_N is not None
-  options: dict[str, Any] = {'trees': trees, 'rules': rules, 'sums': sums}
+  options: dict[str, Any] = {'trees': trees, 'rules': rules}
   if mesh is None:
-    out = _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, local, **options)
-    return _let_sinks_take(out, sinks_N)
+    return _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, local, sinks_N, **options)
   # Only the shards of T reach `context`: each chip has T / context tokens of its heads.
   heads = PartitionSpec(*sharding.TOKEN_SPEC, 'tensor')
   rows = PartitionSpec(sharding.ROW_AXES)
   specs: Any = (PartitionSpec(), rows)
-  out = jax.shard_map(
+  chips = mesh.shape['tensor']
+  return jax.shard_map(
     functools.partial(_attend_across_chips, **options),
-    in_specs=(heads, heads, heads, rows, local and Local(*specs)),
+    in_specs=(
+      *(heads, heads, heads, rows, local and Local(*specs)),
+      PartitionSpec('tensor'),
+    ),
     out_specs=heads,
     check_vma=False,
-  )(*_split_heads(q_BTNH, k_BTKH, v_BTKH, mesh.shape['tensor']), spans_BT, local)
-  return _let_sinks_take(out, sinks_N)
+  )(
+    *_split_heads(q_BTNH, k_BTKH, v_BTKH, chips),
+    spans_BT,
+    local,
+    _pad_sinks(sinks_N, chips),
+  )
 
 
-def _let_sinks_take(out: Any, sinks_N: Array | None) -> Float[Array, 'B T N H']:
-  """Scales what is attended to by the part of the softmax that the sinks leave.
-
-  Args:
-    out: What is attended to; with sinks, also ln Σ exp(scores) [B, T, N].
-    sinks_N: The score of each head's sink, or None.
-  """
-  if sinks_N is None:
-    return out
-  out_BTNH, lse_BTN = out
-  N = len(sinks_N)  # A mesh may have appended heads.
-  sinks_11N = sinks_N.astype(jnp.float32)[None, None]
-  left_BTN = jax.nn.sigmoid(lse_BTN[..., :N] - sinks_11N)
-  return (out_BTNH[:, :, :N] * left_BTN[..., None]).astype(out_BTNH.dtype)
-
-
-def _attend_across_chips(q_BUNH, k_BUKH, v_BUKH, spans_BT, local, **options):
+def _attend_across_chips(q_BUNH, k_BUKH, v_BUKH, spans_BT, local, sinks_N, **options):
   """Attends, on one chip, from its U = T / context tokens to those of the whole row."""
   exchange = functools.partial(jax.lax.all_to_all, axis_name='context', tiled=True)
-  heads = _split_heads(q_BUNH, k_BUKH, v_BUKH, jax.lax.axis_size('context'))
+  chips = jax.lax.axis_size('context')
+  heads = _split_heads(q_BUNH, k_BUKH, v_BUKH, chips)
   q_BTNH, k_BTKH, v_BTKH = (exchange(x, split_axis=2, concat_axis=1) for x in heads)
-  out = _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, local, **options)
-  back = lambda x: exchange(x, split_axis=1, concat_axis=2)[:, :, : q_BUNH.shape[2]]
-  return jax.tree.map(back, out)
+  if sinks_N is not None:
+    n = q_BTNH.shape[2]
+    first = n * jax.lax.axis_index('context')
+    sinks_N = jax.lax.dynamic_slice_in_dim(_pad_sinks(sinks_N, chips), first, n)
+  out_BTNH = _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, local, sinks_N, **options)
+  return exchange(out_BTNH, split_axis=1, concat_axis=2)[:, :, : q_BUNH.shape[2]]
+
+
+def _pad_sinks(sinks_N: Any, chips: int) -> Any:
+  """Appends the sinks of the heads that `_split_heads` appends."""
+  return None if sinks_N is None else jnp.pad(sinks_N, (0, -len(sinks_N) % chips))
 
 
 def _split_heads(q_BTNH, k_BTKH, v_BTKH, chips: int) -> tuple[Array, Array, Array]:
@@ -148,34 +147,35 @@ def _packed(
   v_BTKH,
   spans_BT,
   local: Local | None,
+  sinks_N: Array | None,
   *,
   trees: bool,
   rules: Rules,
-  sums: bool,
-) -> Any:
+) -> Float[Array, 'B T N H']:
   """Computes `packed` on one chip, by the fastest kernel that supports the shapes.
 
-  spans_BT holds the ends of trees, or else numbers of segments. With `sums` it returns ln
-  Σ exp(scores) [B, T, N] too, which only some kernels know.
+  spans_BT holds the ends of trees, or else numbers of segments.
   """
-  T = q_BTNH.shape[1]
-  plain = local is None and rules.cap is None and not sums
+  T, sinks = q_BTNH.shape[1], sinks_N is not None
+  plain = local is None and rules.cap is None and not sinks
   if sharding.platform() == 'tpu' and T % kernels.LANES == 0:
     if trees and plain:
       return kernels.along_trees(q_BTNH, k_BTKH, v_BTKH, spans_BT)
-    if not trees and not sums:
-      slides = local and local.slides
-      return kernels.splash(q_BTNH, k_BTKH, v_BTKH, spans_BT, slides, *rules)
+    if not trees:
+      layer: Any = (local and local.slides, *rules, sinks_N)
+      return kernels.splash(q_BTNH, k_BTKH, v_BTKH, spans_BT, *layer)
   reach = local and block_attention.Reach(local.positions, local.since(rules.window))
   by_rows = plain and kernels.knows_spans(q_BTNH)
   if by_rows or sharding.platform() == 'cpu':
     ends_BT = spans_BT if trees else block_attention.find_ends(spans_BT)
     if by_rows:
       return kernels.over_rows(q_BTNH, k_BTKH, v_BTKH, ends_BT)
-    attend = block_attention.attend_and_sum if sums else block_attention.attend
-    return attend(q_BTNH, k_BTKH, v_BTKH, ends_BT, reach, rules.cap)
+    out = block_attention.attend_and_sum(
+      q_BTNH, k_BTKH, v_BTKH, ends_BT, reach, rules.cap
+    )
+    return _let_sinks_take(*out, sinks_N)
   gpu, capped = sharding.platform() == 'gpu', rules.cap is not None
-  fused = gpu and kernels.has_cudnn(q_BTNH) and not capped and not sums
+  fused = gpu and kernels.has_cudnn(q_BTNH) and not capped and not sinks
   blocks = count_blocks(T)
   ends = [T * (i + 1) // blocks for i in range(blocks)]
   k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
@@ -194,8 +194,21 @@ def _packed(
       out.append(kernels.cudnn(q_BUNH, k_BTKH[:, :end], v_BTKH[:, :end], mask_BTS))
     else:
       until = k_BKTH[:, :, :end], v_BKTH[:, :, :end]
-      out.append(_attend(q_BUNH, *until, mask_BTS, rules.cap, sums=sums))
-  return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *out)
+      out.append(_attend(q_BUNH, *until, mask_BTS, rules.cap, sinks_N=sinks_N))
+  return jnp.concatenate(out, axis=1)
+
+
+def _let_sinks_take(
+  out_BTNH: Array, lse_BTN: Array, sinks_N: Array | None
+) -> Float[Array, 'B T N H']:
+  """Scales what is attended to by the part of a softmax that the sinks leave.
+
+  lse_BTN is ln Σ exp(scores) of the keys that a token sees.
+  """
+  if sinks_N is None:
+    return out_BTNH
+  left_BTN = jax.nn.sigmoid(lse_BTN - sinks_N.astype(jnp.float32)[None, None])
+  return (out_BTNH * left_BTN[..., None]).astype(out_BTNH.dtype)
 
 
 def cached(
@@ -224,9 +237,7 @@ def cached(
   mask_BTS = after_BTS >= 0
   if rules.window:
     mask_BTS &= (after_BTS < rules.window) & (held_BS >= 0)[:, None]
-  sums = sinks_N is not None
-  out = _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, rules.cap, scales, sums=sums)
-  return _let_sinks_take(out, sinks_N)
+  return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, rules.cap, scales, sinks_N)
 
 
 def count_blocks(tokens: int) -> int:
@@ -246,13 +257,9 @@ def _attend(
   mask_BTS,
   cap,
   scales: kv_cache.Scales | None = None,
-  *,
-  sums: bool = False,
-) -> Any:
-  """Computes masked attention by XLA; scores and softmax are float32.
-
-  With `sums` it returns ln Σ exp(scores) [B, T, N] too.
-  """
+  sinks_N: Array | None = None,
+) -> Float[Array, 'B T N H']:
+  """Computes masked attention by XLA; scores and softmax are float32."""
   B, T, N, H = q_BTNH.shape
   K = k_BKSH.shape[1]
   q_BKGTH = jnp.transpose((q_BTNH * H**-0.5).reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
@@ -270,10 +277,10 @@ def _attend(
   out_BKMH = jnp.einsum('bkms,bksh->bkmh', weights, v_BKSH)
   out_BKGTH = out_BKMH.reshape(B, K, N // K, T, H)
   out_BTNH = jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(B, T, N, H)
-  if not sums:
+  if sinks_N is None:
     return out_BTNH
-  lse_BKGT = jax.nn.logsumexp(scores, axis=-1)
-  return out_BTNH, jnp.transpose(lse_BKGT, (0, 3, 1, 2)).reshape(B, T, N)
+  lse_BTN = jnp.transpose(jax.nn.logsumexp(scores, axis=-1), (0, 3, 1, 2))
+  return _let_sinks_take(out_BTNH, lse_BTN.reshape(B, T, N), sinks_N)
 
 
 def _scores(q_BKMH, k_BKSH) -> Float[Array, 'B K M S']:

@@ -207,6 +207,7 @@ def splash(
   slides: Any = None,
   window: int = 0,
   cap: float | None = None,
+  sinks_N: Array | None = None,
   interpret: bool = False,
 ) -> Float[Array, 'B T N H']:
   """Computes `packed` by Pallas' kernel for TPUs: scores never leave the chip's core.
@@ -233,7 +234,8 @@ def splash(
       attn_logits_soft_cap=cap,
       interpret=interpret,
     )
-    return jnp.swapaxes(jax.vmap(kernel)(*heads_first, ids), 1, 2)[..., :H]
+    kernel = jax.vmap(kernel, (0, 0, 0, 0, None))
+    return jnp.swapaxes(kernel(*heads_first, ids, sinks_N), 1, 2)[..., :H]
 
   causal = splash_attention.CausalMask((T, T))
   if slides is None or window >= T:
