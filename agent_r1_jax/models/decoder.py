@@ -122,6 +122,7 @@ class Attention(nn.Module):
     sinks_N = None
     if has('attn/sinks'):
       sinks_N = self.param('sinks', nn.initializers.zeros, (c.num_heads,))
+      sinks_N = sinks_N.astype(c.dtype)  # As the engine has them.
     if self.is_initializing():  # It has no parameters; no mesh can split one token.
       out_BTNH: Any = q_BTNH
     elif self.attend:
