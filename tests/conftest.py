@@ -194,6 +194,14 @@ def pytest_collection_modifyitems(config, items):
     refusals.drop_missing({_name_test(item) for item in items})
 
 
+def pytest_configure(config):
+  """Starts what the workers fork programs from, before they are started themselves."""
+  if config.getoption('numprocesses', None):
+    import script
+
+    script.start_forks()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
   """Of whole files: a worker traces what its files share once."""
@@ -217,7 +225,7 @@ def pytest_sessionstart():
 
 
 def pytest_sessionfinish():
-  """Ends what the worker has started."""
+  """Ends what this process has started."""
   import script
 
   script.end_forks()

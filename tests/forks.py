@@ -8,11 +8,13 @@ runs at this file's top level, so that it ends as any other does.
 """
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
 import os
 import runpy
+import select
 import socket
 import sys
 import types
@@ -30,31 +32,57 @@ _PRELOADED = (
 )
 
 
-def serve(requests: socket.socket):
+def serve(server: socket.socket):
   """Returns in each program's process with what it was asked for; None at the end."""
+  sockets = [server]
   while True:
-    request, files, *_ = socket.recv_fds(requests, 1 << 20, 3)
-    if not request:
-      with contextlib.suppress(ChildProcessError):
-        while True:
-          os.wait()
-      return None
-    with warnings.catch_warnings():
-      # Threads of libraries wait for work at a fork, and hold nothing.
-      warnings.simplefilter('ignore', DeprecationWarning)
-      if os.fork() == 0:
-        if (program := os.fork()) == 0:
-          requests.close()
-          os.dup2(files[0], 1)
-          os.dup2(files[1], 2)
-          for file in files:
-            os.close(file)
-          return json.loads(request)
-        for file in files[:2]:
+    for ready in select.select(sockets, [], [])[0]:
+      if ready is server:
+        sockets.append(server.accept()[0])
+        continue
+      request, files, *_ = socket.recv_fds(ready, 1 << 20, 3)
+      if request:
+        preload()
+        if asked := _fork(request, files, sockets):
+          return asked
+        continue
+      sockets.remove(ready)
+      ready.close()
+      if sockets == [server]:
+        with contextlib.suppress(ChildProcessError):
+          while True:
+            os.wait()
+        return None
+
+
+@functools.cache
+def preload():
+  """Imports what programs import; not before there is one."""
+  for name in _PRELOADED:
+    importlib.import_module(name)
+  gc.freeze()  # What was imported stays: no collection of a fork looks at it.
+
+
+def _fork(request: bytes, files: list[int], sockets: list[socket.socket]):
+  """Returns in the program's process with what it was asked for, else None."""
+  with warnings.catch_warnings():
+    # Threads of libraries wait for work at a fork, and hold nothing.
+    warnings.simplefilter('ignore', DeprecationWarning)
+    if os.fork() == 0:
+      if (program := os.fork()) == 0:
+        for each in sockets:
+          each.close()
+        os.dup2(files[0], 1)
+        os.dup2(files[1], 2)
+        for file in files:
           os.close(file)
-        _report(program, files[2])
-    for file in files:
-      os.close(file)
+        return json.loads(request)
+      for file in files[:2]:
+        os.close(file)
+      _report(program, files[2])
+  for file in files:
+    os.close(file)
+  return None
 
 
 def _report(program: int, file: int):
@@ -89,9 +117,6 @@ if __name__ == '__main__':
   _paths = os.environ['PYTHONPATH'].split(os.pathsep)
   _before = [path for path in sys.path[1:] if path not in _paths]
   os.environ['TRANSFORMERS_NO_ADVISORY_WARNINGS'] = '1'
-  for _name in _PRELOADED:
-    importlib.import_module(_name)
-  gc.freeze()  # What was imported stays: no collection of a fork looks at it.
   _asked = serve(socket.socket(fileno=int(sys.argv[1])))
   if _asked:
     prepare(*_asked, _before)

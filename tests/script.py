@@ -42,24 +42,47 @@ def config_flags(fields: dict[str, object]) -> list[str]:
   return [f'--config.{name}={value}' for name, value in fields.items()]
 
 
+# The address of the process of forks.py, which the workers of the tests share.
+_FORKS = 'AGENT_R1_TEST_FORKS'
+
+
 @functools.cache
-def _forks() -> tuple[subprocess.Popen, socket.socket]:
-  """The process of forks.py; it ends when its socket is closed."""
-  ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-  command = [sys.executable, str(ROOT / 'tests' / 'forks.py'), str(theirs.fileno())]
-  environment = os.environ | {'PYTHONPATH': str(ROOT)}
-  # Its errors are those of its start: what it forks writes elsewhere.
-  process = subprocess.Popen(
-    command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[theirs.fileno()]
-  )
-  theirs.close()
-  return process, ours
+def start_forks() -> tuple[subprocess.Popen, socket.socket]:
+  """Starts the process of forks.py; it ends when this socket and the workers' close."""
+  os.environ[_FORKS] = f'agent_r1_jax.{os.getpid()}'
+  with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+    server.bind(_address())
+    server.listen()
+    command = [sys.executable, str(ROOT / 'tests' / 'forks.py'), str(server.fileno())]
+    environment = os.environ | {'PYTHONPATH': str(ROOT)}
+    # Its errors are those of its start: what it forks writes elsewhere.
+    process = subprocess.Popen(
+      command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[server.fileno()]
+    )
+    return process, _connect()
+
+
+def _address() -> str:
+  return f'\0{os.environ[_FORKS]}'  # No file: it is gone with the process.
+
+
+def _connect() -> socket.socket:
+  requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+  requests.connect(_address())
+  return requests
+
+
+@functools.cache
+def _requests() -> socket.socket:
+  return _connect() if _FORKS in os.environ else start_forks()[1]
 
 
 def end_forks():
-  """Ends the process of forks.py, so that its time is counted."""
-  if _forks.cache_info().currsize:
-    process, requests = _forks()
+  """Ends the process of forks.py if it is this one's, so that its time is counted."""
+  if _requests.cache_info().currsize:
+    _requests().close()
+  if start_forks.cache_info().currsize:
+    process, requests = start_forks()
     requests.close()
     try:
       process.wait(60)
@@ -80,7 +103,7 @@ class Process:
     (said, report), (read, write) = os.pipe(), os.pipe()
     self._said, self.stdout = os.fdopen(said), os.fdopen(read)
     files = [x.fileno() if x else y for x, y in ((stdout, write), (stderr, 2))]
-    socket.send_fds(_forks()[1], [request.encode()], [*files, report])
+    socket.send_fds(_requests(), [request.encode()], [*files, report])
     os.close(report)
     os.close(write)
     self.pid, self.returncode = int(self._said.readline()), None
