@@ -22,7 +22,7 @@ def params():
 
 
 def make_engine(tree=None):
-  return tiny.engine(tree or params(), slots=SLOTS, bucket=SLOTS)
+  return tiny.engine(tree or params(), slots=SLOTS, bucket=SLOTS, narrow=False)
 
 
 def make_tasks(n, text='What is {}?'):

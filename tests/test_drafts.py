@@ -174,7 +174,7 @@ class TestTogether:
       assert len(first.text) == 9 + len(replies[0]) + 5 + len(replies[2])
       return np.concatenate(replies).tolist()
 
-    drafted, plain = _engine(4), clients.engine()
+    drafted, plain = _engine(4), clients.engine(**clients.EXACT)
     expected = tiny.within(plain.run, [talk(plain)])
     for _ in range(3):
       assert tiny.within(drafted.run, [talk(drafted)]) == expected

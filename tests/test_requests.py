@@ -237,7 +237,7 @@ class TestCancel:
   @pytest.mark.parametrize('when', range(6))
   def test_the_row_is_free_and_the_text_goes_on(self, slow_decodes, by_its_task, when):
     """From its last chunk; at any time of a decode. Another text waits for the row."""
-    engine = clients.engine(rows=1)
+    engine = clients.engine(rows=1, **clients.EXACT)
     given, more = clients.tokens(9, 9), clients.tokens(8, 5)
 
     async def play():
@@ -281,7 +281,7 @@ class TestCancel:
     _run(engine, play())
 
   def test_what_waits_for_a_row_can_be_cancelled(self):
-    engine = clients.engine(rows=1)
+    engine = clients.engine(rows=1, **clients.EXACT)
 
     async def play():
       first = engine.submit(clients.request(clients.tokens(0, 9), None, 60, **_LONG))
@@ -311,7 +311,7 @@ class TestCancel:
 
   def test_a_cancelled_request_gives_its_automata_back(self):
     """More times than there are places for automata."""
-    engine = clients.engine(rows=1)
+    engine = clients.engine(rows=1, **clients.EXACT)
     pool = engine.replicas[0].device.pool
     size = len(pool.entries)
 

@@ -44,7 +44,7 @@ SIZES = {
 BUCKET = 64
 # A tower whose windows are 2 x 2 tokens of 8 x 8 pixels.
 VISION = vision_config.VisionConfig(
-  num_layers=3,
+  num_layers=2,
   embed_dim=16,
   num_heads=2,
   mlp_dim=24,
