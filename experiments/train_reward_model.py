@@ -1,150 +1,182 @@
-r"""Trains a reward model on a policy's trajectories, and says what it knows.
+r"""Trains a reward model on a policy's own episodes, and says what it knows.
 
-  python -m experiments.train_reward_model --workdir=runs/reward_model \
-    --tasks=192 --loss=cross_entropy --config.schedule.steps=150
+  python -m experiments.train_reward_model --workdir=runs/reward_model
+  python -m experiments.train_reward_model --task=programs --workdir=runs/of_programs \
+    --config.model.path=runs/programs1/grpo/model
 
-The tasks are miniwiki's, or with --task those of a world (docs/tutorials.md). Each is
-played `config.schedule.samples` times by the policy in `config.model.path`, from whose
-parameters the reward model starts. A quarter of the tasks is held out. An optimizer step
-takes all trajectories of `config.schedule.tasks` tasks. The model goes to WORKDIR/model,
-for guided.reward_model.load; docs/reward_models.md has the numbers.
+The episodes are of practice tasks, on which no policy was trained; a quarter of the tasks
+is held out. What was played before a kill is not played again. WORKDIR/model is the model
+(agent_r1_jax/guided/implicit_value.py), for rewards and for choices among samples:
+docs/reward_models.md says how. --config.seed is also the number of miniwiki's worlds.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import itertools
 import pathlib
 
 from absl import app, flags
 from ml_collections import config_flags
 import numpy as np
+import optax
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
 from agent_r1_jax.agent import env
-from agent_r1_jax.guided import reward_model, reward_training
+from agent_r1_jax.guided import implicit_value
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import decoder, sharding
+from agent_r1_jax.host import workdir as workdir_lib
+from agent_r1_jax.models import sharding
 from agent_r1_jax.report import progress as progress_lib
-from agent_r1_jax.rl import optimizers, packing
+from agent_r1_jax.rl import packing
+from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rollout import rollout
+from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
+from agent_r1_jax.train import fingerprint
 from agent_r1_jax.train.plan import sizes
 from experiments import model_formats, tables
-from experiments.miniwiki import search as quickstart  # noqa: F401, defines the flags
+from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
 from experiments.worlds import all_worlds
 from experiments.worlds import world as world_lib
 
-_LIMIT = 0.5  # A trajectory succeeds if its reward is above.
-_LOSSES = {
-  'bradley_terry': reward_training.bradley_terry,
-  'cross_entropy': reward_training.cross_entropy(_LIMIT),
+# How practice and fit differ from the training of a policy.
+_CHANGES = {
+  'schedule.steps': 120,
+  'schedule.tasks': 400,
+  'schedule.samples': 8,
+  'engine.rows': 128,
+  'batch.microbatch': 16,
 }
-_TASK = flags.DEFINE_enum('task', 'miniwiki', ['miniwiki', *all_worlds.WORLDS], 'Task.')
-_TASKS = flags.DEFINE_integer('tasks', 192, 'Tasks to play.')
-_LOSS = flags.DEFINE_enum('loss', 'cross_entropy', list(_LOSSES), 'The loss.')
+CONFIGS: Mapping[str, config_lib.Config] = {
+  'miniwiki': fields.replace(shapes.CONFIG, _CHANGES),
+  **{n: fields.replace(w.config, _CHANGES) for n, w in all_worlds.WORLDS.items()},
+}
+_WORLD_TASKS = 1000  # Of each of miniwiki's worlds, at most.
+_EPISODES = 48  # Of a step of the fit.
+
+_TASK = flags.DEFINE_enum('task', 'miniwiki', [*CONFIGS], 'The task.')
+_BETA = flags.DEFINE_float('beta', 0.3, 'How far log-odds follow log-probs, β.')
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/reward_model', 'Directory of the run.')
+_CFG = fields.define_flags(config_lib.Config())
+
+
+def practise(
+  task: str, seed: int, n: int
+) -> Iterator[tuple[Sequence[types.Task], rollout.MakeEnv]]:
+  """Yields about n tasks that no policy is trained on, each part with its environment."""
+  if task != 'miniwiki':
+    yield world_lib.practise(all_worlds.WORLDS[task], seed, n)
+    return
+  count = -(-n // _WORLD_TASKS)
+  for world in range(100 * seed + 1, 100 * seed + 1 + count):
+    index = miniwiki.make_index(miniwiki.corpus(world, 'train'))
+    tool = search.search_tool(index, k=1)
+    make_env = lambda tool=tool: env.ToolEnv([tool], qa.em_reward)
+    yield miniwiki.train_tasks(world, n // count), make_env
 
 
 def main(_):
   runtime.quiet_logging()
-  f = flags.FLAGS
-  config, tasks, make_env = read_miniwiki() if _TASK.value == 'miniwiki' else read_world()
-  config = sizes.resolve(model_formats.add(config))
+  config = read_config()
+  workdir = pathlib.Path(_WORKDIR.value)
+  made_of = {
+    'task': _TASK.value,
+    'policy': fingerprint.model_digest(config.model.path),
+    'seed': config.seed,
+  }
+  workdir_lib.check_config(workdir, made_of, name='made_of.json')
   mesh = train.make_mesh(config.mesh)
-  policy = train.load(config.model, config.chat, mesh)
-  played = collect(config, mesh, policy, tasks, make_env)
-  shape, params, chat = policy
-  schemas = [tool.schema for tool in getattr(make_env(), 'tools', ())]
-  texts = [reward_model.encode(chat, t.messages, schemas) for t in played]
-  rewards = np.array([t.reward for t in played])
-  groups = np.array([t.group for t in played])
-  held_out = groups % 4 == 3
-  row_tokens = max(config.engine.slots, max(map(len, texts)) + 1)
+  shape, params, chat = train.load(config.model, config.chat, mesh)
+  played = collect(config, mesh, (shape, params, chat), workdir)
+  held_out = np.array([t.group % 4 == 3 for t in played])
+  longest = max(len(s.tokens) for t in played for s in t.segments)
+  row_tokens = max(config.engine.slots, longest)
   rows = packing.MicrobatchShape(config.batch.microbatch, row_tokens)
   with sharding.use_mesh(mesh):
-    params = fit(
-      config,
-      decoder.add_value_head(params),
-      [t for t, held in zip(texts, held_out, strict=True) if not held],
-      rewards[~held_out],
-      groups[~held_out],
-      config=shape,
-      shape=rows,
-    )
-    scores = reward_training.score(params, texts, config=shape, shape=rows)
-  report('training tasks', scores, rewards, groups, ~held_out)
-  auc = report('held-out tasks', scores, rewards, groups, held_out)
-  model = pathlib.Path(f.workdir, 'model')
-  reward_model.save(
-    model,
+    learned = [t for t, held in zip(played, held_out, strict=True) if not held]
+    params, odds = fit(config, params, learned, config=shape, shape=rows)
+    table = table_lib.build(played)
+    scores = implicit_value.log_odds(params, table, odds, config=shape, shape=rows)
+  measured = {
+    name: report(name, scores[chosen], list(itertools.compress(played, chosen)))
+    for name, chosen in (('training tasks', ~held_out), ('held-out tasks', held_out))
+  }
+  implicit_value.save(
+    workdir / 'model',
     shape,
     params,
-    tokenizer_from=config.model.path,
-    loss=_LOSS.value,
-    limit=_LIMIT,
-    mean=float(scores[~held_out].mean()),
-    std=float(scores[~held_out].std()),
-    auc=auc,
-    row_tokens=rows.row_tokens,
+    config.model.path,
+    odds,
+    auc=measured['held-out tasks'],
+    row_tokens=row_tokens,
   )
-  print(f'Wrote {model}.')
+  print(f'Wrote {workdir / "model"}.')
 
 
-def read_miniwiki():
-  """Returns the configuration, the tasks to play and their environment."""
-  world, config = flags.FLAGS.world, flags.FLAGS.config
-  tool = search.search_tool(miniwiki.index(world), k=1)
-  make_env = lambda: env.ToolEnv([tool], qa.paper_reward)
-  return config, miniwiki.train_tasks(world, _TASKS.value), make_env
+def read_config() -> config_lib.Config:
+  """Returns the task's configuration with what the flags change.
 
-
-def read_world():
-  """Returns the same for a world; its policy was trained on tasks of other seeds."""
-  world = all_worlds.WORLDS[_TASK.value]
+  Raises:
+    UsageError: A world's policy is not named.
+  """
   given = config_flags.get_override_values(flags.FLAGS['config'])
-  if 'model.path' not in given:
+  config = model_formats.add(fields.replace(CONFIGS[_TASK.value], given))
+  if not config.model.path:
     raise app.UsageError('--task: name its policy with --config.model.path.')
-  config = fields.replace(world.config, given)
-  return config, *world_lib.practise(world, config.seed, _TASKS.value)
+  return sizes.resolve(config)
 
 
-def fit(options: config_lib.Config, *examples, **shapes):
-  """Fits the reward model by the run's options, under a progress bar."""
-  schedule, optimizer = options.schedule, options.optimizer
-  with progress_lib.Progress(schedule.steps, label='Reward model') as progress:
-    return reward_training.fit(
-      *examples,
+def collect(config, mesh, policy, workdir: pathlib.Path) -> list[types.Trajectory]:
+  """Plays the tasks, and keeps the trajectories that have a reward."""
+  shape, params, chat = policy
+  engine, schedule = train.make_engine(config, shape, params, mesh), config.schedule
+  played, groups = [], 0
+  parts = practise(_TASK.value, config.seed, schedule.tasks)
+  for part, (tasks, make_env) in enumerate(parts):
+    label, count = f'practice, part {part}', len(tasks) * schedule.samples
+    with progress_lib.Progress(count, label=label) as progress:
+      found = rollout.collect(
+        engine,
+        chat,
+        tasks,
+        make_env,
+        limits=config.limits,
+        samples=schedule.samples,
+        seed=config.seed,
+        store=store_lib.EpisodeStore(workdir / 'practice' / str(part)),
+        on_done=progress.step_counter(),
+      )
+    played += [dataclasses.replace(t, group=groups + t.group) for t in found]
+    groups += len(tasks)
+  return [t for t in played if t.status != 'error' and t.turns]
+
+
+def fit(options: config_lib.Config, params, played, **shapes):
+  """Fits the model by the run's options, under a progress bar."""
+  steps = options.schedule.steps
+  rate = optax.warmup_cosine_decay_schedule(0, 5e-4, 1 + steps // 40, steps + 1, 2.5e-5)
+  with progress_lib.Progress(steps, label='Reward model') as progress:
+    return implicit_value.fit(
+      params,
+      played,
       **shapes,
-      loss=_LOSSES[_LOSS.value],
-      optimizer=optimizers.make(optimizer, optimizer.learning_rate),
-      steps=schedule.steps,
-      groups_per_step=schedule.tasks,
+      optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate)),
+      steps=steps,
+      episodes=_EPISODES,
+      beta=_BETA.value,
       seed=options.seed,
       on_step=lambda step, metrics: progress.update(step, loss=metrics['loss']),
     )
 
 
-def collect(config, mesh, policy, tasks, make_env) -> list[types.Trajectory]:
-  """Plays the tasks, and keeps the trajectories that have a reward."""
-  shape, params, chat = policy
-  engine = train.make_engine(config, shape, params, mesh)
-  played = rollout.collect(
-    engine,
-    chat,
-    tasks,
-    make_env,
-    limits=config.limits,
-    samples=config.schedule.samples,
-    seed=config.seed,
-  )
-  return [t for t in played if t.status != 'error' and t.turns]
-
-
-def report(name: str, scores, rewards, groups, chosen) -> float:
-  """Prints what scores know of the rewards of the chosen ones; returns the AUC."""
-  scores, rewards, groups = scores[chosen], rewards[chosen], groups[chosen]
-  success = rewards > _LIMIT
+def report(name: str, scores, played: Sequence[types.Trajectory]) -> float:
+  """Prints what scores know of the success of episodes; returns the AUC."""
+  success, groups = implicit_value.succeeds(played), np.array([t.group for t in played])
   auc = tables.auc(scores, success)
-  margins = tables.pair_margins(scores, rewards, groups)
+  margins = tables.pair_margins(scores, success, groups)
   print(
     f'\n{name}: {len(scores)} trajectories, {success.mean():.1%} successes, AUC '
     f'{auc:.3f}; of {len(margins)} pairs of one task {(margins > 0).mean():.1%} are '
@@ -157,12 +189,7 @@ def report(name: str, scores, rewards, groups, chosen) -> float:
     f'random in {np.mean([group.mean() for group, _ in each]):.1%}, any in '
     f'{np.mean([group.any() for group, _ in each]):.1%}'
   )
-  said, seen = 1 / (1 + np.exp(-scores)), success
-  if _LOSS.value == 'bradley_terry':
-    # Its probabilities are those of the order of a pair; each pair counts both ways.
-    said = 1 / (1 + np.exp(np.append(-margins, margins)))
-    seen = np.arange(2 * len(margins)) < len(margins)
-  error, rows = tables.calibration(said, seen)
+  error, rows = tables.calibration(1 / (1 + np.exp(-scores)), success)
   print(
     f'expected calibration error {error:.3f}\n\n| said | seen | count |\n|---|---|---|'
   )

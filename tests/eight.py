@@ -27,7 +27,7 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import sft, types
-from agent_r1_jax.guided import reward_training
+from agent_r1_jax.guided import implicit_value
 from agent_r1_jax.models import (
   decoder,
   families,
@@ -164,22 +164,31 @@ def fine_tune(mesh: Any) -> dict[str, Any]:
     for tokens in packed().rows.tokens
     for n in (9, 14, 20)
   ]
-  losses, scores, outcomes = [], [], np.arange(len(texts)) % 3
+  played = [
+    types.Trajectory(
+      types.Task('t', []),
+      i,
+      0,
+      [text],
+      [types.Turn(0, 3, len(text.tokens), i % 2)],
+      [],
+      types.Status.DONE,
+    )
+    for i, text in enumerate(texts)
+  ]
+  losses, scores = [], []
   config = sft.Config(steps=3, rows=B, row_tokens=T, learning_rate=1e-2, warmup=1)
   with sharding.use_mesh(mesh):
     on_step = lambda step, numbers, params: losses.append(numbers['loss'])
     sft.run(CONFIG, placed.place(adapted(), mesh), texts * 4, config, on_step=on_step)
-    reward_training.fit(
+    implicit_value.fit(
       placed.place(adapted(), mesh),
-      [text.tokens for text in texts],
-      1.0 * outcomes,
-      outcomes * 0,
+      played,
       config=CONFIG,
-      loss=reward_training.bradley_terry,
       optimizer=optax.sgd(1e-2),
       shape=packing.MicrobatchShape(B, T),
       steps=2,
-      groups_per_step=1,
+      episodes=len(played),
       on_step=lambda step, numbers: scores.append(numbers['loss']),
     )
   assert len(losses) == 3 and len(scores) == 2 and scores[0] != scores[1]

@@ -40,10 +40,9 @@ def _played(fresh=False):
   return played
 
 
-def _sums(params, played):
-  built = table.build(played)
-  found = implicit_value.logprobs(params, built, config=tiny.config(), shape=SHAPE)
-  return np.bincount(built.trajectory, found, len(played))
+def _log_odds(params, played, odds):
+  options = {'config': tiny.config(), 'shape': SHAPE}
+  return implicit_value.log_odds(params, table.build(played), odds, **options)
 
 
 def _fit(played, steps, optimizer, shape=SHAPE, seen=lambda step, metrics: None):
@@ -67,7 +66,7 @@ def test_learns_what_succeeds_from_the_policy_on(fresh):
   note = lambda step, metrics: losses.append(metrics['loss'])
   _, odds = _fit(played, 20, optax.adam(3e-2), seen=note)
   # The sampler's log-probs are the learner's; half of them succeed.
-  first = odds.prior + odds.beta * _sums(rollouts.params(), played)
+  first = _log_odds(rollouts.params(), played, odds)
   assert first.mean() == pytest.approx(0, abs=1e-3)
   expected = np.logaddexp(0, first) - (np.arange(len(played)) % 2) * first
   assert losses[0] == pytest.approx(expected.mean(), abs=1e-4)
@@ -96,7 +95,8 @@ def test_the_gradient_is_that_of_whole_episodes():
     logprobs = learner.token_stats(params, on_device, config=tiny.config()).logprobs
     found = jnp.where(built.action_mask, logprobs.reshape(-1)[where.index], 0.0)
     total = jax.ops.segment_sum(found, built.trajectory, len(played))
-    log_odds = odds.prior + odds.beta * total
+    lengths = np.bincount(built.trajectory, built.action_mask)
+    log_odds = odds.prior + odds.beta * (total - odds.typical * lengths)
     chances = jax.nn.log_sigmoid(log_odds), jax.nn.log_sigmoid(-log_odds)
     return -jnp.mean(jnp.where(success, *chances))
 
@@ -136,7 +136,8 @@ def test_the_engine_reads_what_the_learner_computes(tmp_path):
 
   played = test_choice._play(made._replace(score=score), engine=engine)
   found = {c.tokens.tobytes(): c for c in seen}
-  for trajectory, total in zip(played, _sums(critic, played), strict=True):
+  plain = _log_odds(critic, played, implicit_value.Odds(0.0, 1.0))
+  for trajectory, total in zip(played, plain, strict=True):
     taken = [found[end.tobytes()] for end in test_choice._ends(trajectory)]
     assert sum(c.value for c in taken) == pytest.approx(total, abs=1e-3)
   with pytest.raises(ValueError, match='values of another policy'):

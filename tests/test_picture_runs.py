@@ -14,7 +14,7 @@ import test_pictures
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import guide as guide_lib
-from agent_r1_jax.guided import choice, reward_model, search
+from agent_r1_jax.guided import choice, implicit_value, reward_model, search
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import learner, packing, table
 from agent_r1_jax.rollout import decoding, evaluate
@@ -41,7 +41,7 @@ def _read_directly(params, shape, text):
 
 
 @pytest.mark.parametrize('kind', ['choice', 'beams'])
-@pytest.mark.parametrize('implicit', [False, True])
+@pytest.mark.parametrize('implicit', [None, implicit_value.Odds(0.0, 1.0)])
 def test_a_critic_sees_what_the_policy_saw(model, monkeypatch, kind, implicit):
   config = gallery.config(model, rows=8)
   shape, params, chat = setup.load(config.model, config.chat)

@@ -18,10 +18,12 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.guided import choice as choice_lib
+from agent_r1_jax.guided import implicit_value
 from agent_r1_jax.guided import search as search_lib
 from agent_r1_jax.rollout import decoding as decoding_lib
 
 TURNS, TRIED = 3, 4
+ODDS = implicit_value.Odds(0.0, 1.0)
 NONE: Any = None  # No critic: values are scripted.
 
 
@@ -244,7 +246,7 @@ class Reader(NamedTuple):
 
   critic: Any
   seen: list
-  implicit: bool = True
+  implicit: implicit_value.Odds = ODDS
   rows: int = 2
 
   async def search(self, root, read):
@@ -295,7 +297,7 @@ class LongText(Env):
     return step
 
 
-@pytest.mark.parametrize('implicit', [False, True])
+@pytest.mark.parametrize('implicit', [None, ODDS], ids=['head', 'implicit'])
 @_all_kinds
 def test_an_episode_without_room_is_truncated_as_without_a_search(make, implicit):
   size = rollouts.SLOTS

@@ -66,15 +66,15 @@ class ReplyChoice(NamedTuple):
       exp(score / beta): math.inf takes any.
     critic: The critic whose values are read. Without one they are those of the policy's
       own value head, if it has one.
-    implicit: Whether the critic is a language model, whose value of a reply is the
-      reply's log-prob by it (guided/implicit_value.py).
+    implicit: The odds of the critic if it is a language model, whose value of a reply is
+      the reply's log-prob by it (guided/implicit_value.py).
   """
 
   candidates: int
   score: Callable[[Candidate], float] = value
   beta: float = 0.0
   critic: replica_lib.Policy | None = None
-  implicit: bool = False
+  implicit: implicit_value.Odds | None = None
 
   @property
   def rows(self) -> int:
@@ -135,8 +135,8 @@ def by_implicit_value(
   Raises:
     ValueError: The values are of another policy.
   """
-  params, _ = implicit_value.load(critic, policy, mesh=engine.mesh)
-  return ReplyChoice(candidates, value, beta, engine.make_policy(params, 0), True)
+  params, odds = implicit_value.load(critic, policy, mesh=engine.mesh)
+  return ReplyChoice(candidates, value, beta, engine.make_policy(params, 0), odds)
 
 
 class StateValues:
@@ -163,8 +163,9 @@ class StateValues:
     self,
     texts: Sequence[types.Prompt],
     replies: Sequence[request_lib.Chunk],
+    odds: implicit_value.Odds,
   ) -> Float[np.ndarray, 'K']:
-    """Returns log π_φ of the replies that texts end with, which the critic repeats."""
+    """Returns Σ (log π_φ - c) of the replies that texts end with, and it repeats."""
     requests = []
     for text, reply in zip(texts, replies, strict=True):
       request = request_lib.Request(
@@ -175,7 +176,7 @@ class StateValues:
       )
       requests.append(request)
     said = await self._sample(requests)
-    return np.array([float(chunk.logprobs.sum()) for chunk in said])
+    return np.array([float((chunk.logprobs - odds.typical).sum()) for chunk in said])
 
   async def _sample(self, requests: Sequence[request_lib.Request]) -> Any:
     self.close()
@@ -243,7 +244,8 @@ class ReplyChooser:
       return 0
     values = np.array([reply.values[-1] for reply in replies])
     if self._values is not None and self._choice.implicit:
-      values = await self._values.read_replies([text.prompt for text in texts], replies)
+      prompts = [text.prompt for text in texts]
+      values = await self._values.read_replies(prompts, replies, self._choice.implicit)
     elif self._values is not None:
       values = await self._values.read([text.prompt[:-1] for text in texts])
     scores = np.array(

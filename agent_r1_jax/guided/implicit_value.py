@@ -4,12 +4,15 @@ A scalar head must learn from outcomes alone to compare a reply with what was re
 language model that is fitted in its place begins with the policy, which can do that. It
 is fitted so that
 
-  log-odds of success = b + β Σ_t log π_φ(a_t | s_t)
+  log-odds of success = b + β Σ_t (log π_φ(a_t | s_t) - c)
 
 over the tokens a_t that the policy chose, in all segments of an episode together: it is
-the episode that succeeds. Yuan et al. 2024 (arXiv 2412.01981) have
-log π_φ/π in the place of log π_φ. Without π, the fit begins with what the policy's own
-log-probs know of success, and not with a constant.
+the episode that succeeds. The sum over the replies so far is the value of a state, so
+that a model which is trained on outcomes alone also says what each turn was worth.
+
+Yuan et al. 2024 (arXiv 2412.01981) have the policy's log π(a_t | s_t) in the place of c,
+its mean over all tokens. With c, the fit begins with what the policy's own log-probs know
+of success, and not with a constant; and no reply is better because it is short.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,15 +39,30 @@ FILE = 'implicit_value.json'
 
 
 class Odds(NamedTuple):
-  """The log-odds of success, as a function of Σ log π_φ.
+  """The log-odds of success, as a function of Σ (log π_φ - c).
 
   Attributes:
     prior: b above.
     beta: β above.
+    typical: c above.
   """
 
   prior: float
   beta: float
+  typical: float = 0.0
+
+  def of(self, logprobs: np.ndarray, mask: np.ndarray, owner: np.ndarray) -> np.ndarray:
+    """Returns the log-odds of each owner's tokens; only those in the mask count.
+
+    `owner` has the number of the trajectory that each token belongs to.
+    """
+    terms = np.where(mask, logprobs - self.typical, 0.0)
+    return self.prior + self.beta * np.bincount(owner, terms)
+
+
+def succeeds(played: Sequence[types.Trajectory]) -> np.ndarray:
+  """Whether each episode succeeds: its reward is above 0.5."""
+  return np.array([t.reward > 0.5 for t in played], bool)
 
 
 def logprobs(
@@ -60,6 +78,19 @@ def logprobs(
   return np.where(table.action_mask, layout.extract(np.concatenate(found)), 0.0)
 
 
+def log_odds(
+  params: decoder.Params,
+  table: table_lib.TokenTable,
+  odds: Odds,
+  *,
+  config: decoder.DecoderConfig,
+  shape: packing.MicrobatchShape,
+) -> np.ndarray:
+  """Computes the log-odds of success of each of the table's trajectories, float [n]."""
+  found = logprobs(params, table, config=config, shape=shape)
+  return odds.of(found, table.action_mask, table.trajectory)
+
+
 def fit(
   params: decoder.Params,
   played: Sequence[types.Trajectory],
@@ -73,34 +104,34 @@ def fit(
   seed: int = 0,
   on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None,
 ) -> tuple[decoder.Params, Odds]:
-  """Fits π_φ to episodes of π by the cross-entropy of their success (reward above 0.5).
+  """Fits π_φ to episodes of π by the cross-entropy of their success (see `succeeds`).
 
   `params`, those of π, are donated. Each step takes so many `episodes`, from shuffled
   epochs; `on_step` gets the number of finished steps and the last one's loss. The `shape`
   of the micro-batches does not change the gradient.
 
   Returns:
-    The parameters of π_φ, and b and β.
+    The parameters of π_φ, and b, β and c.
 
   Raises:
     ValueError: All episodes succeed, or none.
   """
   # An episode without a reply, whose prompt is too long, has no log-probs.
   played = [t for t in played if t.turns]
-  rate = np.mean([t.reward > 0.5 for t in played])
+  rate = succeeds(played).mean()
   if rate in (0, 1):
     raise ValueError('played: all succeed or all fail; a value is fitted to both.')
   # At the beginning the log-odds of an average episode are those of the success rate.
   table = table_lib.build(played)
-  typical = table.old_logprobs[table.action_mask].sum() / len(played)
-  odds = Odds(float(np.log(rate / (1 - rate)) - beta * typical), beta)
+  typical = table.old_logprobs[table.action_mask].mean()
+  odds = Odds(float(np.log(rate / (1 - rate))), beta, float(typical))
   state, loss = learner.init(params, optimizer), _make_loss(odds)
   rng, waiting = np.random.default_rng(seed), np.zeros(0, int)
   for step in range(1, steps + 1):
     while len(waiting) < episodes:
       waiting = np.append(waiting, rng.permutation(len(played)))
     chosen, waiting = waiting[:episodes], waiting[episodes:]
-    batches = _pack(state.params, [played[i] for i in chosen], config, shape)
+    batches = _pack(state.params, [played[i] for i in chosen], odds, config, shape)
     gradients = learner.forward_backward(state.params, batches, config=config, loss=loss)
     state, metrics = learner.optim_step(state, gradients, optimizer=optimizer)
     on_step(step, {'loss': metrics['loss']})
@@ -113,22 +144,48 @@ def save(
   params: decoder.Params,
   policy: str | os.PathLike,
   odds: Odds,
+  **measured: float,
 ) -> None:
-  """Writes a fitted model, with what it is the value of in FILE."""
+  """Writes a fitted model, and in FILE what it is the value of.
+
+  `measured` has its `auc` on held-out tasks, and `row_tokens`, the longest text that it
+  reads, in tokens; without them it is no reward model (guided/reward_model.py).
+  """
+  path = pathlib.Path(directory) / FILE
+  path.unlink(missing_ok=True)  # A model's directory is only written over as a whole.
   weights.save(directory, config, params, tokenizer_from=policy)
-  found = {**odds._asdict(), 'policy': fingerprint.model_digest(policy)}
-  (pathlib.Path(directory) / FILE).write_text(json.dumps(found))
+  of = {
+    'policy': fingerprint.model_digest(policy),
+    'tokenizer': fingerprint.tokenizer_digest(policy),
+  }
+  found = odds._asdict() | measured | of
+  path.write_text(json.dumps(found))
+
+
+def read(directory: str | os.PathLike) -> dict[str, Any]:
+  """Reads what `save` wrote to FILE.
+
+  Raises:
+    ValueError: There is no such file.
+  """
+  path = pathlib.Path(directory) / FILE
+  if not path.exists():
+    raise ValueError(
+      f'{directory} has no {FILE}: take a model that experiments/train_reward_model.py '
+      'wrote.'
+    )
+  return json.loads(path.read_text())
 
 
 def load(
   directory: str | os.PathLike, policy: str | os.PathLike, *, mesh: Mesh | None = None
 ) -> tuple[decoder.Params, Odds]:
-  """Loads what `save` wrote: the parameters, float32, with b and β.
+  """Loads what `save` wrote: the parameters, float32, with b, β and c.
 
   Raises:
     ValueError: It was fitted to episodes of another policy.
   """
-  found = json.loads((pathlib.Path(directory) / FILE).read_text())
+  found = read(directory)
   if found['policy'] != fingerprint.model_digest(policy):
     raise ValueError(
       f'policy: {directory} has the values of another policy than {policy}; fit one to '
@@ -136,23 +193,30 @@ def load(
     )
   place = sharding.make_placer(mesh)
   params = weights.load(directory, dtype='float32', place=place)[1]
-  return params, Odds(found['prior'], found['beta'])
+  return params, make_odds(found)
+
+
+def make_odds(found: dict[str, Any]) -> Odds:
+  """Takes b, β and c from what `read` returns."""
+  return Odds(**{name: found[name] for name in Odds._fields if name in found})
 
 
 def _pack(
   params: decoder.Params,
   played: Sequence[types.Trajectory],
+  odds: Odds,
   config: decoder.DecoderConfig,
   shape: packing.MicrobatchShape,
 ) -> list[types.Batch]:
   """Packs episodes with what the loss reads of them, in columns that a batch has.
 
   advantages: The success of the episode.
-  values: Σ log π_φ of the episode's other segments, which may be in other micro-batches.
+  values: Σ log π_φ of the episode's other segments, which may be in other micro-batches,
+    less c for each token of the episode.
   returns: How many action tokens the episode has for each one of the segment.
   """
   table = table_lib.build(played)
-  success = np.array([t.reward > 0.5 for t in played], float)
+  success = succeeds(played).astype(float)
   broadcast_sum = lambda by, x: np.bincount(by, x)[by]
   counts = broadcast_sum(table.trajectory, table.action_mask)
   own_counts = broadcast_sum(table.segment, table.action_mask)
@@ -164,7 +228,7 @@ def _pack(
     'advantages': success[table.trajectory],
     # The tokens of an episode share its weight; each of them has the episode's loss.
     'weights': table.action_mask / (len(played) * counts),
-    'values': others,
+    'values': others - odds.typical * counts,
     'returns': counts / np.maximum(own_counts, 1),
   }
   return packing.pack_microbatches(dataclasses.replace(table, **columns), shape)[0]

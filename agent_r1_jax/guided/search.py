@@ -20,7 +20,7 @@ import numpy as np
 
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import replica as replica_lib
-from agent_r1_jax.guided import choice
+from agent_r1_jax.guided import choice, implicit_value
 from agent_r1_jax.rollout import faults
 
 # Episodes -> the values of their states.
@@ -36,13 +36,13 @@ class BeamSearch(NamedTuple):
     width: The episodes that are kept after each turn.
     candidates: The turns that are sampled after each of them.
     critic: The critic, a policy of the engine.
-    implicit: Whether the critic is a language model, as in choice.ReplyChoice.
+    implicit: The odds of a critic that is a language model, as in choice.ReplyChoice.
   """
 
   width: int
   candidates: int
   critic: replica_lib.Policy
-  implicit: bool = False
+  implicit: implicit_value.Odds | None = None
 
   @property
   def rows(self) -> int:
@@ -107,14 +107,14 @@ class TreeSearch(NamedTuple):
     simulations: How many turns are sampled before each turn of the episode.
     candidates: The most turns that are tried after one state.
     critic: The critic, a policy of the engine.
-    implicit: Whether the critic is a language model, as in choice.ReplyChoice.
+    implicit: The odds of a critic that is a language model, as in choice.ReplyChoice.
     exploration: The constant c, in units of the critic's values.
   """
 
   simulations: int
   candidates: int
   critic: replica_lib.Policy
-  implicit: bool = False
+  implicit: implicit_value.Odds | None = None
   exploration: float = 1.0
 
   @property
@@ -196,11 +196,12 @@ class Searcher:
     return await self._search.search(episode, self._read)
 
   async def _read(self, episodes: Sequence[Any]) -> np.ndarray:
-    if not self._search.implicit:
+    odds = self._search.implicit
+    if odds is None:
       return await self._values.read([episode.text for episode in episodes])
     texts = [episode.text_to_last_reply for episode in episodes]
     replies = [episode.reply for episode in episodes]
-    logprobs = await self._values.read_replies(texts, replies)
+    logprobs = await self._values.read_replies(texts, replies, odds)
     for episode, logprob in zip(episodes, logprobs, strict=True):
       episode.value += logprob
     return np.array([episode.value for episode in episodes])
