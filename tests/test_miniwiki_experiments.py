@@ -1,13 +1,14 @@
 """The quickstart's two scripts, in small, as a user runs them."""
 
 import json
-import math
 
 import pytest
 import script as script_lib
 
 from agent_r1_jax.agent import tokenizer
+from agent_r1_jax.guided import implicit_value
 from agent_r1_jax.models.files import weights
+from experiments import tables
 
 
 def run(script, *flags):
@@ -86,23 +87,41 @@ def test_the_quickstart_writes_its_files_and_goes_on_with_more_steps(tmp_path):
   assert not any('machine/mfu' in line for line in lines)
 
 
-def test_a_reward_model_is_trained_measured_and_saved(base, tmp_path):
+def test_a_reward_model_is_trained_measured_saved_and_paid_by(tmp_path):
+  """Of the quickstart's own base, which answers a quarter of the questions."""
   done = run(
     'train_reward_model',
-    f'--workdir={tmp_path}',
-    f'--config.model.path={base / "model"}',
-    '--tasks=4',
-    '--loss=bradley_terry',
-    '--config.schedule.tasks=2',
-    '--config.schedule.samples=2',
+    f'--workdir={tmp_path / "fitted"}',
+    '--config.schedule.tasks=8',
+    '--config.schedule.samples=4',
     '--config.schedule.steps=2',
-    *script_lib.config_flags(script_lib.QUICKSTART),
-    '--config.limits.max_turn_tokens=16',
+    '--config.engine.rows=16',
   )
   assert done.returncode == 0, done.stderr[-3000:]
-  assert 'training tasks: 6 trajectories' in done.stdout
-  assert 'held-out tasks: 2 trajectories' in done.stdout
-  training = json.loads((tmp_path / 'model' / 'config.json').read_text())['value_head']
-  # So small a policy never answers rightly: nothing could be measured.
-  assert math.isnan(training['auc']) and training['loss'] == 'bradley_terry'
-  assert 'value_head' in weights.load(tmp_path / 'model')[1]
+  assert 'training tasks: 24 trajectories' in done.stdout
+  assert 'held-out tasks: 8 trajectories' in done.stdout
+  found = implicit_value.read(tmp_path / 'fitted' / 'model')
+  assert f'AUC {found["auc"]:.3f}' in done.stdout
+  _force_auc(tmp_path / 'fitted' / 'model', found)
+  done = run(
+    'miniwiki.rewards',
+    f'--model={tmp_path / "fitted" / "model"}',
+    f'--out={tmp_path / "paid"}',
+    '--rewards=sparse,hybrid',
+    '--seeds=0',
+    '--steps=1',
+    '--questions=4',
+    '--config.schedule.tasks=2',
+    '--config.schedule.samples=2',
+    '--config.engine.rows=16',
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert 'above sparse, 4' in done.stdout
+  lines = tables.read_lines(tmp_path / 'paid' / 'results.jsonl')
+  assert [line['reward'] for line in lines] == ['sparse', 'hybrid']
+  assert all(0 < line['predicted'] < 1 for line in lines)
+
+
+def _force_auc(model, found):
+  """Two steps teach nothing, and `load` would refuse the model."""
+  (model / implicit_value.FILE).write_text(json.dumps(found | {'auc': 0.9}))
