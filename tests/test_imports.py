@@ -46,7 +46,8 @@ OWNERS = {
   'transformers': f'{PACKAGE}/agent/tool_schema.py {PACKAGE}/agent/tokenizer.py '
   f'{PACKAGE}/agent/template_process.py',
   'gguf': f'{PACKAGE}/contrib/gguf/files.py',
-  'PIL': f'{PACKAGE}/agent/picture_files.py experiments/worlds/grid.py',
+  'PIL': f'{PACKAGE}/agent/picture_files.py experiments/worlds/grid.py '
+  'experiments/worlds/forged_pictures.py',
   'huggingface_hub': f'third_party/transfers.py {PACKAGE}/contrib/hub/',
   'jsonschema': f'{PACKAGE}/agent/tool_schema.py',
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py experiments/train_tokenizer.py '

@@ -34,6 +34,8 @@ from experiments.worlds import world as world_lib
 ALGORITHMS = {
   'grpo': algorithms.grpo,
   'dapo': algorithms.dapo,
+  # An action has about 24 tokens, an episode five of them.
+  'dr_grpo': functools.partial(algorithms.dr_grpo, length=128),
   'ppo': algorithms.ppo,
   'reinforce++': algorithms.reinforce_plus_plus,
   'rloo': algorithms.rloo,

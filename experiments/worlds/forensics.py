@@ -1,0 +1,333 @@
+r"""Is a picture authentic? The tools are detectors, and none of them knows.
+
+The pictures are those of forged_pictures.py. `metadata` says ISO and JPEG quality;
+`detector` asks one of eight, which names the cells that it suspects; `crop` shows a cell
+and says which ISO and quality its pixels look like. Each call is a look, of which an
+episode has six. The reward is 1 for the right verdict, less a small cost for each look.
+
+  python -m experiments.worlds.forensics SEED
+
+prints what players that are no policies reach on the held-out pictures of that seed.
+What is held out: pictures, two kinds of forgeries, and a pair of kinds.
+"""
+
+import collections
+from collections.abc import Iterator, Mapping, Sequence
+import functools
+import random
+import re
+import sys
+from typing import Any
+
+import numpy as np
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import sft, types
+from agent_r1_jax.agent import call_formats, calls, env, pictures, tool
+from experiments import comparison
+from experiments.worlds import forged_pictures as forged
+from experiments.worlds import grid
+from experiments.worlds import world as world_lib
+
+LOOKS, COST = 6, 0.02
+VERDICTS = ('authentic', 'manipulated')
+# What is done to the forged pictures of each held-out set; the first is as in training.
+KINDS = {
+  'new_pictures': (('copy',), ('resample',), ('recompress',), ('metadata',)),
+  'unseen_splice': (('splice',),),
+  'unseen_noise': (('noise',),),
+  'unseen_pair': (('copy', 'recompress'),),
+}
+TRAINED = KINDS['new_pictures']
+# What becomes of a demonstration: an investigation, looks at random, or a guess. Most
+# guess, so that a greedy policy does too, and RL has to find which looks pay.
+MIXTURE = {'right': 0.25, 'wander': 0.2, 'guess': 0.55}
+_READ = 0.4  # The share of the examples that only judge a crop.
+
+
+@functools.lru_cache(1024)
+def draw(seed: int, kinds: tuple[str, ...]) -> forged.Photo:
+  """Takes a photograph, and forges one of its plain cells in these ways."""
+  rng = np.random.default_rng(seed)
+  photo = forged.photograph(rng)
+  cell = str(rng.choice(photo.plain()))
+  for kind in kinds:
+    photo = forged.FORGERIES[kind](photo, cell, rng)
+  return photo
+
+
+def photo_of(task: types.Task) -> forged.Photo:
+  return draw(task.info['seed'], tuple(task.info['kinds']))
+
+
+def make_tasks(
+  seed: int, n: int, split: str, kinds: Sequence[tuple[str, ...]]
+) -> list[types.Task]:
+  """Makes tasks; equal arguments make equal tasks."""
+  rng = random.Random(f'forensics {seed} {split} {kinds}')
+  return [make_task(f'forensics-{split}-{seed}-{i}', rng, kinds) for i in range(n)]
+
+
+def make_task(name: str, rng: random.Random, kinds) -> types.Task:
+  """Makes a picture, one of two authentic, and asks about it."""
+  done = rng.choice(kinds) if rng.random() < 0.5 else ()
+  info = {'seed': rng.getrandbits(31), 'kinds': [*done], 'question': 'Authentic?'}
+  message = grid.ask(to_picture(draw(info['seed'], done).pixels), info['question'])
+  return types.Task(name, [message], VERDICTS[bool(done)], info)
+
+
+def to_picture(pixels: np.ndarray) -> Any:
+  return forged.to_picture(pixels).convert('RGB')
+
+
+def report(iso: int, jpeg: int) -> str:
+  return f'iso {iso} jpeg {jpeg}'
+
+
+def make_tools(photo) -> list[tool.Tool]:
+  """Makes the tools; `photo` returns the photograph of the episode."""
+
+  @tool.tool
+  def metadata() -> str:
+    """Reads the metadata."""
+    return report(photo().iso, photo().jpeg)
+
+  @tool.tool
+  def detector(name: str) -> str:
+    """Asks a detector.
+
+    Args:
+      name: Its name.
+    """
+    return ' '.join(forged.suspects(photo(), name)) or 'clean'
+
+  @tool.tool
+  def crop(cell: str) -> list:
+    """Shows and measures a cell.
+
+    Args:
+      cell: Its name.
+    """
+    pixels = photo().cell(cell)
+    return [report(*forged.read(pixels)), to_picture(pixels)]
+
+  return [metadata, detector, crop]
+
+
+class ForensicsEnv(env.CloneableToolEnv):
+  """Has tools for so many looks, or none."""
+
+  def __init__(self, looks: int = LOOKS):
+    """Begins with all looks."""
+    tools = make_tools(lambda: photo_of(self.task)) if looks else []
+    super().__init__(tools, score, metrics=judge)
+    self._left = looks
+
+  async def _answer(self, call: env.Call) -> tool.ToolResult:
+    self._left -= 1
+    if self._left < 0:
+      return tool.ToolResult('Error: no looks are left.', ok=False)
+    return await super()._answer(call)
+
+
+def judge(task: types.Task, messages: Sequence[types.Message]) -> dict[str, float]:
+  """Returns whether the last reply ends with the right verdict, and the looks."""
+  found = re.search(r'Verdict: (\w+)\s*$', str(messages[-1]['content']))
+  looks = min(LOOKS, sum(m['role'] == 'tool' for m in messages))
+  return {'accuracy': float(bool(found) and found[1] == task.answer), 'looks': looks}
+
+
+def score(task: types.Task, messages: Sequence[types.Message]) -> dict[str, float]:
+  judged = judge(task, messages)
+  return {'verdict': judged['accuracy'], 'cost': -COST * judged['looks']}
+
+
+def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
+  """Makes new pictures with the forgeries of training, and with others."""
+  return {name: make_tasks(seed, n, split, kinds) for name, kinds in KINDS.items()}
+
+
+def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:
+  """How the tasks are asked: with the tools, or by the picture alone."""
+  return {
+    'direct': (sets, functools.partial(ForensicsEnv, looks=0)),
+    'tools': (sets, ForensicsEnv),
+  }
+
+
+def describe(photo: forged.Photo, cell: str) -> str:
+  """Says what a crop shows, and whether it looks as the metadata says."""
+  same = forged.read(photo.cell(cell)) == (photo.iso, photo.jpeg)
+  return f' {photo.looks[cell]} {"same" if same else "other"}'
+
+
+def conclude(photo: forged.Photo, cell: str) -> str:
+  """Says what a crop alone says: glare and textures explain what they contradict."""
+  return VERDICTS[describe(photo, cell) == ' plain other']
+
+
+# A player returns its looks, each a tool and its argument if it has one, and a verdict.
+Played = tuple[list[tuple[str, str]], str]
+
+
+def investigate(photo: forged.Photo, rng: random.Random) -> Played:
+  """Plays as one who knows the world.
+
+  The metadata says which detectors can see anything: that of the grid, unless the
+  compression left none. Glare or a texture explains a suspect; a plain cell has to look
+  as the metadata says.
+  """
+  looks, notes = [('metadata', '')], dict[str, str]()
+
+  def crop(cell: str) -> str:
+    if cell not in notes:
+      looks.append(('crop', cell))
+      notes[cell] = describe(photo, cell)
+    return notes[cell]
+
+  for name in ('grid',) if photo.jpeg < 95 else ('grain', 'twin'):
+    looks.append(('detector', name))
+    for note in map(crop, forged.suspects(photo, name)):
+      # Nothing explains that two plain cells are alike.
+      if 'plain' in note and ('other' in note or name == 'twin'):
+        return looks, 'manipulated'
+  while not any('plain' in x for x in notes.values()) and len(looks) < LOOKS:
+    if crop(rng.choice(forged.CELLS)) == ' plain other':
+      return looks, 'manipulated'
+  return looks[:LOOKS], 'authentic'
+
+
+def wander(photo: forged.Photo, rng: random.Random) -> Played:
+  """Looks at random; the verdict is that of the last crop, or a guess."""
+  some = [('crop', c) for c in rng.choices(forged.CELLS, k=2)]
+  some += [('detector', name) for name in rng.choices([*forged.DETECTORS], k=2)]
+  looks = [('metadata', ''), *rng.sample(some, rng.randint(1, 3))]
+  crops = [cell for name, cell in looks if name == 'crop']
+  return looks, conclude(photo, crops[-1]) if crops else rng.choice(VERDICTS)
+
+
+def demonstrate(task: types.Task, rng: random.Random, fate: str) -> list[types.Message]:
+  """Writes an episode; after each crop it says what the crop shows."""
+  photo = photo_of(task)
+  play = {'right': investigate, 'wander': wander}.get(fate)
+  looks, verdict = play(photo, rng) if play else ([], rng.choice(VERDICTS))
+  messages, said = [*task.messages], ''
+  tools = {made.name: made for made in make_tools(lambda: photo)}
+  for name, argument in looks:
+    names = tools[name].schema['function']['parameters']['properties']
+    arguments = dict.fromkeys(names, argument)
+    call = call_formats.HERMES.render(calls.ToolCall(name, arguments))
+    answer = tools[name](**arguments)
+    content = answer if isinstance(answer, str) else _to_parts(*answer)
+    messages += [
+      world_lib.say(f'{said}{call}'),
+      {'role': 'tool', 'name': name, 'content': content},
+    ]
+    said = f'{describe(photo, argument)}\n' if name == 'crop' else ''
+  return [*messages, world_lib.say(f'{said}Verdict: {verdict}')]
+
+
+def _to_parts(text: str, picture: Any) -> list[dict[str, Any]]:
+  return [{'type': 'text', 'text': text}, pictures.make_part(picture)]
+
+
+def examples(seed: int) -> Iterator[world_lib.Example]:
+  """Yields what is practised, without end."""
+  rng = random.Random(f'forensics examples {seed}')
+  while True:
+    task = make_task('', rng, TRAINED)
+    photo, cell = photo_of(task), rng.choice(forged.CELLS)
+    if rng.random() < _READ:
+      text = f'{report(photo.iso, photo.jpeg)}\n{report(*forged.read(photo.cell(cell)))}'
+      content = _to_parts(text, to_picture(photo.cell(cell)))
+      asked = {'role': 'user', 'content': content}
+      said = f'{describe(photo, cell)}\nVerdict: {conclude(photo, cell)}'
+      messages = [asked, world_lib.say(said)]
+      yield world_lib.Example(messages, False, 'read')
+    else:
+      fate = rng.choices([*MIXTURE], [*MIXTURE.values()])[0]
+      tools = fate != 'guess' or rng.random() < 0.8
+      yield world_lib.Example(demonstrate(task, rng, fate), tools, fate)
+
+
+WORLD = world_lib.World(
+  examples=examples,
+  text=lambda example: [*grid.text_of(example)],
+  schemas=lambda: [made.schema for made in make_tools(None)],
+  tasks=functools.partial(make_tasks, split='train', kinds=TRAINED),
+  held_out=held_out,
+  methods=methods,
+  labels={'direct': 'Without tools', 'tools': 'Base policy'},
+  score='accuracy',
+  kinds={
+    name: lambda task, kind=kind: tuple(task.info['kinds']) == kind
+    for name, kind in {'authentic': (), **{kind[0]: kind for kind in TRAINED}}.items()
+  },
+  config=config_lib.Config(
+    schedule=config_lib.Schedule(steps=40, tasks=16, samples=8, eval_every=20),
+    limits=config_lib.Limits(max_turns=LOOKS + 2, max_turn_tokens=40),
+    optimizer=config_lib.Optimizer(learning_rate=3e-4),
+    engine=config_lib.Engine(slots=384, decode_steps=16, replicas=2),
+  ),
+  base=sft.Config(steps=800, rows=4, row_tokens=256, learning_rate=1e-3),
+  vocab=512,
+  more_tokens=pictures.CONTROL_TOKENS,
+  also=('direct',),
+  reader=grid.READER,
+)
+
+
+def _ask_all(tasks: Sequence[types.Task]) -> tuple[np.ndarray, np.ndarray]:
+  """Returns what is forged, and which detectors suspect anything, [tasks, detectors]."""
+  ask = lambda task, name: bool(forged.suspects(photo_of(task), name))
+  said = [[ask(task, name) for name in forged.DETECTORS] for task in tasks]
+  return np.array([bool(task.info['kinds']) for task in tasks]), np.array(said)
+
+
+def play_without_policy(
+  sets: comparison.Sets, train: Sequence[types.Task]
+) -> Mapping[str, Mapping[str, tuple[float, ...]]]:
+  """Returns accuracy and looks of players on each set, tuned on training pictures."""
+  is_forged, trained = _ask_all(train)
+  n = len(forged.DETECTORS)
+  order = np.argsort(-(trained == is_forged[:, None]).mean(0))
+
+  def first_to(k: int, said: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Asks the best detector first; the verdict is what k of them say first."""
+    ayes, noes = said[:, order].cumsum(1) >= k, (~said[:, order]).cumsum(1) >= k
+    last = (ayes | noes).argmax(1)
+    return ayes[np.arange(len(said)), last], last + 1
+
+  vote = lambda k, said: (said.sum(1) >= k, np.full(len(said), n))
+  best = lambda rule, ks: max(ks, key=lambda k: (rule(k, trained)[0] == is_forged).mean())
+  rules = {
+    f'best detector ({[*forged.DETECTORS][order[0]]})': (first_to, 1),
+    'all detectors voting': (vote, best(vote, range(1, n + 1))),
+    'fixed order, stops early': (first_to, best(first_to, range(2, n // 2 + 1))),
+  }
+  made = collections.defaultdict[str, dict[str, tuple[float, ...]]](dict)
+  means = lambda *columns: tuple(float(np.mean(x)) for x in columns)
+  for name, tasks in sets.items():
+    is_forged, said = _ask_all(tasks)
+    for player, (rule, k) in rules.items():
+      verdicts, looks = rule(k, said)
+      made[player][name] = means(verdicts == is_forged, looks)
+    alone = (said == is_forged[:, None]).mean(0)
+    made['the detector that is best on the set'][name] = float(alone.max()), 1.0
+    played = [investigate(photo_of(task), random.Random(task.id)) for task in tasks]
+    right = [verdict == t.answer for (_, verdict), t in zip(played, tasks, strict=True)]
+    made['who knows the world'][name] = means(right, [len(looks) for looks, _ in played])
+  return made
+
+
+def main(seed: str):
+  sets = held_out(int(seed), 300, 'test')
+  print('| player |', ' | '.join(sets), '|\n|---|' + '---|' * len(sets))
+  players = play_without_policy(sets, WORLD.tasks(1_000_000, 600))
+  for player, cells in players.items():
+    shown = (f'{right:.3f}, {looks:.1f} looks' for right, looks in cells.values())
+    print(f'| {player} |', ' | '.join(shown), '|')
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])
