@@ -50,7 +50,7 @@ def look(tool, **arguments):
 
 def test_plain_cells_look_as_the_metadata_says():
   looks = [forensics.describe(p, cell) for p, cell in photos()]
-  assert np.mean([x == ' plain same' for x in looks]) >= 0.95
+  assert np.mean([x == ' plain same same' for x in looks]) >= 0.95
   # Glare has no trace of its compression, and a texture looks like noise.
   for photo, _ in photos():
     for cell, shown in photo.looks.items():
@@ -76,7 +76,7 @@ def test_a_forged_cell_contradicts_the_metadata(kind, compressed, lossless):
   first = {seed: photo.jpeg for seed, (photo, _) in enumerate(photos())}
   found = {True: [], False: []}
   for seed, (photo, cell) in enumerate(photos(kind)):
-    other = forensics.describe(photo, cell).endswith('other')
+    other = 'other' in forensics.describe(photo, cell)
     found[first[seed] == 95].append(other)
   assert np.mean(found[False]) >= compressed
   assert np.mean(found[True]) >= lossless if lossless else not any(found[True])
@@ -138,8 +138,8 @@ async def test_looks_are_reported_cost_and_run_out():
   answer = (await environment.step(look('metadata'))).messages[0]['content']
   assert answer == f'iso {photo.iso} jpeg {photo.jpeg}'
   answer = (await environment.step(look('detector', name='twin'))).messages[0]['content']
-  assert answer == (' '.join(forged.suspects(photo, 'twin')) or 'clean')
-  text, picture = (await environment.step(look('crop', cell='b2'))).messages[0]['content']
+  assert answer == ('\n'.join(forged.suspects(photo, 'twin')) or 'clean')
+  text, picture = (await environment.step(look('crop', cell='e'))).messages[0]['content']
   assert text['text'].startswith('iso ')
   assert grid.READER.read(picture['image_url']['url']).shape == (16, 16, 3)
   wrong = (await environment.step(look('detector', name='oracle'))).messages[0]

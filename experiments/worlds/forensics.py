@@ -41,8 +41,8 @@ KINDS = {
 TRAINED = KINDS['new_pictures']
 # What becomes of a demonstration: an investigation, looks at random, or a guess. Most
 # guess, so that a greedy policy does too, and RL has to find which looks pay.
-MIXTURE = {'right': 0.25, 'wander': 0.2, 'guess': 0.55}
-_READ = 0.4  # The share of the examples that only judge a crop.
+MIXTURE = {'right': 0.2, 'wander': 0.3, 'guess': 0.5}
+_READ = 0.3  # The share of the examples that only judge a crop.
 
 
 @functools.lru_cache(1024)
@@ -99,7 +99,7 @@ def make_tools(photo) -> list[tool.Tool]:
     Args:
       name: Its name.
     """
-    return ' '.join(forged.suspects(photo(), name)) or 'clean'
+    return '\n'.join(forged.suspects(photo(), name)) or 'clean'
 
   @tool.tool
   def crop(cell: str) -> list:
@@ -156,14 +156,15 @@ def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:
 
 
 def describe(photo: forged.Photo, cell: str) -> str:
-  """Says what a crop shows, and whether it looks as the metadata says."""
-  same = forged.read(photo.cell(cell)) == (photo.iso, photo.jpeg)
-  return f' {photo.looks[cell]} {"same" if same else "other"}'
+  """Says what a crop shows, and whether ISO and quality are those of the metadata."""
+  found = zip(forged.read(photo.cell(cell)), (photo.iso, photo.jpeg), strict=True)
+  same = (' same' if ours == theirs else ' other' for ours, theirs in found)
+  return f' {photo.looks[cell]}{"".join(same)}'
 
 
-def conclude(photo: forged.Photo, cell: str) -> str:
-  """Says what a crop alone says: glare and textures explain what they contradict."""
-  return VERDICTS[describe(photo, cell) == ' plain other']
+def contradicts(note: str) -> bool:
+  """Returns whether a crop's description has what neither glare nor texture explains."""
+  return 'plain' in note and 'other' in note
 
 
 # A player returns its looks, each a tool and its argument if it has one, and a verdict.
@@ -189,21 +190,22 @@ def investigate(photo: forged.Photo, rng: random.Random) -> Played:
     looks.append(('detector', name))
     for note in map(crop, forged.suspects(photo, name)):
       # Nothing explains that two plain cells are alike.
-      if 'plain' in note and ('other' in note or name == 'twin'):
+      if contradicts(note) or ('plain' in note and name == 'twin'):
         return looks, 'manipulated'
   while not any('plain' in x for x in notes.values()) and len(looks) < LOOKS:
-    if crop(rng.choice(forged.CELLS)) == ' plain other':
+    if contradicts(crop(rng.choice(forged.CELLS))):
       return looks, 'manipulated'
   return looks[:LOOKS], 'authentic'
 
 
 def wander(photo: forged.Photo, rng: random.Random) -> Played:
   """Looks at random; the verdict is that of the last crop, or a guess."""
-  some = [('crop', c) for c in rng.choices(forged.CELLS, k=2)]
-  some += [('detector', name) for name in rng.choices([*forged.DETECTORS], k=2)]
+  some = [('crop', c) for c in rng.sample(forged.CELLS, 3)]
+  some += [('detector', rng.choice([*forged.DETECTORS]))]
   looks = [('metadata', ''), *rng.sample(some, rng.randint(1, 3))]
   crops = [cell for name, cell in looks if name == 'crop']
-  return looks, conclude(photo, crops[-1]) if crops else rng.choice(VERDICTS)
+  forged_ = contradicts(describe(photo, crops[-1])) if crops else rng.random() < 0.5
+  return looks, VERDICTS[forged_]
 
 
 def demonstrate(task: types.Task, rng: random.Random, fate: str) -> list[types.Message]:
@@ -241,9 +243,9 @@ def examples(seed: int) -> Iterator[world_lib.Example]:
       text = f'{report(photo.iso, photo.jpeg)}\n{report(*forged.read(photo.cell(cell)))}'
       content = _to_parts(text, to_picture(photo.cell(cell)))
       asked = {'role': 'user', 'content': content}
-      said = f'{describe(photo, cell)}\nVerdict: {conclude(photo, cell)}'
-      messages = [asked, world_lib.say(said)]
-      yield world_lib.Example(messages, False, 'read')
+      note = describe(photo, cell)
+      said = world_lib.say(f'{note}\nVerdict: {VERDICTS[contradicts(note)]}')
+      yield world_lib.Example([asked, said], False, 'read')
     else:
       fate = rng.choices([*MIXTURE], [*MIXTURE.values()])[0]
       tools = fate != 'guess' or rng.random() < 0.8
@@ -269,7 +271,7 @@ WORLD = world_lib.World(
     optimizer=config_lib.Optimizer(learning_rate=3e-4),
     engine=config_lib.Engine(slots=384, decode_steps=16, replicas=2),
   ),
-  base=sft.Config(steps=800, rows=4, row_tokens=256, learning_rate=1e-3),
+  base=sft.Config(steps=700, rows=4, row_tokens=256, learning_rate=1e-3),
   vocab=512,
   more_tokens=pictures.CONTROL_TOKENS,
   also=('direct',),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-CELLS = [f'{row}{column}' for row in 'abc' for column in '123']
+CELLS = [*'abcdefghi']  # Row by row.
 _SIDE, _PATCH = 32, 28  # Pixels of a cell, and of what is pasted into it.
 # The standard deviation of a sensor's noise, in grey levels, by ISO.
 SIGMA = {100: 1.5, 400: 6.0, 1600: 14.0}
