@@ -12,8 +12,8 @@ import re
 from xdist.scheduler import loadfile
 
 # Each has a policy, an engine or runs of one size for the files that import it.
-SHARED = ('serving', 'runs', 'rollouts', 'clients', 'plain')
-_IMPORTS = re.compile(rf'^import ({"|".join(SHARED)})$', re.MULTILINE)
+SHARED = ('serving', 'tinker_service', 'runs', 'rollouts', 'clients', 'plain')
+_IMPORTS = re.compile(rf'^import ({"|".join(SHARED)})\b', re.MULTILINE)
 
 
 @functools.cache

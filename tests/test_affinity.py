@@ -32,4 +32,4 @@ def test_a_file_is_in_the_group_of_what_it_imports():
   find = lambda name: affinity.find_group(folder / f'test_{name}.py')
   assert (find('train'), find('quantization'), find('calls')) == ('runs', 'runs', '')
   for helper in affinity.SHARED:
-    assert (folder / f'{helper}.py').exists()
+    assert [*folder.rglob(f'{helper}.py')]
