@@ -50,7 +50,7 @@ def look(tool, **arguments):
 
 def test_plain_cells_look_as_the_metadata_says():
   looks = [forensics.describe(p, cell) for p, cell in photos()]
-  assert np.mean([x == ' plain same same' for x in looks]) >= 0.95
+  assert np.mean([x.startswith(' plain') and x.endswith('same') for x in looks]) >= 0.95
   # Glare has no trace of its compression, and a texture looks like noise.
   for photo, _ in photos():
     for cell, shown in photo.looks.items():

@@ -156,10 +156,13 @@ def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:
 
 
 def describe(photo: forged.Photo, cell: str) -> str:
-  """Says what a crop shows, and whether ISO and quality are those of the metadata."""
-  found = zip(forged.read(photo.cell(cell)), (photo.iso, photo.jpeg), strict=True)
-  same = (' same' if ours == theirs else ' other' for ours, theirs in found)
-  return f' {photo.looks[cell]}{"".join(same)}'
+  """Says what a crop shows, and compares ISO and quality: of the metadata, then read.
+
+  The numbers are repeated next to each other, so that a small policy can compare them.
+  """
+  iso, jpeg = forged.read(photo.cell(cell))
+  same = 'same' if (iso, jpeg) == (photo.iso, photo.jpeg) else 'other'
+  return f' {photo.looks[cell]} iso {photo.iso} {iso} jpeg {photo.jpeg} {jpeg} {same}'
 
 
 def contradicts(note: str) -> bool:
@@ -271,7 +274,7 @@ WORLD = world_lib.World(
     optimizer=config_lib.Optimizer(learning_rate=3e-4),
     engine=config_lib.Engine(slots=384, decode_steps=16, replicas=2),
   ),
-  base=sft.Config(steps=700, rows=4, row_tokens=256, learning_rate=1e-3),
+  base=sft.Config(steps=800, rows=3, row_tokens=320, learning_rate=1e-3),
   vocab=512,
   more_tokens=pictures.CONTROL_TOKENS,
   also=('direct',),
