@@ -269,9 +269,9 @@ WORLD = world_lib.World(
     for name, kind in {'authentic': (), **{kind[0]: kind for kind in TRAINED}}.items()
   },
   config=config_lib.Config(
-    schedule=config_lib.Schedule(steps=40, tasks=16, samples=8, eval_every=20),
+    schedule=config_lib.Schedule(steps=60, tasks=16, samples=8, eval_every=20),
     limits=config_lib.Limits(max_turns=LOOKS + 2, max_turn_tokens=40),
-    optimizer=config_lib.Optimizer(learning_rate=3e-4),
+    optimizer=config_lib.Optimizer(learning_rate=1e-4),
     engine=config_lib.Engine(slots=384, decode_steps=16, replicas=2),
   ),
   base=sft.Config(steps=800, rows=3, row_tokens=320, learning_rate=1e-3),
