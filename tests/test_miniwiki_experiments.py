@@ -105,7 +105,7 @@ def test_a_reward_model_is_trained_measured_saved_and_paid_by(tmp_path):
   _force_auc(tmp_path / 'fitted' / 'model', found)
   done = run(
     'miniwiki.rewards',
-    f'--model={tmp_path / "fitted" / "model"}',
+    f'--reward_model={tmp_path / "fitted" / "model"}',
     f'--out={tmp_path / "paid"}',
     '--rewards=sparse,hybrid',
     '--seeds=0',

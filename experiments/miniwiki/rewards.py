@@ -1,7 +1,7 @@
 r"""Rewards where success is rare: the outcome, a reward model, and both together.
 
   python -m experiments.train_reward_model --workdir=runs/reward_model
-  python -m experiments.miniwiki.rewards --model=runs/reward_model/model
+  python -m experiments.miniwiki.rewards --reward_model=runs/reward_model/model
 
 Questions of three hops, and a policy that answers them hardly ever: the quickstart's
 base, fine-tuned on demonstrations that all stop after the first hop (OUT/base). The
@@ -32,7 +32,9 @@ from experiments import tables
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
 
-_MODEL = flags.DEFINE_string('model', 'runs/reward_model/model', 'The reward model.')
+_MODEL = flags.DEFINE_string(
+  'reward_model', 'runs/reward_model/model', 'The reward model.'
+)
 _OUT = flags.DEFINE_string('out', 'runs/rewards', 'Directory of the runs and results.')
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2', '3', '4'], 'Seeds.')
 _REWARDS = flags.DEFINE_list('rewards', [], 'Rewards; by default all.')
