@@ -32,6 +32,13 @@ def _define(q, k, v, sinks, visible):
   return jnp.einsum('bnts,bsnh->btnh', weights, v)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _differentiate(attend, slope, *inputs):
+  """The slope's part of what is attended to, and its gradient."""
+  total = lambda *inputs: jnp.vdot(attend(*inputs), slope)
+  return jax.value_and_grad(total, argnums=(0, 1, 2, 3))(*inputs)
+
+
 @pytest.mark.parametrize('slides', [False, True])
 @pytest.mark.parametrize('trees', [False, True])
 @pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
@@ -52,13 +59,9 @@ def test_outputs_and_gradients_are_the_definition(monkeypatch, platform, trees, 
   def attend(q, k, v, sinks):
     return attention.packed(q, k, v, sees, local, attention.Rules(_WINDOW), sinks)
 
-  @functools.partial(jax.jit, static_argnums=0)
-  def both(attend, *inputs):
-    total = lambda *inputs: jnp.vdot(attend(*inputs), slope)
-    return jax.value_and_grad(total, argnums=(0, 1, 2, 3))(*inputs)
-
-  found = both(attend, q, k, v, _SINKS)
-  wanted = both(functools.partial(_define, visible=visible), q, k, v, _SINKS)
+  found = _differentiate(attend, slope, q, k, v, _SINKS)
+  define = functools.partial(_define, visible=visible)
+  wanted = _differentiate(define, slope, q, k, v, _SINKS)
   for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
@@ -83,13 +86,9 @@ def test_the_kernel_for_tpus_has_them(slides, dtype, tolerance):
     out = attention_kernels.splash(q, k, v, jnp.asarray(ids), *layer, interpret=True)
     return out.astype(jnp.float32)
 
-  @functools.partial(jax.jit, static_argnums=0)
-  def both(attend, *inputs):
-    total = lambda *inputs: jnp.vdot(attend(*inputs), slope)
-    return jax.value_and_grad(total, argnums=(0, 1, 2, 3))(*inputs)
-
-  found = both(attend, q, k, v, _SINKS)
-  wanted = both(functools.partial(_define, visible=visible), q, k, v, _SINKS)
+  found = _differentiate(attend, slope, q, k, v, _SINKS)
+  define = functools.partial(_define, visible=visible)
+  wanted = _differentiate(define, slope, q, k, v, _SINKS)
   for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
     np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * np.abs(y).max())
 

@@ -143,8 +143,9 @@ def format_table(lines) -> str:
       for name, values in columns.items():
         if values:
           row[f'{name}, {n}'] = report_tables.Interval(*tables.mean_interval(values))
-    until, half = tables.mean_interval([r['quarter'] for r in of if r['quarter']])
-    row['episodes until .25'] = f'{until:.0f} ± {half:.0f}'
+    if quarters := [r['quarter'] for r in of if r['quarter']]:
+      until, half = tables.mean_interval(quarters)
+      row['episodes until .25'] = f'{until:.0f} ± {half:.0f}'
     row['CPU-seconds'] = str(sum(r['cpu_seconds'] for r in lines if r['reward'] == kind))
   names = [f'{name}, {n}' for n in counts for name in columns]
   names += ['episodes until .25', 'CPU-seconds']

@@ -46,20 +46,9 @@ class _Spans(NamedTuple):
   reach: Reach | None
 
 
-def attend(
-  q_BTNH: Float[Array, 'B T N H'],
-  k_BTKH: Float[Array, 'B T K H'],
-  v_BTKH: Float[Array, 'B T K H'],
-  ends_BT: Int[Array, 'B T'],
-  reach: Reach | None = None,
-  cap: float | None = None,
-) -> Float[Array, 'B T N H']:
-  """Attends from position t to each position s with s <= t < ends[s].
-
-  With `reach`, s is also at or after the first position of t; a cap c makes c · tanh(x /
-  c) of the scores.
-  """
-  return attend_and_sum(q_BTNH, k_BTKH, v_BTKH, ends_BT, reach, cap)[0]
+def attend(*inputs: Any) -> Float[Array, 'B T N H']:
+  """Computes `attend_and_sum` without the sums."""
+  return attend_and_sum(*inputs)[0]
 
 
 def attend_and_sum(
@@ -70,7 +59,11 @@ def attend_and_sum(
   reach: Reach | None = None,
   cap: float | None = None,
 ) -> tuple[Float[Array, 'B T N H'], Float[Array, 'B T N']]:
-  """Computes `attend`, and ln Σ exp(scores) of the keys that a token sees."""
+  """Attends from position t to each position s with s <= t < ends[s].
+
+  With `reach`, s is also at or after the first position of t; a cap c makes c · tanh(x /
+  c) of the scores. Returns ln Σ exp(scores) of the keys that a token sees, too.
+  """
   B, T, N, H = q_BTNH.shape
   K = k_BTKH.shape[2]
   spans: Any = jax.tree.map(_split, _Spans(ends_BT, reach))
