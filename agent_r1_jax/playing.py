@@ -10,7 +10,7 @@ from typing import Any
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.engine import guide, replica
+from agent_r1_jax.engine import guide, protocol
 from agent_r1_jax.host import preemption, processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.rl import algorithms
@@ -114,7 +114,7 @@ def play(
           _report_too_long(played[label], watcher)
         runtime.release_freed_memory()
       return played
-    except replica.PreemptedError:
+    except protocol.PreemptedError:
       raise signals.end_unsaved() from None
 
 

@@ -14,6 +14,7 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import device as device_lib
 from agent_r1_jax.engine import programs as programs_lib
+from agent_r1_jax.engine import protocol
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 
@@ -222,7 +223,7 @@ class TestFailure:
     """In the midst of replies, and where all that clients do is wait."""
     engine.interrupted = lambda: engine.stats.sampled > 20
     coroutines = [clients.play(engine, n, latency=lambda: seconds) for n in range(8)]
-    with pytest.raises(replica_lib.PreemptedError):
+    with pytest.raises(protocol.PreemptedError):
       tiny.within(engine.run, coroutines, seconds=60)
 
 

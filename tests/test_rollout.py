@@ -13,7 +13,7 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.engine import replica
+from agent_r1_jax.engine import protocol
 from agent_r1_jax.host import records
 from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.tasks import context, rewards
@@ -232,7 +232,7 @@ class TestErrors:
         raise ChildProcessError('ended by SIGTERM')
 
     kept = store_lib.EpisodeStore(tmp_path)
-    with pytest.raises(replica.PreemptedError):
+    with pytest.raises(protocol.PreemptedError):
       rollouts.collect(Told, rollouts.make_tasks(1), engine=engine, store=kept)
     assert kept.open_rollout(0, rollouts.make_tasks(1)).get(('task 0', 0)) is None
 

@@ -1,20 +1,10 @@
 """The engine: samples replies for many clients at once, from one policy or several.
 
 Clients are coroutines in the engine's own event loop: episodes of a rollout, an
-evaluation, a search, a server's handlers.
-
-  results = engine.run(coroutines)     # Waits until all have ended.
-
-  with engine.open():
-    future = engine.start(coroutines)  # They run while this thread does something else.
-    engine.sync_weights(params, 1)     # From here on these parameters sample.
-    results = future.result()
-
-A coroutine requests a reply by `engine.submit(request)`; see request.py.
+evaluation, a search, a server's handlers. protocol.py says what they ask of it.
 """
 
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent import futures
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import itertools
 from typing import Any
@@ -23,30 +13,25 @@ from jax.sharding import Mesh
 
 from agent_r1_jax import types
 from agent_r1_jax.engine import adapters as adapters_lib
-from agent_r1_jax.engine import clients as clients_lib
 from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import protocol
 from agent_r1_jax.engine import replica as replica_lib
-from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.engine import stats as stats_lib
 from agent_r1_jax.models import decoder, engine_params, lora, quantization, sharding
 from agent_r1_jax.models import ops as ops_lib
 
 
-class Engine:
-  """The replicas of a policy, and the event loop in which they serve requests.
+class Engine(protocol.AnyEngine):
+  """The replicas of a policy, each with a cache on its chips.
 
   Attributes:
-    config: The policy's shape.
-    mesh: The mesh that the parameters are on.
     weights: The format of the kernels that sample.
-    interrupted: Called while requests are served; if it returns True, the clients end
-      with replica.PreemptedError.
     sizes: The sizes of everything that is compiled.
     adapters: The named adapters; its `set` adds one, and `remove` takes one away.
-    replicas: The replicas, each with a cache of its own.
-    stats: Counts since the engine was made, over all replicas.
   """
+
+  replicas: Sequence[replica_lib.Replica]
 
   def __init__(
     self,
@@ -100,141 +85,58 @@ class Engine:
       raise ValueError(f'replicas is {replicas}: with tensor > 1 it must be 1.')
     with sharding.use_mesh(mesh):
       self.sizes = sizes_lib.make(config, replicas=replicas, **sizes)
-    self.config, self.mesh, self.weights = config, mesh, weights
-    self.interrupted: Callable[[], bool] = lambda: False
-    self.stats = stats_lib.Stats()
+    self.weights, stats = weights, stats_lib.Stats()
     self._meshes = [None] if mesh is None else sharding.make_replica_meshes(mesh, chips)
     self.adapters = adapters_lib.AdapterTable(
       config, adapters, adapter_rank, self._meshes
     )
     self._check(params)
-    shared = self.sizes, guides or {}, self.stats, self.adapters
-    self.replicas = [
+    shared = self.sizes, guides or {}, stats, self.adapters
+    own = [
       replica_lib.Replica(config, *shared, part, number)
       for number, part in enumerate(self._meshes)
       for _ in range(replicas)
     ]
-    for replica in self.replicas:
-      replica.interrupted = lambda: self.interrupted()
+    super().__init__(config, mesh, own, stats)
     # The engine's parameters, and those that the replicas' policy was last made from.
     self._params, self._step = params, 0
     self._synced: decoder.Params | None = None
     self._versions = itertools.count()
-    self._loop: clients_lib.ClientLoop | None = None
-
-  def run(self, coroutines: Iterable[Coroutine]) -> list:
-    """Runs clients until all have ended, and returns their results in order.
-
-    The first exception of one of them or of the engine cancels the others and is raised.
-    """
-    with self.open():
-      return clients_lib.wait(self.start(coroutines)).result()
 
   @contextlib.contextmanager
   def open(self) -> Iterator[None]:
-    """Runs the event loop inside `with`, so that `start` can be called.
-
-    At the end of the block, clients that are still under way are cancelled.
-    """
-    if self._loop:
-      yield
-      return
-    self._sync()
-    self._loop = clients_lib.ClientLoop(self.replicas)
-    try:
-      yield
-    finally:
-      loop, self._loop = self._loop, None
-      loop.close()
-
-  @property
-  def busy(self) -> bool:
-    """Whether a client is under way, or a reply is, even if no client awaits it."""
-    clients = self._loop is not None and self._loop.busy
-    return clients or any(replica.load for replica in self.replicas)
-
-  def start(self, coroutines: Iterable[Coroutine]) -> futures.Future[list]:
-    """Starts clients; the future has their results in order, or the first exception.
-
-    Raises:
-      RuntimeError: The engine is not open.
-    """
+    """Gives the replicas the parameters first; see AnyEngine.open."""
     if not self._loop:
-      raise RuntimeError('The engine is not open: start inside `with engine.open()`.')
-    if not self.busy:
-      # A run's log-probs must not depend, in their last bits, on the runs before.
-      for replica in self.replicas:
-        replica.rows.stop_sharing()
-    return self._loop.start(coroutines)
-
-  def reserve(
-    self, group: int = 0, policy: replica_lib.Policy | None = None, rows: int = 1
-  ):
-    """Reserves rows of a replica: an async context manager that yields the replica.
-
-    A client that continues its texts later, as an episode does after a tool's answer,
-    submits inside it, so that there are no more such texts than rows. Clients are served
-    in the order of their calls. Where clients of several policies wait, the policies take
-    turns: an evaluation does not wait until all rollouts have begun, nor they for all of
-    it.
-
-    Args:
-      group: Clients of one group share a replica, so that the prefix which their texts
-        have in common is computed once.
-      policy: The policy that the client's requests will name.
-      rows: The most texts that the client will continue at a time.
-
-    Raises:
-      ValueError: A replica has fewer rows.
-    """
-    if rows > self.sizes.rows:
-      raise ValueError(
-        f'rows: {rows} texts of one client do not fit the {self.sizes.rows} rows of a '
-        'replica; raise engine.rows, or take fewer replicas or candidates.'
-      )
-    return self.replicas[group % len(self.replicas)].reserve(policy, rows)
-
-  def submit(self, request: request_lib.Request) -> request_lib.Generation:
-    """Submits a request, from a coroutine that was started here; see Replica.submit."""
-    parent = request.parent
-    if isinstance(parent, request_lib.Fork):
-      parent = parent.text
-    replica = parent.replica if parent else min(self.replicas, key=lambda r: r.load)
-    return replica.submit(request)
+      self._sync()
+    with super().open():
+      yield
 
   def sync_weights(self, params: decoder.Params, policy_step: int):
     """Replaces the engine's policy, even while replies are sampled; from any thread.
 
     Texts under way keep their cached keys and values; texts that begin later share none
     of them. While requests are under way, two copies of the policy are in memory.
-    `policy_step` is reported with each token; in training it is the number of rollouts
-    that the policy has learned from.
     """
     self._params, self._step = params, policy_step
     self._sync()
 
-  def make_policy(self, params: decoder.Params, policy_step: int) -> replica_lib.Policy:
+  def make_policy(self, params: decoder.Params, policy_step: int) -> protocol.Policy:
     """Makes a policy that requests can name; it is freed with the last of them.
 
     Nothing is copied if `params` are those of the engine's own policy.
     """
     synced = self.replicas[0].policy
     if params is self._synced and synced is not None:
-      return replica_lib.Policy(synced.copies, policy_step, synced.version)
+      return protocol.Policy(synced.copies, policy_step, synced.version)
     copies = self._copy_params(params)
-    return replica_lib.Policy(copies, policy_step, next(self._versions))
+    return protocol.Policy(copies, policy_step, next(self._versions))
 
   def warm_up(
     self,
     on_done: Callable[[int, int], None] = lambda done, all: None,
     automata: Sequence[types.Automaton] = (),
   ):
-    """Compiles every program, with calls that use no row.
-
-    `on_done` is called with the number of programs compiled so far, and of all. The
-    programs are compiled for tables that are large enough for `automata`: the grammars
-    and long stop strings that requests will use.
-    """
+    """Compiles every program, with calls that use no row."""
     self._sync()
     done, programs = itertools.count(1), self.sizes.programs * len(self.replicas)
     for replica in self.replicas:

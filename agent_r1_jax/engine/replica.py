@@ -7,10 +7,8 @@ decode runs in a thread of its own, so that tools run at the same time as the de
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-import contextlib
-import dataclasses
 import functools
 import itertools
 import time
@@ -21,7 +19,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request, clients, drafts
+from agent_r1_jax.engine import active_request, drafts, protocol
 from agent_r1_jax.engine import adapters as adapters_lib
 from agent_r1_jax.engine import device as device_lib
 from agent_r1_jax.engine import guide as guide_lib
@@ -37,27 +35,11 @@ _POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 0.002
 
 
-class PreemptedError(Exception):
-  """The process received a signal to end before all requests were answered."""
-
-
-@dataclasses.dataclass(eq=False)
-class Policy:
-  """Parameters that requests are sampled with."""
-
-  # The parameters on each chip (or on `tensor` of them), as decoder.extend takes them.
-  copies: list[decoder.Params]
-  step: int  # The policy_step of engine.sync_weights, reported with each token.
-  version: int  # A number that differs where the parameters do.
-
-
-class Replica:
+class Replica(protocol.AnyReplica):
   """One cache on the chips of one copy of the policy; serves the requests sent to it.
 
   Attributes:
     policy: Samples the requests that name no other policy; any thread may assign it.
-    interrupted: Called before each prefill, copy or decode; if it returns True, `serve`
-      raises PreemptedError.
     device: The cache on the chips, with the guides and automata that requests use.
     rows: The host's record of which text each row of the cache holds.
   """
@@ -76,8 +58,7 @@ class Replica:
     self.config, self.sizes, self.stats = config, sizes, stats
     self._adapters = adapters
     self._copy_index = copy_index
-    self.policy: Policy | None = None
-    self.interrupted: Callable[[], bool] = lambda: False
+    self.policy: protocol.Policy | None = None
     ring = sizes.window_slots < sizes.slots
     max_rewind = sizes.window_slots - config.window if ring else None
     self.rows = rows_lib.CacheRows(sizes.rows, sizes.slots, max_rewind)
@@ -94,7 +75,7 @@ class Replica:
     self._changed = asyncio.Event()
     # The policy of the last prefill, copy or decode, so that policies take turns; None is
     # the engine's own.
-    self._last_policy: Policy | None = None
+    self._last_policy: protocol.Policy | None = None
     # How many replies ended in the last decode, less the requests submitted since: while
     # it is above 0, `_wait_for_clients` waits for more.
     self._unanswered_replies = 0
@@ -102,7 +83,11 @@ class Replica:
     self._decode_ended_at: float | None = None
     # Runs decodes and nothing else, so that no user's code delays them.
     self._decode_thread = futures.ThreadPoolExecutor(1, thread_name_prefix='decode')
-    self._reservations = clients.Reservations(self.sizes.rows)
+    super().start()
+    self.stop_sharing()
+
+  def stop_sharing(self):
+    """Makes the texts that begin from now on share no keys with those before."""
     self.rows.stop_sharing()
 
   def stop(self):
@@ -116,15 +101,6 @@ class Replica:
   def load(self) -> int:
     """The number of requests that are waiting or under way."""
     return sum(not active.generation.done for active in self._active)
-
-  @contextlib.asynccontextmanager
-  async def reserve(
-    self, policy: Policy | None = None, rows: int = 1
-  ) -> AsyncIterator['Replica']:
-    """Waits for `rows` free rows and holds them inside `with`; see Engine.reserve."""
-    version = policy.version if policy else None
-    async with self._reservations.reserve(version, rows):
-      yield self
 
   def submit(self, request: request_lib.Request) -> request_lib.Generation:
     """Queues a request; call it only inside the event loop that `serve` runs in.
@@ -180,7 +156,7 @@ class Replica:
     """
     while True:
       if self.interrupted():
-        raise PreemptedError
+        raise protocol.PreemptedError
       await self._wait_for_clients()
       self._drop_done()
       if self._active:
@@ -248,7 +224,7 @@ class Replica:
     self,
     slots: adapters_lib.Slots,
     candidates: Sequence[active_request.ActiveRequest],
-  ) -> tuple[Policy, list[active_request.ActiveRequest]]:
+  ) -> tuple[protocol.Policy, list[active_request.ActiveRequest]]:
     """Chooses the requests of the next prefill, copy or decode, and gives them rows.
 
     All of them are for one policy; where requests name several, the policies take turns.

@@ -24,7 +24,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
-from agent_r1_jax.engine import replica as replica_lib
+from agent_r1_jax.engine import protocol
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.guided import critic as critic_lib
 from agent_r1_jax.guided import implicit_value
@@ -73,7 +73,7 @@ class ReplyChoice(NamedTuple):
   candidates: int
   score: Callable[[Candidate], float] = value
   beta: float = 0.0
-  critic: replica_lib.Policy | None = None
+  critic: protocol.Policy | None = None
   implicit: implicit_value.Odds | None = None
 
   @property
@@ -81,7 +81,7 @@ class ReplyChoice(NamedTuple):
     """The rows of the cache that an episode takes: the critic holds its own texts."""
     return self.candidates if self.critic is None else 2 * self.candidates
 
-  def begin(self, replica: replica_lib.Replica) -> 'ReplyChooser':
+  def begin(self, replica: protocol.AnyReplica) -> 'ReplyChooser':
     """Returns who chooses in an episode that this replica samples."""
     return ReplyChooser(replica, self)
 
@@ -142,7 +142,7 @@ def by_implicit_value(
 class StateValues:
   """Reads a critic's values of the states of one episode; no token is prefilled twice."""
 
-  def __init__(self, replica: replica_lib.Replica, critic: replica_lib.Policy):
+  def __init__(self, replica: protocol.AnyReplica, critic: protocol.Policy):
     """Reads by `critic`, which is a policy of the replica's engine, in its cache."""
     self._replica, self._critic = replica, critic
     self._texts: list[request_lib.Text] = []
@@ -198,7 +198,7 @@ class ReplyChooser:
     sampled: The tokens of all candidates so far.
   """
 
-  def __init__(self, replica: replica_lib.Replica, choice: ReplyChoice):
+  def __init__(self, replica: protocol.AnyReplica, choice: ReplyChoice):
     """Chooses among replies that the replica samples."""
     self._replica, self._choice = replica, choice
     critic = choice.critic

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.engine import replica as replica_lib
+from agent_r1_jax.engine import protocol
 from agent_r1_jax.guided import choice, implicit_value
 from agent_r1_jax.rollout import faults
 
@@ -41,7 +41,7 @@ class BeamSearch(NamedTuple):
 
   width: int
   candidates: int
-  critic: replica_lib.Policy
+  critic: protocol.Policy
   implicit: implicit_value.Odds | None = None
 
   @property
@@ -49,7 +49,7 @@ class BeamSearch(NamedTuple):
     """The rows of the cache that an episode takes."""
     return (2 * self.candidates + 1) * self.width
 
-  def begin(self, replica: replica_lib.Replica) -> 'Searcher':
+  def begin(self, replica: protocol.AnyReplica) -> 'Searcher':
     """Returns who searches in an episode that this replica samples."""
     return Searcher(replica, self)
 
@@ -113,7 +113,7 @@ class TreeSearch(NamedTuple):
 
   simulations: int
   candidates: int
-  critic: replica_lib.Policy
+  critic: protocol.Policy
   implicit: implicit_value.Odds | None = None
   exploration: float = 1.0
 
@@ -122,7 +122,7 @@ class TreeSearch(NamedTuple):
     """The rows of the cache that an episode takes."""
     return 2 * self.simulations + 2
 
-  def begin(self, replica: replica_lib.Replica) -> 'Searcher':
+  def begin(self, replica: protocol.AnyReplica) -> 'Searcher':
     """Returns who searches in an episode that this replica samples."""
     return Searcher(replica, self)
 
@@ -169,7 +169,7 @@ class TreeSearch(NamedTuple):
 class Searcher:
   """A search in one episode."""
 
-  def __init__(self, replica: replica_lib.Replica, search: BeamSearch | TreeSearch):
+  def __init__(self, replica: protocol.AnyReplica, search: BeamSearch | TreeSearch):
     """Begins without an episode."""
     self._search = search
     self._values = choice.StateValues(replica, search.critic)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import replica as replica_lib
+from agent_r1_jax.engine import protocol
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.rollout import decoding as decoding_lib
 
@@ -26,7 +26,7 @@ class Context:
 
   def __init__(
     self,
-    replica: replica_lib.Replica,
+    replica: protocol.AnyReplica,
     decoding: decoding_lib.Decoding,
     automata: Sequence[types.Automaton],
     identity: tuple[int | str, ...],

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import guide as guide_lib
-from agent_r1_jax.engine import replica as replica_lib
+from agent_r1_jax.engine import protocol
 from agent_r1_jax.rollout import sockets
 
 
@@ -25,7 +25,7 @@ class Decoding(NamedTuple):
 
   sampling: config_lib.Sampling = config_lib.Sampling()
   grammar: types.Automaton | None = None
-  policy: replica_lib.Policy | None = None
+  policy: protocol.Policy | None = None
   choice: sockets.Choice | None = None
   guides: Mapping[guide_lib.Guide, guide_lib.State] = {}
   replay: bool = False

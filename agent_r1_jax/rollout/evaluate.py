@@ -10,7 +10,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import protocol
 from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import rollout
 
@@ -20,7 +20,7 @@ GREEDY = decoding_lib.Decoding(config_lib.GREEDY)
 
 
 def run(
-  engine: engine_lib.Engine,
+  engine: protocol.AnyEngine,
   chat: chat_lib.Chat,
   sets: Mapping[str, Sequence[types.Task]],
   make_env: rollout.MakeEnv,
@@ -50,7 +50,7 @@ def run(
 
 def make_decoding(
   config: config_lib.Sampling,
-  engine: engine_lib.Engine,
+  engine: protocol.AnyEngine,
   chat: chat_lib.Chat,
   env: env_lib.Env,
 ) -> decoding_lib.Decoding:

@@ -11,9 +11,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.engine import clients
-from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.engine import replica as replica_lib
+from agent_r1_jax.engine import clients, protocol
 from agent_r1_jax.host import moments, processes, records, thread_pool, workers
 from agent_r1_jax.rollout import context as context_lib
 from agent_r1_jax.rollout import decoding as decoding_lib
@@ -35,7 +33,7 @@ class Rollout:
 
   def __init__(
     self,
-    engine: engine_lib.Engine,
+    engine: protocol.AnyEngine,
     future: futures.Future,
     tasks: Sequence[types.Task],
     send_messages: int | None,
@@ -50,7 +48,7 @@ class Rollout:
     All processes must ask for their rollouts' results in the same order.
 
     Raises:
-      replica_lib.PreemptedError: In all processes, if one of them was interrupted.
+      protocol.PreemptedError: In all processes, if one of them was interrupted.
       processes.LostError: Another process ended.
     """
     try:
@@ -58,11 +56,11 @@ class Rollout:
       if self._engine.interrupted():
         # Even if all episodes have ended: the update would take too long.
         played = None
-    except replica_lib.PreemptedError:
+    except protocol.PreemptedError:
       played = None
     if not processes.is_distributed():
       if played is None:
-        raise replica_lib.PreemptedError
+        raise protocol.PreemptedError
       return played
     return _exchange(played, self._tasks, self._send_messages)
 
@@ -77,7 +75,7 @@ def _exchange(
   `played` are this process's, or None if it was interrupted; `tasks` are those of all.
   """
   if None in processes.gather(None if played is None else len(played)) or played is None:
-    raise replica_lib.PreemptedError
+    raise protocol.PreemptedError
   mine = [store_lib.list_fields(trajectory) for trajectory in played]
   for fields in mine[len(mine) if send_messages is None else send_messages :]:
     fields['messages'] = []
@@ -92,14 +90,14 @@ def _exchange(
   )
 
 
-def collect(engine: engine_lib.Engine, *args, **kwargs) -> list[types.Trajectory]:
+def collect(engine: protocol.AnyEngine, *args, **kwargs) -> list[types.Trajectory]:
   """Plays episodes to their ends; takes the arguments of `start`."""
   with engine.open():
     return start(engine, *args, **kwargs).result()
 
 
 def start(
-  engine: engine_lib.Engine,
+  engine: protocol.AnyEngine,
   chat: chat_lib.Chat,
   tasks: Sequence[types.Task],
   make_env: MakeEnv,

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats
-from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.engine import replica as replica_lib
+from agent_r1_jax.engine import protocol
 from agent_r1_jax.host import processes
 from agent_r1_jax.rl import table as table_lib
 
@@ -41,7 +40,7 @@ class RunInfo(NamedTuple):
   step: int
   next_line: int
   call_format: call_formats.CallFormat
-  engine: engine_lib.Engine
+  engine: protocol.AnyEngine
 
 
 class Watcher:
@@ -175,6 +174,6 @@ class Choice(Protocol):
     """The rows of the cache that an episode takes."""
     ...
 
-  def begin(self, replica: replica_lib.Replica) -> Chooser:
+  def begin(self, replica: protocol.AnyReplica) -> Chooser:
     """Returns who chooses in an episode that this replica samples."""
     ...

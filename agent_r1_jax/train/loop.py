@@ -15,7 +15,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.engine import guide, replica
+from agent_r1_jax.engine import guide, protocol
 from agent_r1_jax.host import moments, preemption, processes, runtime
 from agent_r1_jax.models import decoder, lora, quantization, sharding
 from agent_r1_jax.rl import algorithms, learner, updates
@@ -100,7 +100,7 @@ def run(
   ) as run:
     try:
       _run_steps(run)
-    except replica.PreemptedError:
+    except protocol.PreemptedError:
       _save_preempted(run)
       raise preemption.Preempted from None
     # While the workdir is still locked: another run may not write a model there too.

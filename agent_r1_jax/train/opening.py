@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import contextlib
 import dataclasses
 
-from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import protocol
 from agent_r1_jax.host import preemption, runtime
 from agent_r1_jax.rl import train_state as train_state_lib
 from agent_r1_jax.rollout import sockets
@@ -28,7 +28,7 @@ class OpenRun:
 
   plan: plan_lib.Plan
   train_state: train_state_lib.TrainState
-  engine: engine_lib.Engine
+  engine: protocol.AnyEngine
   rollouts: schedule.Rollouts
   files: run_files.RunFiles
   signals: preemption.Watch
@@ -39,7 +39,7 @@ class OpenRun:
 def open_run(
   plan: plan_lib.Plan,
   state: train_state_lib.TrainState,
-  engine: engine_lib.Engine,
+  engine: protocol.AnyEngine,
   workdir: str,
   *,
   label: str,
@@ -90,7 +90,7 @@ def _describe(run: OpenRun, label: str) -> sockets.RunInfo:
 
 def _restore(
   state: train_state_lib.TrainState,
-  engine: engine_lib.Engine,
+  engine: protocol.AnyEngine,
   files: run_files.RunFiles,
   signals: preemption.Watch,
 ) -> train_state_lib.TrainState:

@@ -19,7 +19,7 @@ from typing import Any
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import protocol
 from agent_r1_jax.rl import updates
 from agent_r1_jax.rl.train_state import TrainState, UpdateConfig
 from agent_r1_jax.rollout import evaluate, groups, rollout, sockets
@@ -34,7 +34,7 @@ class Rollouts:
   def __init__(
     self,
     plan: plan_lib.Plan,
-    engine: engine_lib.Engine,
+    engine: protocol.AnyEngine,
     files: run_files.RunFiles,
     watcher: sockets.Watcher,
   ):

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import protocol
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.rl import train_state as train_state_lib
 from agent_r1_jax.rollout import decoding as decoding_lib
@@ -80,7 +80,7 @@ def make(
   evals: Mapping[str, Sequence[types.Task]],
   privileged: Callable[[types.Task], str] | None,
   guides: Mapping[guide_lib.Guide, Any],
-) -> tuple[Plan, train_state_lib.TrainState, engine_lib.Engine]:
+) -> tuple[Plan, train_state_lib.TrainState, protocol.AnyEngine]:
   """Plans a run; the arguments and the errors are those of `loop.run`.
 
   Checks the tasks by an environment, chooses the sizes, loads the models. As many errors
