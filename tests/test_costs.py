@@ -47,7 +47,7 @@ def test_only_products_count(family):
   size = costs.count_parameters(params, config)
   flat = traverse_util.flatten_dict(params)
   named = {path[-1] for path in flat}
-  others = {'scale', 'bias', 'sinks'}
+  others = {'scale', 'bias', 'sinks', 'log'}
   assert named >= {'scale', 'kernel'} and named <= {'embedding', 'kernel', *others}
   few = {path: x for path, x in flat.items() if path[-1] not in others}
   kernels = sum(x.size for path, x in few.items() if path[-1] == 'kernel')

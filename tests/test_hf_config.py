@@ -105,21 +105,42 @@ for _name, _layers, _experts in (('gpt-oss-20b', 24, 32), ('gpt-oss-120b', 36, 1
   }
 
 
+for _name, _layers, _heads in (
+  *(('Qwen3.5-0.8B', 24, 16), ('Qwen3.5-2B', 24, 16)),
+  *(('Qwen3.5-4B', 32, 32), ('Qwen3.5-9B', 32, 32), ('Qwen3.5-27B', 64, 48)),
+):
+  _PARTICULARS[_name] = {
+    'recurrent': (True, True, True, False) * (_layers // 4),
+    'linear_key_heads': 16,
+    'linear_value_heads': _heads,
+    'linear_key_dim': 128,
+    'linear_value_dim': 128,
+    'conv_width': 4,
+    'rope_fraction': 0.25,
+  }
+
+
 def _read(directory, raw):
   (directory / 'config.json').write_text(json.dumps(raw))
   return hf_config.read(directory)
 
 
+def _get_text(raw):
+  """The fields of the language model, of which Qwen3.5 has an object."""
+  text = raw | raw.get('text_config', {})
+  return text | text.get('rope_parameters', {})
+
+
 def test_every_family_has_a_published_config():
   """What a new family needs; docs/models.md says what else."""
-  published = {config['model_type'] for config in _PUBLISHED.values()}
+  published = {_get_text(config)['model_type'] for config in _PUBLISHED.values()}
   assert published == families.FAMILIES.keys(), 'see golden/published_configs.json'
 
 
 @pytest.mark.parametrize('name', _PUBLISHED)
 def test_published_config_is_read_and_written_back(tmp_path, name):
-  raw = _PUBLISHED[name]
-  config = _read(tmp_path, raw)
+  raw = _get_text(_PUBLISHED[name])
+  config = _read(tmp_path, _PUBLISHED[name])
   expected = decoder.DecoderConfig(
     raw['model_type'],
     raw['vocab_size'],

@@ -33,6 +33,8 @@ _CAPS = {'query_scale': 5, 'attention_cap': 20.0, 'logit_cap': 9.0}
 _SLIDES = {'sliding': (True, False, True), 'window': 16}
 # What a family's config.json can say besides the sizes.
 _MIXTURE = {'num_experts': 4, 'experts_per_token': 2, 'expert_dim': 10, 'mlp_dim': 0}
+_STATES = {'linear_key_heads': 2, 'linear_value_heads': 4, 'conv_width': 3}
+_STATES |= {'linear_key_dim': 5, 'linear_value_dim': 3, 'recurrent': (True, False, True)}
 _PARTICULARS = {
   'qwen2_moe': {**_MIXTURE, 'shared_dim': 14},
   'qwen3_moe': {**_MIXTURE, 'normalize_experts': True},
@@ -42,6 +44,7 @@ _PARTICULARS = {
     'normalize_experts': True,
     'rope_scaling': tiny.YARN,
   },
+  'qwen3_5_text': {**_STATES, 'rope_fraction': 0.75},
   'llama': {'rope_scaling': _LLAMA3},
   'qwen2_5_vl': {
     'vision': dataclasses.replace(tiny.VISION, out_dim=12),
@@ -245,7 +248,8 @@ def test_transformers_reads_ourmake_config(tmp_path, family):
   assert theirs.eos_token_id is None  # and not Llama 2's
   rope = {'rope_theta': 777.0, 'rope_type': 'default'}
   rope |= config.rope_scaling or {}
-  rope |= {'partial_rotary_factor': 0.75} if family == 'phi3' else {}
+  if config.rope_fraction != 1:
+    rope |= {'partial_rotary_factor': config.rope_fraction}
   if config.vision:
     rope |= {'type': 'mrope', 'mrope_section': [1, 1, 1]}
   rotations = theirs.rope_parameters
@@ -255,6 +259,9 @@ def test_transformers_reads_ourmake_config(tmp_path, family):
   if config.facts.mixes_types:
     kinds = [kind == 'sliding_attention' for kind in theirs.layer_types]
     assert kinds == list(config.sliding or (False,) * 3)
+  if config.recurrent:
+    kinds = [kind == 'linear_attention' for kind in theirs.layer_types]
+    assert kinds == list(config.recurrent)
   assert (getattr(theirs, 'sliding_window', None) or 0) == config.window
   whole.save_pretrained(tmp_path)
   assert hf_config.read(tmp_path) == config

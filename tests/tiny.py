@@ -82,12 +82,17 @@ def full_name(name: str) -> str:
 
 
 def config(family: str = 'llama', layers: int = 1) -> decoder.DecoderConfig:
-  """Grouped queries, and each family's biases, norms and experts."""
-  facts, normalizes = families.FAMILIES[family], family in ('qwen3_moe', 'gpt_oss')
+  """Grouped queries, and each family's biases, norms, experts and states."""
+  facts = families.FAMILIES[family]
+  normalizes = family in ('qwen3_moe', 'gpt_oss', 'qwen3_5_moe_text')
   mixture = {'experts_per_token': 2, 'normalize_experts': normalizes}
   sizes = {'num_experts': 8, 'expert_dim': 12, 'shared_dim': 8, 'mlp_dim': 24}
   has = {field for field, _ in facts.sizes.values()}
   sees = {'vision': VISION, 'mrope_section': (1, 1, 2)}
+  if facts.is_recurrent:  # At least one of each kind; the last one attends.
+    layers = max(layers, 2)
+    sizes |= {'linear_key_heads': 2, 'linear_value_heads': 4, 'conv_width': 4}
+    sizes |= {'linear_key_dim': 8, 'linear_value_dim': 6}
   return decoder.DecoderConfig(
     family=family,
     vocab_size=VOCAB,
@@ -99,6 +104,7 @@ def config(family: str = 'llama', layers: int = 1) -> decoder.DecoderConfig:
     **{field: size for field, size in sizes.items() if field in has},
     **(mixture if 'num_experts' in has else {}),
     rope_scaling=None if 'default' in facts.scalings else YARN,
+    recurrent=(True,) * (layers - 1) + (False,) if facts.is_recurrent else (),
     **(sees if facts.sees else {}),
   )
 
@@ -117,7 +123,7 @@ def params(
     noise = np.random.default_rng(seed).normal(size=leaf.shape)
     return np.asarray(leaf + 0.3 * noise, np.float32)
 
-  tree, ones = _init_shapes(shape), {'scale': 1.0}
+  tree, ones = _init_shapes(shape), {'scale': 1.0, 'log': -2.0}
   tree = jax.tree_util.tree_map_with_path(
     lambda path, x: spread(path, np.full(x.shape, ones.get(path[-1].key, 0.0))), tree
   )

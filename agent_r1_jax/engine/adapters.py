@@ -220,8 +220,8 @@ def make_stacks(
   for name, target in lora.list_targets(config).items():
     shapes = lora.get_shapes(config, target, rank)
     specs = mesh and _make_specs(target, shapes, mesh)
-    for layer in stacks:
-      stack = layer.setdefault(target.place, {}).setdefault(name, {})
+    for layer in config.list_layers(target.place):
+      stack = stacks[layer].setdefault(target.place, {}).setdefault(name, {})
       for leaf, numbers in zip('ab', _count_numbers(shapes), strict=True):
         zeros = np.zeros((slots, rank, numbers), jnp.dtype(config.dtype))
         where = NamedSharding(mesh, specs[leaf]) if mesh and specs else None
@@ -249,7 +249,8 @@ def prepare(config: DecoderConfig, adapter: dict[str, Any], rank: int) -> Stacks
   layers: Stacks = tuple({} for _ in range(config.num_layers))
   for name, target in lora.list_targets(config).items():
     shapes = lora.get_shapes(config, target, rank)
-    L, I, O = len(layers), *_count_numbers(shapes)
+    having = config.list_layers(target.place)
+    L, I, O = len(having), *_count_numbers(shapes)
     a_LRI, b_LRO = np.zeros((L, rank, I)), np.zeros((L, rank, O))
     if (target.place, name) in leaves:
       a, b, scale = (leaves[target.place, name][leaf] for leaf in lora.LEAVES)
@@ -258,8 +259,8 @@ def prepare(config: DecoderConfig, adapter: dict[str, Any], rank: int) -> Stacks
       scaled_LIR = a.reshape(L, I, R) * scale[:, None, None]
       a_LRI[:, :R], b_LRO[:, :R] = scaled_LIR.swapaxes(1, 2), b.reshape(L, R, O)
     a_LRI, b_LRO = (x.astype(jnp.dtype(config.dtype)) for x in (a_LRI, b_LRO))
-    for layer, a_RI, b_RO in zip(layers, a_LRI, b_LRO, strict=True):
-      layer.setdefault(target.place, {})[name] = {'a': a_RI, 'b': b_RO}
+    for layer, a_RI, b_RO in zip(having, a_LRI, b_LRO, strict=True):
+      layers[layer].setdefault(target.place, {})[name] = {'a': a_RI, 'b': b_RO}
   return layers
 
 

@@ -170,7 +170,7 @@ def decode(
   Returns:
     The cache, the guides' states after the last token of each entry, and the tokens.
   """
-  B = cache[0].keys.shape[0]
+  B = len(jax.tree.leaves(cache)[0])
   # Rows are copied once a decode; attention then reads `bucket` slots in each call.
   view = cache if in_place else _gather_rows(cache, batch.rows, bucket)
   sizes = len(batch.rows), drafts.count_most(steps, k), min(TOP, config.vocab_size)

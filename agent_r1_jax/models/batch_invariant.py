@@ -76,6 +76,7 @@ def check(
     f'on {chips} chips': chips > 1,
     'with experts': config.num_experts > 0,
     'with pictures': config.vision is not None,
+    'with layers that have a state': any(config.recurrent),
     'with LoRA adapters (model.lora_rank)': lora.is_in(params),
     'with named adapters': adapters > 0,
     f'with kernels of 8 bits (engine.weights={weights!r})': weights != 'model',
@@ -115,7 +116,7 @@ def extend(
   params: decoder.Params,
   config: decoder.DecoderConfig,
   rows: types.Rows,
-  cache: kv_cache.Cache,
+  cache: tuple[kv_cache.LayerCache, ...],
 ) -> tuple[Float[Array, 'B T D'], kv_cache.Cache]:
   """Computes decoder.extend."""
   B, T = rows.tokens.shape

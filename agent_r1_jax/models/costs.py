@@ -2,7 +2,8 @@
 
 A multiplication is one operation, an addition another: a product of [M, K] and [K, N] has
 2 M K N. As in PaLM (arXiv 2204.02311, appendix B), products with kernels and those of
-attention count, each once, so that what is computed again does not. Nothing else counts:
+attention count, each once, so that what is computed again does not. A layer with a state
+has three products with it for each token. Nothing else counts:
 no norm, bias, scale, rotation or softmax. Of experts those count that a token takes. The
 tower that reads pictures does not count.
 """
@@ -76,12 +77,15 @@ def count_forward(
     attention: How often one of attention counts.
   """
   seen, sliding = positions.astype(np.int64) + 1, sum(config.sliding)
-  pairs = (config.num_layers - sliding) * int(seen.sum())
+  recurrent = sum(config.recurrent)
+  pairs = (config.num_layers - sliding - recurrent) * int(seen.sum())
   if sliding:
     pairs += sliding * int(np.minimum(seen, config.window).sum())
   passed = (size.taken - size.head) * len(positions) + size.head * logits
   heads = config.num_heads * config.head_dim
-  return products * 2 * passed + attention * 4 * heads * pairs
+  state = config.linear_value_heads * config.linear_key_dim * config.linear_value_dim
+  mixed = 4 * heads * pairs + 6 * state * recurrent * len(positions)
+  return products * 2 * passed + attention * mixed
 
 
 def count_gradient(

@@ -24,9 +24,11 @@ import numpy as np
 from agent_r1_jax import types
 from agent_r1_jax.models import (
   attention,
+  delta_net,
   experts,
   head,
   kv_cache,
+  mixed_layers,
   rope,
   sharded_params,
   sharding,
@@ -104,10 +106,13 @@ class Attention(nn.Module):
     project = functools.partial(Projection, dtype=c.dtype, use_bias=has('attn/q/bias'))
     # The engine's kernel of the queries has one axis for all heads; see
     # engine_params.unstack.
-    flat = (c.num_heads * c.head_dim,)
-    heads = flat if cache is not None else (c.num_heads, c.head_dim)
+    flat = (c.num_heads * c.query_dim,)
+    heads = flat if cache is not None else (c.num_heads, c.query_dim)
     q_BTNH = apply_flat(project(heads, name='q'), x_BTD)
-    q_BTNH = q_BTNH.reshape(*x_BTD.shape[:2], c.num_heads, c.head_dim)
+    q_BTNH = q_BTNH.reshape(*x_BTD.shape[:2], c.num_heads, c.query_dim)
+    gate_BTNH = None
+    if c.facts.gates:
+      q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
     k_BTKH = apply_flat(project((c.num_kv_heads, c.head_dim), name='k'), x_BTD)
     v_BTKH = apply_flat(project((c.num_kv_heads, c.head_dim), name='v'), x_BTD)
     for name, axes in (('norm', 1), ('norm_of_all', 2)):
@@ -137,6 +142,8 @@ class Attention(nn.Module):
       rules = rules._replace(window=c.window if slides else 0)
       slots = cache.keys, cache.values, rows.positions, rules, cache.scales, sinks_N
       out_BTNH = attention.cached(q_BTNH, *slots)
+    if gate_BTNH is not None:
+      out_BTNH *= nn.sigmoid(gate_BTNH)
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
     biased = has('attn/o/bias')
     out = Projection((c.embed_dim,), c.dtype, 2, biased, init, name='o')
@@ -146,21 +153,26 @@ class Attention(nn.Module):
 class Block(nn.Module):
   """One layer. `cache` is None in training, else this layer's.
 
-  `kind` is this layer's, or None if all are alike; `route_BTk` names the experts to take,
+  One that `recurs` has a state in place of keys and values; `kind` is this layer's, or
+  None if all are alike; `route_BTk` names the experts to take,
   if they are known; `attend` is as in Attention. What is returned beside the residual
   stream is the cache, or in training the loads of the experts, if there are any.
   """
 
   config: DecoderConfig
   attend: Attend | None = None
+  recurs: bool = False
 
   @nn.compact
   def __call__(self, x_BTD, rows, angles, kind, route_BTk=None, cache=None):
     """Adds attention, then the feed-forward, to the residual stream."""
     c = self.config
     normed = self._normalise('attn_norm', x_BTD)
-    attn = Attention(c, self.attend, name='attn')
-    out, cache = attn(normed, rows, angles, kind, cache)
+    if self.recurs:
+      out, cache = delta_net.DeltaNet(c, name='linear')(normed, rows, cache)
+    else:
+      attn = Attention(c, self.attend, name='attn')
+      out, cache = attn(normed, rows, angles, kind, cache)
     x_BTD += self._normalise('attn_out_norm', out)
     normed = self._normalise('mlp_norm', x_BTD)
     if not c.num_experts:
@@ -217,21 +229,24 @@ class Decoder(nn.Module):
     embed = nn.Embed(
       c.vocab_size, c.embed_dim, dtype=c.dtype, embedding_init=init, name='embed'
     )
-    # All layers get the same arguments, but for their kinds and routes.
-    all_get = nn.broadcast
-    layers = scan_layers(Block, c.remat, c.num_layers, all_get, all_get, 0, 0)
     angles, tokens_BT = compute_angles(rows, c), rows_lib.find_vocabulary_ids(rows)
     if self.is_initializing() or sharding.active_mesh() is None:
       x_BTD = embed(tokens_BT)
     else:
       x_BTD = sharded_params.look_up(embed.embedding.astype(c.dtype), tokens_BT)
     x_BTD = rows_lib.put_features(scale_embeddings(x_BTD, c), rows)
-    kinds = layer_kinds(c)
-    kinds = kinds and jax.tree.map(lambda *x: jnp.asarray(x), *kinds)
     route_LBTk = None if rows.routes is None else jnp.moveaxis(rows.routes, 2, 0)
-    x_BTD, loads_LE = layers(c, name='layers')(
-      x_BTD, rows_lib.leave_to_layers(rows), angles, kinds, route_LBTk
-    )
+    given = x_BTD, rows_lib.leave_to_layers(rows), angles
+    if c.recurrent:
+      layers = mixed_layers.Layers(c, Block, name='layers')
+      x_BTD, loads_LE = layers(*given, route_LBTk)
+    else:
+      # All layers get the same arguments, but for their kinds and routes.
+      all_get = nn.broadcast
+      layers = scan_layers(Block, c.remat, c.num_layers, all_get, all_get, 0, 0)
+      kinds = layer_kinds(c)
+      kinds = kinds and jax.tree.map(lambda *x: jnp.asarray(x), *kinds)
+      x_BTD, loads_LE = layers(c, name='layers')(*given, kinds, route_LBTk)
     x_BTD = _norm(c, 'final_norm')(x_BTD)
     if self.is_initializing() and not c.tie_embeddings:
       nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, name='lm_head')(x_BTD)
@@ -293,7 +308,8 @@ def extend(
     variables = {'params': layer}
     if rows.adapters is not None:
       variables['adapters'] = rows.adapters.get_layer(len(new_cache))
-    apply = functools.partial(Block(config).apply, variables)
+    recurs = bool(config.recurrent) and config.recurrent[len(new_cache)]
+    apply = functools.partial(Block(config, recurs=recurs).apply, variables)
     x, layer_cache = apply(x, rows, angles, kind, None, layer_cache)
     new_cache.append(layer_cache)
   x = _norm(config).apply({'params': params['final_norm']}, x)

@@ -42,6 +42,15 @@ class DecoderConfig:
   sliding: tuple[bool, ...] = ()
   window: int = 0
   nope: tuple[bool, ...] = ()
+  # The layers that have a state in place of keys and values (delta_net.py), one bool a
+  # layer or () for none; and their heads, the numbers of these, and how many tokens their
+  # convolutions see.
+  recurrent: tuple[bool, ...] = ()
+  linear_key_heads: int = 0
+  linear_value_heads: int = 0
+  linear_key_dim: int = 0
+  linear_value_dim: int = 0
+  conv_width: int = 0
   query_scale: int | None = None  # Scores are divided by its root; None: head_dim's.
   # A cap c makes c · tanh(x / c) of attention's scores, or of the logits.
   attention_cap: float | None = None
@@ -71,7 +80,12 @@ class DecoderConfig:
     for name, _ in self.facts.sizes.values():
       if getattr(self, name) < 1:
         raise ValueError(f'{name} is {getattr(self, name)}; a {self.family} has some.')
-    for name in ('sliding', 'nope'):
+    if (self.facts.is_recurrent is not None) != (len(set(self.recurrent)) == 2):
+      raise ValueError(
+        f'recurrent is {self.recurrent}; a {self.family} has layers of '
+        f'{"both kinds" if self.facts.is_recurrent else "one kind"}.'
+      )
+    for name in ('sliding', 'nope', 'recurrent'):
       if len(getattr(self, name)) not in (0, self.num_layers):
         raise ValueError(
           f'{name} is of {len(getattr(self, name))} layers, not num_layers.'
@@ -98,6 +112,23 @@ class DecoderConfig:
   def facts(self) -> Family:
     """The properties of the family."""
     return families.FAMILIES[self.family]
+
+  @property
+  def query_dim(self) -> int:
+    """The numbers of a head that the queries' kernel computes."""
+    return self.head_dim * (2 if self.facts.gates else 1)
+
+  @property
+  def sizes(self) -> dict[str, int]:
+    """The size of each letter of the family's parameters."""
+    sizes = {x: getattr(self, field) for x, (field, _) in self.facts.sizes.items()}
+    return sizes | {'d': sizes['D'], 'e': sizes.get('E', 0), 'P': self.query_dim}
+
+  def list_layers(self, place: str) -> list[int]:
+    """Lists the layers that have a part, such as 'attn', over which it is stacked."""
+    recurrent = self.recurrent or (False,) * self.num_layers
+    lacking = {'attn': True, 'linear': False}.get(place)
+    return [layer for layer, recurs in enumerate(recurrent) if recurs is not lacking]
 
 
 class LayerKind(NamedTuple):

@@ -19,7 +19,7 @@ def unstack(
   """Makes the parameters of `decoder.extend` from those of the learner.
 
   `layers` becomes a tuple with a dict for each layer: an array [L, ...] becomes L arrays.
-  Norms and routers stay float32, everything else is cast to config.dtype. LoRA is
+  Norms, routers and decays stay float32, everything else is cast to config.dtype. LoRA is
   merged, one kernel after the other: all merged kernels together would be a second copy
   of the layers. Those beside frozen kernels of 8 bits stay as they are.
 
@@ -38,14 +38,18 @@ def unstack(
   cast = sharding.map_named(
     lambda path, x: round_leaf(x, _choose_dtype(path, x, config)), others
   )
-  layers = _unstack_layers(params['layers'], config, 'layers', weights)
-  return params | cast | {'layers': layers}
+  layers = [{} for _ in range(config.num_layers)]
+  for place, stacked in params['layers'].items():
+    parts = _unstack_layers(stacked, config, f'layers/{place}', weights)
+    for layer, part in zip(config.list_layers(place), parts, strict=True):
+      layers[layer][place] = part
+  return params | cast | {'layers': tuple(layers)}
 
 
 def _unstack_layers(
   stacked: decoder.Params, config: decoder.DecoderConfig, path: str, weights: str
 ) -> tuple[decoder.Params, ...]:
-  """Returns a dict for each layer; `path` are the names above it."""
+  """Returns a dict for each layer that has this part; `path` are the names above."""
   stacks = {}
   frozen = quantization.SCALE in stacked
   merges = 'lora_a' in stacked and not frozen
@@ -66,7 +70,8 @@ def _unstack_layers(
         continue
       # A merged kernel is freed only when this is done.
       stacks[name] = jax.block_until_ready(_unstack_leaf(x, joined=joined, dtype=dtype))
-  return tuple({k: x[i] for k, x in stacks.items()} for i in range(config.num_layers))
+  layers = range(len(config.list_layers(path.split('/')[1])))
+  return tuple({k: x[i] for k, x in stacks.items()} for i in layers)
 
 
 def round_leaf(x: Array, dtype: str) -> Array:
@@ -77,7 +82,7 @@ def round_leaf(x: Array, dtype: str) -> Array:
 
 
 def _choose_dtype(place: str, x: Array, config: decoder.DecoderConfig) -> str:
-  exact = '_norm' in place or '/router/' in place
+  exact = any(part in place for part in ('_norm', '/router/', '/decay/'))
   return x.dtype.name if exact else config.dtype
 
 

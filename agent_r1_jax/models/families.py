@@ -8,7 +8,9 @@ LoRA and the tests of all families follow the table.
 
 A dimension is a letter: L layers, D embed, F feed-forward, N query heads, K key-value
 heads, H head dim, V vocabulary, E experts, I feed-forward of an expert, S that of the
-expert that all tokens share; d and e are embed and experts where no mesh splits them.
+expert that all tokens share; d and e are embed and experts where no mesh splits them. P
+is H, or twice as many where a query has a gate. A layer with a state has G key heads and
+U value heads of X and Y numbers, and convolutions over Z tokens.
 vision_config.py has those of a vision tower.
 """
 
@@ -21,6 +23,10 @@ from agent_r1_jax.models.pictures import vision_config
 
 def _layer(path: str, tensor: str, dims: str) -> Parameter:
   return Parameter(f'layers/{path}', f'model.layers.{{}}.{tensor}', f'L{dims}')
+
+
+def _convolution(path: str, tensor: str, dims: str) -> Parameter:
+  return _layer(path, tensor, dims)._replace(convolves=True)
 
 
 _EMBEDDING = (Parameter('embed/embedding', 'model.embed_tokens.weight', 'VD'),)
@@ -58,6 +64,33 @@ _QK_NORM_OF_ALL = (
   _layer('attn/q_norm_of_all/scale', 'self_attn.q_norm.weight', '>NH'),
   _layer('attn/k_norm_of_all/scale', 'self_attn.k_norm.weight', '>KH'),
 )
+_GATED_ATTENTION = (
+  _layer('attn/q/kernel', 'self_attn.q_proj.weight', 'D>NP'),
+  *_ATTENTION[1:],
+)
+# A tensor of a file holds those of q, k and v one after the other; so do convolutions.
+_DELTA_NET = (
+  _layer('linear/q/kernel', 'linear_attn.in_proj_q.weight', 'D>GX'),
+  _layer('linear/k/kernel', 'linear_attn.in_proj_k.weight', 'D>GX'),
+  _layer('linear/v/kernel', 'linear_attn.in_proj_v.weight', 'D>UY'),
+  _convolution('linear/q_conv/kernel', 'linear_attn.conv1d_q.weight', '1Z>GX'),
+  _convolution('linear/k_conv/kernel', 'linear_attn.conv1d_k.weight', '1Z>GX'),
+  _convolution('linear/v_conv/kernel', 'linear_attn.conv1d_v.weight', '1Z>UY'),
+  _layer('linear/z/kernel', 'linear_attn.in_proj_z.weight', 'D>UY'),
+  _layer('linear/b/kernel', 'linear_attn.in_proj_b.weight', 'D>U'),
+  _layer('linear/a/kernel', 'linear_attn.in_proj_a.weight', 'D>U'),
+  _layer('linear/decay/log', 'linear_attn.A_log', 'U'),
+  _layer('linear/decay/bias', 'linear_attn.dt_bias', 'U'),
+  _layer('linear/out_norm/scale', 'linear_attn.norm.weight', 'Y'),
+  _layer('linear/o/kernel', 'linear_attn.out_proj.weight', 'UY>D'),
+)
+_FUSED_DELTA_NET = {
+  f'model.layers.{{}}.linear_attn.{fused}.weight': tuple(
+    f'model.layers.{{}}.linear_attn.{fused.removesuffix("_qkv")}_{x}.weight'
+    for x in 'qkv'
+  )
+  for fused in ('in_proj_qkv', 'conv1d')
+}
 _MLP = (
   _layer('mlp/gate/kernel', 'mlp.gate_proj.weight', 'D>F'),
   _layer('mlp/up/kernel', 'mlp.up_proj.weight', 'D>F'),
@@ -283,6 +316,27 @@ FAMILIES['gpt_oss'] = Family(
   scalings=('yarn',),  # Where a file names none, transformers takes this one.
   interleaved=_INTERLEAVED,
 )
+_QWEN35 = Family(
+  'Qwen3_5ForCausalLM',
+  (*_EMBEDDING, *_NORMS, *_GATED_ATTENTION, *_QK_NORM, *_DELTA_NET, *_MLP, *_HEAD),
+  _NO_BIAS | {'attn_output_gate': (True,)},
+  defaults={'head_dim': 256, 'partial_rotary_factor': 0.25, 'linear_conv_kernel_dim': 4}
+  | {'linear_key_head_dim': 128, 'linear_value_head_dim': 128}
+  | {'linear_num_key_heads': 16, 'linear_num_value_heads': 32},
+  norm_offset=1.0,
+  partial_rope=True,
+  is_recurrent=lambda raw, layer: (
+    (layer + 1) % raw.get('full_attention_interval', 4) != 0
+  ),
+  gates=True,
+  fused=_FUSED_DELTA_NET,
+  part_of='qwen3_5',
+  ignored={
+    'mtp.': 'layers that draft further tokens',
+    'model.visual.': 'the vision tower: the policy reads text',
+  },
+)
+FAMILIES['qwen3_5_text'] = _QWEN35
 _EVERY = {p.path: p for family in FAMILIES.values() for p in family.parameters}
 # The kernels to which LoRA may be added: name -> parameter. A new one comes last, for its
 # random numbers depend on its place.

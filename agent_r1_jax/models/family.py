@@ -20,6 +20,11 @@ SIZES = {
   'E': ('num_experts', 'num_experts'),
   'I': ('expert_dim', 'moe_intermediate_size'),
   'S': ('shared_dim', 'shared_expert_intermediate_size'),
+  'G': ('linear_key_heads', 'linear_num_key_heads'),
+  'U': ('linear_value_heads', 'linear_num_value_heads'),
+  'X': ('linear_key_dim', 'linear_key_head_dim'),
+  'Y': ('linear_value_dim', 'linear_value_head_dim'),
+  'Z': ('conv_width', 'linear_conv_kernel_dim'),
 }
 
 
@@ -89,6 +94,11 @@ class Family(NamedTuple):
   # Whether `no_rope_layers` says which layers turn queries and keys.
   skips_rope: bool = False
   partial_rope: bool = False  # Whether it may turn a part of a head's numbers only.
+  # Which layers have a state (delta_net.py) in place of keys and values where
+  # `layer_types` does not say it, by their index; None if none has.
+  is_recurrent: Callable[[dict[str, Any], int], bool] | None = None
+  # Whether each query has a gate beside it, by which what it attends to is multiplied.
+  gates: bool = False
   # The rotations it may have: plain, or stretched.
   scalings: tuple[str, ...] = ('default', *rope.SCALINGS)
   # Tensors of a checkpoint in which those of several parameters lie one after the other.
@@ -100,6 +110,10 @@ class Family(NamedTuple):
   # Beginnings of the names of transformers' modules, and of the tensors that some of its
   # versions write -> ours.
   renamed: dict[str, str] = {}
+  # The `model_type` of a model that sees, of which this is the language model; and the
+  # beginnings of the names of tensors that are not read -> what they are.
+  part_of: str = ''
+  ignored: dict[str, str] = {}
 
   @property
   def sizes(self) -> dict[str, tuple[str, str]]:
@@ -113,6 +127,8 @@ class Family(NamedTuple):
 
   def read_name(self, name: str) -> str:
     """Returns the name in this table of a tensor in a file."""
+    if self.part_of and name.startswith('model.language_model.'):
+      return name.replace('language_model.', '', 1)
     old = next((old for old in self.renamed if name.startswith(old)), '')
     return self.renamed.get(old, '') + name.removeprefix(old)
 

@@ -13,13 +13,19 @@ the others: a ring, in which a token takes the place of the one that many before
 a call begins, the window before its first token must be there, and the call's tokens fit
 behind it (engine/sizes.py and rows.py see to both).
 
+A layer with a state (delta_net.py) keeps it in place of slots, and cannot go back: beside
+the state that calls go on with, it has room for a few from earlier in the text, which
+engine/rows.py chooses.
+
 Letters: B rows, S slots of a row, T tokens, K key-value heads, H head dim, k experts of a
-token.
+token. Of a layer with a state: n states of a row, U heads, Z tokens of its convolutions;
+the rest as in delta_net.py.
 """
 
 import functools
 from typing import NamedTuple
 
+import jax
 from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Float, Int
@@ -31,6 +37,8 @@ from agent_r1_jax.models.decoder_config import DecoderConfig
 NUMBERS = ('model', 'int8')
 # The position of a token that is computed and not written.
 NOWHERE = 1 << 30
+# The states of a row (n): the one that calls go on with, and those that are saved.
+STATES = 3
 # Of keys and of values that are int8, float32 [B, K, S] each.
 Scales = tuple[Array, Array]
 
@@ -49,7 +57,17 @@ class LayerCache(NamedTuple):
   scales: Scales | None = None
 
 
-Cache = tuple[LayerCache, ...]
+class StateCache(NamedTuple):
+  """What a layer with a state keeps of each row; its first state is that of now."""
+
+  states: Float[Array, 'B U n X Y']  # float32.
+  # The last inputs of the convolutions of queries, keys and values, each
+  # [B, heads, n, Z - 1, numbers].
+  windows: tuple[Array, Array, Array]
+  experts: Int[Array, 'B k S'] | None = None  # As in LayerCache.
+
+
+Cache = tuple[LayerCache | StateCache, ...]
 
 
 def empty(
@@ -68,10 +86,33 @@ def empty(
     numbers: One of NUMBERS.
     window_slots: The slots of a layer that slides; as many as others have by default.
   """
-  sliding = config.sliding or (False,) * config.num_layers
+  none = (False,) * config.num_layers
   ring = slots if window_slots is None else min(window_slots, slots)
   layer = functools.partial(_empty_layer, config, rows, slots, numbers)
-  return tuple(layer(ring if slides else slots) for slides in sliding)
+  return tuple(
+    _empty_states(config, rows, slots) if recurs else layer(ring if slides else slots)
+    for slides, recurs in zip(
+      config.sliding or none, config.recurrent or none, strict=True
+    )
+  )
+
+
+def _empty_states(c: DecoderConfig, rows: int, slots: int) -> StateCache:
+  zeros = lambda heads, *rest, dtype: jnp.zeros((rows, heads, STATES, *rest), dtype)
+  window = lambda heads, numbers: zeros(heads, c.conv_width - 1, numbers, dtype=c.dtype)
+  key, value = (
+    (c.linear_key_heads, c.linear_key_dim),
+    (c.linear_value_heads, c.linear_value_dim),
+  )
+  states = zeros(value[0], key[1], value[1], dtype=jnp.float32)
+  windows = window(*key), window(*key), window(*value)
+  return StateCache(states, windows, _empty_experts(c, rows, slots))
+
+
+def _empty_experts(c: DecoderConfig, rows: int, slots: int) -> Array | None:
+  """Of all tokens: the learner takes the same (engine.read_routes)."""
+  dtype = jnp.int8 if c.num_experts <= 128 else jnp.int16
+  return jnp.zeros((rows, c.experts_per_token, slots), dtype) if c.num_experts else None
 
 
 def _empty_layer(
@@ -81,12 +122,10 @@ def _empty_layer(
   rounds, K, H = numbers == 'int8', c.num_kv_heads, c.head_dim
   head = jnp.int8 if rounds else c.dtype
   scale = lambda: zeros(K, dtype=jnp.float32)
-  expert = jnp.int8 if c.num_experts <= 128 else jnp.int16
   return LayerCache(
     zeros(K, H, dtype=head),
     zeros(K, H, dtype=head),
-    # Of all tokens: the learner takes the same (engine.read_routes).
-    jnp.zeros((rows, c.experts_per_token, slots), expert) if c.num_experts else None,
+    _empty_experts(c, rows, slots),
     (scale(), scale()) if rounds else None,
   )
 
@@ -113,6 +152,32 @@ def write(
   return cache._replace(keys=put(cache.keys, k_BTKH), values=put(cache.values, v_BTKH))
 
 
+def resume(cache: Cache, begin_B: Int[Array, 'B']) -> Cache:
+  """Makes one of each row's states that of now, in layers that have states."""
+
+  def take(x):
+    index = begin_B.reshape(-1, *[1] * (x.ndim - 1))
+    return x.at[:, :, :1].set(jnp.take_along_axis(x, index, axis=2))
+
+  return tuple(_change_states(layer, take) for layer in cache)
+
+
+def save(cache: Cache, slot_B: Int[Array, 'B']) -> Cache:
+  """Saves the state of now as another of a row's; no one where slot_B is n."""
+
+  def put(x):
+    return x.at[jnp.arange(len(x)), :, slot_B].set(x[:, :, 0], mode='drop')
+
+  return tuple(_change_states(layer, put) for layer in cache)
+
+
+def _change_states(layer: LayerCache | StateCache, change) -> LayerCache | StateCache:
+  if isinstance(layer, LayerCache):
+    return layer
+  states, windows = jax.tree.map(change, (layer.states, layer.windows))
+  return layer._replace(states=states, windows=windows)
+
+
 def find_held(positions_BT: Int[Array, 'B T'], slots: int) -> Int[Array, 'B S']:
   """Finds which position each slot of a ring holds, after these tokens are written.
 
@@ -131,8 +196,10 @@ def round_heads(
 
 
 def write_experts(
-  cache: LayerCache, expert_BTk: Int[Array, 'B T k'], positions_BT: Int[Array, 'B T']
-) -> LayerCache:
+  cache: LayerCache | StateCache,
+  expert_BTk: Int[Array, 'B T k'],
+  positions_BT: Int[Array, 'B T'],
+) -> LayerCache | StateCache:
   """Writes the experts of tokens likewise."""
   assert cache.experts is not None
   taken_BTk = expert_BTk.astype(cache.experts.dtype)

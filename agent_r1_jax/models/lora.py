@@ -41,7 +41,7 @@ from jaxtyping import Float, Int
 
 from agent_r1_jax.models import families, quantization, sharded_params, sharding
 from agent_r1_jax.models.decoder_config import DecoderConfig
-from agent_r1_jax.models.family import SIZES, Parameter
+from agent_r1_jax.models.family import Parameter
 
 LEAVES = ('lora_a', 'lora_b', 'lora_scale')
 # What is learned where kernels have adapters.
@@ -73,10 +73,11 @@ def check_targets(targets: Sequence[str]) -> None:
 
 def list_targets(config: DecoderConfig) -> dict[str, Parameter]:
   """Lists the kernels of a layer that can have an adapter, by the adapter's name."""
+  own = {parameter.path: parameter for parameter in config.facts.parameters}
   return {
-    name: target
+    name: own[target.path]
     for name, target in families.TARGETS.items()
-    if config.facts.has(target.path.removeprefix('layers/'))
+    if target.path in own
   }
 
 
@@ -85,10 +86,10 @@ def get_shapes(
 ) -> dict[str, tuple[int, ...]]:
   """Returns the shapes of an adapter's leaves for all layers, as `add` makes them."""
   inputs, outputs = (
-    tuple(getattr(config, SIZES[letter][0]) for letter in letters)
+    tuple(config.sizes[letter] for letter in letters)
     for letters in (target.inputs, target.dims.split('>')[1])
   )
-  L = config.num_layers
+  L = len(config.list_layers(target.place))
   shapes = (L, *inputs, rank), (L, rank, *outputs), (L,)
   return dict(zip(LEAVES, shapes, strict=True))
 

@@ -40,7 +40,7 @@ PARAM_AXES = ('fsdp', 'context')  # of a parameter's dimension D
 
 # The mesh axes of a parameter's dimensions, by their letters in models/families.py. Other
 # dimensions are replicated; so is LoRA's rank, so that merging is local.
-_SPLIT_BY = dict.fromkeys('DWQ', PARAM_AXES) | dict.fromkeys('VNKFES', ('tensor',))
+_SPLIT_BY = dict.fromkeys('DWQ', PARAM_AXES) | dict.fromkeys('VNKFESGU', ('tensor',))
 # Adafactor's statistics of a kernel are thousands of times smaller and have fewer axes.
 _FACTORED = re.compile(r'\bv_(row|col)/')
 # The engine's parameters stand in one dict for each layer, and have no dimension L.

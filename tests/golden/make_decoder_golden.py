@@ -1,7 +1,7 @@
 """Makes tests/golden/decoder: tiny random models and the logits transformers gives them.
 
 Command: python tests/golden/make_decoder_golden.py  (torch 2.13.0, transformers 5.23.0;
-gpt_oss: torch 2.11.0, transformers 5.17.0)
+gpt_oss, qwen3_5: torch 2.11.0, transformers 5.17.0)
 
 A directory per model: config.json and safetensors as `save_pretrained` wrote them, and
 logits.npz with 'tokens_<row>' [T] and 'logits_<row>' [T, V], each row run on its own.
@@ -44,6 +44,13 @@ _YARN = {
   'original_max_position_embeddings': 32,
 }
 _EXPERTS = {'num_experts': 6, 'num_experts_per_tok': 2, 'moe_intermediate_size': 12}
+_STATES = {
+  'layer_types': ['linear_attention', 'full_attention'] * 2,
+  'linear_num_key_heads': 2,
+  'linear_num_value_heads': 4,
+  'linear_key_head_dim': 6,
+  'linear_value_head_dim': 5,
+}
 _MODELS = {
   'qwen2': transformers.Qwen2Config(
     **_SIZES,
@@ -161,6 +168,17 @@ _MODELS = {
     rms_norm_eps=1e-2,
     rope_parameters={**_YARN, 'rope_theta': 100.0, 'truncate': False},
   ),
+  'qwen3_5_text': transformers.Qwen3_5TextConfig(
+    **_SIZES | {'num_hidden_layers': 4},
+    **_STATES,
+    head_dim=8,
+    rms_norm_eps=1e-2,
+    rope_parameters={
+      'rope_type': 'default',
+      'rope_theta': 100.0,
+      'partial_rotary_factor': 0.5,
+    },
+  ),
 }
 _DTYPES = {'qwen2': torch.bfloat16}  # The others are float32.
 _LENGTHS = (48, 11, 1)
@@ -171,6 +189,8 @@ def _randomize(model, generator):
     noise = torch.randn(x.shape, generator=generator)
     if 'norm' in name:
       x.data = 1.0 + 0.3 * noise
+    elif name.endswith('A_log'):
+      x.data = noise - 2.0  # Some heads forget soon, others late.
     elif name.endswith('bias') or 'embed' in name:
       x.data = 0.5 * noise
     elif name.endswith('gate_up_proj'):

@@ -18,7 +18,9 @@ from agent_r1_jax.models.files import hf_rope, json_fields, tensor_files
 from agent_r1_jax.models.pictures.vision_config import VisionConfig
 
 # The types of layers.
-_FULL, _SLIDING = 'full_attention', 'sliding_attention'
+_FULL, _SLIDING, _LINEAR = 'full_attention', 'sliding_attention', 'linear_attention'
+# The `model_type` of models that see -> that of the language model, which alone is read.
+_TEXT_OF = {x.part_of: name for name, x in families.FAMILIES.items() if x.part_of}
 # Fields of VisionConfig -> those of `vision_config`.
 _TOWER = {
   'num_layers': 'depth',
@@ -142,6 +144,8 @@ def token_ids(
 
 def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
   name = raw.get('model_type')
+  if isinstance(name, str) and (whole := _TEXT_OF.get(name)):
+    name, raw = whole, _flatten(raw)
   if name not in families.FAMILIES:
     known = ', '.join(families.FAMILIES)
     hint = '' if name else '. The model of a run is in WORKDIR/model.'
@@ -191,6 +195,7 @@ def _parse_layers(raw: dict[str, Any], family: Family) -> dict[str, Any]:
   """Finds what differs from layer to layer; a window of the whole context is none."""
   L = json_fields.read_number(raw, 'num_hidden_layers')
   sliding = _parse_layer_types(raw, family, L)
+  recurrent, sliding = (sliding, ()) if family.is_recurrent else ((), sliding)
   window = json_fields.read_number(raw, 'sliding_window') if any(sliding) else 0
   if window >= json_fields.read_number(raw, 'max_position_embeddings') or not any(
     sliding
@@ -203,15 +208,18 @@ def _parse_layers(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     if not isinstance(rope, list) or len(rope) < L:
       raise ValueError(f'no_rope_layers is {rope!r:.40}; a list of {L} numbers is needed')
     nope = tuple(not x for x in rope[:L])
-  return {'sliding': sliding, 'window': window, 'nope': nope if any(nope) else ()}
+  found = {'sliding': sliding, 'window': window, 'nope': nope if any(nope) else ()}
+  return found | {'recurrent': recurrent}
 
 
 def _parse_layer_types(raw: dict[str, Any], family: Family, L: int) -> tuple[bool, ...]:
-  kinds = raw.get('layer_types')
+  """Finds the layers that do not attend to all tokens: that slide, or have a state."""
+  kinds, other_kind = raw.get('layer_types'), _LINEAR if family.is_recurrent else _SLIDING
   if kinds is None:
-    found = family.is_sliding
+    found = family.is_recurrent or family.is_sliding
     return tuple(found(raw, i) for i in range(L)) if found else ()
-  known = [_FULL, _SLIDING] if family.mixes_types else [_FULL]
+  mixes = family.mixes_types or family.is_recurrent
+  known = [_FULL, other_kind] if mixes else [_FULL]
   if not isinstance(kinds, list) or len(kinds) != L:
     raise ValueError(f'layer_types is {kinds!r:.40}; a list of {L} types is needed')
   if other := [kind for kind in kinds if kind not in known]:
@@ -223,7 +231,7 @@ def _parse_layer_types(raw: dict[str, Any], family: Family, L: int) -> tuple[boo
       f'layer_types: {_SLIDING} is in use, though use_sliding_window is false; take '
       'the config.json that came with the model'
     )
-  return tuple(kind == _SLIDING for kind in kinds)
+  return tuple(kind == other_kind for kind in kinds)
 
 
 def _make_layer_types(config: decoder.DecoderConfig) -> dict[str, Any]:
@@ -234,6 +242,8 @@ def _make_layer_types(config: decoder.DecoderConfig) -> dict[str, Any]:
   if family.mixes_types:
     sliding = config.sliding or (False,) * L
     raw['layer_types'] = [_SLIDING if x else _FULL for x in sliding]
+  if config.recurrent:
+    raw['layer_types'] = [_LINEAR if x else _FULL for x in config.recurrent]
   if 'use_sliding_window' in family.written:
     raw['use_sliding_window'] = any(config.sliding)
   if family.skips_rope:

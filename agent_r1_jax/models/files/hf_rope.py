@@ -103,6 +103,9 @@ def _parse_rotation(
 ) -> dict[str, Any]:
   """Reads θ and the scaling from `found`, or else from the file's own fields."""
   sections, found = _take_sections(found) if family.sees else ({}, found)
+  if family.part_of:
+    # The three numbers by which a token turns are equal in text.
+    found = {key: x for key, x in found.items() if not key.startswith('mrope_')}
   kinds = [found[key] for key in ('rope_type', 'type') if found.get(key) is not None]
   if kinds and kinds[0] != kinds[-1]:
     raise ValueError(f'{name} has two types, {kinds}; leave one of them')

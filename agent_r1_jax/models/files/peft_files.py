@@ -117,8 +117,9 @@ def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder
   layers: dict[str, Any] = {}
   for name, target in lora.list_targets(config).items():
     tensor = f'{_ROOT}{target.tensor.removesuffix(".weight")}.lora_{{}}.weight'
+    having = config.list_layers(target.place)
     names = {
-      leaf: [tensor.format(layer, part) for layer in range(config.num_layers)]
+      leaf: [tensor.format(layer, part) for layer in having]
       for leaf, part in (('lora_a', 'A'), ('lora_b', 'B'))
     }
     if tensors.keys().isdisjoint(names['lora_a'] + names['lora_b']):
@@ -127,7 +128,7 @@ def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder
     leaves = {
       leaf: _read_leaf(file, tensors, names[leaf], shapes[leaf]) for leaf in names
     }
-    leaves['lora_scale'] = jnp.full(config.num_layers, alpha / rank, jnp.float32)
+    leaves['lora_scale'] = jnp.full(len(having), alpha / rank, jnp.float32)
     layers.setdefault(target.place, {})[name] = leaves
   if tensors:
     raise ValueError(

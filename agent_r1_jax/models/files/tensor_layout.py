@@ -1,6 +1,6 @@
 """Which tensors of a Hugging Face directory hold which parameters of a model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import math
 import pathlib
 from typing import Any, NamedTuple
@@ -39,18 +39,21 @@ class Stored(NamedTuple):
 
 def list_leaves(config: decoder.DecoderConfig, value_head: bool) -> list[Leaf]:
   """Lists the parameters of a model by the table of its family."""
-  sizes = {x: getattr(config, field) for x, (field, _) in config.facts.sizes.items()}
-  sizes |= {'d': sizes['D'], 'e': sizes.get('E', 0), '1': 1, '3': 3}
+  sizes = config.sizes | {'1': 1, '3': 3}
   if config.vision:
     sizes |= {x: getattr(config.vision, y) for x, y in vision_config.SIZES.items()}
   parameters = [*config.facts.parameters, *(families.VALUE_HEAD if value_head else ())]
   untied = lambda parameter: parameter.path != 'lm_head/kernel'
   if config.tie_embeddings:
     parameters = filter(untied, parameters)
-  return [_leaf(parameter, sizes) for parameter in parameters]
+  leaves = []
+  for parameter in parameters:
+    layers = config.list_layers(parameter.place) if parameter.dims[0] == 'L' else []
+    leaves.append(_leaf(parameter, sizes | {'L': len(layers)}, layers))
+  return leaves
 
 
-def _leaf(parameter: Parameter, sizes: dict[str, int]) -> Leaf:
+def _leaf(parameter: Parameter, sizes: dict[str, int], layers: Sequence[int]) -> Leaf:
   path, tensor, dims, convolves = parameter
   shape = tuple(sizes[letter] for letter in parameter.letters)
   stacked = tensor.count('{}')
@@ -60,7 +63,9 @@ def _leaf(parameter: Parameter, sizes: dict[str, int]) -> Leaf:
     stored = tuple(math.prod(sizes[letter] for letter in side) for side in sides[::-1])
     if convolves:
       stored = (stored[0], *(sizes[letter] for letter in sides[0]))
-  names = {index: tensor.format(*index) for index in np.ndindex(shape[:stacked])}
+  names = {}
+  for index in np.ndindex(shape[:stacked]):
+    names[index] = tensor.format(*([layers[index[0]], *index[1:]] if layers else index))
   transposed = path.endswith('/kernel') and '>' in dims
   return Leaf(path, tensor, shape, stored, names, transposed)
 
@@ -103,13 +108,15 @@ def split_fused(
   for pattern, parts in config.facts.fused.items():
     for layer in range(config.num_layers):
       name, first = pattern.format(layer), 0
+      if parts[0].format(layer) not in shapes:
+        continue  # Its layers have no such part.
       rows = {part.format(layer): shapes[part.format(layer)][0] for part in parts}
-      inputs = shapes[parts[0].format(layer)][1]
-      check_tensor(directory, tensors, name, (sum(rows.values()), inputs))
+      inputs = shapes[parts[0].format(layer)][1:]
+      check_tensor(directory, tensors, name, (sum(rows.values()), *inputs))
       whole = tensors.pop(name)
       for part, count in rows.items():
         lines = slice(first, first + count)
-        tensors[part] = whole._replace(shape=(count, inputs), part=lines)
+        tensors[part] = whole._replace(shape=(count, *inputs), part=lines)
         first += count
   for pattern, parts in config.facts.interleaved.items():
     for layer in range(config.num_layers):
@@ -140,8 +147,9 @@ def list_stored(
   }
   alternate = {p.format(i) for p in facts.interleaved for i in range(config.num_layers)}
   parts = [(leaf, i, name) for leaf in leaves for i, name in leaf.tensors.items()]
+  place = lambda part: _find_place(config, *part[:2])
   groups: dict[str, list[tuple[Leaf, tuple[int, ...]]]] = {}
-  for leaf, index, name in sorted(parts, key=lambda part: _find_place(*part[:2])):
+  for leaf, index, name in sorted(parts, key=place):
     groups.setdefault(owner.get(name, name), []).append((leaf, index))
   stored = {}
   for name, group in groups.items():
@@ -157,10 +165,13 @@ def list_stored(
   return stored
 
 
-def _find_place(leaf: Leaf, index: tuple[int, ...]) -> tuple[int, ...]:
+def _find_place(
+  config: decoder.DecoderConfig, leaf: Leaf, index: tuple[int, ...]
+) -> tuple[int, ...]:
   """Embeddings come first, then layers in their order, then the rest."""
+  root, part = leaf.path.split('/')[:2]
   if index:
-    return 1, index[0]
+    return 1, config.list_layers(part)[index[0]] if root == 'layers' else index[0]
   return (0,) if leaf.path == 'embed/embedding' else (2,)
 
 

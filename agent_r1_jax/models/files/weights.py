@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import errno
 import json
+import logging
 import math
 import mmap
 import os
@@ -24,6 +25,7 @@ from agent_r1_jax.host import model_paths
 from agent_r1_jax.models import decoder, lora, quantization, sharding
 from agent_r1_jax.models.files import hf_config, mxfp4, tensor_files, tensor_layout
 
+_LOGGER = logging.getLogger(__name__)
 _TOKENIZER_FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -68,6 +70,7 @@ def load(
   leaves = tensor_layout.list_leaves(config, value_head)
   tensors = tensor_files.find(directory, formats=formats)
   tensors = tensor_layout.rename(config, mxfp4.join(tensors))
+  _drop_ignored(directory, config, tensors)
   if config.tie_embeddings:
     _drop_tied(tensors)
   tensors = tensor_layout.split_fused(directory, config, leaves, tensors)
@@ -158,6 +161,21 @@ def save(
         shutil.copyfile(source / file, partial / file)
     (partial / 'config.json').write_text(json.dumps(raw, indent=2) + '\n', 'utf-8')
     tensor_files.write(partial, files, lambda name: _to_stored(stored[name], flat))
+
+
+def _drop_ignored(
+  directory: pathlib.Path,
+  config: decoder.DecoderConfig,
+  tensors: dict[str, tensor_files.Tensor],
+) -> None:
+  for beginning, what in config.facts.ignored.items():
+    if names := [name for name in tensors if name.startswith(beginning)]:
+      _LOGGER.warning(
+        '%s: %d tensors %s... are not read, nor written by an export (%s).',
+        *(directory, len(names), beginning, what),
+      )
+    for name in names:
+      del tensors[name]
 
 
 def _drop_tied(tensors: dict[str, tensor_files.Tensor]) -> None:

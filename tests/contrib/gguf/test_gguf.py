@@ -28,7 +28,9 @@ from experiments import model_formats, train_tokenizer
 
 _GOLDEN = pathlib.Path(__file__).parents[2] / 'golden' / 'decoder'
 _PUBLISHED = json.loads((_GOLDEN.parent / 'published_configs.json').read_text())
-_FAMILIES = sorted(families.FAMILIES.keys() - {'qwen2_5_vl', 'gpt_oss'})
+_FAMILIES = sorted(
+  family for family in families.FAMILIES if not re.search('vl|oss|3_5', family)
+)
 # What the converter does not write, with what is read in its place. Of these, published
 # models have another value in the window of Mistral alone.
 _LOST = {
@@ -89,7 +91,7 @@ def _compute_logits(params, config, tokens):
 @pytest.mark.parametrize(
   ('name', 'fields'),
   [
-    *((name, {}) for name in _PUBLISHED if not re.search('VL|oss', name)),
+    *((name, {}) for name in _PUBLISHED if not re.search('VL|oss|3.5', name)),
     # Gemma 2 and 3 of 27B, whose queries have another scale.
     (
       'gemma-2-2b',

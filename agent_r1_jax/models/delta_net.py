@@ -1,0 +1,256 @@
+"""Gated DeltaNet: a layer with a state in place of keys and values (arXiv 2412.06464).
+
+A head's state S is a matrix that maps keys to values. Each token lets it decay by
+α = exp(g), and then corrects, by a part β, what S answers to the token's key k:
+
+  S' = α S,  S = S' + k β (v - S'ᵀ k)ᵀ,  o = Sᵀ q
+
+k and q are of length 1, and q is divided by √X; all three pass a convolution over the
+last Z tokens. A decode computes one token after the other; rows of many tokens are cut
+into chunks, in which all is matrix products but one triangular system.
+
+A text begins where its position is 0: there, the state is zeros, and convolutions see
+nothing of what stands before. States are computed in float32, with exact products.
+
+Letters as in decoder.py, and: G key heads, U value heads, R = U / G, X numbers of a key,
+Y of a value, Z tokens of a convolution; n chunks of C tokens each.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+from flax import linen as nn
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Bool, Float, Int
+
+from agent_r1_jax import types
+from agent_r1_jax.models import kv_cache, sharding
+from agent_r1_jax.models.decoder_config import DecoderConfig
+from agent_r1_jax.models.layers import Projection, RMSNorm, apply_flat
+
+_CHUNK = 64
+_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+class Inputs(NamedTuple):
+  """What a state is computed from, float32."""
+
+  q: Float[Array, 'B T G X']
+  k: Float[Array, 'B T G X']
+  v: Float[Array, 'B T U Y']
+  g: Float[Array, 'B T U']  # ln α, below 0.
+  beta: Float[Array, 'B T U']
+  begins: Bool[Array, 'B T']  # Whether a text begins with the token.
+
+
+class DeltaNet(nn.Module):
+  """A layer's part that mixes tokens. `cache` is None in training."""
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(self, x_BTD, rows, cache: kv_cache.StateCache | None):
+    """Mixes a text's tokens up to each; returns the cache too."""
+    if isinstance(rows.sees, types.Tree):
+      raise ValueError(
+        f'rows: a {self.config.family} has layers with a state, which follows one text '
+        'and no tree; give whole texts (batch.trees=False, MicrobatchShape(trees=False)).'
+      )
+    c = self.config
+    project = functools.partial(Projection, dtype=c.dtype)
+    key, value = (
+      (c.linear_key_heads, c.linear_key_dim),
+      (c.linear_value_heads, c.linear_value_dim),
+    )
+    written_BT, mixed, windows = rows.positions < kv_cache.NOWHERE, [], []
+    for name, heads in (('q', key), ('k', key), ('v', value)):
+      x = apply_flat(project(heads, name=name), x_BTD)
+      before = None if cache is None else cache.windows[len(mixed)][:, :, 0]
+      convolve = Convolution(c.conv_width, heads, name=f'{name}_conv')
+      x, window = convolve(x, rows.positions, before, written_BT.sum(1))
+      mixed.append(x.astype(jnp.float32))
+      windows.append(window)
+    q, k = (x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in mixed[:2])
+    b, a, z = (
+      apply_flat(project(heads, name=name), x_BTD).astype(jnp.float32)
+      for name, heads in (('b', value[:1]), ('a', value[:1]), ('z', value))
+    )
+    g = Decay(name='decay')(a)
+    # What is not written changes no state.
+    g, beta = (jnp.where(written_BT[..., None], y, 0) for y in (g, nn.sigmoid(b)))
+    inputs = Inputs(q * key[1] ** -0.5, k, mixed[2], g, beta, rows.positions == 0)
+    if self.is_initializing():
+      out_BTUY = mixed[2]
+    elif cache is None:
+      out_BTUY, _ = _compute_on_mesh(inputs, None)
+    else:
+      out_BTUY, state = _compute_on_mesh(inputs, cache.states[:, :, 0])
+      put = lambda x, y: x.at[:, :, 0].set(y)
+      windows = jax.tree.map(put, cache.windows, tuple(windows))
+      cache = cache._replace(states=put(cache.states, state), windows=windows)
+    out_BTUY = RMSNorm(c.norm_eps, name='out_norm')(out_BTUY) * nn.silu(z)
+    init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
+    out = Projection((c.embed_dim,), c.dtype, 2, kernel_init=init, name='o')
+    return apply_flat(out, out_BTUY), cache
+
+
+class Convolution(nn.Module):
+  """Sums, for each number, the last Z tokens of a text; then SiLU."""
+
+  width: int
+  heads: tuple[int, int]
+
+  @nn.compact
+  def __call__(
+    self,
+    x: Float[Array, 'B T G X'],
+    positions_BT: Int[Array, 'B T'],
+    before: Float[Array, 'B G W X'] | None,
+    count_B: Int[Array, 'B'],
+  ) -> tuple[Array, Array]:
+    """Returns the sums, and the last inputs of each row after `count_B` tokens."""
+    Z, T = self.width, x.shape[1]
+    init = nn.initializers.variance_scaling(1.0, 'fan_in', 'uniform', in_axis=(0, 1))
+    flat = lambda key, shape: init(key, (*shape[:2], shape[2] * shape[3])).reshape(shape)
+    kernel = self.param('kernel', flat, (1, Z, *self.heads))[0].astype(x.dtype)
+    if before is None:
+      before = jnp.zeros((len(x), self.heads[0], Z - 1, self.heads[1]), x.dtype)
+    all_BSGX = jnp.concatenate([jnp.swapaxes(before, 1, 2).astype(x.dtype), x], axis=1)
+    total = jnp.zeros(x.shape, jnp.float32)
+    for tap in range(Z):
+      known_BT = positions_BT >= Z - 1 - tap
+      term = all_BSGX[:, tap : tap + T].astype(jnp.float32) * kernel[tap][None, None]
+      total += jnp.where(known_BT[..., None, None], term, 0)
+    last_BZ = count_B[:, None] + jnp.arange(Z - 1)[None]
+    window = jnp.take_along_axis(all_BSGX, last_BZ[..., None, None], axis=1)
+    return nn.silu(total).astype(x.dtype), jnp.swapaxes(window, 1, 2)
+
+
+class Decay(nn.Module):
+  """g = -exp(log) · softplus(a + bias)."""
+
+  @nn.compact
+  def __call__(self, a: Float[Array, 'B T U']) -> Array:
+    """Computes ln α of each head."""
+    log = lambda key, shape: jnp.log(
+      jax.random.uniform(key, shape, minval=0.01, maxval=16)
+    )
+    leaf = lambda name, init: self.param(name, init, a.shape[-1:]).astype(jnp.float32)
+    bias, log_U = leaf('bias', nn.initializers.ones), leaf('log', log)
+    return -jnp.exp(log_U)[None, None] * nn.softplus(a + bias[None, None])
+
+
+def _compute_on_mesh(inputs: Inputs, state: Array | None) -> tuple[Array, Array]:
+  """Computes `compute`; where a mesh is set, each chip some heads of whole rows."""
+  B, _, G, X = inputs.q.shape
+  U, Y = inputs.v.shape[2:]
+  if state is None:
+    state = jnp.zeros((B, U, X, Y), jnp.float32)
+  mesh = sharding.active_mesh()
+  if mesh is None:
+    return compute(inputs, state)
+  # Heads that these chips cannot divide are computed on each of them.
+  axes = ('tensor', 'context')
+  axes = axes if G % (mesh.shape['tensor'] * mesh.shape['context']) == 0 else ('tensor',)
+  split = axes if G % mesh.shape[axes[0]] == 0 else None
+  heads = PartitionSpec(sharding.ROW_AXES, None, split)
+  states = PartitionSpec(sharding.ROW_AXES, split)
+  specs: Any = (heads,) * 5 + (PartitionSpec(sharding.ROW_AXES),)
+  specs = Inputs(*specs)
+  return jax.shard_map(
+    compute,
+    in_specs=(specs, states),
+    out_specs=(heads, states),
+    check_vma=False,
+  )(inputs, state)
+
+
+def compute(
+  inputs: Inputs, state: Float[Array, 'B U X Y']
+) -> tuple[Float[Array, 'B T U Y'], Float[Array, 'B U X Y']]:
+  """Computes each token's o, and the state after the last token.
+
+  `state` is that before the first one, which a text that begins does not see.
+  """
+  one = inputs.q.shape[1] == 1
+  return _compute_token(inputs, state) if one else _compute_chunks(inputs, state)
+
+
+def _compute_token(inputs: Inputs, state: Array) -> tuple[Array, Array]:
+  repeats = inputs.v.shape[2] // inputs.q.shape[2]
+  q, k = (jnp.repeat(x[:, 0], repeats, axis=1) for x in (inputs.q, inputs.k))
+  v, g, beta = (x[:, 0] for x in (inputs.v, inputs.g, inputs.beta))
+  # No zeros are multiplied with what another text may have left.
+  state = jnp.where(inputs.begins[:, :, None, None], 0.0, state)
+  state = state * jnp.exp(g)[..., None, None]
+  change = (v - _einsum('buxy,bux->buy', state, k)) * beta[..., None]
+  state += k[..., None] * change[:, :, None]
+  return _einsum('buxy,bux->buy', state, q)[:, None], state
+
+
+def _compute_chunks(inputs: Inputs, state: Array) -> tuple[Array, Array]:
+  B, T, G, X = inputs.q.shape
+  U, Y = inputs.v.shape[2:]
+  C = min(_CHUNK, T)
+
+  def cut(x, *heads):
+    """Cuts tokens, [B, T, ...] -> [n, B, heads, C, ...]; padding writes nothing."""
+    x = jnp.pad(x, ((0, 0), (0, -T % C), *[(0, 0)] * (x.ndim - 2)))
+    x = x.reshape(B, -1, C, *heads, *x.shape[3:])
+    return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, 2 + len(heads))
+
+  q, k = (cut(x, G) for x in inputs[:2])
+  v, g, beta = (cut(x, G, U // G) for x in inputs[2:5])
+  chunks = _prepare(q, k, v, g, beta, cut(inputs.begins))
+
+  def step(state, chunk):
+    """Goes on from the state before a chunk; states are [B, G, R, X, Y]."""
+    values, reads, queries, within, keys, left = chunk
+    values -= _einsum('bgrcx,bgrxy->bgrcy', reads, state)
+    out = _einsum('bgrcx,bgrxy->bgrcy', queries, state)
+    out += _einsum('bgrcd,bgrdy->bgrcy', within, values)
+    state = state * left[..., None, None] + _einsum('bgrcx,bgrcy->bgrxy', keys, values)
+    return state, out
+
+  state, out = jax.lax.scan(step, state.reshape(B, G, U // G, X, Y), chunks)
+  out = jnp.transpose(out, (1, 0, 4, 2, 3, 5)).reshape(B, -1, U, Y)[:, :T]
+  return out, state.reshape(B, U, X, Y)
+
+
+def _prepare(q, k, v, g, beta, begins) -> tuple[Array, ...]:
+  """Computes what the chunks have before their states are known.
+
+  In a chunk, what is written is that of a triangular system: each token corrects what
+  those before it have written. Its solution is linear in the state before the chunk.
+
+  Returns:
+    Of each chunk and head: what is written without a state [C, Y]; what is read of one
+    for it [C, X]; the queries that read the state [C, X]; the weights of the chunk's
+    tokens [C, C]; the keys that the state after it has [C, X]; and what is left of the
+    one before it.
+  """
+  C = q.shape[-2]
+  # Texts in a chunk are numbered; the state before it is of text 0.
+  text = jnp.cumsum(begins, -1)[:, :, None, None]  # [n, B, 1, 1, C]
+  total = jnp.cumsum(
+    g, -1
+  )  # [n, B, G, R, C], the ln of the decay since the chunk's begin.
+  seen = (text[..., :, None] == text[..., None, :]) & jnp.tri(C, dtype=bool)[
+    None, None, None, None
+  ]
+  since = jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf))
+  like, within = (_einsum('nbgcx,nbgdx->nbgcd', x, k)[:, :, :, None] for x in (k, q))
+  system = beta[..., None] * like * since
+  first = jnp.where(text == 0, jnp.exp(total), 0.0)[..., None]
+  k, q = k[:, :, :, None], q[:, :, :, None]
+  both = jnp.concatenate([v, k * first], -1) * beta[..., None]
+  solved = jax.lax.linalg.triangular_solve(
+    system, both, left_side=True, lower=True, unit_diagonal=True
+  )
+  values, reads = jnp.split(solved, [v.shape[-1]], axis=-1)
+  last = jnp.where(text == text[..., -1:], jnp.exp(total[..., -1:] - total), 0.0)
+  left = first[..., -1, 0]
+  return values, reads, q * first, within * since, k * last[..., None], left
