@@ -190,6 +190,19 @@ def test_completions_and_models(client):
     model='policy', prompt=ids, max_tokens=6, temperature=0
   )
   assert same.choices[0].text == whole.choices[0].text
+  # What trains elsewhere needs the ids of tokens, and not their text.
+  named = client.completions.create(
+    model='policy',
+    prompt=prompt,
+    max_tokens=6,
+    temperature=0,
+    logprobs=0,
+    extra_body={'return_tokens_as_token_ids': True},
+  )
+  written = named.choices[0].logprobs
+  sampled = [int(name.removeprefix('token_id:')) for name in written.tokens]
+  assert serving.policy()[2].decode(sampled) == whole.choices[0].text
+  assert written.token_logprobs == whole.choices[0].logprobs.token_logprobs
   assert [model.id for model in client.models.list().data] == ['policy']
 
 
@@ -243,9 +256,9 @@ def test_long_log_probs_of_a_prompt_are_written_once_and_in_a_thread(
 ):
   written, write = [], replies._write_columns
 
-  def look(chat, tokens, *columns):
+  def look(chat, as_ids, tokens, *columns):
     written.append((len(tokens), asyncio._get_running_loop() is not None))
-    return write(chat, tokens, *columns)
+    return write(chat, as_ids, tokens, *columns)
 
   monkeypatch.setattr(replies, '_write_columns', look)
   texts = 'Who is it? ' * 9, 'Who'

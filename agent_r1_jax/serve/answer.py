@@ -131,8 +131,10 @@ class Answer:
           logprobs = choice.write_logprobs(chunk)
           if self._echoes and is_first:
             if index % self._api_request.n == 0:  # The others have the same prompt.
-              write = functools.partial(replies.write_prompt, generation, self.chat)
-              prompt = await self._write(write)
+              options = generation, self.chat, self._api_request.tokens_as_ids
+              prompt = await self._write(
+                functools.partial(replies.write_prompt, *options)
+              )
             logprobs = [*prompt, *(logprobs or ())]
           yield dialect_lib.ReplyPart(index, text, logprobs, None)
         more = len(choice.tokens) - 1

@@ -114,7 +114,7 @@ class PartialReply:
       return None
     if self._api_request.max_tokens == 0:
       return []
-    return write_logprobs(chunk, self._chat)
+    return write_logprobs(chunk, self._chat, self._api_request.tokens_as_ids)
 
 
 def count_beginning(text: str, strings: Iterable[str]) -> int:
@@ -131,30 +131,39 @@ def _name_call(call: calls.Call, reply: str) -> tuple[str, dict[str, Any] | str]
   return name[1] if name else 'malformed', reply[call.begin : call.end]
 
 
-def write_logprobs(chunk: request.Chunk, chat: chat_lib.Chat) -> list[dict[str, Any]]:
+def write_logprobs(
+  chunk: request.Chunk, chat: chat_lib.Chat, as_ids: bool = False
+) -> list[dict[str, Any]]:
   """Writes the log-probs of tokens, as chat completions have them.
 
-  The bytes of tokens that make up one character together are that character's.
+  The bytes of tokens that make up one character together are that character's. If
+  `as_ids`, a token is named by its id, as vLLM does it: 'token_id:9'.
   """
   columns = (chunk.tokens, chunk.logprobs, chunk.top_tokens, chunk.top_logprobs)
-  return _write_columns(chat, *columns)
+  return _write_columns(chat, as_ids, *columns)
 
 
 def write_prompt(
-  generation: request.Generation, chat: chat_lib.Chat
+  generation: request.Generation, chat: chat_lib.Chat, as_ids: bool
 ) -> list[dict[str, Any]]:
   """Writes the log-probs of the prompt of a reply that has begun, if it was scored."""
   if generation.prompt is None:
     return []
-  return _write_columns(chat, generation.request.prompt.tokens, *generation.prompt)
+  columns = (generation.request.prompt.tokens, *generation.prompt)
+  return _write_columns(chat, as_ids, *columns)
 
 
-def _write_columns(chat: chat_lib.Chat, *columns: Iterable) -> list[dict[str, Any]]:
+def _write_columns(
+  chat: chat_lib.Chat, as_ids: bool, *columns: Iterable
+) -> list[dict[str, Any]]:
   """Writes log-probs: tokens, theirs, the likeliest tokens, theirs; null for NaN."""
 
   def one(token, logprob):
-    text = chat.decode_exactly([token])
     number = None if math.isnan(logprob) else float(logprob)
+    if as_ids:
+      text = f'token_id:{token}'
+      return {'token': text, 'logprob': number, 'bytes': [*text.encode()]}
+    text = chat.decode_exactly([token])
     return {'token': text, 'logprob': number, 'bytes': [*chat.get_bytes(int(token))]}
 
   return [

@@ -171,6 +171,8 @@ class _SampledRequest(Body):
     usage: Whether the stream ends with the numbers of tokens.
     json_schema: What the reply must be, as a JSON schema.
     session: Which of a client's conversations it belongs to, by its X-Session-ID.
+    tokens_as_ids: Whether log-probs name tokens by their ids, for programs that train on
+      them: 'token_id:9' (vLLM's field).
   """
 
   model: str | None = None
@@ -193,6 +195,7 @@ class _SampledRequest(Body):
   )
   json_schema: _Schema = Field(None, validation_alias='response_format')
   session: str = Field('', validation_alias=SESSION_HEADER)
+  tokens_as_ids: bool = Field(False, validation_alias='return_tokens_as_token_ids')
   presence_penalty: Unsupported = None
   frequency_penalty: Unsupported = None
   logit_bias: Unsupported = None
