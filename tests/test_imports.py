@@ -55,11 +55,12 @@ OWNERS = {
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
   'httpx2': f'{PACKAGE}/contrib/search_servers/client.py {PACKAGE}/web/bounded_http.py '
   f'{PACKAGE}/guided/judge.py {PACKAGE}/contrib/sandbox_fusion/remote_sandbox.py '
-  f'{PACKAGE}/contrib/environments/nemo_gym.py',
+  f'{PACKAGE}/contrib/environments/nemo_gym.py {PACKAGE}/contrib/external/server.py',
   'pydantic': f'{PACKAGE}/web/http.py {PACKAGE}/serve/ {PACKAGE}/contrib/tinker/wire.py '
   f'{PACKAGE}/contrib/dialects/ {PACKAGE}/contrib/search_servers/server.py experiments/',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
-  'tenacity': f'{PACKAGE}/contrib/search_servers/client.py',
+  'tenacity': f'{PACKAGE}/contrib/search_servers/client.py '
+  f'{PACKAGE}/contrib/external/server.py',
   'google': f'{PACKAGE}/contrib/tinker/messages.py',
   'mcp': f'{PACKAGE}/contrib/mcp/mcp_server.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',

@@ -22,6 +22,7 @@ from agent_r1_jax.rl import algorithms, learner, updates
 from agent_r1_jax.rollout import evaluate, groups, rollout, sockets
 from agent_r1_jax.train import curriculum, opening, preflight, schedule, task_checks
 from agent_r1_jax.train.plan import plan as plan_lib
+from agent_r1_jax.train.plan import setup
 
 
 @preemption.watch()
@@ -38,6 +39,7 @@ def run(
   guides: Mapping[guide.Guide, guide.State] | None = None,
   label: str = 'training',
   watcher: sockets.Watcher = sockets.PLAIN,
+  make_engine: setup.MakeEngine = setup.make_engine,
 ) -> decoder.Params:
   """Trains a policy, or resumes the run in workdir.
 
@@ -59,6 +61,8 @@ def run(
     label: The run's name.
     watcher: Observes the run. The default prints one line per step; report.Watcher() adds
       a live view, alarms, logs of episodes, TensorBoard and other sinks, traces, curves.
+    make_engine: Makes what samples, by default on the chips of this process;
+      contrib/external has servers of others sample.
 
   Returns:
     The policy's parameters, with LoRA merged into them unless the kernels have 8 bits.
@@ -93,6 +97,7 @@ def run(
       evals=evals or {},
       privileged=privileged,
       guides=guides or {},
+      make_engine=make_engine,
     ),
     workdir,
     label=label,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import protocol
 from agent_r1_jax.rl import algorithms
@@ -80,6 +81,7 @@ def make(
   evals: Mapping[str, Sequence[types.Task]],
   privileged: Callable[[types.Task], str] | None,
   guides: Mapping[guide_lib.Guide, Any],
+  make_engine: setup.MakeEngine,
 ) -> tuple[Plan, train_state_lib.TrainState, protocol.AnyEngine]:
   """Plans a run; the arguments and the errors are those of `loop.run`.
 
@@ -99,7 +101,8 @@ def make(
     config = sizes.resolve(config, algorithm, workdir)
     mesh = setup.make_mesh(config.mesh)
     model, params, chat = setup.load(config.model, config.chat, mesh, config.model.frozen)
-    engine = setup.make_engine(config, model, params, mesh, guides)
+    engine = make_engine(config, model, params, mesh, guides)
+    _check_engine(engine, algorithm)
     tasks, lines = preflight.check_prompts(chat, env, tasks, evals, config)
     training, evaluation = (
       evaluate.make_decoding(sampling, engine, chat, env)._replace(guides=guides)
@@ -127,6 +130,16 @@ def make(
     log_episodes=config.log_episodes,
   )
   return plan, state, engine
+
+
+def _check_engine(engine: protocol.AnyEngine, algorithm: algorithms.Algorithm):
+  """Raises ValueError for another engine's log-probs, if nothing corrects them."""
+  if not isinstance(engine, engine_lib.Engine) and not algorithm.correction:
+    raise ValueError(
+      'make_engine: the log-probs of another engine differ from those of the learner, '
+      'and the algorithm has no correction for that; give it one, such as '
+      'algorithms.grpo()._replace(correction=losses.token_truncated()).'
+    )
 
 
 def _check_options(

@@ -1,6 +1,6 @@
 """Loads what plays: the mesh, a model's shape and parameters, its chat, the engine."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import math
 from typing import Any
@@ -16,9 +16,13 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import protocol
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import batch_invariant, decoder, quantization, sharding
 from agent_r1_jax.models.files import weights
+
+# How an engine is made; `make_engine` is the one of this project.
+MakeEngine = Callable[..., protocol.AnyEngine]
 
 
 def make_mesh(config: config_lib.Mesh) -> Mesh | None:

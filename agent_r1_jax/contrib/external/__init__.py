@@ -1,0 +1,1 @@
+"""Sampling on somebody else's server: vLLM, SGLang, tpu-inference."""
