@@ -51,8 +51,10 @@ def make_policy(
   if not algorithm.needs_all_trajectories(shared_critic=shared_critic):
     nonzero = np.unique(minibatch.trajectory[minibatch.advantages != 0])
     # One trajectory stays in any case: there must be a batch to compute.
-    kept = nonzero if len(nonzero) else members[:1]
-    minibatch = minibatch.take(np.isin(minibatch.trajectory, kept))
+    kept = np.zeros(len(table.group), bool)
+    kept[nonzero if len(nonzero) else members[:1]] = True
+    if not kept[members].all():
+      minibatch = minibatch.take(kept[minibatch.trajectory])
   return _pack(minibatch, shape)
 
 
@@ -99,4 +101,6 @@ def _select(table, members, algorithm, action_mask: bool) -> TokenTable:
   weight_of = np.zeros(len(table.group))
   weight_of[members] = algorithm.aggregation(counts[members])
   table = dataclasses.replace(table, weights=weight_of[table.trajectory] * weighed)
+  if members == [*range(len(table.group))]:
+    return table  # A copy of all tokens would take the most memory of all this.
   return table.take(table.find_tokens(members))

@@ -57,7 +57,9 @@ class TreeLayout:
   @property
   def computed(self) -> int:
     """The number of tokens in the packed rows."""
-    return len(np.unique(self.index))
+    used = np.zeros(self.parents.size, bool)
+    used[self.index] = True
+    return int(used.sum())
 
   def place(self, column: np.ndarray, dtype) -> Any:
     """Packs the entries of a column [n] into an array [R, E], padded with 0."""
@@ -74,10 +76,9 @@ class TreeLayout:
     # The arrays stay NumPy arrays until the learner puts them on the mesh.
     text: Any = np.zeros((2, *self.ends.shape), np.int32)
     text.reshape(2, -1)[:, self.index] = tokens, self.positions
-    parents: Any = self.parents.astype(np.int32)
-    ends: Any = self.ends.astype(np.int32)
-    columns = self.place(self.index % ends.shape[1], np.int32)
-    return types.Rows(text[0], text[1], types.Tree(parents, ends)), columns
+    sees: Any = types.Tree(self.parents, self.ends)
+    columns = self.place(self.index % self.ends.shape[1], np.int32)
+    return types.Rows(text[0], text[1], sees), columns
 
 
 class _Entries(NamedTuple):
@@ -198,7 +199,8 @@ def _lay_out(table, segments: _Sorted, rows, shape: tuple[int, int], weighed):
   """Makes the layout of an assignment; `shape` is (R, T)."""
   R, T = shape
   index = np.zeros(len(table), int)
-  parents = np.tile(np.arange(T), (R, 1))
+  # Of 32 bits, as the device gets them: they are the largest arrays of a plan.
+  parents = np.tile(np.arange(T, dtype=np.int32), (R, 1))
   ends = parents + 1
   for r, parts in enumerate(rows):
     path, column = np.zeros(0, int), 0  # The columns of a segment's tokens.
@@ -213,10 +215,12 @@ def _lay_out(table, segments: _Sorted, rows, shape: tuple[int, int], weighed):
       index[start : start + len(path)] = r * T + path
       column += len(new)
     ends[r, path] = column
-  entries = _Entries(*np.unique(index, return_index=True), np.ones(len(table), int), T)
-  if table.weights is not None:
+  if table.weights is None:
+    entries = _enter_each(index, R * T, T)
+  else:
     entries = _enter(table.segment, index // T, weighed, ENTRIES * T)
-  return TreeLayout(index, parents, ends, _count_up(table.segment), *entries)
+  positions = _count_up(table.segment).astype(np.int32)
+  return TreeLayout(index, parents, ends, positions, *entries)
 
 
 def _walk(segments: _Sorted, parts) -> Iterator[tuple[int, int]]:
@@ -226,11 +230,20 @@ def _walk(segments: _Sorted, parts) -> Iterator[tuple[int, int]]:
       yield k, int(segments.shared[k]) if k > begin else 0
 
 
+def _enter_each(index, size: int, columns: int) -> _Entries:
+  """Gives each of `size` tokens that is used one entry, at its own column."""
+  first = np.full(size, -1)
+  # Of several tokens of the table the first one stays.
+  first[index[::-1]] = np.arange(len(index))[::-1]
+  places = np.flatnonzero(first >= 0)
+  return _Entries(places, first[places], np.ones(len(index), int), columns)
+
+
 def _enter(segment, row, weighed, columns: int) -> _Entries:
   """Gives each token with a weight a column in its row, in the order of the table."""
   tokens = np.flatnonzero(weighed)
   tokens = tokens[np.argsort(row[tokens], kind='stable')]
-  row, ids = row[tokens], np.zeros(len(segment), int)
+  row, ids = row[tokens], np.zeros(len(segment), np.int32)
   number = _count_runs(segment[tokens])
   # The first entry of a row begins a segment, which has the number 1 in the row.
   ids[tokens] = 1 + number - number[spans.starts(row)][_count_runs(row)]

@@ -12,12 +12,16 @@ import numpy as np
 
 def starts(ids: Int[np.ndarray, 'n']) -> Int[np.ndarray, 'm']:
   """The first index of each run of equal ids."""
-  return np.flatnonzero(np.diff(ids, prepend=-2))
+  first = np.ones(len(ids), bool)
+  first[1:] = ids[1:] != ids[:-1]
+  return np.flatnonzero(first)
 
 
 def ends(ids: Int[np.ndarray, 'n']) -> Int[np.ndarray, 'm']:
   """The last index of each run of equal ids."""
-  return np.flatnonzero(np.diff(ids, append=-2))
+  last = np.ones(len(ids), bool)
+  last[:-1] = ids[1:] != ids[:-1]
+  return np.flatnonzero(last)
 
 
 def sum_by(
