@@ -118,13 +118,13 @@ def run(config, workdir, **kwargs) -> decoder.Params:
 
 def run_here(config, workdir, algorithm=GRPO, make_env=make_env, **kwargs):
   kwargs = {'tasks': tasks(), 'evals': {'dev': tasks(2)}} | kwargs
+  kwargs.setdefault('watcher', report.Watcher())
   return train.run(
     config,
     str(workdir),
     make_env=make_env,
     algorithm=algorithm,
     **kwargs,
-    watcher=report.Watcher(),
   )
 
 
@@ -145,6 +145,11 @@ def read_numbers(workdir: pathlib.Path) -> list[dict[str, float]]:
     {k: v for k, v in line.items() if not k.startswith(('time/', 'machine/'))}
     for line in metrics.read(workdir)
   ]
+
+
+def leaves(tree) -> list:
+  """Returns the arrays of a tree."""
+  return jax.tree.leaves(tree)
 
 
 def assert_equal(a, b):

@@ -1,9 +1,10 @@
 """Rollouts: plays many episodes at the same time, each process its share of them."""
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
 import itertools
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from agent_r1_jax.rollout import sockets
 from agent_r1_jax.rollout import store as store_lib
 
 MakeEnv = Callable[[], env_lib.Env | sockets.Player]
+Play = Callable[[sockets.Order], Coroutine[Any, Any, types.Trajectory]]
 # A way to solve tasks: the tasks with its prompts, by the name of their set, and the
 # function that makes the environment of each episode.
 Method = tuple[Mapping[str, Sequence[types.Task]], MakeEnv]
@@ -111,6 +113,7 @@ def start(
   store: store_lib.EpisodeStore | None = None,
   send_messages: int | None = None,
   on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
+  elsewhere: Play | None = None,
 ) -> Rollout:
   """Starts `samples` episodes of every task; a task is a group.
 
@@ -124,53 +127,86 @@ def start(
   The engine is open and has the policy's weights. Episodes that `store` has from before a
   kill are not played again. With several processes, each sends `send_messages` of its
   trajectories with their messages, by default all, and the rest without.
-  `step` is the training step that learns from them, for whoever watches.
+  `step` is the training step that learns from them, for whoever watches. `elsewhere`
+  plays the episodes in place of the engine, in whose event loop it is awaited.
 
   Raises:
     ValueError: A limit is not above 0.
   """
   limits.check()
   finished = store.open_rollout(rollout_number, tasks) if store else None
+  own_groups = processes.take_share(len(tasks))
+  play = elsewhere or make_play(
+    engine,
+    chat,
+    make_env,
+    limits=limits,
+    decoding=decoding,
+    seed=seed,
+    attempts=len(own_groups) * samples,
+  )
+
+  async def play_or_read(order: sockets.Order) -> types.Trajectory:
+    key = order.task.id, order.number
+    stored = finished.get(key) if finished else None
+    # A call with more samples numbers the tasks of equal ids anew.
+    if stored and (stored.group, stored.sample) == (order.group, order.sample):
+      on_done(stored)
+      return stored
+    trajectory = await play(order)
+    # The signal that interrupted the engine may also have ended programs that tools had
+    # started. Episodes that failed for that reason are to be played again.
+    if finished and not engine.interrupted():
+      finished.add(key, trajectory)
+    on_done(trajectory)
+    return trajectory
+
+  numbers = collections.Counter()  # The next sample number of each task id.
+  episodes = []
+  for (group, task), sample in itertools.product(enumerate(tasks), range(samples)):
+    if group in own_groups:
+      order = sockets.Order(task, group, sample, numbers[task.id], rollout_number)
+      episodes.append(play_or_read(order))
+    numbers[task.id] += 1
+  moment = moments.Rollout(step, len(episodes))
+  future = moments.follow(moment, lambda: engine.start(episodes))
+  return Rollout(engine, future, tasks, send_messages)
+
+
+def make_play(
+  engine: protocol.AnyEngine,
+  chat: chat_lib.Chat,
+  make_env: MakeEnv,
+  *,
+  limits: config_lib.Limits,
+  decoding: decoding_lib.Decoding,
+  seed: int,
+  attempts: int,
+) -> Play:
+  """Returns what plays an order as a client of the engine.
+
+  At most `attempts` episodes are played at the same time; see `start` for the rest.
+  """
   # Slow tools of all rows may wait at the same time.
   thread_pool.POOL.grow(2 * engine.sizes.rows * len(engine.replicas))
   stops = chat.stop_automaton(engine.config.vocab_size)
   automata = (stops,) if decoding.grammar is None else (stops, decoding.grammar)
   rows = decoding.choice.rows if decoding.choice else 1
 
-  async def play(group: int, sample: int, number: int) -> types.Trajectory:
-    task = tasks[group]
-    stored = finished.get((task.id, number)) if finished else None
-    # A call with more samples numbers the tasks of equal ids anew.
-    if stored and (stored.group, stored.sample) == (group, sample):
-      on_done(stored)
-      return stored
+  async def play(order: sockets.Order) -> types.Trajectory:
+    task, group, sample, number, rollout_number = order
     async with engine.reserve(group, decoding.policy, rows) as replica:
       context = context_lib.Context(
         replica, decoding, automata, (seed, rollout_number, task.id, number)
       )
-      trajectory = await _play(
+      return await _play(
         lambda: types.Trajectory(task, group, sample, [], [], [], types.Status.FAILED),
         lambda t: episode_lib.Episode(chat, make_env, limits, context, t),
         decoding.choice,
-        attempts=max(_ATTEMPTS, len(episodes)),
+        attempts=max(_ATTEMPTS, attempts),
       )
-    # The signal that interrupted the engine may also have ended programs that tools had
-    # started. Episodes that failed for that reason are to be played again.
-    if finished and not engine.interrupted():
-      finished.add((task.id, number), trajectory)
-    on_done(trajectory)
-    return trajectory
 
-  own_groups = processes.take_share(len(tasks))
-  numbers = collections.Counter()  # The next sample number of each task id.
-  episodes = []
-  for (group, task), sample in itertools.product(enumerate(tasks), range(samples)):
-    if group in own_groups:
-      episodes.append(play(group, sample, numbers[task.id]))
-    numbers[task.id] += 1
-  moment = moments.Rollout(step, len(episodes))
-  future = moments.follow(moment, lambda: engine.start(episodes))
-  return Rollout(engine, future, tasks, send_messages)
+  return play
 
 
 async def _play(

@@ -1,7 +1,8 @@
-"""The three sockets of a run: watching it, playing an episode, choosing replies.
+"""The four sockets of a run: watching it, playing and choosing in it, sampling elsewhere.
 
-The core calls them, and the upper floor implements them: report/watcher.py watches,
-serve/program.py plays, guided/choice.py and guided/search.py choose. Observers of what
+The core calls them, and others implement them: report/watcher.py watches,
+serve/program.py plays an episode, guided/choice.py and guided/search.py choose its
+replies, contrib/ray plays episodes on machines that come and go. Observers of what
 happens inside an episode, such as a tool call, are in host/moments.py.
 """
 
@@ -14,8 +15,10 @@ from typing import Any, NamedTuple, Protocol
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats
+from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import protocol
 from agent_r1_jax.host import processes
+from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import table as table_lib
 
 Ended = Callable[[types.Trajectory], None]
@@ -177,3 +180,85 @@ class Choice(Protocol):
   def begin(self, replica: protocol.AnyReplica) -> Chooser:
     """Returns who chooses in an episode that this replica samples."""
     ...
+
+
+class Order(NamedTuple):
+  """An episode that is to be played.
+
+  With the seed, its rollout, the task's id and its number make its random keys.
+
+  Attributes:
+    task: The task.
+    group: The number of the task in its rollout.
+    sample: The number of the episode in its group.
+    number: The number of the episode among all of this task's id in the rollout.
+    rollout: The number of the rollout.
+  """
+
+  task: types.Task
+  group: int
+  sample: int
+  number: int
+  rollout: int
+
+
+class Job(NamedTuple):
+  """What all episodes of a run's rollouts have in common, so that others can play them.
+
+  Attributes:
+    config: The run's configuration, with all sizes.
+    model: The policy's shape.
+    chat: Makes tokens of messages.
+    make_env: Makes a new environment for each episode.
+    decoding: How replies are sampled, as rollout/decoding.py's Decoding.
+    made_of: Describes algorithm, environment and tools (train/fingerprint.py).
+    corrected: Whether the algorithm corrects for the difference between the log-probs of
+      sampler and learner.
+  """
+
+  config: config_lib.Config
+  model: decoder.DecoderConfig
+  chat: chat_lib.Chat
+  make_env: Callable[[], Any]
+  decoding: Any
+  made_of: Mapping[str, Any]
+  corrected: bool
+
+
+class SamplersLostError(RuntimeError):
+  """Too few samplers have been there for too long; the run can resume later."""
+
+
+class Samplers(abc.ABC):
+  """Plays the episodes of training rollouts elsewhere; contrib/ray implements it.
+
+  Evaluations and greedy baselines are played by the learner's own engine.
+  """
+
+  @abc.abstractmethod
+  def check(self, config: config_lib.Config) -> None:
+    """Raises ValueError for settings that it does not support, before the run is made."""
+
+  @abc.abstractmethod
+  def open(self, job: Job) -> contextlib.AbstractContextManager:
+    """Has samplers play a run's episodes inside `with`; does not wait for any of them."""
+
+  @abc.abstractmethod
+  def sync_weights(self, params: decoder.Params, policy_step: int) -> None:
+    """Publishes the policy that samples from now on, as Engine.sync_weights.
+
+    Without `schedule.partial`, no order is open meanwhile.
+    """
+
+  @abc.abstractmethod
+  async def play(self, order: Order) -> types.Trajectory:
+    """Plays an episode; who plays it, and how often, changes nothing.
+
+    Raises:
+      SamplersLostError: See there.
+      RuntimeError: The episode raised, again and again.
+    """
+
+  @abc.abstractmethod
+  def measure(self) -> dict[str, float]:
+    """Returns metrics since the last call, named 'samplers/...'."""

@@ -220,16 +220,21 @@ def check_hosts(
   """
   if jax.process_count() == 1:
     return
-  package = pathlib.Path(__file__).parents[1]
-  code = {str(p.relative_to(package)): p.read_text() for p in package.rglob('*.py')}
-  python = sys.version.split()[0]
   shared = {
     'sets': {
       n: tasks_digest({n: [*dict(sample_tasks(s)).values()]}) for n, s in sets.items()
     },
-    'versions': {_PACKAGE: digest(code), 'jax': jax.__version__, 'python': python},
+    'versions': describe_versions(),
   }
   processes.check_same(workdir_lib.flatten_fields({**made_of, **shared}))
+
+
+def describe_versions() -> dict[str, str]:
+  """Returns a digest of this package's code, and the versions of JAX and Python."""
+  package = pathlib.Path(__file__).parents[1]
+  code = {str(p.relative_to(package)): p.read_text() for p in package.rglob('*.py')}
+  python = sys.version.split()[0]
+  return {_PACKAGE: digest(code), 'jax': jax.__version__, 'python': python}
 
 
 def _fields(value: Any) -> dict[str, Any] | None:

@@ -40,6 +40,7 @@ def run(
   label: str = 'training',
   watcher: sockets.Watcher = sockets.PLAIN,
   make_engine: setup.MakeEngine = setup.make_engine,
+  samplers: sockets.Samplers | None = None,
 ) -> decoder.Params:
   """Trains a policy, or resumes the run in workdir.
 
@@ -63,6 +64,8 @@ def run(
       a live view, alarms, logs of episodes, TensorBoard and other sinks, traces, curves.
     make_engine: Makes what samples, by default on the chips of this process;
       contrib/external has servers of others sample.
+    samplers: Who plays the episodes of rollouts elsewhere, such as contrib/ray does; by
+      default this process's engine plays them.
 
   Returns:
     The policy's parameters, with LoRA merged into them unless the kernels have 8 bits.
@@ -77,6 +80,7 @@ def run(
     preemption.Preempted: The process got SIGTERM or Ctrl-C, and a checkpoint is saved. If
       saving takes too long (see preemption.watch), the process ends with the same status.
     processes.LostError: Another process ended.
+    sockets.SamplersLostError: Too few samplers for too long; a checkpoint is saved.
   """
   runtime.quiet_logging()
   runtime.initialize()  # From here on, the other processes hear of an error.
@@ -85,6 +89,10 @@ def run(
   algorithm = preflight.correct_rounding(config, algorithm)
   preflight.check_config(config, algorithm)
   watcher.check(config)
+  if samplers:
+    samplers.check(config)
+    if make_engine is not setup.make_engine:
+      raise ValueError('make_engine: samplers make their own; leave one of them out.')
   task_checks.check_sets(tasks, evals)
   with opening.open_run(
     # Not in a variable, which would keep the first parameters alive.
@@ -102,12 +110,17 @@ def run(
     workdir,
     label=label,
     watcher=watcher,
+    samplers=samplers,
   ) as run:
     try:
       _run_steps(run)
     except protocol.PreemptedError:
       _save_preempted(run)
       raise preemption.Preempted from None
+    except sockets.SamplersLostError:
+      run.files.save(run.train_state)
+      run.files.checkpoints.wait()
+      raise
     # While the workdir is still locked: another run may not write a model there too.
     run.files.checkpoints.wait()
     run.signals.phase = 'the writing of the model'
@@ -209,6 +222,8 @@ def _sample(run: opening.OpenRun) -> _Sample:
   if run.engine.sizes.drafts:
     accepted = (stats.sampled - sampled) / max(1, stats.calls - calls)
     metrics['accepted/decode'] = accepted  # Tokens that a call of the policy sampled.
+  if run.samplers:
+    metrics |= run.samplers.measure()
   metrics['rollout/groups'] = len(step_groups)
   metrics['rollout/dead_groups'] = float(
     np.mean([groups.is_tied(g) for g in step_groups])

@@ -24,6 +24,7 @@ class OpenRun:
     files: The files of the workdir, and the loop state from which the run resumes.
     signals: Knows whether the process received a signal to end.
     watcher: Who watches the run.
+    samplers: Who plays the episodes of its rollouts; None if the engine does.
   """
 
   plan: plan_lib.Plan
@@ -33,6 +34,7 @@ class OpenRun:
   files: run_files.RunFiles
   signals: preemption.Watch
   watcher: sockets.Watcher
+  samplers: sockets.Samplers | None
 
 
 @contextlib.contextmanager
@@ -44,6 +46,7 @@ def open_run(
   *,
   label: str,
   watcher: sockets.Watcher,
+  samplers: sockets.Samplers | None = None,
 ) -> Iterator[OpenRun]:
   """Opens a training run, restored from its newest checkpoint if there is one.
 
@@ -60,16 +63,21 @@ def open_run(
       plan=plan,
       train_state=_restore(state, engine, files, signals),
       engine=engine,
-      rollouts=schedule.Rollouts(plan, engine, files, watcher),
+      rollouts=schedule.Rollouts(plan, engine, files, watcher, samplers),
       files=files,
       signals=signals,
       watcher=watcher,
+      samplers=samplers,
     )
     # This generator's locals live as long as the run: they would keep old arrays alive.
     del state
     stack.enter_context(watcher.begin(_describe(run, label)))
     for line in plan.lines:
       watcher.print_line(line)
+    if samplers:
+      stack.enter_context(samplers.open(_describe_job(plan)))
+      # They load and compile at the same time as this process.
+      samplers.sync_weights(run.train_state.sampler, run.train_state.sampler_step)
     _compile(run)
     stack.enter_context(engine.open())
     yield run
@@ -85,6 +93,19 @@ def _describe(run: OpenRun, label: str) -> sockets.RunInfo:
     next_line=run.files.next_line,
     call_format=run.plan.chat.format,
     engine=run.engine,
+  )
+
+
+def _describe_job(plan: plan_lib.Plan) -> sockets.Job:
+  """Describes the run's episodes to those who play them elsewhere."""
+  return sockets.Job(
+    config=plan.config,
+    model=plan.update_config.model,
+    chat=plan.chat,
+    make_env=plan.make_env,
+    decoding=plan.training,
+    made_of=plan.made_of,
+    corrected=plan.update_config.algorithm.correction is not None,
   )
 
 

@@ -37,8 +37,10 @@ class Rollouts:
     engine: protocol.AnyEngine,
     files: run_files.RunFiles,
     watcher: sockets.Watcher,
+    samplers: sockets.Samplers | None = None,
   ):
-    """Starts nothing yet; `files` are restored."""
+    """Starts nothing yet; `files` are restored. The engine plays without `samplers`."""
+    self._samplers = samplers
     self._schedule, self._files, self._watcher = plan.schedule, files, watcher
     self._engine, self._chat, self._decoding = engine, plan.chat, plan.training
     draws = files.loop_state.draws
@@ -121,6 +123,8 @@ class Rollouts:
     # `partial` allows.
     if to_start or self._schedule.partial:
       self._engine.sync_weights(train_state.sampler, train_state.sampler_step)
+      if self._samplers:
+        self._samplers.sync_weights(train_state.sampler, train_state.sampler_step)
     for step in to_start:
       tasks = self._stream.start_rollout(self._schedule.tasks)
       number = run_files.rollout_number(self._schedule, step)
@@ -151,6 +155,7 @@ class Rollouts:
       step=step + 1,
       store=self._files.store,
       on_done=counter(self._watcher, label, len(tasks) * samples),
+      elsewhere=self._samplers.play if self._samplers else None,
       **self._shared,
       **self._playing,
     )
