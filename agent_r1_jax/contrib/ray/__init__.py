@@ -1,0 +1,43 @@
+"""Samplers that come and go, as actors of Ray; see README.md.
+
+train.run(..., samplers=ray.samplers(minimum=1, maximum=8, num_gpus=1))
+"""
+
+from collections.abc import Mapping
+
+from agent_r1_jax.contrib.ray import cluster, pool
+
+
+def samplers(
+  minimum: int = 1,
+  maximum: int = 1,
+  *,
+  num_cpus: float = 1.0,
+  num_gpus: float = 0.0,
+  resources: Mapping[str, float] | None = None,
+  address: str | None = None,
+  wait_seconds: float = 1800.0,
+  silence_seconds: float = 60.0,
+  twice: bool = True,
+) -> cluster.RaySamplers:
+  """Makes the `samplers` of train.run.
+
+  Args:
+    minimum: With fewer samplers for `wait_seconds`, the run is saved and ends. With fewer
+      for a shorter time, it goes on with those that are there.
+    maximum: The most samplers. As many actors are requested, and each plays as soon as
+      the cluster has a machine with room for it.
+    num_cpus: The CPUs that each sampler takes on its machine; they are counted, not
+      enforced.
+    num_gpus: The GPUs that each sampler samples with.
+    resources: Other resources that each takes, such as {'TPU': 4}, by Ray's names.
+    address: The cluster's; None is that of RAY_ADDRESS, or of the one on this machine.
+    wait_seconds: How long a run goes on with fewer samplers than `minimum`. In half of it
+      a sampler must have loaded and compiled, or taken new parameters.
+    silence_seconds: A sampler that does not answer for so long is lost.
+    twice: Whether idle samplers play what others play for long already; the first one
+      counts. Tools are then called twice as well.
+  """
+  takes = {'num_cpus': num_cpus, 'num_gpus': num_gpus, 'resources': dict(resources or {})}
+  options = pool.Options(minimum, maximum, wait_seconds, silence_seconds, twice)
+  return cluster.RaySamplers(options, takes, address)

@@ -1,0 +1,270 @@
+"""The learner's side: connects to Ray, publishes parameters, and starts samplers."""
+
+import asyncio
+import collections
+from collections.abc import Iterator, Mapping
+from concurrent import futures
+import contextlib
+import importlib.util
+import logging
+import signal
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
+from agent_r1_jax.contrib.ray import pool as pool_lib
+from agent_r1_jax.contrib.ray import remote as remote_lib
+from agent_r1_jax.contrib.ray import sampler as sampler_lib
+from agent_r1_jax.host import processes, records
+from agent_r1_jax.models import decoder, engine_params, lora
+from agent_r1_jax.rollout import sockets
+from agent_r1_jax.rollout import store as store_lib
+
+_LOGGER = logging.getLogger(__name__)
+# How long the end of a run waits for the thread that looks after samplers.
+_CLOSE_SECONDS = 10.0
+
+
+class RaySamplers(sockets.Samplers):
+  """Samplers that are actors of Ray; ray.samplers makes it."""
+
+  def __init__(
+    self, options: pool_lib.Options, takes: Mapping[str, Any], address: str | None
+  ):
+    """Connects to nothing yet; `takes` are the resources of each actor."""
+    self._options, self._takes, self._address = options, takes, address
+    self._job: sockets.Job | None = None
+    self._step = -1  # That of the policy published last.
+    self._published = self._bytes = 0
+    self._frozen: Any = None
+
+  @property
+  def size(self) -> int:
+    """The number of samplers that can play now."""
+    return self._pool.size
+
+  def check(self, config: config_lib.Config) -> None:
+    """See sockets.Samplers.check."""
+    options = self._options
+    if importlib.util.find_spec('ray') is None:
+      raise ValueError(
+        "samplers: Ray is not installed; pip install 'agent_r1_jax[ray]', or leave them "
+        'out.'
+      )
+    if not 1 <= options.minimum <= options.maximum:
+      raise ValueError(
+        f'samplers: minimum is {options.minimum} and maximum {options.maximum}; the '
+        'minimum must be at least 1, and the maximum at least the minimum.'
+      )
+    if processes.is_distributed():
+      raise ValueError(
+        'samplers: a learner of several processes has its own samplers in each; start it '
+        'in one process, or leave samplers out.'
+      )
+
+  @contextlib.contextmanager
+  def open(self, job: sockets.Job) -> Iterator[None]:
+    """See sockets.Samplers.open."""
+    self._job, self._step, self._published = job, -1, 0
+    self._counted = collections.Counter()
+    self._me = sampler_lib.describe_process()
+    packed = _pack(job)
+    with _connect(self._address):
+      started: futures.Future[None] = futures.Future()
+      thread = threading.Thread(
+        target=lambda: asyncio.run(self._run(packed, started)),
+        daemon=True,
+        name='samplers',
+      )
+      thread.start()
+      started.result(_CLOSE_SECONDS)
+      try:
+        yield
+      finally:
+        self._loop.call_soon_threadsafe(self._closed.set)
+        thread.join(_CLOSE_SECONDS)
+        self._frozen = None  # Ray frees it.
+
+  def sync_weights(self, params: decoder.Params, policy_step: int) -> None:
+    """See sockets.Samplers.sync_weights."""
+    import ray
+
+    assert self._job is not None
+    if policy_step == self._step:
+      return
+    learned, frozen = lora.split(params)
+    if not self._published:
+      self._frozen = self._put(ray, frozen)
+    config = self._job.config.engine
+    if not frozen and config.weights == 'model':
+      # Half of the bytes with bfloat16, and the same numbers sample.
+      learned = engine_params.cast_params(learned, self._job.model)
+    reference = self._put(ray, learned)
+    policy = remote_lib.Policy(self._published, policy_step, reference, self._frozen)
+    self._step, self._published = policy_step, self._published + 1
+    self._loop.call_soon_threadsafe(self._pool.publish, policy)
+
+  async def play(self, order: sockets.Order) -> types.Trajectory:
+    """See sockets.Samplers.play."""
+    future = asyncio.run_coroutine_threadsafe(self._pool.orders.play(order), self._loop)
+    return await asyncio.wrap_future(future)
+
+  def measure(self) -> dict[str, float]:
+    """See sockets.Samplers.measure.
+
+    'samplers/playing' is how many there are; the others count since the last call:
+    samplers that joined, were lost and were refused; episodes that were played again
+    because their sampler was lost, and that idle samplers played too; bytes published.
+    """
+    counts = self._pool.orders.counts
+    names = ('joined', 'lost', 'refused', 'replayed', 'twice')
+    new = {name: counts[name] - self._counted[name] for name in names}
+    self._counted.update(new)
+    numbers = {f'samplers/{name}': float(number) for name, number in new.items()}
+    published, self._bytes = self._bytes, 0
+    size = float(self._pool.size)
+    return numbers | {'samplers/playing': size, 'samplers/bytes': float(published)}
+
+  def _put(self, ray: Any, params: Any) -> Any:
+    """Puts parameters into the object store, from which each machine reads them once."""
+    arrays = jax.tree.map(np.asarray, params)
+    self._bytes += sum(x.nbytes for x in jax.tree.leaves(arrays))
+    return ray.put(arrays)
+
+  async def _run(self, packed: bytes, started: futures.Future):
+    """Runs the pool until the run is closed."""
+    self._loop, self._closed = asyncio.get_running_loop(), asyncio.Event()
+    self._pool = pool_lib.Pool(self._start, packed, self._refuse, _read, self._options)
+    started.set_result(None)
+    running = asyncio.create_task(self._pool.run())
+    closed = asyncio.create_task(self._closed.wait())
+    await asyncio.wait([running, closed], return_when=asyncio.FIRST_COMPLETED)
+    if not self._closed.is_set():
+      _LOGGER.error('samplers: their pool has ended', exc_info=running.exception())
+      await closed  # Orders that come meanwhile get the error.
+    running.cancel()
+    await asyncio.wait([running])
+
+  def _start(self, number: int) -> remote_lib.Remote:
+    """Asks Ray for an actor; it begins once a machine has room for it."""
+    import ray
+
+    actor = ray.remote(sampler_lib.Sampler).options(
+      **self._takes, max_restarts=0, max_task_retries=0, scheduling_strategy='SPREAD'
+    )
+    return _Actor(actor.remote())
+
+  def _refuse(self, found: Mapping[str, Any]) -> str | None:
+    """Says why a sampler that describes itself so may not play; None if it may."""
+    assert self._job is not None
+    mine = {**self._me, 'made_of': self._job.made_of}
+    for part in ('versions', 'made_of', 'programs'):
+      theirs = found.get(part, {})
+      names = [n for n in theirs if theirs[n] != mine[part].get(n)]
+      if part == 'programs' and self._job.corrected:
+        continue
+      if names:
+        pairs = (f'{n}: {theirs[n]!s:.80}, here {mine[part].get(n)!s:.80}' for n in names)
+        return (
+          f'{found.get("where", "it")} differs from the learner in {"; ".join(pairs)}. '
+          + _REMEDIES[part]
+        )
+    return None
+
+
+_REMEDIES = {
+  'versions': 'Install the same versions on all machines.',
+  'made_of': 'Give all machines the same code of the environment, tools and rewards.',
+  'programs': (
+    'Take machines of one kind, or an algorithm with a correction (rl/losses.py).'
+  ),
+}
+
+
+class _Actor:
+  """A remote.Remote that is an actor of Ray."""
+
+  def __init__(self, actor: Any):
+    self._actor = actor
+
+  async def call(self, method: str, *args: Any) -> Any:
+    """See remote.Remote."""
+    import ray
+    from ray import exceptions
+
+    reference = getattr(self._actor, method).remote(*args)
+    try:
+      return await reference
+    except asyncio.CancelledError:
+      with contextlib.suppress(Exception):  # Its actor is gone.
+        ray.cancel(reference)
+      raise
+    except exceptions.RayTaskError as error:
+      cause = error.cause if isinstance(error.cause, Exception) else error
+      text = f'{type(cause).__name__}: {cause}'
+      raise remote_lib.RaisedError(text) from error
+    except exceptions.RayError as error:
+      text = ' '.join(str(error).split())
+      raise remote_lib.LostError(f'{type(error).__name__}: {text:.300}') from error
+
+  def kill(self) -> None:
+    """See remote.Remote."""
+    import ray
+
+    with contextlib.suppress(Exception):  # It is gone, or Ray is.
+      ray.kill(self._actor)
+
+
+def _pack(job: sockets.Job) -> bytes:
+  """Pickles a job; raises ValueError if the user's part of it cannot be pickled."""
+  from ray import cloudpickle
+
+  try:
+    return cloudpickle.dumps(job)  # pyright: ignore[reportPrivateImportUsage]
+  except Exception as error:
+    raise ValueError(
+      'samplers: what plays the episodes cannot be sent to other machines '
+      f'({type(error).__name__}: {error}). Make servers, files and locks inside '
+      'make_env, which each sampler calls itself.'
+    ) from error
+
+
+def _read(packed: bytes, order: sockets.Order) -> types.Trajectory:
+  """Makes the trajectory of an order from what a sampler sent; no code of it runs."""
+  return store_lib.make_trajectory(records.unpack(packed), order.task)
+
+
+@contextlib.contextmanager
+def _connect(address: str | None) -> Iterator[None]:
+  """Connects to Ray inside `with`, unless the script has done so."""
+  import ray
+
+  if ray.is_initialized():
+    yield
+    return
+  main = threading.current_thread() is threading.main_thread()
+  numbers = (signal.SIGTERM, signal.SIGINT) if main else ()
+  handlers = {number: signal.getsignal(number) for number in numbers}
+  try:
+    # Not `init()`, which would start a cluster here: that forks, which a process with
+    # JAX's threads must not.
+    ray.init(
+      address=address or 'auto', log_to_driver=False, logging_level=logging.WARNING
+    )
+  except ConnectionError as error:
+    raise ValueError(
+      f'samplers: there is no cluster of Ray at {address or "RAY_ADDRESS or here"} '
+      f'({error}); start one with `ray start --head`, and `ray start --address=...` on '
+      'the machines that sample.'
+    ) from error
+  # Ray's would end the process before the run is saved.
+  for number, handler in handlers.items():
+    signal.signal(number, handler)
+  try:
+    yield
+  finally:
+    ray.shutdown()

@@ -1,0 +1,173 @@
+"""The open orders of a run: which sampler plays which, until each has one result."""
+
+import asyncio
+import collections
+from collections.abc import Callable
+import dataclasses
+import time
+
+from agent_r1_jax import types
+from agent_r1_jax.contrib.ray import remote as remote_lib
+from agent_r1_jax.rollout import sockets
+
+# An episode ends the run if it has raised on so many samplers, or if so many were lost
+# while they played it: it would take all of them down, one after the other.
+_MOST_ERRORS, _MOST_LOSSES = 3, 10
+
+
+@dataclasses.dataclass(eq=False)
+class OpenOrder:
+  """An order that nobody has played to its end yet.
+
+  Attributes:
+    order: The order.
+    result: Its trajectory, once there is one.
+    players: The samplers that play it, each with its task.
+    began: When it was last handed out.
+    losses: How many samplers were lost while they played it.
+    errors: On how many it raised.
+  """
+
+  order: sockets.Order
+  result: asyncio.Future[types.Trajectory]
+  players: dict['Player', asyncio.Task] = dataclasses.field(default_factory=dict)
+  began: float = 0.0
+  losses: int = 0
+  errors: int = 0
+
+  def __str__(self) -> str:
+    return f'task {self.order.task.id!r}, sample {self.order.sample}'
+
+
+@dataclasses.dataclass(eq=False)
+class Player:
+  """A sampler that has been accepted.
+
+  Attributes:
+    remote: Its process.
+    capacity: The most episodes that it plays at a time.
+    version: That of its policy; -1 before the first.
+    playing: The orders that it plays.
+    broken: Whether it is lost.
+  """
+
+  remote: remote_lib.Remote
+  capacity: int
+  version: int = -1
+  playing: set[OpenOrder] = dataclasses.field(default_factory=set)
+  broken: bool = False
+
+
+class Orders:
+  """The open orders.
+
+  Attributes:
+    counts: Episodes that were 'replayed', since a sampler was lost, or played 'twice';
+      the pool counts its samplers here, too.
+  """
+
+  def __init__(self, notify: Callable[[], None], twice: bool):
+    """Has no order yet; `notify` is called when samplers may have something to do."""
+    self._notify, self._twice = notify, twice
+    self.counts = collections.Counter()
+    self._open: dict[OpenOrder, None] = {}
+    self._waiting = collections.deque[OpenOrder]()
+    self._failure: BaseException | None = None
+    # The mean duration of episodes, recent ones more; 0 before the first has ended.
+    self._mean_seconds = 0.0
+
+  async def play(self, order: sockets.Order) -> types.Trajectory:
+    """Opens an order and waits for its trajectory; see sockets.Samplers.play."""
+    if self._failure:
+      raise self._failure
+    opened = OpenOrder(order, asyncio.get_running_loop().create_future())
+    self._open[opened] = None
+    self._waiting.append(opened)
+    self._notify()
+    try:
+      return await opened.result
+    finally:
+      opened.result.cancel()
+      self._close(opened)
+
+  def fail(self, error: BaseException):
+    """Ends all open orders, and those to come, with an error."""
+    self._failure = error
+    for opened in list(self._open):
+      self._end(opened, error)
+
+  def choose(self, player: Player, players: int) -> OpenOrder | None:
+    """Chooses what one of `players` plays next: no more than its share, in their order.
+
+    If nothing waits, an idle sampler plays what another has played for longer than
+    episodes take on average: they are equal, and the first one counts.
+    """
+    share = -(-len(self._open) // max(1, players))
+    if len(player.playing) >= min(share, player.capacity):
+      return None
+    while self._waiting:
+      opened = self._waiting.popleft()
+      if not opened.result.done():
+        return opened
+    idle = all(len(opened.players) > 1 for opened in player.playing)
+    if not (self._twice and idle and self._mean_seconds):
+      return None
+    late = time.monotonic() - self._mean_seconds
+    for opened in self._open:
+      alone = len(opened.players) == 1 and player not in opened.players
+      if alone and opened.began < late:
+        self.counts['twice'] += 1
+        return opened
+    return None
+
+  def hand_out(self, opened: OpenOrder, player: Player, task: asyncio.Task):
+    """Notes that a sampler plays an order in a task."""
+    player.playing.add(opened)
+    opened.players[player], opened.began = task, time.monotonic()
+    # Not in the task, which may be cancelled before it begins.
+    task.add_done_callback(lambda _: self._leave(opened, player))
+
+  def finish(self, opened: OpenOrder, trajectory: types.Trajectory, seconds: float):
+    """Gives an order its result, unless another sampler has."""
+    before = self._mean_seconds or seconds
+    self._mean_seconds = 0.9 * before + 0.1 * seconds
+    if not opened.result.done():
+      opened.result.set_result(trajectory)
+      self._close(opened)
+
+  def note_error(self, opened: OpenOrder, error: Exception):
+    """Notes that an order raised on a sampler."""
+    opened.errors += 1
+    if opened.errors == _MOST_ERRORS:
+      text = f'an episode ({opened}) raised on {_MOST_ERRORS} samplers: {error}'
+      self._end(opened, RuntimeError(text))
+
+  def _leave(self, opened: OpenOrder, player: Player):
+    """Lets an order wait again that nobody plays any more, and that has no result."""
+    player.playing.discard(opened)
+    opened.players.pop(player, None)
+    if opened.result.done() or opened.players:
+      return
+    opened.losses += player.broken
+    if opened.losses == _MOST_LOSSES:
+      text = f'samplers: {_MOST_LOSSES} of them were lost while they played {opened}'
+      self._end(opened, RuntimeError(f'{text}; it may be what ends them.'))
+      return
+    self.counts['replayed'] += 1
+    self._waiting.appendleft(opened)
+    self._notify()
+
+  def _end(self, opened: OpenOrder, error: BaseException):
+    if not opened.result.done():
+      opened.result.set_exception(error)
+      self._close(opened)
+
+  def _close(self, opened: OpenOrder):
+    """Forgets an order, and cancels it where it is still played."""
+    if opened not in self._open:
+      return
+    del self._open[opened]
+    for task in opened.players.values():
+      if task is not asyncio.current_task():
+        task.cancel()
+    self._notify()
