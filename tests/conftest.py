@@ -111,6 +111,21 @@ def engine():
   return clients.engine()
 
 
+@pytest.fixture(params=['llama', 'qwen3_5_text'])
+def family(request, monkeypatch):
+  """The family of the tiny policy: one that attends alone, one that has states too."""
+  import clients
+  import tiny
+
+  if request.param != 'llama':
+    monkeypatch.setattr(tiny.config, '__defaults__', (request.param, 2))
+    params = functools.cache(lambda: tiny.params(tiny.config()))
+    reference = functools.cache(lambda: clients.run(clients.engine(), range(16)))
+    monkeypatch.setattr(clients, 'params', params)
+    monkeypatch.setattr(clients, 'reference', reference)
+  return request.param
+
+
 @pytest.fixture
 def float64():
   """Formulas are compared where rounding cannot hide a difference."""

@@ -26,6 +26,7 @@ class TestOnPolicy:
     assert len({len(s.tokens) for s in played.values()}) > 8
     tiny.assert_on_policy(clients.params(), list(played.values()))
 
+  @pytest.mark.usefixtures('family')
   def test_log_probs_are_the_learners_at_another_temperature_and_with_slow_tools(self):
     play = lambda: clients.run(
       clients.engine(**clients.EXACT),

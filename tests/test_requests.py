@@ -347,7 +347,7 @@ class TestRaces:
     _assert_on_policy(*segments)
 
   def test_a_text_that_goes_on_in_the_decode_in_which_it_was_cancelled(
-    self, slow_decodes, engine
+    self, family, slow_decodes, engine
   ):
     """Nothing of that decode is in it."""
     given, more = clients.tokens(1, 9), clients.tokens(2, 4)
@@ -367,7 +367,9 @@ class TestRaces:
     (segment,) = _run(engine, play())
     _assert_on_policy(segment)
 
-  def test_a_prompt_that_was_left_half_prefilled_is_computed_by_another(self, engine):
+  def test_a_prompt_that_was_left_half_prefilled_is_computed_by_another(
+    self, family, engine
+  ):
     begun = asyncio.Event()
     prompt = clients.prompt(8)  # of numbers 24 to 26 in groups of 3, in seven chunks
 

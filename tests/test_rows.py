@@ -31,11 +31,14 @@ def _prefixes(text, begin, end):
 class Cache:
   """Rows, and what the device would hold in each slot: (version, the text up to it).
 
-  It is what layers hold that keep all, and those that keep a window in `ring` slots.
+  It is what layers hold that keep all, those that keep a window in `ring` slots, and
+  those that have a state, of which they keep `states` for each row.
   """
 
-  def __init__(self, width=_B, ring=_S):
-    self.rows = rows_lib.CacheRows(_B, _S, ring - _WINDOW if ring < _S else None)
+  def __init__(self, width=_B, ring=_S, states=0):
+    rewind = ring - _WINDOW if ring < _S else None
+    self.rows = rows_lib.CacheRows(_B, _S, rewind, states)
+    self.states = [[None] * states for _ in range(_B)]
     self.slots = [[None] * _S for _ in range(_B)]
     self.rings = [[None] * ring for _ in range(_B)]
     self.width, self.number = width, 0
@@ -72,17 +75,19 @@ class Cache:
     copies, waiting = self.rows.find_sources(missing, copies_at_once)
     assert len(copies) <= copies_at_once
     # The device reads all sources before it writes a row.
-    held = [(s.row.written, [*self.rings[s.row.index]]) for s, _ in copies]
-    for (source, row), (written, ring) in zip(copies, held, strict=True):
+    kinds = self.rings, self.states
+    held = [[[*kind[s.row.index]] for kind in kinds] for s, _ in copies]
+    for (source, row), copied in zip(copies, held, strict=True):
       self._copy(source, row, version)
-      row.written, self.rings[row.index] = written, ring
+      self.rings[row.index], self.states[row.index] = copied
+      row.copy(source)
     going = [row for row in missing if row not in waiting]
     if not copies:
       # Nobody waits for a row that waits: somebody is computed while anybody waits.
       assert going or not waiting
       for row in going:
         part = row.missing[:chunk]
-        self._compute(row, len(part), version)
+        self._compute(row, len(part), version, row.plan_states(len(part)))
         row.prefill(len(part))
         self.computed += len(part)
     self.check()
@@ -97,15 +102,22 @@ class Cache:
     assert held == self._wanted(row, source.length, version)
     self.slots[row.index][: source.length] = held
     self.copied += source.length - row.cached
-    row.cached = source.length
 
-  def _compute(self, row, n, version):
+  def _compute(self, row, n, version, plan):
     slots, ring = self.slots[row.index], self.rings[row.index]
     window = range(max(0, row.cached - _WINDOW + 1), row.cached)
     assert [ring[i % len(ring)] for i in window] == [slots[i] for i in window]
     texts = _prefixes(row.text, row.cached, row.cached + n)
     for i, text in enumerate(texts, row.cached):
       slots[i] = ring[i % len(ring)] = (version, text)
+    states = self.states[row.index]
+    if states:
+      assert not row.cached or states[plan.begin] == slots[row.cached - 1]
+      if plan.keep < len(states):
+        states[plan.keep] = states[plan.begin]
+      states[0] = slots[row.cached + n - 1]
+      if plan.save < len(states):
+        states[plan.save] = states[0]
 
   def _wanted(self, row, n, version):
     return [(version, text) for text in _prefixes(row.text, 0, n)]
@@ -113,11 +125,12 @@ class Cache:
   def decode(self, row, tokens, version):
     """Samples tokens: all but the last are computed."""
     assert row.prefilled
-    begin = row.cached
+    begin, none = row.cached, len(row.states)
+    plan = rows_lib.StatePlan(row.begin, none, none, [])
     row.note_write(_DECODE)
     row.extend(np.asarray(tokens))
     row.cached, end = begin, row.cached
-    self._compute(row, end - begin, version)
+    self._compute(row, end - begin, version, plan)
     # Tokens of a draft that were not sampled.
     for i in range(end, begin + _DECODE):
       self.rings[row.index][i % len(self.rings[row.index])] = None
@@ -133,6 +146,8 @@ class Cache:
       assert self.rows.find(row.text) is row
       slots = self.slots[row.index][: row.cached]
       assert [slot[1] for slot in slots] == _prefixes(row.text, 0, row.cached)
+      for n, state in zip(row.states, self.states[row.index], strict=True):
+        assert n <= row.cached and (n < 1 or state == slots[n - 1])
       if row.version != rows_lib.MIXED:
         assert {slot[0] for slot in slots} <= {row.version}
       if row.generation is not None:
@@ -141,12 +156,12 @@ class Cache:
         assert (row.tokens[row.size :] == -1).all()
 
 
-@pytest.mark.parametrize('ring', [_S, 20])
+@pytest.mark.parametrize(('ring', 'states'), [(_S, 0), (20, 0), (_S, 1), (_S, 4)])
 @pytest.mark.parametrize('seed', range(8))
-def test_after_any_sequence_of_events_the_record_of_the_rows_is_true(seed, ring):
+def test_after_any_sequence_of_events_the_record_of_the_rows_is_true(seed, ring, states):
   """Texts begin, go on, fork, end and are cancelled; one of two policies changes."""
   rng = np.random.default_rng(seed)
-  cache, texts, version = Cache(int(rng.integers(2, _B + 1)), ring), [], 1
+  cache, texts, version = Cache(int(rng.integers(2, _B + 1)), ring, states), [], 1
   for _ in range(300):
     busy = [generation.text for generation in cache.live]
     idle = [text for text in texts if text not in busy and len(text) < _S - 12]
@@ -266,6 +281,41 @@ class TestRewind:
     assert row.written == 24
     assert self._go_back(rows, row, 17, 2).cached == 16
     assert self._go_back(rows, row, 16, 3).cached == 0
+
+
+class TestStates:
+  """Rows that keep four states: that of now, and three from before."""
+
+  def test_a_text_goes_on_where_a_state_is_and_a_cut_reply_at_its_prompts_end(self):
+    rows = rows_lib.CacheRows(1, _S, states=4)
+    row = rows.assign(_generation(_text((0, 20)), 0), 0)
+    row.prefill(19)
+    row.note_write(_DECODE)  # Of a decode whose tokens do not count.
+    lost = rows_lib.LOST
+    assert row.states == [lost, 19, lost, lost] and row.begin == 1
+    row.extend(np.array([7, 7]))
+    assert row.states == [21, 19, lost, lost] and row.begin == 0
+    row.text.append(np.arange(3))
+    row.tokens[: row.size] = row.text.tokens
+    row.prefill(3)
+    assert row.states == [24, 19, 21, 24]  # The reply's end, and the next prompt's.
+    for tokens, kept in ((24, 21), (21, 19), (19, 0)):
+      row.generation, text = None, request_lib.Text(None, row.text.tokens[:tokens])
+      assert rows.assign(_generation(text, 1), 0).cached == kept
+
+  def test_the_third_task_of_a_system_prompt_copies_it(self):
+    """The second one, which leaves the first, keeps the state where it does."""
+    cache = Cache(states=4)
+    computed = []
+    for task in range(1, 4):
+      cache.submit(_text((0, 24), (task, 20)))
+      before = cache.computed
+      while not cache.work(0)[1]:
+        pass
+      computed.append(cache.computed - before)
+      for generation in [*cache.live]:
+        cache.leave(generation)
+    assert computed == [43, 43, 19]
 
 
 class TestFindSources:

@@ -1,4 +1,4 @@
-"""Layers that slide keep a window: the engine samples as if they kept everything."""
+"""Layers that slide, or have a state: the engine samples as if they kept everything."""
 
 import dataclasses
 import functools
@@ -11,15 +11,19 @@ import tiny
 
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sizes as sizes_lib
+from agent_r1_jax.models import kv_cache
 
+_STATEFUL = ('qwen3_5_text',)
 _SLIDING = {'mistral': (True, True), 'gemma2': (True, False), 'gpt_oss': (True, False)}
 
 
 @functools.cache
 def shape(family):
-  """Two layers, of which one or both slide by 9 tokens."""
-  sliding = {'sliding': _SLIDING[family], 'window': 9}
-  return dataclasses.replace(tiny.config(family, 2), **sliding)
+  """Two layers, of which one or both slide by 9 tokens, or one has a state."""
+  config = tiny.config(family, 2)
+  if family in _STATEFUL:
+    return config
+  return dataclasses.replace(config, sliding=_SLIDING[family], window=9)
 
 
 @functools.cache
@@ -65,7 +69,7 @@ def run(family, texts=12, **sizes):
 
 
 @pytest.mark.parametrize('family', _SLIDING)
-def test_log_probs_are_the_learners(few, family):
+def test_log_probs_of_windows_are_the_learners(few, family):
   """Of texts that have gone round the ring, and of forks before what it holds."""
   engine, segments = run(family)
   cache = engine.replicas[0].device.cache
@@ -73,6 +77,19 @@ def test_log_probs_are_the_learners(few, family):
   assert [layer.keys.shape[2] for layer in cache] == kept
   assert max(len(s.tokens) for s in segments) >= 2 * 25
   tiny.assert_on_policy(params(family), segments, shape=shape(family))
+
+
+@pytest.mark.parametrize('family', _STATEFUL)
+def test_log_probs_of_states_are_the_learners(family, monkeypatch):
+  """Wherever texts fork; the fewer states a row keeps, the more is computed again."""
+  sizes = {'rows': 24, 'texts': 6, **clients.EXACT}
+  engine, segments = run(family, **sizes)
+  tiny.assert_on_policy(params(family), segments, shape=shape(family))
+  monkeypatch.setattr(kv_cache, 'STATES', 1)
+  one, expected = run(family, **sizes)
+  assert one.stats.shared < engine.stats.shared
+  assert one.stats.prefilled > engine.stats.prefilled
+  clients.assert_same(dict(enumerate(segments)), dict(enumerate(expected)))
 
 
 def test_what_is_lost_is_computed_again_and_drafts_change_nothing(few, monkeypatch):

@@ -153,14 +153,20 @@ def make_prefill_batch(
   index, count = np.full(size, unused_row, np.int32), np.zeros(size, np.int32)
   token_ids = np.zeros((size, tokens), np.int32)
   positions = np.full((size, tokens), kv_cache.NOWHERE, np.int32)
+  begin, (keep, save) = (
+    np.zeros(size, np.int32),
+    np.full((2, size), kv_cache.STATES, np.int32),
+  )
   for m, row in enumerate(rows):
     missing = row.missing[:tokens]
     n = len(missing)
     index[m], count[m], token_ids[m, :n] = row.index, n, missing
     positions[m, :n] = np.arange(row.cached, row.cached + n)
+    begin[m], keep[m], save[m], _ = row.plan_states(n)
   arrays: Any = token_ids, positions  # jit takes numpy arrays too.
-  given: Any = index
-  return programs_lib.PrefillBatch(given, types.Rows(*arrays)), count
+  states: Any = begin, keep, save
+  given: Any = index, types.Rows(*arrays), None, kv_cache.Slots(*states)
+  return programs_lib.PrefillBatch(*given), count
 
 
 def make_targets(
@@ -205,7 +211,7 @@ def make_decode_batch(
   """
   rows = np.full(size, unused_row, np.int32)
   # An entry without a request has a budget of 0, so that it does not run.
-  length, budget, saved = np.zeros((3, size), np.int32)
+  length, budget, saved, begin = np.zeros((4, size), np.int32)
   ends = np.full((size, drafts.WIDTH), drafts.NONE, np.int32)
   keys, temperature = np.zeros((size, 2), np.uint32), np.ones(size, np.float32)
   (top, replay), guide_mask = (
@@ -220,7 +226,7 @@ def make_decode_batch(
     budget[m], keys[m] = active.generation.remaining, request.key
     temperature[m], top[m] = request.sampling.temperature, request.top_logprobs > 0
     guide_mask[:, m] = active.guide_mask
-    replay[m], saved[m] = request.replay, row.text.saved
+    replay[m], saved[m], begin[m] = request.replay, row.text.saved, row.begin
   states = tuple(
     jax.tree.map(
       lambda *leaves: np.stack(leaves),
@@ -230,5 +236,7 @@ def make_decode_batch(
   )
   # In the order of DecodeBatch's fields.
   arrays: Any = rows, length, ends, budget, keys, temperature, top, replay, guide_mask
-  how_far: Any = saved if sees else None
-  return programs_lib.DecodeBatch(*arrays, guide_states=states, saved=how_far)
+  first: Any = begin
+  given: dict[str, Any] = {'saved': saved if sees else None}
+  given['states'] = kv_cache.Slots(first)
+  return programs_lib.DecodeBatch(*arrays, guide_states=states, **given)

@@ -70,11 +70,6 @@ class Engine(protocol.AnyEngine):
         kernels cannot have 8 bits; or there are adapters in `params` beside named ones;
         or what config.ops excludes.
     """
-    if config.recurrent:
-      raise ValueError(
-        f'model.path: a {config.family} has layers with a state, and the engine cannot '
-        'sample with them yet; it can be trained on texts that are there (SFT).'
-      )
     if weights != 'model':
       quantization.check(weights, config, 'weights')
     ops_lib.choose(config).check(

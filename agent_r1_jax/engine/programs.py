@@ -38,6 +38,7 @@ class PrefillBatch(NamedTuple):
   index: Int[Array, 'M']  # Distinct rows; B or more marks an unused entry.
   rows: types.Rows
   targets: prompt_scores.Targets | None = None  # What is scored, if anything is.
+  states: kv_cache.Slots | None = None  # What becomes of those of layers that have some.
 
 
 class DecodeBatch(NamedTuple):
@@ -55,6 +56,7 @@ class DecodeBatch(NamedTuple):
   guide_states: tuple[guide_lib.State, ...]  # The state of each guide, arrays [M, ...].
   # How far a text's coordinates are behind its positions, if the policy sees.
   saved: Int[Array, 'M'] | None = None
+  states: kv_cache.Slots | None = None
   adapters: lora.Adapters | None = None  # The one of each entry, if the engine has any.
 
 
@@ -94,9 +96,11 @@ def prefill(
   but for NOWHERE. The cache is donated; the params come from engine_params.unstack. With
   targets, which is another program, their scores are returned too.
   """
-  index, rows, targets = batch
+  index, rows, targets, states = batch
   view = _gather_rows(cache, index, bucket)
+  view = kv_cache.resume(view, states)
   x, view = ops_lib.choose(config).extend(params, config, rows, view)
+  view = kv_cache.save(view, states and states.save)
   scored = None
   if targets is not None:
     top = min(TOP, config.vocab_size)
@@ -173,6 +177,7 @@ def decode(
   B = len(jax.tree.leaves(cache)[0])
   # Rows are copied once a decode; attention then reads `bucket` slots in each call.
   view = cache if in_place else _gather_rows(cache, batch.rows, bucket)
+  view = kv_cache.resume(view, batch.states)
   sizes = len(batch.rows), drafts.count_most(steps, k), min(TOP, config.vocab_size)
   alive = (batch.rows < B) & (batch.budget > 0)
   replies = _Replies(batch.ends, batch.guide_states, _no_tokens(*sizes), alive)

@@ -27,7 +27,7 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.engine import stats as stats_lib
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, kv_cache
 
 # The interval at which `serve` calls `interrupted` while there is nothing to compute.
 _POLL_SECONDS = 0.5
@@ -61,7 +61,8 @@ class Replica(protocol.AnyReplica):
     self.policy: protocol.Policy | None = None
     ring = sizes.window_slots < sizes.slots
     max_rewind = sizes.window_slots - config.window if ring else None
-    self.rows = rows_lib.CacheRows(sizes.rows, sizes.slots, max_rewind)
+    states = kv_cache.STATES if config.recurrent else 0
+    self.rows = rows_lib.CacheRows(sizes.rows, sizes.slots, max_rewind, states)
     self.device = device_lib.Device(config, sizes, guides, mesh)
     self.index = drafts.Index() if sizes.drafts else None
     self._request_numbers = itertools.count()
@@ -307,11 +308,10 @@ class Replica(protocol.AnyReplica):
     size = self.sizes.prefill_rows[-1]
     source, rows = np.zeros(size, np.int32), np.full(size, self.sizes.rows, np.int32)
     # All are read before one is written: a row may be a source, and be written itself.
-    written = [prefix.row.written for prefix, _ in copies]
     for m, (prefix, row) in enumerate(copies):
       source[m], rows[m] = prefix.row.index, row.index
       self.stats.shared += prefix.length - row.cached
-      row.cached, row.written = prefix.length, written[m]
+      row.copy(prefix)
     longest = max(prefix.length for prefix, _ in copies)
     self.device.copy(source, rows, sizes_lib.round_up(self.sizes.buckets, longest))
 

@@ -1,5 +1,9 @@
 """The host's record of the rows of the cache: which text each holds, and how much of it.
 
+A layer with a state (models/delta_net.py) cannot go back. A row keeps its state at a few
+tokens beside the last one: where a prompt ends, and where a text left another one; texts
+go on from there, and compute the rest.
+
 It decides which row a text gets, and which prefixes can be copied from other rows instead
 of being computed again. Nothing here touches the device.
 
@@ -19,6 +23,8 @@ MIN_SHARED = 16
 # The version of a row whose keys and values nothing may be copied from, because several
 # policies have computed them.
 MIXED = -1
+# Stands for a state that a row does not have.
+LOST = -1
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,6 +40,12 @@ class Row:
   # that begins with 500 of them is now, cached is 500 and written 900; in a layer that
   # slides and has 768 slots, the first 132 tokens are lost.
   written: int = 0
+  # How many tokens the states have seen that a row keeps in layers with a state, or LOST;
+  # calls go on with the first. Empty if no layer has one.
+  states: list[int] = dataclasses.field(default_factory=list)
+  # The token before which the text leaves another one: the state there will be needed.
+  branch: int = 0
+  ended: int = 0  # How many tokens were cached when the last reply, or chunk, ended.
   # The version of what computed these.
   version: Hashable = MIXED
   origin: int = 0  # Texts of one origin go on from what its earlier versions computed.
@@ -50,13 +62,46 @@ class Row:
 
   @property
   def missing(self) -> np.ndarray:
-    """The tokens still to be prefilled: all but the last, which the decode computes."""
-    return self.tokens[self.cached : self.size - 1]
+    """The tokens to prefill next: up to the last, or to where a state is kept.
+
+    The decode computes the last one.
+    """
+    end = self.branch if self.cached < self.branch < self.size else self.size - 1
+    return self.tokens[self.cached : end]
 
   @property
   def prefilled(self) -> bool:
     """Whether a decode can continue the text."""
     return self.cached == self.size - 1
+
+  @property
+  def begin(self) -> int:
+    """Which of its states the next call goes on from; any if the text begins."""
+    return self.states.index(self.cached) if self.cached in self.states else 0
+
+  def plan_states(self, tokens: int) -> 'StatePlan':
+    """Plans what a prefill of so many tokens does with the row's states.
+
+    It keeps those where the last reply ended, and where the prompt or a branch ends: in
+    place of the oldest, but for the first one, from which others of a group begin.
+    """
+    states, keep, save = [*self.states], len(self.states), len(self.states)
+    end = self.cached + tokens
+
+    def find():
+      kept = states[1:]
+      oldest = LOST if LOST in kept else sorted(kept)[:2][-1]
+      return 1 + kept.index(oldest)
+
+    if len(states) > 1:
+      if 0 < self.cached == self.ended and self.cached not in states[1:]:
+        keep = find()
+        states[keep] = self.cached
+      if end in (self.branch, self.size - 1):
+        save = find()
+        states[save] = end
+    states[:1] = [end] * len(states[:1])
+    return StatePlan(self.begin, keep, save, states)
 
   def note_policy(self, version: Hashable):
     """Records the version of the policy that computes the tokens from here on."""
@@ -68,11 +113,15 @@ class Row:
     """Records that a call writes at most so many tokens behind those that are cached."""
     written = min(self.cached + tokens, len(self.tokens))
     self.written = max(self.written, written)
+    # Until it is known how many of them count.
+    self.states[:1] = [LOST] * len(self.states[:1])
 
   def prefill(self, tokens: int):
     """Records that a prefill computes the next tokens."""
+    states = self.plan_states(tokens).states
     self.note_write(tokens)
     self.cached += tokens
+    self.states = states
 
   def extend(self, tokens: np.ndarray):
     """Records that a decode appended tokens to the text and cached all but the last."""
@@ -80,13 +129,36 @@ class Row:
     self.tokens[self.size : self.size + len(tokens)] = tokens
     self.text.append(tokens)
     self.cached += len(tokens)
+    self.ended = self.cached
+    self.states[:1] = [self.cached] * len(self.states[:1])
+
+  def copy(self, prefix: 'Prefix'):
+    """Records that a prefix is copied from another row."""
+    self.cached, self.written = prefix.length, prefix.written
+    self.states = [*prefix.states]
+    self.forget_states()
+
+  def forget_states(self):
+    """Forgets the states after tokens that are not in the cache."""
+    self.states = [n if n <= self.cached else LOST for n in self.states]
+
+
+class StatePlan(NamedTuple):
+  """What a prefill does with a row's states; past the last one stands for none."""
+
+  begin: int  # That which it goes on from.
+  keep: int  # That which becomes what it goes on from.
+  save: int  # That which becomes what it comes to.
+  states: list[int]  # How many tokens each has seen then.
 
 
 class Prefix(NamedTuple):
-  """A prefix of `length` tokens that can be copied from a row."""
+  """A prefix of `length` tokens that can be copied from a row, as the row is now."""
 
   row: Row
   length: int
+  written: int
+  states: tuple[int, ...]
 
 
 class _Offer(NamedTuple):
@@ -104,7 +176,9 @@ _WAIT = 'wait'
 class CacheRows:
   """All rows of a replica."""
 
-  def __init__(self, rows: int, slots: int, max_rewind: int | None = None):
+  def __init__(
+    self, rows: int, slots: int, max_rewind: int | None = None, states: int = 0
+  ):
     """Makes empty rows.
 
     Args:
@@ -112,11 +186,14 @@ class CacheRows:
       slots: The most tokens of a text (S).
       max_rewind: How many tokens before the last written slot a text may go on, where
         layers keep a window only; any number by default.
+      states: How many states a row keeps in layers that have them; 0 if none has.
     """
     self._max_rewind = slots if max_rewind is None else max_rewind
     # One array of all texts, so that one comparison finds all shared prefixes.
     self._tokens = np.full((rows, slots), -1, np.int32)
     self.rows = [Row(i, tokens) for i, tokens in enumerate(self._tokens)]
+    for row in self.rows:
+      row.states = [LOST] * states
     self._row_of: dict[request_lib.Text, Row] = {}
 
   def find(self, text: request_lib.Text) -> Row | None:
@@ -165,13 +242,18 @@ class CacheRows:
       # What is not computed has no log-probs.
       row.cached, row.prefill_started = 0, True
     row.written = row.written if row.cached else 0
+    row.branch = 0
+    row.forget_states()
     return row
 
   def _find_usable(self, row: Row, count: int) -> int:
-    """Returns how many of a row's first `count` tokens can be gone on from: all or none.
+    """Returns how many of a row's first `count` tokens can be gone on from.
 
-    A layer that slides must still have the window before the next token.
+    A layer that slides must still have the window before the next token: all or none. One
+    with a state goes on where the row has it.
     """
+    if row.states:
+      return max((n for n in row.states if 0 < n <= count), default=0)
     return count if count + self._max_rewind >= row.written else 0
 
   def find_sources(
@@ -209,6 +291,7 @@ class CacheRows:
         continue
       row.prefill_started = True
       prefilling.add(row.index)
+      row.branch = self._find_branch(row)
       if isinstance(source, Prefix):
         copies.append((source, row))
     return copies, waiting
@@ -235,8 +318,20 @@ class CacheRows:
       return _WAIT
     present = max(offers, key=lambda offer: offer.cached)
     if present.cached >= row.cached + MIN_SHARED:
-      return Prefix(present.row, present.cached)
+      source = present.row
+      return Prefix(source, present.cached, source.written, tuple(source.states))
     return None
+
+  def _find_branch(self, row: Row) -> int:
+    """Finds the token at which a row's text leaves another one; 0 if it keeps no states.
+
+    Where two have parted, a third may: the next of many tasks with one system prompt.
+    """
+    if not row.states or row.version == MIXED:
+      return 0
+    shared = _count_shared(self._tokens, row.tokens[: row.size])
+    same = [x.version == row.version and x is not row for x in self.rows]
+    return int(max(shared[same], default=0))
 
   def _list_offers(self, row: Row, prefilling: set[int]) -> list[_Offer]:
     """Lists what the other rows of the same policy share with a row's text."""
@@ -248,12 +343,19 @@ class CacheRows:
     offers = []
     for other, count in zip(self.rows, shared, strict=True):
       if other is not row and other.version == row.version:
-        expected = min(count, other.size - 1) if other.index in prefilling else 0
+        expected = self._find_expected(other, count) if other.index in prefilling else 0
         # What it has passed is there now, or lost, and nothing to wait for.
         expected = expected if other.cached < expected else 0
         cached = self._find_usable(other, min(count, other.cached))
         offers.append(_Offer(other, cached, expected))
     return offers
+
+  def _find_expected(self, other: Row, count: int) -> int:
+    """Returns how many of `count` tokens a row can give once it is prefilled."""
+    if not other.states:
+      return min(count, other.size - 1)
+    ends = other.size - 1, other.branch if other.cached < other.branch else 0
+    return max((end for end in ends if end <= count), default=0)
 
 
 def _count_shared(texts: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -114,6 +114,11 @@ def make(
       f'rows = {rows} and width = {width} must divide by {replicas}, replicas.'
     )
   rows, width = rows // replicas, width // replicas
+  if config.recurrent:
+    bucket = max(bucket, kv_cache.STATES)  # Its states are read with each row's slots.
+    if drafts:
+      _LOGGER.warning('Nothing is drafted: layers with a state cannot go back.')
+      drafts = 0
   with_quarter = lambda n: sorted({max(1, n // 4), n}) if narrow else [n]
   # bucket = 7, slots = 40: 7, 14, 28, 40.
   buckets = [b for i in range(32) if (b := bucket << i) < slots] + [slots]

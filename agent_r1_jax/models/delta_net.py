@@ -183,8 +183,7 @@ def _compute_token(inputs: Inputs, state: Array) -> tuple[Array, Array]:
   repeats = inputs.v.shape[2] // inputs.q.shape[2]
   q, k = (jnp.repeat(x[:, 0], repeats, axis=1) for x in (inputs.q, inputs.k))
   v, g, beta = (x[:, 0] for x in (inputs.v, inputs.g, inputs.beta))
-  # No zeros are multiplied with what another text may have left.
-  state = jnp.where(inputs.begins[:, :, None, None], 0.0, state)
+  state = jnp.where(inputs.begins[:, :1, None, None], 0.0, state)
   state = state * jnp.exp(g)[..., None, None]
   change = (v - _einsum('buxy,bux->buy', state, k)) * beta[..., None]
   state += k[..., None] * change[:, :, None]
@@ -195,6 +194,8 @@ def _compute_chunks(inputs: Inputs, state: Array) -> tuple[Array, Array]:
   B, T, G, X = inputs.q.shape
   U, Y = inputs.v.shape[2:]
   C = min(_CHUNK, T)
+  # Zeros are not multiplied with what another text may have left.
+  state = jnp.where(inputs.begins[:, :1, None, None], 0.0, state)
 
   def cut(x, *heads):
     """Cuts tokens, [B, T, ...] -> [n, B, heads, C, ...]; padding writes nothing."""

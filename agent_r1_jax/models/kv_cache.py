@@ -38,7 +38,7 @@ NUMBERS = ('model', 'int8')
 # The position of a token that is computed and not written.
 NOWHERE = 1 << 30
 # The states of a row (n): the one that calls go on with, and those that are saved.
-STATES = 3
+STATES = 4
 # Of keys and of values that are int8, float32 [B, K, S] each.
 Scales = tuple[Array, Array]
 
@@ -152,18 +152,30 @@ def write(
   return cache._replace(keys=put(cache.keys, k_BTKH), values=put(cache.values, v_BTKH))
 
 
-def resume(cache: Cache, begin_B: Int[Array, 'B']) -> Cache:
-  """Makes one of each row's states that of now, in layers that have states."""
+class Slots(NamedTuple):
+  """Which of a row's states (n) a call reads and writes; n stands for none."""
+
+  begin: Int[Array, 'B']  # It goes on from this one.
+  keep: Int[Array, 'B'] | None = None  # It first copies it here,
+  save: Int[Array, 'B'] | None = None  # and in the end that of now here.
+
+
+def resume(cache: Cache, slots: Slots | None) -> Cache:
+  """Makes states those of now, and keeps copies, in layers that have states."""
+  if slots is None:
+    return cache
 
   def take(x):
-    index = begin_B.reshape(-1, *[1] * (x.ndim - 1))
+    index = slots.begin.reshape(-1, *[1] * (x.ndim - 1))
     return x.at[:, :, :1].set(jnp.take_along_axis(x, index, axis=2))
 
-  return tuple(_change_states(layer, take) for layer in cache)
+  return save(tuple(_change_states(layer, take) for layer in cache), slots.keep)
 
 
-def save(cache: Cache, slot_B: Int[Array, 'B']) -> Cache:
-  """Saves the state of now as another of a row's; no one where slot_B is n."""
+def save(cache: Cache, slot_B: Int[Array, 'B'] | None) -> Cache:
+  """Copies the state of now to another place of each row's."""
+  if slot_B is None:
+    return cache
 
   def put(x):
     return x.at[jnp.arange(len(x)), :, slot_B].set(x[:, :, 0], mode='drop')
