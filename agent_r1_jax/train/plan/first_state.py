@@ -4,6 +4,8 @@ footprint.py makes the same from shapes alone, to count and compile it.
 """
 
 import dataclasses
+import functools
+import logging
 
 import jax
 from jax.sharding import Mesh
@@ -14,6 +16,7 @@ from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms, optimizers, packing
 from agent_r1_jax.rl import train_state as train_state_lib
 
+_LOGGER = logging.getLogger(__name__)
 # A model's shape and its parameters.
 Model = tuple[decoder.DecoderConfig, decoder.Params]
 
@@ -58,7 +61,7 @@ def make(
     packing.MicrobatchShape(
       config.batch.microbatch,
       config.batch.row_tokens or config.engine.slots,
-      config.batch.trees,
+      config.batch.trees and not _needs_whole_rows(model.recurrent),
       model.vision,
     ),
     made,
@@ -69,6 +72,17 @@ def make(
     offload=config.optimizer.offload,
   )
   return update_config, train_state_lib.init(params, update_config, reference_params)
+
+
+@functools.cache
+def _needs_whole_rows(recurrent: tuple[bool, ...]) -> bool:
+  """Whether layers have a state, which follows no tree; says once if so."""
+  if recurrent:
+    _LOGGER.warning(
+      'batch.trees: tokens that texts share are computed in each of them, since layers '
+      'with a state follow one text.'
+    )
+  return bool(recurrent)
 
 
 def load(

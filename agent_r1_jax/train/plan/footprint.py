@@ -302,7 +302,8 @@ class Footprint:
       assert self._update_config
       model = dataclasses.replace(self.models.policy, remat=sizes.remat)
       batch = sizes.batch
-      shape = packing.MicrobatchShape(batch.microbatch, batch.row_tokens, batch.trees)
+      trees = self._update_config.shape.trees
+      shape = packing.MicrobatchShape(batch.microbatch, batch.row_tokens, trees)
       changes: Any = {'model': model, 'shape': shape}
       update_config = dataclasses.replace(self._update_config, **changes)
       return [lowering.lower_gradient(update_config, self._params, batch.replay, mesh)]
