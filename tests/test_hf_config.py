@@ -118,6 +118,20 @@ for _name, _layers, _heads in (
     'conv_width': 4,
     'rope_fraction': 0.25,
   }
+for _name, _layers, _heads, *_experts in (
+  ('Qwen3.5-35B-A3B', 40, 32, 256, 8, 512),
+  ('Qwen3.5-122B-A10B', 48, 64, 256, 8, 1024),
+  ('Qwen3.5-397B-A17B', 60, 64, 512, 10, 1024),
+):
+  _sizes = ('num_experts', 'experts_per_token', 'expert_dim', 'shared_dim')
+  _PARTICULARS[_name] = {
+    **_PARTICULARS['Qwen3.5-9B'],
+    'recurrent': (True, True, True, False) * (_layers // 4),
+    'linear_value_heads': _heads,
+    'mlp_dim': 0,
+    'normalize_experts': True,
+    **dict(zip(_sizes, [*_experts, _experts[-1]], strict=True)),
+  }
 
 
 def _read(directory, raw):
@@ -153,7 +167,7 @@ def test_published_config_is_read_and_written_back(tmp_path, name):
     norm_eps=raw['rms_norm_eps'],
     tie_embeddings=raw.get('tie_word_embeddings', 'gemma' in name),
     max_positions=raw['max_position_embeddings'],
-    **{'mlp_dim': raw['intermediate_size']} | _PARTICULARS.get(name, {}),
+    **{'mlp_dim': raw.get('intermediate_size')} | _PARTICULARS.get(name, {}),
   )
   assert config == expected
   assert _read(tmp_path, hf_config.make(config, 'float32')) == config

@@ -45,6 +45,13 @@ _PARTICULARS = {
     'rope_scaling': tiny.YARN,
   },
   'qwen3_5_text': {**_STATES, 'rope_fraction': 0.75},
+  'qwen3_5_moe_text': {
+    **_MIXTURE,
+    **_STATES,
+    'shared_dim': 14,
+    'normalize_experts': True,
+    'rope_fraction': 0.75,
+  },
   'llama': {'rope_scaling': _LLAMA3},
   'qwen2_5_vl': {
     'vision': dataclasses.replace(tiny.VISION, out_dim=12),
@@ -152,6 +159,33 @@ def test_export_then_import_is_the_identity(
   assert files == 1 if max_shard_bytes == 10**9 else files > 3
   weights.save(second, read_config, jax.device_get(read), max_shard_bytes=10**4)
   assert read_tensors(first) == read_tensors(second)
+
+
+@pytest.mark.parametrize('family', ['qwen3_5_text', 'qwen3_5_moe_text'])
+def test_the_language_model_is_read_from_a_model_that_sees(tmp_path, family, caplog):
+  """In the published form: other names, and one tensor for all experts."""
+  expected = weights.load(_GOLDEN / family)
+  raw = json.loads((_GOLDEN / family / 'config.json').read_text())
+  whole = {'model_type': family.removesuffix('_text'), 'text_config': raw}
+  (tmp_path / 'config.json').write_text(json.dumps(whole))
+  tensors = safetensors.numpy.load_file(_GOLDEN / family / 'model.safetensors')
+  for layer in range(expected[0].num_layers if expected[0].num_experts else 0):
+    root = f'model.layers.{layer}.mlp.experts'
+    take = lambda part, root=root: np.stack(
+      [tensors.pop(f'{root}.{e}.{part}_proj.weight') for e in range(6)]
+    )
+    tensors[f'{root}.down_proj'] = take('down')
+    tensors[f'{root}.gate_up_proj'] = np.concatenate([take('gate'), take('up')], axis=1)
+  tensors = {
+    name.replace('model.', 'model.language_model.'): x for name, x in tensors.items()
+  }
+  tensors |= {'mtp.norm.weight': np.ones(2), 'model.visual.bias': np.ones(2)}
+  tensors = {name: x.astype(np.float32) for name, x in tensors.items()}
+  safetensors.numpy.save_file(tensors, tmp_path / 'model.safetensors')
+  config, params = weights.load(tmp_path)
+  assert config == expected[0]
+  _assert_same(params, expected[1])
+  assert 'mtp.' in caplog.text and 'model.visual.' in caplog.text
 
 
 def test_a_critic_keeps_its_value_head(tmp_path):

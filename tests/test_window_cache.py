@@ -13,7 +13,7 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.models import kv_cache
 
-_STATEFUL = ('qwen3_5_text',)
+_STATEFUL = ('qwen3_5_moe_text',)
 _SLIDING = {'mistral': (True, True), 'gemma2': (True, False), 'gpt_oss': (True, False)}
 
 

@@ -129,6 +129,12 @@ _INTERLEAVED = {
   )
   for kind in ('', '_bias')
 }
+_STACKED = {
+  f'model.layers.{{}}.mlp.experts.{stack}': tuple(
+    f'model.layers.{{}}.mlp.experts.{{}}.{part}_proj.weight' for part in parts
+  )
+  for stack, parts in {'gate_up_proj': ('gate', 'up'), 'down_proj': ('down',)}.items()
+}
 _FUSED = {
   f'model.layers.{{}}.{fused}.weight': tuple(
     f'model.layers.{{}}.{part}.weight' for part in parts
@@ -337,6 +343,15 @@ _QWEN35 = Family(
   },
 )
 FAMILIES['qwen3_5_text'] = _QWEN35
+FAMILIES['qwen3_5_moe_text'] = _QWEN35._replace(
+  architecture='Qwen3_5MoeForCausalLM',
+  parameters=tuple(x for x in _QWEN35.parameters if x not in _MLP)
+  + (*_EXPERTS, *_SHARED_EXPERT),
+  defaults=_QWEN35.defaults | {'norm_topk_prob': True},
+  numbers=_PER_TOKEN,
+  stacked=_STACKED,
+  part_of='qwen3_5_moe',
+)
 _EVERY = {p.path: p for family in FAMILIES.values() for p in family.parameters}
 # The kernels to which LoRA may be added: name -> parameter. A new one comes last, for its
 # random numbers depend on its place.

@@ -105,6 +105,9 @@ class Family(NamedTuple):
   fused: dict[str, tuple[str, ...]] = {}
   # And those in which their last dimensions alternate: a b a b.
   interleaved: dict[str, tuple[str, str]] = {}
+  # Tensors that a checkpoint may have in place of one for each expert: in each expert's
+  # part, those of several parameters lie one after the other.
+  stacked: dict[str, tuple[str, ...]] = {}
   # Whether it has a vision tower and turns queries and keys by three numbers (M-RoPE).
   sees: bool = False
   # Beginnings of the names of transformers' modules, and of the tensors that some of its

@@ -179,6 +179,19 @@ _MODELS = {
       'partial_rotary_factor': 0.5,
     },
   ),
+  'qwen3_5_moe_text': transformers.Qwen3_5MoeTextConfig(
+    **{k: x for k, x in _SIZES.items() if k != 'intermediate_size'},
+    **_EXPERTS,
+    **_STATES | {'layer_types': ['linear_attention', 'full_attention']},
+    shared_expert_intermediate_size=20,
+    head_dim=8,
+    rms_norm_eps=1e-2,
+    rope_parameters={
+      'rope_type': 'default',
+      'rope_theta': 100.0,
+      'partial_rotary_factor': 0.5,
+    },
+  ),
 }
 _DTYPES = {'qwen2': torch.bfloat16}  # The others are float32.
 _LENGTHS = (48, 11, 1)

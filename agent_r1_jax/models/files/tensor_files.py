@@ -41,7 +41,7 @@ class Tensor(NamedTuple):
   dtype: str
   shape: tuple[int, ...]
   # Where it lies in the file's tensor, an index of numpy, if it is a part; a slice is one
-  # of rows.
+  # of rows, and a tuple without an ellipsis one of rows of a row.
   part: Any = None
   # Reads the tensor; None leaves it to the library of safetensors.
   reader: Callable[[], np.ndarray] | None = None
@@ -149,7 +149,7 @@ def read(tensor: Tensor) -> np.ndarray:
   if tensor.reader:
     return tensor.reader()[part]
   with safetensors.safe_open(tensor.file, 'np') as opened:
-    if isinstance(part, slice):
+    if isinstance(part, slice) or (isinstance(part, tuple) and part[0] is not ...):
       return opened.get_slice(tensor.name)[part]
     return opened.get_tensor(tensor.name)[part]
 

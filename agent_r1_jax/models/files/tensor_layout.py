@@ -118,6 +118,17 @@ def split_fused(
         lines = slice(first, first + count)
         tensors[part] = whole._replace(shape=(count, *inputs), part=lines)
         first += count
+  for pattern, parts in config.facts.stacked.items():
+    for layer in range(config.num_layers):
+      if (name := pattern.format(layer)) in tensors:
+        each = [[p.format(layer, e) for p in parts] for e in range(config.num_experts)]
+        rows, *inputs = shapes[each[0][0]]  # Of all parts alike.
+        check_tensor(directory, tensors, name, (len(each), rows * len(parts), *inputs))
+        whole = tensors.pop(name)
+        for e, names in enumerate(each):
+          for i, part in enumerate(names):
+            lines = e, slice(i * rows, (i + 1) * rows)
+            tensors[part] = whole._replace(shape=shapes[part], part=lines)
   for pattern, parts in config.facts.interleaved.items():
     for layer in range(config.num_layers):
       name, names = pattern.format(layer), [part.format(layer) for part in parts]
