@@ -174,6 +174,46 @@ _HARMONY = """\
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
 """
 
+_QWEN35 = """\
+{%- set first = messages[0].content | trim if messages[0].role == 'system' else '' %}
+{%- if tools %}{{ '<|im_start|>system\n# Tools\n\n<tools>' }}
+{%- for t in tools %}{{ '\n' + t | tojson }}{% endfor %}
+{{- '\n</tools>\n\n<tool_call>\n<function=name>\n<parameter=of>\nvalue\n</parameter>' }}
+{{- '\n</function>\n</tool_call>' + ('\n\n' + first if first else '') + '<|im_end|>\n' }}
+{%- elif first %}{{ '<|im_start|>system\n' + first + '<|im_end|>\n' }}{% endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages if m.role == 'user' %}{% set ns.last = messages.index(m) %}
+{%- else %}{{ raise_exception('No user query found in messages.') }}{% endfor %}
+{%- for m in messages %}{% set content = (m.content or '') | trim %}
+{%- if m.role == 'user' %}{{ '<|im_start|>user\n' + content + '<|im_end|>\n' }}
+{%- elif m.role == 'assistant' %}{% set thought = m.reasoning_content or '' %}
+{%- if not thought and '</think>' in content %}
+{%- set thought = content.split('</think>')[0].split('<think>')[-1] %}
+{%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}
+{{- '<|im_start|>assistant\n' }}
+{%- if loop.index0 > ns.last %}
+{{- '<think>\n' + thought | trim + '\n</think>\n\n' }}{% endif %}
+{{- content }}
+{%- for c in m.tool_calls or [] %}
+{{- '\n\n' if loop.first and content else '' if loop.first else '\n' }}
+{{- '<tool_call>\n<function=' + c.function.name + '>\n' }}
+{%- for key, x in c.function.arguments | items %}
+{{- '<parameter=' + key + '>\n' + (x if x is string else x | tojson) }}
+{{- '\n</parameter>\n' }}{% endfor %}{{ '</function>\n</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\n' }}
+{%- elif m.role == 'tool' %}
+{%- if loop.previtem and loop.previtem.role != 'tool' %}
+{{- '<|im_start|>user' }}{% endif %}
+{{- '\n<tool_response>\n' + content + '\n</tool_response>' }}
+{%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
+{%- elif not loop.first %}{{ raise_exception('System message must be first.') }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{{- '<think>\n' if enable_thinking | default(true) else '<think>\n\n</think>\n\n' }}
+{%- endif %}
+"""
+
 _QWEN_VL = """\
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
@@ -192,6 +232,8 @@ _MISTRAL_TOKENS += (
 _LLAMA_TOKENS = ('<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>', '<|begin|>')
 _HARMONY_TOKENS = ('<|start|>', '<|end|>', '<|message|>', '<|channel|>', '<|constrain|>')
 _HARMONY_TOKENS += ('<|return|>', '<|call|>')
+_QWEN35_TOKENS = ('<think>', '</think>', '<tool_call>', '</tool_call>')
+_QWEN35_TOKENS += ('<tool_response>', '</tool_response>')
 _PICTURES = ('<|vision_start|>', '<|vision_end|>', '<|image_pad|>')
 _REFUSES = "{{ raise_exception('System role not supported') }}"
 _BEFORE_FIRST = (
@@ -216,6 +258,7 @@ TEMPLATES = {
     '<end_of_turn>',
   ),
   'gpt-oss': (_HARMONY, _HARMONY_TOKENS, None, '<|return|>'),
+  'qwen3.5': (_QWEN35, _QWEN35_TOKENS, None, '<|im_end|>'),
   'qwen2.5-vl': (_QWEN_VL, _PICTURES, None, '<|im_end|>'),
 }
 

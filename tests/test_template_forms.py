@@ -188,7 +188,7 @@ def test_the_form_of_each_family(name, chats):
   form = '<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response>'
   assert not own or form in text
   named = {'mistral-v0.3': 'mistral', 'nemo': 'mistral', 'llama3.2': 'llama3'}
-  named['gpt-oss'] = 'harmony'
+  named |= {'gpt-oss': 'harmony', 'qwen3.5': 'qwen3_coder'}
   assert chat.format is call_formats.FORMATS[named.get(name, 'hermes')]
 
 
