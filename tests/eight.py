@@ -295,12 +295,17 @@ ROWS = {
   'sinks': Row(
     _of(layers, 'gpt_oss', False, **_SLIDES), (_LONG, {'fsdp': 2, 'tensor': 4})
   ),
+  'states': Row(
+    lambda mesh: {'states': layers('qwen3_5_text', False, mesh)},
+    ({'fsdp': 4, 'tensor': 2},),
+  ),
   'pictures': Row(sees, ({'fsdp': 4, 'tensor': 2},)),
   'replica of experts': Row(_of(replicas.extends, 'qwen3_moe', 'model', **_WIDE), _PAIR),
   'replica of gated experts': Row(
     _of(replicas.extends, 'qwen2_moe', 'model', **_WIDE), _PAIR
   ),
   'replica with sinks': Row(_of(replicas.extends, 'gpt_oss', 'model', **_SLIDES), _PAIR),
+  'replica with states': Row(_of(replicas.extends, 'qwen3_5_text', 'model'), _PAIR),
   'replica in 8 bits': Row(_of(replicas.extends, 'gemma2', 'int8', **_GEMMA), _PAIR),
   'replica that slides': Row(_of(replicas.extends, 'olmo3', 'model', **_OLMO), _PAIR),
   'quantized': Row(replicas.quantized, ({'fsdp': 2, 'tensor': 2},)),

@@ -14,6 +14,7 @@ _TOLERANCES = {
   'change': 1e-3,
   'through pictures': 2e-5,
   'model': 2e-5,
+  'states': 5e-5,
   # A number between two integers may be rounded to the other one on two chips.
   'int8': 1e-3,
   # The kernel multiplies as a TPU does.

@@ -59,6 +59,11 @@ class DeltaNet(nn.Module):
         f'rows: a {self.config.family} has layers with a state, which follows one text '
         'and no tree; give whole texts (batch.trees=False, MicrobatchShape(trees=False)).'
       )
+    if sharding.uses_context_parallelism():
+      raise ValueError(
+        f'mesh.context: the layers with a state of a {self.config.family} go through a '
+        'row on one chip; make it 1.'
+      )
     c = self.config
     project = functools.partial(Projection, dtype=c.dtype)
     key, value = (
@@ -152,10 +157,8 @@ def _compute_on_mesh(inputs: Inputs, state: Array | None) -> tuple[Array, Array]
   mesh = sharding.active_mesh()
   if mesh is None:
     return compute(inputs, state)
-  # Heads that these chips cannot divide are computed on each of them.
-  axes = ('tensor', 'context')
-  axes = axes if G % (mesh.shape['tensor'] * mesh.shape['context']) == 0 else ('tensor',)
-  split = axes if G % mesh.shape[axes[0]] == 0 else None
+  # Heads that `tensor` cannot divide are computed on each of its chips.
+  split = 'tensor' if G % mesh.shape['tensor'] == 0 else None
   heads = PartitionSpec(sharding.ROW_AXES, None, split)
   states = PartitionSpec(sharding.ROW_AXES, split)
   specs: Any = (heads,) * 5 + (PartitionSpec(sharding.ROW_AXES),)
