@@ -219,7 +219,7 @@ def _sample(run: opening.OpenRun) -> _Sample:
   played = [t for group in step_groups for t in group]
   run.watcher.see_episodes(step + 1, played)
   metrics = {f'rollout/{k}': v for k, v in evaluate.summarize(played).items()}
-  if run.engine.sizes.drafts:
+  if run.engine.sizes.drafts and not run.samplers:
     accepted = (stats.sampled - sampled) / max(1, stats.calls - calls)
     metrics['accepted/decode'] = accepted  # Tokens that a call of the policy sampled.
   if run.samplers:

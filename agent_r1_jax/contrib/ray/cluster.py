@@ -39,7 +39,7 @@ class RaySamplers(sockets.Samplers):
     self._options, self._takes, self._address = options, takes, address
     self._job: sockets.Job | None = None
     self._step = -1  # That of the policy published last.
-    self._published = self._bytes = 0
+    self._published = self._bytes = self._tokens = 0
     self._frozen: Any = None
 
   @property
@@ -91,19 +91,17 @@ class RaySamplers(sockets.Samplers):
 
   def sync_weights(self, params: decoder.Params, policy_step: int) -> None:
     """See sockets.Samplers.sync_weights."""
-    import ray
-
     assert self._job is not None
     if policy_step == self._step:
       return
     learned, frozen = lora.split(params)
     if not self._published:
-      self._frozen = self._put(ray, frozen)
+      self._frozen = self._store(frozen)
     config = self._job.config.engine
     if not frozen and config.weights == 'model':
       # Half of the bytes with bfloat16, and the same numbers sample.
       learned = engine_params.cast_params(learned, self._job.model)
-    reference = self._put(ray, learned)
+    reference = self._store(learned)
     policy = remote_lib.Policy(self._published, policy_step, reference, self._frozen)
     self._step, self._published = policy_step, self._published + 1
     self._loop.call_soon_threadsafe(self._pool.publish, policy)
@@ -111,29 +109,33 @@ class RaySamplers(sockets.Samplers):
   async def play(self, order: sockets.Order) -> types.Trajectory:
     """See sockets.Samplers.play."""
     future = asyncio.run_coroutine_threadsafe(self._pool.orders.play(order), self._loop)
-    return await asyncio.wrap_future(future)
+    trajectory = await asyncio.wrap_future(future)
+    self._tokens += sum(int(s.action_mask.sum()) for s in trajectory.segments)
+    return trajectory
 
   def measure(self) -> dict[str, float]:
     """See sockets.Samplers.measure.
 
     'samplers/playing' is how many there are; the others count since the last call:
     samplers that joined, were lost and were refused; episodes that were played again
-    because their sampler was lost, and that idle samplers played too; bytes published.
+    because their sampler was lost, and that idle samplers played too; tokens sampled,
+    without those that were dropped; bytes published.
     """
     counts = self._pool.orders.counts
     names = ('joined', 'lost', 'refused', 'replayed', 'twice')
     new = {name: counts[name] - self._counted[name] for name in names}
     self._counted.update(new)
     numbers = {f'samplers/{name}': float(number) for name, number in new.items()}
-    published, self._bytes = self._bytes, 0
-    size = float(self._pool.size)
-    return numbers | {'samplers/playing': size, 'samplers/bytes': float(published)}
+    for name, number in (('tokens', self._tokens), ('bytes', self._bytes)):
+      numbers[f'samplers/{name}'] = float(number)
+    self._tokens = self._bytes = 0
+    return numbers | {'samplers/playing': float(self._pool.size)}
 
-  def _put(self, ray: Any, params: Any) -> Any:
+  def _store(self, params: Any) -> Any:
     """Puts parameters into the object store, from which each machine reads them once."""
     arrays = jax.tree.map(np.asarray, params)
     self._bytes += sum(x.nbytes for x in jax.tree.leaves(arrays))
-    return ray.put(arrays)
+    return _put(arrays)
 
   async def _run(self, packed: bytes, started: futures.Future):
     """Runs the pool until the run is closed."""
@@ -217,6 +219,12 @@ class _Actor:
 
     with contextlib.suppress(Exception):  # It is gone, or Ray is.
       ray.kill(self._actor)
+
+
+def _put(arrays: Any) -> Any:
+  import ray
+
+  return ray.put(arrays)
 
 
 def _pack(job: sockets.Job) -> bytes:

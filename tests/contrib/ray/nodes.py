@@ -46,10 +46,12 @@ class Cluster:
     self._nodes.append(self._read())
     return self._nodes[-1]
 
-  def clear(self):
-    """Kills all nodes but the head."""
-    while self._nodes:
-      self.kill(self._nodes.pop())
+  def keep_one(self) -> list[int]:
+    """Kills all nodes but the head and the newest one, which it returns."""
+    for node in self._nodes[:-1]:
+      self.kill(node)
+    del self._nodes[:-1]
+    return self._nodes[0] if self._nodes else self.add()
 
   def kill(self, node: list[int]):
     """Ends all processes of a node with SIGKILL, as if its machine were gone."""

@@ -87,8 +87,7 @@ def give_up(samplers):
 
 def test_the_learner_is_killed_and_then_has_no_samplers(whole, cluster, model, tmp_path):
   """It resumes twice: where it was killed, and where no sampler was left."""
-  cluster.clear()
-  node = cluster.add()
+  node = cluster.keep_one()
   command = __file__, tmp_path, model, cluster.address
   with script.Process(*command, PYTHONPATH=nodes.PATH) as process:
     assert process.wait(600) == -signal.SIGKILL
@@ -106,8 +105,7 @@ def test_the_learner_is_killed_and_then_has_no_samplers(whole, cluster, model, t
 
 
 def test_a_sampler_with_other_code_is_refused(cluster, model, tmp_path, monkeypatch):
-  cluster.clear()
-  cluster.add()
+  cluster.keep_one()
   samplers, complain = make_samplers(cluster.address), pool_lib.Pool._complain
 
   def complain_and_give_up(pool, text):
