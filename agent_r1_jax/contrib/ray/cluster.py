@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import logging
 import signal
+import sys
 import threading
 from typing import Any
 
@@ -228,11 +229,17 @@ def _put(arrays: Any) -> Any:
 
 
 def _pack(job: sockets.Job) -> bytes:
-  """Pickles a job; raises ValueError if the user's part of it cannot be pickled."""
+  """Pickles a job, and the file of the script whose own classes are pickled with it.
+
+  Raises:
+    ValueError: The user's part of it cannot be pickled.
+  """
   from ray import cloudpickle
 
   try:
-    return cloudpickle.dumps(job)  # pyright: ignore[reportPrivateImportUsage]
+    script = getattr(sys.modules['__main__'], '__file__', None)
+    packed = cloudpickle.dumps((job, script))  # pyright: ignore[reportPrivateImportUsage]
+    return packed
   except Exception as error:
     raise ValueError(
       'samplers: what plays the episodes cannot be sent to other machines '

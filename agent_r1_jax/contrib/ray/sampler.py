@@ -10,6 +10,7 @@ import dataclasses
 import os
 import pathlib
 import socket
+import sys
 from typing import Any
 
 import jax
@@ -91,7 +92,11 @@ class Sampler:
   def _open(self, packed: bytes) -> dict[str, Any]:
     from ray import cloudpickle
 
-    self._job = job = cloudpickle.loads(packed)
+    self._job, script = cloudpickle.loads(packed)
+    job = self._job
+    # Classes of the learner's script are of `__main__` here, too. The fingerprint asks for
+    # its file, to tell them from those of installed packages.
+    sys.modules['__main__'].__file__ = script
     with preflight.open_environment(job.make_env, job.config.limits) as env:
       made_of = fingerprint.describe_run(None, env, [], guides=job.decoding.guides)
     # All chips that are here sample; the learner's mesh says only how many share a layer.

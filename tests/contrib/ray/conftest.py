@@ -1,12 +1,19 @@
 """A cluster of several nodes on this machine, shared by the tests of a file."""
 
-import nodes
+import pathlib
+
 import pytest
+import waiting
+
+from experiments.bench import local_cluster
 
 
 @pytest.fixture(scope='module')
 def cluster():
   """A cluster whose head has no room for samplers; tests add nodes that have."""
-  with nodes.Cluster() as made:
+  here = pathlib.Path(__file__).parent
+  # The variable is for coded.py.
+  made = local_cluster.LocalCluster(here, here.parents[1], AGENT_R1_TEST_NODE='1')
+  with made:
     yield made
-  made.check_ended()
+  waiting.until(lambda: all(map(waiting.has_ended, made.pids)), 'the end of all')

@@ -8,13 +8,13 @@ import signal
 import sys
 
 import coded
-import nodes
 import pytest
 import runs
 import script
 import waiting
 
 from agent_r1_jax import report
+from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.contrib import ray
 from agent_r1_jax.contrib.ray import pool as pool_lib
 from agent_r1_jax.rollout import sockets
@@ -45,6 +45,17 @@ def make_samplers(address, **options):
 
 def config(model):
   return runs.config(model, keep_rollouts=True)
+
+
+class Env(env_lib.ToolEnv):
+  """A class of the script itself, in the process that is killed."""
+
+  async def reset(self, task):
+    return await super().reset(task)
+
+
+def make_env():
+  return Env([runs.look], runs.reward, parse=runs.parse)
 
 
 def assert_same(params, workdir, whole):
@@ -87,25 +98,26 @@ def give_up(samplers):
 
 def test_the_learner_is_killed_and_then_has_no_samplers(whole, cluster, model, tmp_path):
   """It resumes twice: where it was killed, and where no sampler was left."""
-  node = cluster.keep_one()
+  cluster.keep(1)
+  (node,) = cluster.nodes
   command = __file__, tmp_path, model, cluster.address
-  with script.Process(*command, PYTHONPATH=nodes.PATH) as process:
+  with script.Process(*command, PYTHONPATH=cluster.path) as process:
     assert process.wait(600) == -signal.SIGKILL
   waiting.until(lambda: not cluster.list_samplers(node), 'the end of the sampler')
   samplers = make_samplers(cluster.address)
   lose = lambda: (cluster.kill(node), give_up(samplers))
   with pytest.raises(sockets.SamplersLostError, match='than minimum=1; there are 0'):
-    options = {'samplers': samplers, 'watcher': Moments((12, lose))}
-    runs.run(config(model), tmp_path, **options)
+    options = {'samplers': samplers, 'make_env': make_env}
+    runs.run(config(model), tmp_path, watcher=Moments((12, lose)), **options)
   assert metrics.read(tmp_path)[-1]['step'] < 5
   cluster.add()
-  samplers = make_samplers(cluster.address)
-  params = runs.run(config(model), tmp_path, samplers=samplers, watcher=Moments())
+  options['samplers'] = make_samplers(cluster.address)
+  params = runs.run(config(model), tmp_path, watcher=Moments(), **options)
   assert_same(params, tmp_path, whole)
 
 
 def test_a_sampler_with_other_code_is_refused(cluster, model, tmp_path, monkeypatch):
-  cluster.keep_one()
+  cluster.keep(1)
   samplers, complain = make_samplers(cluster.address), pool_lib.Pool._complain
 
   def complain_and_give_up(pool, text):
@@ -122,8 +134,8 @@ def test_a_sampler_with_other_code_is_refused(cluster, model, tmp_path, monkeypa
 def main(workdir, model, address):
   """Trains until the 20th episode, and kills itself."""
   die = lambda: os.kill(os.getpid(), signal.SIGKILL)
-  samplers, moments = make_samplers(address), Moments((20, die))
-  runs.run_here(config(model), workdir, samplers=samplers, watcher=moments)
+  options = {'samplers': make_samplers(address), 'make_env': make_env}
+  runs.run_here(config(model), workdir, watcher=Moments((20, die)), **options)
 
 
 if __name__ == '__main__':
