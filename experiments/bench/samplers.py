@@ -8,8 +8,8 @@ killed or stopped, or the learner is killed and started again, at random moments
 machine is added each time. It prints one line per run, and whether its parameters and its
 numbers are those of a run that nobody disturbs, bit for bit.
 
-`waits` plays episodes whose tool takes .2, 1 and 5 seconds with 1, 2 and 4 samplers of
-two rows each, and prints their episodes per second.
+`waits` plays episodes of one call of a tool, which takes .2, 1 and 5 seconds, with 1, 2
+and 4 samplers of two rows each, and prints their episodes per second.
 """
 
 import asyncio
@@ -46,10 +46,10 @@ _WAITS = (0.2, 1.0, 5.0)
 
 
 class Waits:
-  """Asks twice; after each reply a tool takes as long as the policy's number says."""
+  """After each reply, a tool takes as long as the number of the policy's step says."""
 
-  def __init__(self, waits: tuple[float, ...]):
-    self._waits = waits
+  def __init__(self, waits: tuple[float, ...], turns: int):
+    self._waits, self._most = waits, turns
 
   async def reset(self, task):
     """Begins with the task's messages."""
@@ -57,12 +57,16 @@ class Waits:
     return task.messages
 
   async def step(self, reply):
-    """Waits, and asks once more."""
+    """Waits, and asks once more if it was not the last turn."""
     self._turns += 1
     wait = self._waits[min(scoring.policy_step.get(), len(self._waits) - 1)]
     await asyncio.sleep(wait)
     again = [{'role': 'user', 'content': 'and then?'}]
-    return types.Step(again, len(reply) % 3 / 3, self._turns == 2)
+    return types.Step(again, len(reply) % 3 / 3, self._turns == self._most)
+
+  async def finish(self, status, unfinished):
+    """Waits as long for a reply that ran out of tokens."""
+    return await self.step(unfinished or '')
 
 
 def make_config(**changes) -> config_lib.Config:
@@ -95,7 +99,7 @@ class Acts(sockets.Watcher):
       self._act()
 
 
-def run(workdir, *, waits=(0.02,), watcher, samplers=None, **changes):
+def run(workdir, *, waits=(0.02,), turns=2, watcher, samplers=None, **changes):
   """Trains, and returns the parameters."""
   tasks = [
     types.Task(f't{i}', [{'role': 'user', 'content': f'Tell me about {i}.'}])
@@ -105,7 +109,7 @@ def run(workdir, *, waits=(0.02,), watcher, samplers=None, **changes):
     make_config(**changes),
     str(workdir),
     tasks=tasks,
-    make_env=lambda: Waits(waits),
+    make_env=lambda: Waits(waits, turns),
     algorithm=algorithms.grpo(kl_coef=0.0),
     watcher=watcher,
     samplers=samplers,
@@ -204,7 +208,14 @@ def measure_waits(folder: pathlib.Path):
       cluster.keep(count)
       samplers, workdir = make_samplers(cluster.address, count), folder / str(count)
       join = lambda samplers=samplers, n=count: until(lambda: samplers.size == n)
-      run(workdir, waits=tuple(waits), watcher=Acts(1, join), samplers=samplers, **sizes)
+      run(
+        workdir,
+        waits=tuple(waits),
+        turns=1,
+        watcher=Acts(1, join),
+        samplers=samplers,
+        **sizes,
+      )
       seconds = [line['time/rollout'] for line in metrics.read(workdir)][1::2]
       speeds[count] = [16 / x for x in seconds]
       for wait, speed, one in zip(_WAITS, speeds[count], speeds[1], strict=True):

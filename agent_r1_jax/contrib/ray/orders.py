@@ -4,7 +4,6 @@ import asyncio
 import collections
 from collections.abc import Callable
 import dataclasses
-import time
 
 from agent_r1_jax import types
 from agent_r1_jax.contrib.ray import remote as remote_lib
@@ -13,6 +12,11 @@ from agent_r1_jax.rollout import sockets
 # An episode ends the run if it has raised on so many samplers, or if so many were lost
 # while they played it: it would take all of them down, one after the other.
 _MOST_ERRORS, _MOST_LOSSES = 3, 10
+
+
+def now() -> float:
+  """Returns the time of the event loop, in seconds; a simulation has its own."""
+  return asyncio.get_running_loop().time()
 
 
 @dataclasses.dataclass(eq=False)
@@ -112,7 +116,7 @@ class Orders:
     idle = all(len(opened.players) > 1 for opened in player.playing)
     if not (self._twice and idle and self._mean_seconds):
       return None
-    late = time.monotonic() - self._mean_seconds
+    late = now() - self._mean_seconds
     for opened in self._open:
       alone = len(opened.players) == 1 and player not in opened.players
       if alone and opened.began < late:
@@ -123,7 +127,7 @@ class Orders:
   def hand_out(self, opened: OpenOrder, player: Player, task: asyncio.Task):
     """Notes that a sampler plays an order in a task."""
     player.playing.add(opened)
-    opened.players[player], opened.began = task, time.monotonic()
+    opened.players[player], opened.began = task, now()
     # Not in the task, which may be cancelled before it begins.
     task.add_done_callback(lambda _: self._leave(opened, player))
 

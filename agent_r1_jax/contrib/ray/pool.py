@@ -10,7 +10,6 @@ import collections
 from collections.abc import Callable, Mapping
 import contextlib
 import logging
-import time
 from typing import Any, NamedTuple
 
 from agent_r1_jax import types
@@ -111,9 +110,9 @@ class Pool:
 
   async def _watch_minimum(self):
     """Ends the run if too few samplers are there for too long."""
-    enough_at = time.monotonic()
+    enough_at = orders_lib.now()
     while True:
-      options, now = self._options, time.monotonic()
+      options, now = self._options, orders_lib.now()
       if self.size >= options.minimum:
         enough_at = now
       elif now - enough_at > options.wait_seconds:
@@ -234,7 +233,7 @@ class Pool:
 
   async def _play(self, player: orders_lib.Player, opened: orders_lib.OpenOrder):
     """Has a sampler play an order, and gives the order its result."""
-    began = time.monotonic()
+    began = orders_lib.now()
     with _marking(player):
       try:
         packed = await player.remote.call('play', opened.order)
@@ -242,7 +241,7 @@ class Pool:
         self.orders.note_error(opened, error)
         raise
     trajectory = self._read(packed, opened.order)
-    self.orders.finish(opened, trajectory, time.monotonic() - began)
+    self.orders.finish(opened, trajectory, orders_lib.now() - began)
 
 
 @contextlib.contextmanager

@@ -94,8 +94,8 @@ class Sampler:
 
     self._job, script = cloudpickle.loads(packed)
     job = self._job
-    # Classes of the learner's script are of `__main__` here, too. The fingerprint asks for
-    # its file, to tell them from those of installed packages.
+    # Classes of the learner's script are of `__main__` here, too. The fingerprint tells
+    # them from those of installed packages by its file.
     sys.modules['__main__'].__file__ = script
     with preflight.open_environment(job.make_env, job.config.limits) as env:
       made_of = fingerprint.describe_run(None, env, [], guides=job.decoding.guides)
