@@ -13,6 +13,7 @@ and 4 samplers of two rows each, and prints their episodes per second.
 """
 
 import asyncio
+import functools
 import hashlib
 import json
 import os
@@ -83,19 +84,22 @@ def make_config(**changes) -> config_lib.Config:
 
 
 class Acts(sockets.Watcher):
-  """Calls a function once, when so many episodes have ended."""
+  """Calls functions when the first episode and the one of this number have ended."""
 
-  def __init__(self, at: int, act):
-    self._at, self._act, self._ended = at, act, 0
+  def __init__(self, at: int, act, first=lambda: None):
+    self._at, self._act, self._first, self._ended = at, act, first, 0
 
   def print_line(self, line):
     """Prints nothing."""
 
   def set_phase(self, name, done=None, total=None):
     """Counts the episodes of rollouts."""
-    self._ended += name == 'rollout' and done is not None
+    if name != 'rollout' or done is None:
+      return
+    self._ended += 1
+    if self._ended == 1:
+      self._first()
     if self._ended == self._at:
-      self._at = -1
       self._act()
 
 
@@ -145,6 +149,11 @@ def until(condition):
     time.sleep(0.05)
 
 
+def wait_for(samplers, number: int):
+  """Waits until so many samplers have joined."""
+  until(lambda: samplers.size == number)
+
+
 def disturb(kind: str, cluster: local_cluster.LocalCluster, rng: random.Random):
   """Ends one of two samplers, and adds a machine."""
   node = rng.choice(cluster.nodes)
@@ -176,7 +185,8 @@ def measure_kills(folder: pathlib.Path):
         subprocess.run(command, check=False, stderr=subprocess.DEVNULL)
         at = -1
       samplers = make_samplers(cluster.address, 2)
-      found = digest(run(workdir, watcher=Acts(at, act), samplers=samplers))
+      watcher = Acts(at, act, functools.partial(wait_for, samplers, 2))
+      found = digest(run(workdir, watcher=watcher, samplers=samplers))
       same = found == expected and read_numbers(workdir) == numbers
       equal += same
       lines = metrics.read(workdir)
@@ -207,7 +217,7 @@ def measure_waits(folder: pathlib.Path):
     for count in (1, 2, 4):
       cluster.keep(count)
       samplers, workdir = make_samplers(cluster.address, count), folder / str(count)
-      join = lambda samplers=samplers, n=count: until(lambda: samplers.size == n)
+      join = functools.partial(wait_for, samplers, count)
       run(
         workdir,
         waits=tuple(waits),
