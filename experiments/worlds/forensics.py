@@ -202,13 +202,17 @@ def investigate(photo: forged.Photo, rng: random.Random) -> Played:
 
 
 def wander(photo: forged.Photo, rng: random.Random) -> Played:
-  """Looks at random; the verdict is that of the last crop, or a guess."""
-  some = [('crop', c) for c in rng.sample(forged.CELLS, 3)]
-  some += [('detector', rng.choice([*forged.DETECTORS]))]
-  looks = [('metadata', ''), *rng.sample(some, rng.randint(1, 3))]
-  crops = [cell for name, cell in looks if name == 'crop']
-  forged_ = contradicts(describe(photo, crops[-1])) if crops else rng.random() < 0.5
-  return looks, VERDICTS[forged_]
+  """Asks detectors at random, and looks at the first cell that one suspects.
+
+  Where none is suspected it looks anywhere. The verdict is that of the last crop.
+  """
+  looks = [('metadata', '')]
+  for name in rng.sample([*forged.DETECTORS], rng.randint(0, 2)):
+    suspected = forged.suspects(photo, name)
+    looks += [('detector', name), *(('crop', cell) for cell in suspected[:1])]
+  if looks[-1][0] != 'crop':
+    looks.append(('crop', rng.choice(forged.CELLS)))
+  return looks, VERDICTS[contradicts(describe(photo, looks[-1][1]))]
 
 
 def demonstrate(task: types.Task, rng: random.Random, fate: str) -> list[types.Message]:
