@@ -138,7 +138,8 @@ async def test_looks_are_reported_cost_and_run_out():
   answer = (await environment.step(look('metadata'))).messages[0]['content']
   assert answer == f'iso {photo.iso} jpeg {photo.jpeg}'
   answer = (await environment.step(look('detector', name='twin'))).messages[0]['content']
-  assert answer == ('\n'.join(forged.suspects(photo, 'twin')) or 'clean')
+  named = forged.suspects(photo, 'twin')
+  assert answer == ('\n'.join(f'{{"cell": "{x}"}}' for x in named) or 'clean')
   text, picture = (await environment.step(look('crop', cell='e'))).messages[0]['content']
   assert text['text'].startswith('iso ')
   assert grid.READER.read(picture['image_url']['url']).shape == (16, 16, 3)
@@ -171,7 +172,7 @@ def test_demonstrations_are_right_or_wrong_as_they_say():
       said.append(forensics.judge(task, messages)['accuracy'])
       assert sum(m['role'] == 'tool' for m in messages) <= forensics.LOOKS
   assert np.mean(right.pop('right')) > 0.85
-  assert all(np.mean(said) < 0.8 for said in right.values())
+  assert all(np.mean(said) < 0.85 for said in right.values())
 
 
 def test_players_without_a_policy_are_measured():
@@ -181,7 +182,7 @@ def test_players_without_a_policy_are_measured():
   assert alone == best and vote[1] == 8 and 1 <= early[1] <= 8
   assert knows[0] > max(alone[0], vote[0], early[0])
   kinds = {e.kind for e in itertools.islice(forensics.examples(0), 80)}
-  assert kinds == {'read', *forensics.MIXTURE}
+  assert kinds == {'read', 'told', *forensics.MIXTURE}
 
 
 @pytest.mark.usefixtures('no_curves')

@@ -14,6 +14,7 @@ What is held out: pictures, two kinds of forgeries, and a pair of kinds.
 import collections
 from collections.abc import Iterator, Mapping, Sequence
 import functools
+import json
 import random
 import re
 import sys
@@ -42,7 +43,8 @@ TRAINED = KINDS['new_pictures']
 # What becomes of a demonstration: an investigation, looks at random, or a guess. Most
 # guess, so that a greedy policy does too, and RL has to find which looks pay.
 MIXTURE = {'right': 0.2, 'wander': 0.3, 'guess': 0.5}
-_READ = 0.3  # The share of the examples that only judge a crop.
+# The shares of the examples that only judge a crop, and only look where they are told.
+_READ, _TOLD = 0.25, 0.35
 
 
 @functools.lru_cache(1024)
@@ -84,6 +86,11 @@ def report(iso: int, jpeg: int) -> str:
   return f'iso {iso} jpeg {jpeg}'
 
 
+def list_cells(names: Sequence[str]) -> str:
+  """Writes cells as calls name them, so that a small policy copies one into a call."""
+  return '\n'.join(json.dumps({'cell': name}) for name in names)
+
+
 def make_tools(photo) -> list[tool.Tool]:
   """Makes the tools; `photo` returns the photograph of the episode."""
 
@@ -99,7 +106,7 @@ def make_tools(photo) -> list[tool.Tool]:
     Args:
       name: Its name.
     """
-    return '\n'.join(forged.suspects(photo(), name)) or 'clean'
+    return list_cells(forged.suspects(photo(), name)) or 'clean'
 
   @tool.tool
   def crop(cell: str) -> list:
@@ -244,9 +251,15 @@ def examples(seed: int) -> Iterator[world_lib.Example]:
   """Yields what is practised, without end."""
   rng = random.Random(f'forensics examples {seed}')
   while True:
+    kind = rng.random()
+    if kind < _TOLD:
+      named = rng.sample(forged.CELLS, 2)
+      look = call_formats.HERMES.render(calls.ToolCall('crop', {'cell': named[0]}))
+      yield world_lib.talk(list_cells(named), look, 'told')
+      continue
     task = make_task('', rng, TRAINED)
     photo, cell = photo_of(task), rng.choice(forged.CELLS)
-    if rng.random() < _READ:
+    if kind < _TOLD + _READ:
       text = f'{report(photo.iso, photo.jpeg)}\n{report(*forged.read(photo.cell(cell)))}'
       content = _to_parts(text, to_picture(photo.cell(cell)))
       asked = {'role': 'user', 'content': content}
