@@ -108,7 +108,7 @@ def _own():
   ('make', 'message'),
   [
     (_Thing, '_Thing is no plain data; give text, numbers'),
-    (lambda: {'x': [print]}, 'builtin_function_or_method is no plain data; give'),
+    (lambda: {'x': [len]}, 'builtin_function_or_method is no plain data; give'),
     (lambda: np.array(['text']), 'an array of'),
     (lambda: np.array([None]), 'an array of object'),
     (_deep, 'recursion limit'),
