@@ -76,9 +76,10 @@ class TreeLayout:
     # The arrays stay NumPy arrays until the learner puts them on the mesh.
     text: Any = np.zeros((2, *self.ends.shape), np.int32)
     text.reshape(2, -1)[:, self.index] = tokens, self.positions
-    sees: Any = types.Tree(self.parents, self.ends)
-    columns = self.place(self.index % self.ends.shape[1], np.int32)
-    return types.Rows(text[0], text[1], sees), columns
+    parents: Any = self.parents
+    ends: Any = self.ends
+    columns = self.place(self.index % ends.shape[1], np.int32)
+    return types.Rows(text[0], text[1], types.Tree(parents, ends)), columns
 
 
 class _Entries(NamedTuple):
