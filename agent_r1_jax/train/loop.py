@@ -89,10 +89,7 @@ def run(
   algorithm = preflight.correct_rounding(config, algorithm)
   preflight.check_config(config, algorithm)
   watcher.check(config)
-  if samplers:
-    samplers.check(config)
-    if make_engine is not setup.make_engine:
-      raise ValueError('make_engine: samplers make their own; leave one of them out.')
+  _check_samplers(config, samplers, make_engine)
   task_checks.check_sets(tasks, evals)
   with opening.open_run(
     # Not in a variable, which would keep the first parameters alive.
@@ -118,8 +115,7 @@ def run(
       _save_preempted(run)
       raise preemption.Preempted from None
     except sockets.SamplersLostError:
-      run.files.save(run.train_state)
-      run.files.checkpoints.wait()
+      _save(run)
       raise
     # While the workdir is still locked: another run may not write a model there too.
     run.files.checkpoints.wait()
@@ -131,6 +127,19 @@ def run(
   runtime.release_freed_memory(cycles=True)
   watcher.finish(pathlib.Path(workdir), label)
   return params if quantization.is_frozen(params) else lora.merge(params)
+
+
+def _check_samplers(
+  config: config_lib.Config,
+  samplers: sockets.Samplers | None,
+  make_engine: setup.MakeEngine,
+):
+  """Raises ValueError for samplers that do not fit the run."""
+  if samplers is None:
+    return
+  samplers.check(config)
+  if make_engine is not setup.make_engine:
+    raise ValueError('make_engine: samplers make their own; leave one of them out.')
 
 
 def _run_steps(run: opening.OpenRun):
@@ -311,9 +320,14 @@ def _evaluate(run: opening.OpenRun) -> dict[str, float]:
 
 def _save_preempted(run: opening.OpenRun):
   """Writes a checkpoint before the process ends, and prints that it does."""
-  files, step = run.files, run.files.loop_state.step
+  step = run.files.loop_state.step
   run.watcher.set_phase('saving')
   run.signals.start_saving(step)
-  files.save(run.train_state)
-  files.checkpoints.wait()
+  _save(run)
   run.signals.finish_saving(step)
+
+
+def _save(run: opening.OpenRun):
+  """Writes a checkpoint, and waits until it is on disk."""
+  run.files.save(run.train_state)
+  run.files.checkpoints.wait()
