@@ -81,6 +81,15 @@ class AnyReplica(abc.ABC):
       ValueError: The request cannot be answered.
     """
 
+  def _extend_text(self, request: request_lib.Request) -> request_lib.Text:
+    """Appends a request's tokens to its text, or begins one with them."""
+    parent, prompt = request.parent, request.prompt
+    if isinstance(parent, request_lib.Text):
+      parent.append(prompt)
+      return parent
+    prefix = parent.text.prompt[: parent.length] if parent else types.Prompt()
+    return request_lib.Text(self, prefix + prompt)
+
   @abc.abstractmethod
   def stop_sharing(self) -> None:
     """Makes the texts that begin from now on share nothing with those before."""

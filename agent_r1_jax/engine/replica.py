@@ -124,12 +124,7 @@ class Replica(protocol.AnyReplica):
     except ValueError:
       self._adapters.release(slot)
       raise
-    if isinstance(parent, request_lib.Text):
-      text = parent
-      text.append(prompt)
-    else:
-      prefix = parent.text.prompt[: parent.length] if parent else types.Prompt()
-      text = request_lib.Text(self, prefix + prompt)
+    text = self._extend_text(request)
     self.device.add(text, request)
     if self.index:
       self.index.add(text.tokens, len(prompt))

@@ -100,13 +100,7 @@ class Server(protocol.AnyReplica):
   def submit(self, request):
     """Asks for a reply; see AnyReplica.submit."""
     self._refuse(request)
-    parent, prompt = request.parent, request.prompt
-    if isinstance(parent, request_lib.Text):
-      text = parent
-      text.append(prompt)
-    else:
-      prefix = parent.text.prompt[: parent.length] if parent else types.Prompt()
-      text = request_lib.Text(self, prefix + prompt)
+    text = self._extend_text(request)
 
     def cancel():
       self._under_way.pop(generation).cancel()
