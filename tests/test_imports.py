@@ -52,7 +52,7 @@ OWNERS = {
   'jsonschema': f'{PACKAGE}/agent/tool_schema.py',
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py experiments/train_tokenizer.py '
   f'{PACKAGE}/retrieval/encoder.py',
-  'ray': f'{PACKAGE}/contrib/ray/ experiments/bench/local_cluster.py',
+  'ray': f'{PACKAGE}/contrib/ray/',
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
   'httpx2': f'{PACKAGE}/contrib/search_servers/client.py {PACKAGE}/web/bounded_http.py '
   f'{PACKAGE}/guided/judge.py {PACKAGE}/contrib/sandbox_fusion/remote_sandbox.py '

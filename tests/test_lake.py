@@ -66,13 +66,7 @@ async def test_what_is_no_move_is_told():
   assert [step.reward for step in steps] == [0, 0, 0, 0, 1]
 
 
-def test_the_chances_of_players():
-  assert lake.chance(ROWS, 0.0) == lake.chance(ROWS, 0.0, lake.be_careful) == 1.0
-  assert 0.5 < lake.chance(ROWS, 2 / 3) < lake.chance(ROWS, 1 / 3) < 1
-  assert lake.chance(['SF', 'FG'], 0.5) > 0.99
-  players = (lake.wander, lake.be_careful, None)
-  wanders, careful, best = (lake.chance(ROWS, 1 / 3, player) for player in players)
-  assert 0 < wanders < careful <= best
+def test_who_wanders_goes_where_it_is_safe():
   # From the first cell of two by two, each move is safe and every second one is the way.
   assert lake.wander(lake.draw(['SF', 'FG'], (0, 0))) == {DOWN: 0.5, RIGHT: 0.5}
 

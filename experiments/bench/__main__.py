@@ -3,20 +3,16 @@
   python -m experiments.bench                        # all of MEASUREMENTS, shape s5
   python -m experiments.bench --shape=s25 --what=sampling,update,group_step
 
-On 2 CPU cores all of it takes 12 minutes with s5. Compile time is apart; seconds are the
-best and the median repetition's, cpu_seconds the least. docs/results has more.
+On 2 CPU cores all of it takes a few minutes with s5. Compile time is apart; seconds are
+the best and the median repetition's, cpu_seconds the least. docs/results has more.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import platform
-import statistics
-import time
 from typing import Any
 
 from absl import app, flags
@@ -45,11 +41,6 @@ _BATCH_INVARIANT = flags.DEFINE_bool(
 _PROMPT = flags.DEFINE_integer('prompt', 128, 'Tokens of a prompt.')
 _REPLY = flags.DEFINE_integer('reply', 128, 'Tokens of a reply.')
 _MICROBATCH = flags.DEFINE_integer('microbatch', 16, 'Rows of a gradient.')
-_SEGMENTS = flags.DEFINE_integer('segments', 24, 'Segments of a speed of tools.')
-_LATENCIES = flags.DEFINE_list('latencies', ['0.2', '1', '5'], 'Seconds of tools.')
-
-
-_FOUR_TURNS: dict[str, Any] = {'group': 8, 'turns': 4, 'reply': 32, 'answer': 64}
 
 
 @dataclasses.dataclass
@@ -59,20 +50,20 @@ class Bench:
   config: decoder.DecoderConfig
   params: decoder.Params
 
-  def engine(self, *, warm: bool = True, **kwargs) -> engine_lib.Engine:
+  def engine(self) -> engine_lib.Engine:
     """Makes an engine that holds some texts of a prompt and a reply."""
-    sizes: dict[str, Any] = {
-      'rows': _ROWS.value,
-      'slots': _PROMPT.value + _REPLY.value,
-      'decode_steps': 32,
-      'prefill_rows': 32,
-      'prefill_tokens': 64,
-      'bucket': 128,
-      'replicas': _REPLICAS.value,
-    }
-    engine = engine_lib.Engine(self.config, self.params, **sizes | kwargs)
-    if warm:
-      engine.warm_up()
+    engine = engine_lib.Engine(
+      self.config,
+      self.params,
+      rows=_ROWS.value,
+      slots=_PROMPT.value + _REPLY.value,
+      decode_steps=32,
+      prefill_rows=32,
+      prefill_tokens=64,
+      bucket=128,
+      replicas=_REPLICAS.value,
+    )
+    engine.warm_up()
     return engine
 
   @functools.cached_property
@@ -80,74 +71,27 @@ class Bench:
     """Costs what stop ids cost, and ends no reply: they end at their budget."""
     return automata.stop([], self.config.vocab_size)
 
-  def request(self, number: int, tokens, most: int, parent=None, *guides):
-    """Asks for `most` tokens after these; the number says which randomness."""
-    key, guides = request_lib.make_key('bench', number), (self._stop, *guides)
-    return request_lib.Request(tokens, parent, most, key=key, automata=guides)
-
   def tokens(self, n: int, *seed: int) -> np.ndarray:
     """n random tokens."""
     rng = np.random.default_rng(seed)
     return rng.integers(0, self.config.vocab_size, n).astype(np.int32)
 
-
-async def talk(
-  bench: Bench,
-  engine: engine_lib.Engine,
-  number: int,
-  *,
-  group: int = 1,
-  turns: int = 1,
-  reply: int | None = None,
-  answer: int = 32,
-  latency: Callable[[int, int], float] | None = None,
-  step: asyncio.Barrier | None = None,
-  again: bool = False,
-) -> int:
-  """Plays one episode, and returns how many tokens are its own.
-
-  Args:
-    bench: Gives the prompts and the answers.
-    engine: Samples the replies.
-    number: The episode's number; `group` of them share a prompt.
-    group: Episodes of one prompt.
-    turns: Replies.
-    reply: Tokens of a reply.
-    answer: Tokens of a tool's answer.
-    latency: The tool's latency in seconds, by episode and turn; the last reply calls
-      none.
-    step: Where all wait for all after each turn.
-    again: Whether each turn prefills the whole history, as the peers do. Its first token
-      is another one each time: the engine would find what it holds of it.
-  """
-  reply = reply or _REPLY.value
-  text = bench.tokens(_PROMPT.value, 0, number // group)
-  held: request_lib.Text | None = None
-  async with engine.reserve(number // group) as replica:
-    new = text
-    for turn in range(turns):
-      asked = bench.request(number, text if again else new, reply, held)
-      said = await (generation := replica.submit(asked))
-      if latency and turn < turns - 1:
-        await asyncio.sleep(latency(number, turn))
-      if step:
-        await step.wait()
-      new = bench.tokens(answer, 1, number, turn)
-      if again:
-        generation.text.close()
-        text = np.concatenate([text, said.tokens, new])
-        text[0] = (number * turns + turn) % bench.config.vocab_size
-      else:
-        held = generation.text
-    if held:
-      held.close()
-  return turns * reply + (turns - 1) * answer
+  async def reply(self, engine: engine_lib.Engine, number: int, group: int = 1) -> None:
+    """Samples reply number `number`; `group` of them share a prompt."""
+    prompt = self.tokens(_PROMPT.value, 0, number // group)
+    key = request_lib.make_key('bench', number)
+    asked = request_lib.Request(
+      prompt, None, _REPLY.value, key=key, automata=(self._stop,)
+    )
+    async with engine.reserve(number // group) as replica:
+      await (generation := replica.submit(asked))
+      generation.text.close()
 
 
 def sampling(bench: Bench) -> dict[str, Any]:
   """A batch of prompts, each with a prompt of its own; host time included."""
   engine = bench.engine()
-  run = lambda: engine.run([talk(bench, engine, n) for n in range(_ROWS.value)])
+  run = lambda: engine.run([bench.reply(engine, n) for n in range(_ROWS.value)])
   times = common.timed(_REPEATS.value, run)
   tokens = _ROWS.value * _REPLY.value
   return times | {'tokens_per_second': round(tokens / times['seconds'])}
@@ -164,19 +108,20 @@ def row_update(bench: Bench, wanted: str) -> Callable[[], None]:
     mask[:, prompt + 40 : prompt + 72] = False
   tokens, advantages = bench.tokens(B * T, 2).reshape(B, T), rng.normal(size=(B, 1))
   batch = common.make_batch(tokens, mask, advantages, bench.config.vocab_size)
+  return make_update(bench, common.split_batch(batch, _MICROBATCH.value))
+
+
+def make_update(bench: Bench, batches: Sequence[types.Batch]) -> Callable[[], None]:
+  """Makes the step on some batches, which changes a copy of the policy."""
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6))
-  return common.make_update(
-    bench.config,
-    jax.tree.map(jnp.copy, bench.params),
-    common.split_batch(batch, _MICROBATCH.value),
-    optimizer,
-  )
+  params = jax.tree.map(jnp.copy, bench.params)
+  return common.make_update(bench.config, params, batches, optimizer)
 
 
-def group_update(bench: Bench, trees: bool) -> tuple[Callable[[], None], int]:
-  """Makes a GRPO update on groups of 8 replies to a prompt; returns its tokens too.
+def group_update(bench: Bench) -> Callable[[], None]:
+  """Makes a GRPO update on trees, each a group of 8 replies to a prompt.
 
-  Tokens 40 to 72 of a reply are an observation. Rows hold one text, or a group's tree.
+  Tokens 40 to 72 of a reply are an observation.
   """
   prompt, reply, rows = _PROMPT.value, _REPLY.value, _ROWS.value
   at = np.arange(prompt + reply) - prompt
@@ -189,16 +134,9 @@ def group_update(bench: Bench, trees: bool) -> tuple[Callable[[], None], int]:
   advantages = np.random.default_rng(0).normal(size=rows)[tokens.trajectory]
   columns = {'advantages': advantages * tokens.action_mask}
   columns['weights'] = tokens.action_mask / tokens.action_mask.sum()
-  shape = packing.MicrobatchShape(_MICROBATCH.value, prompt + reply, trees=False)
-  if trees:
-    shape = packing.MicrobatchShape(max(1, shape.rows // 4), prompt + 8 * reply)
-  batches, layout = packing.pack_microbatches(
-    dataclasses.replace(tokens, **columns), shape
-  )
-  params = jax.tree.map(jnp.copy, bench.params)
-  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6))
-  update = common.make_update(bench.config, params, batches, optimizer)
-  return update, layout.computed
+  shape = packing.MicrobatchShape(max(1, _MICROBATCH.value // 4), prompt + 8 * reply)
+  batches, _ = packing.pack_microbatches(dataclasses.replace(tokens, **columns), shape)
+  return make_update(bench, batches)
 
 
 def update(bench: Bench) -> dict[str, Any]:
@@ -213,159 +151,18 @@ def update(bench: Bench) -> dict[str, Any]:
   return found
 
 
-def trees(bench: Bench) -> dict[str, Any]:
-  """The update on groups of 8 replies to a prompt that each reads, or that all share."""
-  found: dict[str, Any] = {}
-  for name in ('whole', 'trees'):
-    update, tokens = group_update(bench, name == 'trees')
-    times = common.timed(_REPEATS.value, update) | {'tokens': tokens}
-    found |= {f'{name}/{key}': value for key, value in times.items()}
-  for key in ('tokens', 'cpu_seconds'):
-    found[f'ratio/{key}'] = round(found[f'trees/{key}'] / found[f'whole/{key}'], 3)
-  return found
-
-
 def group_step(bench: Bench) -> dict[str, Any]:
   """A whole GRPO step: 8 samples of each prompt, then the update on them."""
-  engine, (learn, _) = bench.engine(), group_update(bench, trees=True)
+  engine, learn = bench.engine(), group_update(bench)
 
   def step():
-    engine.run([talk(bench, engine, n, group=8) for n in range(_ROWS.value)])
+    engine.run([bench.reply(engine, n, group=8) for n in range(_ROWS.value)])
     learn()
 
   return common.timed(_REPEATS.value, step)
 
 
-def multi_turn(bench: Bench) -> dict[str, Any]:
-  """4 turns of 8 samples a task; and the same engine if it prefills every turn anew."""
-  found = {}
-  learn = row_update(bench, 'reply')
-  slots = _PROMPT.value + 4 * 32 + 3 * 64
-  for name, again in (('kept', False), ('prefilled', True)):
-    engine = bench.engine(slots=slots)
-
-    def step(engine=engine, again=again):
-      ask = lambda n: talk(bench, engine, n, again=again, **_FOUR_TURNS)
-      engine.run([ask(n) for n in range(_ROWS.value)])
-
-    times = common.timed(_REPEATS.value, step)
-    found |= {f'{name}/{key}': value for key, value in times.items()}
-  found['ratio'] = round(found['kept/seconds'] / found['prefilled/seconds'], 3)
-  found['update_seconds'] = common.timed(_REPEATS.value, learn)['seconds']
-  return found
-
-
-def no_work_twice(bench: Bench) -> dict[str, Any]:
-  """Tokens computed by prefills and decodes over the distinct ones of the episodes."""
-  engine = bench.engine(slots=_PROMPT.value + 4 * 32 + 3 * 64, rows=_ROWS.value // 2)
-  own = engine.run([talk(bench, engine, n, **_FOUR_TURNS) for n in range(_ROWS.value)])
-  distinct = sum(own) + _ROWS.value // 8 * _PROMPT.value
-  stats = engine.stats
-  return {
-    'prefilled': stats.prefilled,
-    'sampled': stats.sampled,
-    'shared': stats.shared,
-    'distinct': distinct,
-    'ratio': round((stats.prefilled + stats.sampled) / distinct, 4),
-  }
-
-
-def tools(bench: Bench) -> dict[str, Any]:
-  """Tokens a second with slow tools over those with fast ones; lock-step beside it.
-
-  Twice as many episodes and rows as are decoded at a time, whose latencies are
-  exponential. Another begins where one ends, so that they stay as many; the first have 1
-  to 4 turns, so that long and short texts are mixed as they are in the midst of a run. Of
-  all segments the first third is not counted.
-  """
-  rows, turns, reply, steps = 2 * _ROWS.value, 4, 64, 32
-  slots = _PROMPT.value + turns * reply + turns * 32
-  engine = bench.engine(rows=rows, width=_ROWS.value, slots=slots, decode_steps=steps)
-  last = _SEGMENTS.value * _ROWS.value * steps
-  first = last // 3
-
-  async def play(latency: float, lock_step: bool) -> float:
-    draw = lambda *of: latency * np.random.default_rng(of).exponential()
-    step = asyncio.Barrier(rows) if lock_step else None
-    numbers, begun = itertools.count(), engine.stats.sampled
-    options = {'reply': reply, 'step': step, 'latency': draw}
-
-    async def episodes(first_turns: int):
-      await talk(bench, engine, next(numbers), turns=first_turns, **options)
-      while True:
-        await talk(bench, engine, next(numbers), turns=turns, **options)
-
-    async def passed(tokens: int) -> tuple[int, float]:
-      while (sampled := engine.stats.sampled - begun) < tokens:
-        await asyncio.sleep(0.002)
-      return sampled, time.perf_counter()
-
-    async with asyncio.TaskGroup() as group:
-      players = [group.create_task(episodes(1 + n % turns)) for n in range(rows)]
-      (before, start), (after, end) = await passed(first), await passed(last)
-      for player in players:
-        player.cancel()
-    return (after - before) / (end - start)
-
-  def speed(latency: float, lock_step: bool = False) -> float:
-    return engine.run([play(latency, lock_step)])[0]
-
-  latencies = list(map(float, _LATENCIES.value))
-  # Other work on the machine may change during the minutes that this takes.
-  fast = [speed(0) for _ in range(_REPEATS.value)]
-  ours = [speed(latency) for latency in latencies]
-  fast += [speed(0) for _ in range(_REPEATS.value)]
-  lock_step = [speed(latency, True) for latency in (0.0, *latencies)]
-  mean = statistics.mean(fast)
-  found: dict[str, Any] = {'tokens_per_second': [round(x, 1) for x in fast]}
-  cells = zip([0.0, *latencies], [mean, *ours], lock_step, strict=True)
-  for latency, *speeds in cells:
-    for name, x in zip(('', '/lock_step'), speeds, strict=True):
-      found[f'{latency:g}s{name}'] = round(x / mean, 3)
-  return found
-
-
-def programs(bench: Bench) -> dict[str, Any]:
-  """Compilations of the warm-up, and of ragged episodes after it."""
-  compiled: list[float] = []
-
-  def on_duration(event: str, duration: float, **_: Any):
-    if event == '/jax/core/compile/backend_compile_duration':
-      compiled.append(duration)
-
-  listener: Any = on_duration
-  jax.monitoring.register_event_duration_secs_listener(listener)
-  slots = _PROMPT.value + 8 * 60
-  engine = bench.engine(slots=slots, prefill_tokens=63, warm=False)
-  compiled.clear()
-  start = time.perf_counter()
-  engine.warm_up()
-  found: dict[str, Any] = {
-    'programs': engine.sizes.programs,
-    'compiled_by_warm_up': len(compiled),
-  }
-  found['warm_up_seconds'] = round(time.perf_counter() - start, 2)
-  compiled.clear()
-  lengths = np.random.default_rng(0).integers(1, 60, size=(3 * _ROWS.value, 2))
-  engine.run(
-    [
-      talk(bench, engine, n, turns=4, reply=int(a), answer=int(b))
-      for n, (a, b) in enumerate(lengths)
-    ]
-  )
-  return found | {'compiled_by_ragged_episodes': len(compiled)}
-
-
-MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
-  sampling,
-  update,
-  trees,
-  group_step,
-  multi_turn,
-  no_work_twice,
-  tools,
-  programs,
-)
+MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (sampling, update, group_step)
 
 
 def main(_):

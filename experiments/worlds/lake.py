@@ -11,7 +11,7 @@ it goes, and RL has something to choose from.
 """
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 import functools
 import hashlib
 import random
@@ -34,9 +34,6 @@ _CHANGES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 _SIGNS = {'S': '.', 'F': '.', 'H': 'O', 'G': 'G'}
 _ALONE = 0.8  # Share of the examples that are a move without a map.
 _FROZEN = 0.8  # Share of the cells that are ice.
-
-# What is drawn -> the chance of each move.
-Choose = Callable[[str], Mapping[str, float]]
 
 _REWARDS = ('sparse', 'distance', 'discovery', 'hybrid')
 _SLIP = flags.DEFINE_float(
@@ -113,37 +110,6 @@ def distances(rows: list[str]) -> dict[tuple[int, int], int]:
         found[row, column] = found[cell] + 1
         queue.append((row, column))
   return found
-
-
-def chance(rows: list[str], slip: float, choose: Choose | None = None) -> float:
-  """Computes a player's chance to reach the goal within STEPS moves.
-
-  Args:
-    rows: The map.
-    slip: The chance of a step to the side.
-    choose: Gives the chance of each move for what is drawn; None is the best player.
-  """
-  model, size = _make_lake(rows, slip).P, len(rows)
-  goal = size**2 - 1
-  chances = dict.fromkeys(model, 0.0) | {goal: 1.0}
-  for _ in range(STEPS):
-    # Of a hole and of the goal Gymnasium's model says that the agent stays there.
-    after = {
-      state: [
-        sum(p * chances[to] for p, to, *_ in outcomes) for outcomes in moves.values()
-      ]
-      for state, moves in model.items()
-    }
-    chances = {
-      state: max(values)
-      if choose is None
-      else sum(
-        p * values[MOVES.index(move)]
-        for move, p in choose(draw(rows, divmod(state, size))).items()
-      )
-      for state, values in after.items()
-    }
-  return chances[0]
 
 
 def draw(rows: list[str], cell: tuple[int, int]) -> str:
@@ -239,12 +205,6 @@ def wander(text: str) -> dict[str, float]:
   """Returns the chance of each move of the player who wanders; any, if none is safe."""
   weights = {m: FORWARD.get(m, 1) for m in MOVES if m in text} or dict.fromkeys(MOVES, 1)
   return {move: weight / sum(weights.values()) for move, weight in weights.items()}
-
-
-def be_careful(text: str) -> dict[str, float]:
-  """Returns the move of a player who goes to ice, first right, then down, up and left."""
-  order = ('go right', 'go down', 'go up', 'go left')
-  return {next((move for move in order if move in text), order[0]): 1.0}
 
 
 WORLD = world_lib.World(

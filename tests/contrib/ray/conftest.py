@@ -2,10 +2,9 @@
 
 import pathlib
 
+import local_cluster
 import pytest
 import waiting
-
-from experiments.bench import local_cluster
 
 
 @pytest.fixture(scope='module')

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 
-_ROOT = pathlib.Path(__file__).parents[2]
+_ROOT = pathlib.Path(__file__).parents[3]
 _QUIET = {'RAY_USAGE_STATS_ENABLED': '0', 'RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO': '0'}
 # What the script is asked for, and the resource of each node.
 _ADD, PLACE = 'add', 'place'
