@@ -1,7 +1,7 @@
 """The methods of a base policy, and a trained one against them on the same tasks.
 
 The scripts problems.py, miniwiki/search.py, wikipedia/search.py and worlds/learn.py
-differ in tasks, tools and rewards.
+differ in tasks, tools and rewards. games.py and directories.py only train.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -116,6 +116,18 @@ def recall(
   return {'recall@5': float(np.mean(shares)), 'all in 5': float(np.mean(complete))}
 
 
+def split(tasks: Sequence[types.Task], *sizes: int) -> list[Sequence[types.Task]]:
+  """Cuts off parts of the given sizes; the last part is the rest.
+
+  Raises:
+    ValueError: The sizes leave nothing.
+  """
+  if sum(sizes) >= len(tasks):
+    raise ValueError(f'sizes {sizes} leave nothing of {len(tasks)} tasks; lower them')
+  ends = np.cumsum((0, *sizes)).tolist()
+  return [tasks[i:j] for i, j in zip(ends, (*ends[1:], None), strict=True)]
+
+
 def watch(sets: Sets) -> Sets:
   """Names sets of the split 'dev', so that no curve has the name of a table's set."""
   return {f'{name}-dev': tasks for name, tasks in sets.items()}
@@ -125,6 +137,33 @@ def make_grpo(config: config_lib.Config, kl_coef: float) -> algorithms.Algorithm
   """Makes GRPO, with a correction where an older policy may sample."""
   corrected = losses.token_truncated() if config.schedule.oldest else None
   return algorithms.grpo(kl_coef=kl_coef, correction=corrected)
+
+
+def train_on_rest(
+  config: config_lib.Config,
+  workdir: str,
+  tasks: Sequence[types.Task],
+  make_env: rollout.MakeEnv,
+  watched: int,
+) -> None:
+  """Trains by GRPO on all but the first `watched` tasks, which are evaluated meanwhile.
+
+  Raises:
+    ValueError: None is left to train on.
+  """
+  if not 0 <= watched < len(tasks):
+    raise ValueError(
+      f'--watched={watched} must leave some of {len(tasks)} to train on; 0 watches none.'
+    )
+  train.run(
+    model_formats.add(config),
+    workdir,
+    tasks=tasks[watched:],
+    make_env=make_env,
+    algorithm=algorithms.grpo(),
+    evals={'watched': tasks[:watched]} if watched else {},
+    watcher=report.Watcher(),
+  )
 
 
 def run(

@@ -21,7 +21,7 @@ from agent_r1_jax.contrib.harbor import directories, mini_swe_agent
 from agent_r1_jax.host import runtime
 from agent_r1_jax.serve import program
 from agent_r1_jax.train import preflight, task_checks
-from experiments import task_list, watched
+from experiments import comparison, task_list
 
 _DATA = flags.DEFINE_string('data', None, 'A folder of tasks.', required=True)
 _CHECK_ONLY = flags.DEFINE_bool(
@@ -54,7 +54,7 @@ def main(_):
     raise SystemExit(1)
   if _CHECK_ONLY.value:
     return
-  watched.run(_CFG.value, _WORKDIR.value, tasks, make_env, _WATCHED.value)
+  comparison.train_on_rest(_CFG.value, _WORKDIR.value, tasks, make_env, _WATCHED.value)
 
 
 if __name__ == '__main__':

@@ -18,7 +18,7 @@ from absl import app, flags
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
-from experiments import task_list, watched
+from experiments import comparison, task_list
 
 _KIND = flags.DEFINE_enum(
   'kind', None, task_list.GAMES, 'Where the tasks are from.', required=True
@@ -38,7 +38,7 @@ _CFG = fields.define_flags(
 
 def main(_):
   tasks, make_env = task_list.load_games(_KIND.value, _NAME.value, _TASKS.value)
-  watched.run(_CFG.value, _WORKDIR.value, tasks, make_env, _WATCHED.value)
+  comparison.train_on_rest(_CFG.value, _WORKDIR.value, tasks, make_env, _WATCHED.value)
 
 
 if __name__ == '__main__':

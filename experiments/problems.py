@@ -49,7 +49,8 @@ def main(_):
   config, workdir = _CFG.value, pathlib.Path(_WORKDIR.value)
   print(json.dumps(dataclasses.asdict(config), indent=2))
   family = task_list.FAMILIES[_TASK.value]
-  held_out, watched, rows = split(family.load(_DATA.value))
+  tasks = task_list.shuffle(family.load(_DATA.value), _SPLIT.value)
+  held_out, watched, rows = comparison.split(tasks, _HELD_OUT.value, _WATCHED.value)
   play = functools.partial(
     comparison.play,
     workdir=workdir,
@@ -71,22 +72,6 @@ def main(_):
   print(f'\n{text}')
   (workdir / 'table.md').write_text(text + '\n')
   (workdir / 'table.json').write_text(json.dumps(numbers, indent=2) + '\n')
-
-
-def split(tasks: list[types.Task]) -> tuple[list[types.Task], ...]:
-  """Splits the tasks, in a seeded order, into held-out, watched and training rows.
-
-  Raises:
-    ValueError: No row would be left to train on.
-  """
-  first, second = _HELD_OUT.value, _HELD_OUT.value + _WATCHED.value
-  if second >= len(tasks):
-    raise ValueError(
-      f'{_DATA.value} has {len(tasks)} rows, and --held_out and --watched take {second}; '
-      'lower them, so that rows are left to train on.'
-    )
-  tasks = task_list.shuffle(tasks, _SPLIT.value)
-  return tasks[:first], tasks[first:second], tasks[second:]
 
 
 def summarize(

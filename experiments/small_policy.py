@@ -29,9 +29,6 @@ SEED = flags.DEFINE_integer('seed', 0, 'Seed of the initialisation and the examp
 VOCAB = flags.DEFINE_integer('vocab', 1024, 'Size of the vocabulary.')
 _LAYERS = flags.DEFINE_integer('layers', 3, 'Number of layers.')
 _DIM = flags.DEFINE_integer('dim', 128, 'Embedding; the feed-forward is 3 times as wide.')
-_EXPERTS = flags.DEFINE_integer(
-  'experts', 0, 'Experts of a layer, of which a token takes two; 0: one feed-forward.'
-)
 _COPYING = flags.DEFINE_float('copying', 0.05, 'Share of the steps that only copy.')
 _SAVE_EVERY = 200  # steps
 
@@ -41,15 +38,10 @@ def make_config(
 ) -> decoder.DecoderConfig:
   """Makes the policy's architecture: Llama's, small.
 
-  With experts it is Qwen2-MoE's; a token then takes as many operations, for two experts
-  and the one that all share are as wide as the one feed-forward. With a reader of
-  pictures it is Qwen2.5-VL's.
+  With a reader of pictures it is Qwen2.5-VL's.
   """
   dim = _DIM.value
   wide: dict[str, Any] = {'family': 'llama', 'mlp_dim': 3 * dim}
-  if experts := _EXPERTS.value:
-    wide = {'family': 'qwen2_moe', 'num_experts': experts, 'experts_per_token': 2}
-    wide |= {'expert_dim': dim, 'shared_dim': dim, 'normalize_experts': True}
   if reader:
     tower = vision_config.VisionConfig(
       num_layers=2,

@@ -302,23 +302,44 @@ def load_world(world: world_lib.World, source: Source) -> Benchmark:
   )
 
 
-def load_outside(name: str, source: Source) -> Benchmark:
-  """Loads a benchmark of another project; --limit is the most tasks of each set."""
-  from experiments import benchmarks  # It may be missing.
+def _make_outside(sets, make_env, rest, slots: int, max_turns: int) -> Benchmark:
+  """Makes the benchmark of another project, for a model with the tokenizer of Qwen.
 
-  outside = benchmarks.BENCHMARKS[name]
-  sets = {
-    name: shuffle(tasks)[: source.limit or None]
-    for name, tasks in outside.load(source.data).items()
-  }
-  return Benchmark(
-    {'tools': (sets, outside.make_env)},
-    score='passed',
-    rest=outside.rest,
-    answers=None,
-    config=outside.config,
-    made_of={},
+  The policy is miniwiki's: it solves no task, but the command can be tried with it.
+  """
+  config = config_lib.Config(
+    model=shapes.CONFIG.model,
+    # What an API returns is not cut: BFCL's long contexts have results of 30,000 tokens.
+    chat=config_lib.Chat(max_tool_tokens=slots, long_prompts='skip'),
+    # Prompts of 4,000 to 10,000 tokens are read in long chunks.
+    engine=config_lib.Engine(slots=slots, prefill_rows=4, prefill_tokens=512),
+    limits=config_lib.Limits(max_turns=max_turns, max_turn_tokens=1024),
   )
+  return Benchmark({'tools': (sets, make_env)}, 'passed', rest, None, config, {})
+
+
+def load_bfcl(source: Source) -> Benchmark:
+  """Loads BFCL's multi-turn tasks; --limit is the most of each category."""
+  from agent_r1_jax.contrib.benchmarks import bfcl  # It may be missing.
+
+  sets = {
+    category.removeprefix('multi_turn_'): shuffle(bfcl.load(category, source.data))
+    for category in bfcl.CATEGORIES
+  }
+  sets = {name: tasks[: source.limit or None] for name, tasks in sets.items()}
+  rest = ('turns_passed', 'tool_calls', 'tool_errors')
+  return _make_outside(sets, bfcl.MultiTurnEnv, rest, 8192, 64)
+
+
+def load_tau(source: Source) -> Benchmark:
+  """Loads the telecom tasks of tau2-bench."""
+  from agent_r1_jax.contrib.benchmarks import tau  # It may be missing.
+
+  if not source.data:
+    raise ValueError('--data: name a checkout of github.com/sierra-research/tau2-bench.')
+  sets = {'': shuffle(tau.load(source.data))[: source.limit or None]}
+  rest = ('ended', 'tool_calls', 'tool_errors')
+  return _make_outside(sets, tau.SoloEnv, rest, 16_384, 100)
 
 
 TASKS: dict[str, Callable[[Source], Benchmark]] = {
@@ -336,8 +357,6 @@ TASKS: dict[str, Callable[[Source], Benchmark]] = {
     for name, world in all_worlds.WORLDS.items()
   },
   **{name: functools.partial(load_problems, family) for name, family in FAMILIES.items()},
-  **{
-    name: functools.partial(load_outside, name)
-    for name in ('bfcl-multi-turn', 'tau2-telecom')
-  },
+  'bfcl-multi-turn': load_bfcl,
+  'tau2-telecom': load_tau,
 }

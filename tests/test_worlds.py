@@ -37,7 +37,7 @@ def learn(*flags):
 
 def test_a_policy_is_made_trained_compared_and_measured(tmp_path):
   to = f'--workdir={tmp_path}'
-  others = ['--algorithm=rloo', '--kl_coef=0.01', '--lake_reward=sparse']
+  others = ['--algorithm=rloo', '--kl_coef=0.01']
   first, second, refused = learn([to], [to, *others], [to, '--sft.learning_rate=0.1'])
   assert first.returncode == 0, first.stderr[-3000:]
   table = json.loads((tmp_path / 'grpo' / 'table.json').read_text())

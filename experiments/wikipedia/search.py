@@ -23,7 +23,7 @@ import time
 from absl import app, flags
 import numpy as np
 
-from agent_r1_jax import fields, types
+from agent_r1_jax import fields
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import tables
 from agent_r1_jax.retrieval import bm25, documents
@@ -48,7 +48,6 @@ _RETRIEVER = flags.DEFINE_string(
 )
 _ENCODER = flags.DEFINE_string('encoder', '', 'Directory of the model of dense indexes.')
 _ROWS = flags.DEFINE_string('rows', '', 'File of other rows to score.')
-_TYPES = flags.DEFINE_list('types', [], 'Types of rows to learn from; all by default.')
 _CFG = fields.define_flags(settings.CONFIG)
 
 
@@ -64,7 +63,6 @@ def main(_):
   )
   if _ROWS.value:
     held_out = qa_data.load(_ROWS.value)
-  rows = choose(rows, _TYPES.value)
   print(json.dumps(dataclasses.asdict(config), indent=2))
 
   if _RETRIEVER.value:
@@ -93,14 +91,6 @@ def main(_):
     label='GRPO',
   )
   report(workdir, numbers, recall, {'indices': prepared, **seconds})
-
-
-def choose(rows: list[types.Task], kinds: list[str]) -> list[types.Task]:
-  """Chooses the rows of some types; all if none is named."""
-  rows = [task for task in rows if not kinds or task.info.get('type') in kinds]
-  if not rows:
-    raise ValueError(f'--types={",".join(kinds)}: no row is of these types.')
-  return rows
 
 
 def summarize(episodes):

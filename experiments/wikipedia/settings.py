@@ -41,16 +41,6 @@ def shuffle(tasks: Sequence[types.Task], seed: int = 0) -> list[types.Task]:
 
 def split(
   tasks: Sequence[types.Task], *sizes: int, seed: int = 0
-) -> list[list[types.Task]]:
-  """Parts of the given sizes, then the rest; a task's part hangs on its id and the seed.
-
-  Raises:
-    ValueError: The sizes leave nothing.
-  """
-  if sum(sizes) >= len(tasks):
-    raise ValueError(f'sizes {sizes} leave nothing of {len(tasks)} tasks; make them less')
-  rest, parts = shuffle(tasks, seed), []
-  for size in sizes:
-    parts.append(rest[:size])
-    rest = rest[size:]
-  return [*parts, rest]
+) -> list[Sequence[types.Task]]:
+  """Parts of the given sizes, then the rest; a task's part depends on id and seed."""
+  return comparison.split(shuffle(tasks, seed), *sizes)

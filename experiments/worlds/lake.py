@@ -1,7 +1,7 @@
 """Gymnasium's FrozenLake as a text game on maps that nobody has drawn before.
 
 The map is drawn anew each turn, and below it stands where one can go without falling; a
-reply names a move. With probability --lake_slip the agent goes to one of the two sides
+reply names a move. With probability SLIP the agent goes to one of the two sides
 instead. An episode ends on the goal, in a hole, or after STEPS moves.
 
 The base policy practises games of a player who wanders: its moves end on ice if it does
@@ -17,14 +17,13 @@ import hashlib
 import random
 from typing import Any
 
-from absl import flags
-
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import sft, types
 from agent_r1_jax.tasks import games
 from experiments.worlds import world as world_lib
 
 STEPS = 20  # The most moves of an episode.
+SLIP = 1 / 3  # The chance of a step to the side.
 # In the order of Gymnasium's actions.
 MOVES = ('go left', 'go down', 'go right', 'go up')
 FORWARD = {'go down': 1.5, 'go right': 1.5}  # Left and up have the weight 1.
@@ -35,28 +34,20 @@ _SIGNS = {'S': '.', 'F': '.', 'H': 'O', 'G': 'G'}
 _ALONE = 0.8  # Share of the examples that are a move without a map.
 _FROZEN = 0.8  # Share of the cells that are ice.
 
-_REWARDS = ('sparse', 'distance', 'discovery', 'hybrid')
-_SLIP = flags.DEFINE_float(
-  'lake_slip', 1 / 3, 'The chance of a step to the side on the lake.', 0.0, 1.0
-)
-_REWARD = flags.DEFINE_enum('lake_reward', 'hybrid', _REWARDS, 'The reward on the lake.')
-
 
 class Lake:
-  """Gymnasium's FrozenLake, seen and played as text, with one of four rewards.
+  """Gymnasium's FrozenLake, seen and played as text, with process rewards.
 
-  'sparse' is Gymnasium's reward: 1 on the goal. The others add process rewards, at most
-  .5 in an episode: 'distance' for each step by which the agent is closer to the goal than
-  ever before, 'discovery' for each cell that is new to it, 'hybrid' half of both.
+  Gymnasium rewards the goal with 1. To that are added at most .5 in an episode: one half
+  for each step by which the agent is closer to the goal than ever before, the other half
+  for each cell that is new to it.
   """
 
-  def __init__(self, rows: list[str], slip: float, reward: str):
+  def __init__(self, rows: list[str], slip: float = SLIP):
     """Makes the lake; `rows` are Gymnasium's map, of the letters S, F, H and G."""
     self._lake = _make_lake(rows, slip)
     self._rows, self._cell = rows, (0, 0)
     self._distances = distances(rows)
-    shares = {'distance': (0.5, 0.0), 'discovery': (0.0, 0.5), 'hybrid': (0.25, 0.25)}
-    self._closer, self._new = shares.get(reward, (0.0, 0.0))
 
   def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
     """Begins on the first cell; the seed is that of the slips."""
@@ -89,7 +80,7 @@ class Lake:
     new = (self._cell not in self._seen) / cells
     self._closest = min(self._closest, self._distances[self._cell])
     self._seen.add(self._cell)
-    return self._closer * closer + self._new * new
+    return 0.25 * closer + 0.25 * new
 
 
 def _make_lake(rows, slip):
@@ -164,18 +155,16 @@ def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
   }
 
 
-def make_env(slip: float | None = None, reward: str | None = None) -> games.GameEnv:
-  """Makes the environment of a task of this world; None takes the flag's value."""
-  slip = _SLIP.value if slip is None else slip
-  reward = reward or _REWARD.value
-  return games.GameEnv(lambda task: Lake(task.info['rows'], slip, reward))
+def make_env(slip: float = SLIP) -> games.GameEnv:
+  """Makes the environment of a task of this world."""
+  return games.GameEnv(lambda task: Lake(task.info['rows'], slip))
 
 
 def examples(seed: int) -> Iterator[world_lib.Example]:
   """Yields the first moves of games, and single moves without a map."""
   rng = random.Random(f'lake examples {seed}')
   while True:
-    lake = Lake(make_map(rng, rng.choice(TRAINED + PRACTISED), 'train'), 1 / 3, 'sparse')
+    lake = Lake(make_map(rng, rng.choice(TRAINED + PRACTISED), 'train'))
     text, _ = lake.reset(seed=rng.getrandbits(31))
     if rng.random() < _ALONE:
       some = rng.sample(MOVES, rng.choice((1, 2, 2, 3, 3, 4)))
@@ -229,5 +218,4 @@ WORLD = world_lib.World(
   ),
   vocab=384,
   more_tokens=('<action>', '</action>'),
-  options=lambda: {'slip': _SLIP.value, 'reward': _REWARD.value},
 )

@@ -3,13 +3,11 @@ r"""Makes a small base policy of a world from nothing, trains it by RL, and comp
   python -m experiments.worlds.learn --world=lake --workdir=runs/lake0 --config.seed=0
 
 Writes the base policy to WORKDIR/base (--config.model.path takes another), trains it in
-WORKDIR/ALGORITHM, whose name has --masks too if one is left out, and prints a table of
-the held-out tasks before and after. The worlds are in all_worlds.py; docs/tutorials.md
-has their numbers. Every seed starts from nothing, with training tasks of its own; the
-held-out tasks are those of --held_out_seed.
+WORKDIR/ALGORITHM, and prints a table of the held-out tasks before and after. The worlds
+are in all_worlds.py; docs/tutorials.md has their numbers. Every seed starts from scratch,
+with training tasks of its own; the held-out tasks are those of --held_out_seed.
 """
 
-from collections.abc import Mapping
 import dataclasses
 import functools
 import itertools
@@ -41,20 +39,12 @@ ALGORITHMS = {
   'rloo': algorithms.rloo,
   'gigpo': algorithms.gigpo,
 }
-# The cells of the paper's Table 4.
-MASKS: Mapping[str, Mapping[str, bool]] = {
-  'both': {},
-  'no_loss_mask': {'loss_mask': False},
-  'no_advantage_mask': {'advantage_mask': False},
-  'none': {'loss_mask': False, 'advantage_mask': False},
-}
 _SHOWN = 3000  # Examples that the tokenizer is trained on.
 
 _WORLD = flags.DEFINE_enum(
   'world', None, [*all_worlds.WORLDS], 'The world.', required=True
 )
 _ALGORITHM = flags.DEFINE_enum('algorithm', 'grpo', [*ALGORITHMS], 'The algorithm.')
-_MASKS = flags.DEFINE_enum('masks', 'both', [*MASKS], 'Masks of loss and advantages.')
 _ENTROPY = flags.DEFINE_float('entropy_coef', 0.0, 'Weight of an entropy bonus.', 0.0)
 # As in the other experiments on small policies, there is no penalty.
 _KL = flags.DEFINE_float('kl_coef', 0.0, 'Weight of the KL to the base policy.', 0.0)
@@ -78,8 +68,7 @@ def main(_):
     config.model.path = str(make_base(world, config.seed, workdir / 'base'))
   print(json.dumps(dataclasses.asdict(config), indent=2))
   made, seed = time.time() - start, _HELD_OUT_SEED.value
-  trained = _ALGORITHM.value + ('' if _MASKS.value == 'both' else f'_{_MASKS.value}')
-  folder = workdir / trained
+  folder = workdir / _ALGORITHM.value
   numbers, seconds = comparison.run(
     config,
     folder,
@@ -96,10 +85,10 @@ def main(_):
     tasks=world.tasks(config.seed, _TASKS.value),
     evals=comparison.watch(world.held_out(seed, _WATCHED.value, 'dev')),
     algorithm=ALGORITHMS[_ALGORITHM.value](
-      kl_coef=_KL.value, entropy_coef=_ENTROPY.value, **MASKS[_MASKS.value]
+      kl_coef=_KL.value, entropy_coef=_ENTROPY.value
     ),
-    label=f'{trained} on {_WORLD.value}',
-    name=trained.upper(),
+    label=f'{_ALGORITHM.value} on {_WORLD.value}',
+    name=_ALGORITHM.value.upper(),
     labels=world.labels,
     also=world.also,
   )
