@@ -11,7 +11,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide, protocol
-from agent_r1_jax.host import preemption, processes, runtime
+from agent_r1_jax.host import memory, preemption, processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.rollout import evaluate, rollout, sockets
@@ -112,7 +112,7 @@ def play(
           options['store'] = folder and store_lib.EpisodeStore(folder / label)
           played[label] = evaluate.run(engine, chat, sets, make_env, **options)
           _report_too_long(played[label], watcher)
-        runtime.release_freed_memory()
+        memory.release_freed_memory()
       return played
     except protocol.PreemptedError:
       raise signals.end_unsaved() from None

@@ -1,24 +1,24 @@
 """Agent-R1 on one page: `python -m experiments.one_page` teaches an agent to search.
 
-It is GRPO over several turns. `train.run` makes the same parameters bit for bit
-(tests/test_one_page.py); the comments say what else a run does.
+It is GRPO, bit for bit as `train.run`; the comments say what else a run does.
 """
 
 from collections.abc import Callable
 import itertools
 import re
 
-from absl import app, flags
+from absl import app, logging
 import numpy as np
 
 from agent_r1_jax import ToolEnv, config, tool, types
-from agent_r1_jax.agent import transcript
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import tokenizer, transcript
+from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request
-from agent_r1_jax.host import runtime
+from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms, credit, learner, minibatch, optimizers, packing
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.train import curriculum
-from agent_r1_jax.train.plan import setup
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
 
@@ -39,7 +39,6 @@ CONFIG = config.Config(
   batch=config.Batch(row_tokens=448, microbatch=4),
   optimizer=config.Optimizer(learning_rate=2e-4),
 )
-_STEPS = flags.DEFINE_integer('rollouts', 40, 'Each with one optimizer step.')
 
 
 def make_env(find: Callable[[str], str]) -> ToolEnv:
@@ -101,8 +100,9 @@ async def play(trajectory, env, engine, chat, limits, **options) -> types.Trajec
 
 def train(cfg: config.Config, tasks, dev, make_env):
   """Samples, estimates advantages and updates, step by step; returns the parameters."""
-  model, params, chat = setup.load(cfg.model, cfg.chat)
-  engine = setup.make_engine(cfg, model, params)
+  model, params = weights.load(cfg.model.path, dtype='float32')  # On one device.
+  chat = chat_lib.Chat(tokenizer.load(cfg.model.path))
+  engine = engine_lib.Engine(model, params, **vars(cfg.engine))
   algorithm = algorithms.grpo(kl_coef=0.0)  # A = (R - mean R) / (std R + ε) in a group.
   loss = learner.objective(algorithm)  # -min(ratio A, clip(ratio) A), on actions.
   optimizer = optimizers.make(cfg.optimizer, cfg.optimizer.learning_rate)
@@ -139,8 +139,7 @@ def train(cfg: config.Config, tasks, dev, make_env):
 
 
 def main(_):
-  runtime.quiet_logging()
-  CONFIG.schedule.steps = _STEPS.value
+  logging.set_verbosity(logging.WARNING)
   find = miniwiki.make_search(miniwiki.corpus(0, 'train') + miniwiki.corpus(0, 'dev'))
   dev = miniwiki.test_set('miniwiki-hotpot', 100, 0, 'dev')  # Names unseen in training.
   train(CONFIG, miniwiki.train_tasks(0, 4096), dev, lambda: make_env(find))

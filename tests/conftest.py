@@ -232,9 +232,9 @@ def pytest_sessionstart():
   The worker is large for what its tests have compiled; their phases are as short as those
   of a small process, and would take a part of a second each.
   """
-  from agent_r1_jax.host import runtime
+  from agent_r1_jax.host import memory
 
-  runtime.KEPT = 1 << 40
+  memory.KEPT = 1 << 40
   # What is traced stays: to look at it after each 700 objects takes 3 % of the time.
   gc.set_threshold(50_000)
 

@@ -1,4 +1,4 @@
-"""runtime.py: what a process is told before JAX starts."""
+"""host/runtime.py and memory.py: what a process is told before JAX starts."""
 
 import os
 import platform
@@ -35,8 +35,8 @@ _RELEASE = """
 import gc
 gc.disable()
 import numpy as np
-from agent_r1_jax.host import runtime
-runtime.retain_freed_memory()
+from agent_r1_jax.host import memory
+memory.retain_freed_memory()
 def allocate():
   pairs = [(np.ones(2_000_000), np.ones(1000)) for _ in range(20)]
   cycle = [np.ones(10_000_000)]
@@ -44,10 +44,10 @@ def allocate():
   return [small for _, small in pairs]  # They lie between the large ones, now freed.
 kept = allocate()
 for _ in range(2):
-  before = runtime._own_memory()
-  runtime.release_freed_memory(cycles=True)
-  print(before - runtime._own_memory())
-  runtime.KEPT = 0
+  before = memory._own_memory()
+  memory.release_freed_memory(cycles=True)
+  print(before - memory._own_memory())
+  memory.KEPT = 0
 """
 _COMPILE = """
 import jax
@@ -96,9 +96,9 @@ def test_a_large_process_returns_what_it_freed_and_a_small_one_does_not():
 def test_where_accelerators_are_memory_is_left_alone():
   code = """
 import importlib.util
-from agent_r1_jax.host import runtime
+from agent_r1_jax.host import memory
 importlib.util.find_spec = lambda name: name == 'libtpu'
-print(runtime.retain_freed_memory())
+print(memory.retain_freed_memory())
 """
   assert run(code, JAX_PLATFORMS='').stdout.split() == ['False']
 
@@ -107,14 +107,14 @@ def test_a_workdir_that_is_reserved_sets_malloc_before_jax_starts_threads(tmp_pa
   code = f"""
 import os
 from agent_r1_jax import config, playing
-from agent_r1_jax.host import runtime
+from agent_r1_jax.host import memory
 from agent_r1_jax.rl import algorithms
-retain = runtime.retain_freed_memory
+retain = memory.retain_freed_memory
 def note():
   from jax._src import xla_bridge
   print(xla_bridge.backends_are_initialized())
   return retain()
-runtime.retain_freed_memory = note
+memory.retain_freed_memory = note
 try:
   with playing.reserve(config.Config(), {str(tmp_path)!r}, algorithms.grpo()):
     pass

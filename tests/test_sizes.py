@@ -13,7 +13,7 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
 from agent_r1_jax.engine import device as device_lib
-from agent_r1_jax.host import runtime
+from agent_r1_jax.host import memory as memory_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, learner
 from agent_r1_jax.train.plan import footprint, sizes
@@ -330,10 +330,10 @@ class TestMachine:
       (root / folder / 'memory.current').write_text('3000000\n')
       (root / folder / 'memory.stat').write_text('file 9\ninactive_file 1000000\n')
     (tmp_path / 'self').write_text('0::/a/b\n')
-    monkeypatch.setattr(runtime, '_GROUPS', root)
-    monkeypatch.setattr(runtime, '_GROUP', tmp_path / 'self')
-    own = runtime._own_memory()
-    assert abs(runtime.available_memory() - 3_000_000 - own) < 1e8
+    monkeypatch.setattr(memory_lib, '_GROUPS', root)
+    monkeypatch.setattr(memory_lib, '_GROUP', tmp_path / 'self')
+    own = memory_lib._own_memory()
+    assert abs(memory_lib.available_memory() - 3_000_000 - own) < 1e8
 
 
 # One step of a second or two.

@@ -15,7 +15,7 @@ import safetensors
 import safetensors.numpy
 import tiny
 
-from agent_r1_jax.host import runtime
+from agent_r1_jax.host import memory
 from agent_r1_jax.models import decoder, families
 from agent_r1_jax.models.files import hf_config, weights
 
@@ -376,13 +376,13 @@ def test_numbers_that_are_not_finite_are_named(tmp_path, dtype):
 
 def test_memory_of_parameters_returns_to_the_kernel_with_them():
   """And jax takes it without a copy."""
-  before = runtime._own_memory()
+  before = memory._own_memory()
   array = weights._mapped_zeros((16, 1000, 1000), np.dtype('float32'))
   array[:] = 1.0
   loaded = jax.device_put(array)
   del array
   assert float(loaded.sum()) == 16e6
-  assert 0.9 * 64e6 < runtime._own_memory() - before < 1.9 * 64e6
+  assert 0.9 * 64e6 < memory._own_memory() - before < 1.9 * 64e6
   del loaded
   gc.collect()
-  assert runtime._own_memory() - before < 0.9 * 64e6
+  assert memory._own_memory() - before < 0.9 * 64e6

@@ -17,7 +17,6 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import protocol
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import sizes as sizes_lib
-from agent_r1_jax.engine import stats as stats_lib
 from agent_r1_jax.models import decoder, engine_params, lora, quantization, sharding
 from agent_r1_jax.models import ops as ops_lib
 
@@ -85,7 +84,7 @@ class Engine(protocol.AnyEngine):
       raise ValueError(f'replicas is {replicas}: with tensor > 1 it must be 1.')
     with sharding.use_mesh(mesh):
       self.sizes = sizes_lib.make(config, replicas=replicas, **sizes)
-    self.weights, stats = weights, stats_lib.Stats()
+    self.weights, stats = weights, protocol.Stats()
     self._meshes = [None] if mesh is None else sharding.make_replica_meshes(mesh, chips)
     self.adapters = adapters_lib.AdapterTable(
       config, adapters, adapter_rank, self._meshes

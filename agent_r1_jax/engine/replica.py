@@ -26,7 +26,6 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
 from agent_r1_jax.engine import sizes as sizes_lib
-from agent_r1_jax.engine import stats as stats_lib
 from agent_r1_jax.models import decoder, kv_cache
 
 # The interval at which `serve` calls `interrupted` while there is nothing to compute.
@@ -49,7 +48,7 @@ class Replica(protocol.AnyReplica):
     config: decoder.DecoderConfig,
     sizes: sizes_lib.ProgramSizes,
     guides: Mapping[guide_lib.Guide, Any],
-    stats: stats_lib.Stats,
+    stats: protocol.Stats,
     adapters: adapters_lib.AdapterTable,
     mesh: Mesh | None = None,
     copy_index: int = 0,

@@ -60,7 +60,7 @@ def make(
   rows: int = 64,
   slots: int = 1024,
   decode_steps: int = 32,
-  width: int | None = None,
+  width: int = 0,
   prefill_rows: int = 16,
   prefill_tokens: int = 64,
   bucket: int = 256,
@@ -77,7 +77,7 @@ def make(
     slots: The most tokens of a text (S).
     decode_steps: Calls of the policy in one decode, each of which samples a token, or
       with drafts several; a new request waits for at most one decode.
-    width: The most rows that are decoded at a time; all by default. With slow tools,
+    width: The most rows that are decoded at a time; 0 is all. With slow tools,
       twice as many rows as this keep the device busy.
     prefill_rows: Rows of one prefill (M).
     prefill_tokens: Tokens of one prefill (T).
@@ -101,7 +101,7 @@ def make(
   """
   if cache not in kv_cache.NUMBERS:
     raise ValueError(f'cache is {cache!r}; give one of {", ".join(kv_cache.NUMBERS)}.')
-  width = rows if width is None else min(width, rows)
+  width = min(width or rows, rows)
   checked = {'rows': rows, 'slots': slots, 'decode_steps': decode_steps}
   checked |= {'prefill_rows': prefill_rows, 'prefill_tokens': prefill_tokens}
   checked |= {'width': width, 'bucket': bucket, 'replicas': replicas, 'drafts': drafts}

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 
-from agent_r1_jax.host import processes, runtime, watchdog
+from agent_r1_jax.host import memory, processes, watchdog
 
 # EX_TEMPFAIL of sysexits.h: start the same command again, as launch/ does.
 EXIT_STATUS = 75
@@ -150,7 +150,7 @@ def watch() -> Iterator[Watch]:
     yield _active or Watch()
     return
   # Before the first thread, to which glibc would give an arena of its own.
-  runtime.retain_freed_memory()
+  memory.retain_freed_memory()
   current = Watch()
   with contextlib.ExitStack() as stack:
     read, watchdog.pipe = stack.enter_context(_open_pipes(current))

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from agent_r1_jax.host import runtime
+from agent_r1_jax.host import memory
 
 # The most operations a second in bfloat16, without sparsity, as the makers publish them;
 # by what jax.Device.device_kind begins with.
@@ -61,7 +61,7 @@ class Meter:
     return {
       'machine/tokens_per_second': sampled / seconds,
       'machine/idle': idle / (seconds * len(self._engine.replicas)),
-      'machine/memory_gb': runtime.used_memory() / 1e9,
+      'machine/memory_gb': memory.used_memory() / 1e9,
       **self._measure_update(metrics or {}),
     }
 

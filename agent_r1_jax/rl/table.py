@@ -2,8 +2,8 @@
 
 `build` makes a table of trajectories, and models add columns to it (rl/credit.py).
 Reward transforms, advantages and corrections are functions of its columns
-(rl/advantages.py, rl/advantages.py, rl/losses.py), and packing copies columns
-into the device's batch (rl/packing.py). Columns are NumPy arrays on the host;
+(rl/advantages.py, rl/losses.py), and packing copies columns into the device's
+batch (rl/packing.py). Columns are NumPy arrays on the host;
 estimators compute in float64. A table is never modified:
 `dataclasses.replace(table, rewards=...)` returns another one.
 

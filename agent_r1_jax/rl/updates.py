@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.host import runtime
+from agent_r1_jax.host import memory
 from agent_r1_jax.models import costs
 from agent_r1_jax.rl import credit, learner, minibatch, scoring
 from agent_r1_jax.rl import table as table_lib
@@ -62,7 +62,7 @@ def learn(
       temperature=update_config.temperature,
       prefixes=prefixes,
     )
-    runtime.release_freed_memory()
+    memory.release_freed_memory()
     table, estimated = credit.estimate(table, algorithm, kl_coef=kl_coef)
     states, updated = _run_epochs(train_state, table, update_config, prefixes)
     metrics |= estimated | updated

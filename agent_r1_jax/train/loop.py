@@ -16,7 +16,7 @@ import numpy as np
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import guide, protocol
-from agent_r1_jax.host import moments, preemption, processes, runtime
+from agent_r1_jax.host import memory, moments, preemption, processes, runtime
 from agent_r1_jax.models import decoder, lora, quantization, sharding
 from agent_r1_jax.rl import algorithms, learner, updates
 from agent_r1_jax.rollout import evaluate, groups, rollout, sockets
@@ -124,7 +124,7 @@ def run(
     params = run.train_state.states['policy'].params
   # The engine's copy of the policy is freed before another one is made.
   del run
-  runtime.release_freed_memory(cycles=True)
+  memory.release_freed_memory(cycles=True)
   watcher.finish(pathlib.Path(workdir), label)
   return params if quantization.is_frozen(params) else lora.merge(params)
 
@@ -156,10 +156,10 @@ def _run_steps(run: opening.OpenRun):
       number = loop_state.step + 1
       with watcher.trace_step(number), moments.watch(moments.Step(number)):
         sample = _sample(run)
-        runtime.release_freed_memory()
+        memory.release_freed_memory()
         sampled = time.perf_counter()
         learned, table = _learn(run, sample)
-        runtime.release_freed_memory()
+        memory.release_freed_memory()
         updated = time.perf_counter()
       seconds = {'time/rollout': sampled - began, 'time/update': updated - sampled}
       loop_state.advance(sample.metrics | learned | seconds, sample.draws)
@@ -169,7 +169,7 @@ def _run_steps(run: opening.OpenRun):
     if plan.evals and every and (is_last or loop_state.step % every == 0):
       began = time.perf_counter()
       metrics |= _evaluate(run)
-      runtime.release_freed_memory()
+      memory.release_freed_memory()
       metrics['time/eval'] = time.perf_counter() - began
     _write_line(run, metrics | watcher.measure(loop_state.step, metrics))
     if loop_state.step == steps or files.checkpoints.should_save(loop_state.step):

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 
 from agent_r1_jax.engine import protocol
-from agent_r1_jax.host import preemption, runtime
+from agent_r1_jax.host import memory, preemption
 from agent_r1_jax.rl import train_state as train_state_lib
 from agent_r1_jax.rollout import sockets
 from agent_r1_jax.train import run_files, schedule
@@ -137,4 +137,4 @@ def _compile(run: OpenRun):
     run.signals.raise_if_requested()
 
   run.engine.warm_up(report, automata)
-  runtime.release_freed_memory()
+  memory.release_freed_memory()

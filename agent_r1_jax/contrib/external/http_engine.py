@@ -16,7 +16,6 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax.contrib.external import dialects
 from agent_r1_jax.contrib.external import server as server_lib
 from agent_r1_jax.engine import protocol
-from agent_r1_jax.engine import stats as stats_lib
 from agent_r1_jax.host import processes
 from agent_r1_jax.models.files import weights
 from agent_r1_jax.web import bounded_http
@@ -55,7 +54,7 @@ def connect(
   def make(config: config_lib.Config, shape, params, mesh=None, guides=(), **adapters):
     target = pathlib.Path(directory).resolve()
     _check(config, shape, guides, target)
-    sizes, stats = server_lib.Sizes(rows, config.engine.slots), stats_lib.Stats()
+    sizes, stats = server_lib.Sizes(rows, config.engine.slots), protocol.Stats()
     servers = [server_lib.Server(url, shape, sizes, stats, options) for url in addresses]
     for server in servers:
       server.others = servers

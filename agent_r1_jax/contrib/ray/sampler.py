@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.host import records, runtime
+from agent_r1_jax.host import memory, records, runtime
 from agent_r1_jax.models import lora, sharding
 from agent_r1_jax.rollout import rollout, sockets
 from agent_r1_jax.rollout import store as store_lib
@@ -116,7 +116,7 @@ class Sampler:
     params = lora.join(self._place(learned), self._frozen)
     if self._engine:
       self._engine.sync_weights(params, step)
-      runtime.release_freed_memory()
+      memory.release_freed_memory()
       return
     job, config = self._job, self._config
     guides = job.decoding.guides

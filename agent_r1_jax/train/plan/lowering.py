@@ -51,7 +51,7 @@ def lower_sampling(
   """Lowers the largest decode and prefill of a replica."""
   options: Any = dataclasses.asdict(engine)
   del options['weights']  # As `params` are.
-  sizes = sizes_lib.make(model, **options | {'width': engine.width or None})
+  sizes = sizes_lib.make(model, **options)
   cache: Any = jax.eval_shape(functools.partial(sizes.make_cache, model))
   if mesh is not None:
     place = lambda x: _place(x, mesh, sharding.cache_sharding(x.shape[1], mesh))

@@ -17,7 +17,7 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import protocol
-from agent_r1_jax.host import runtime
+from agent_r1_jax.host import memory, runtime
 from agent_r1_jax.models import batch_invariant, decoder, quantization, sharding
 from agent_r1_jax.models.files import weights
 
@@ -71,7 +71,7 @@ def load(
   chat.check()
   runtime.initialize()
   # A run before this one, in the same process, may have left its engine in a cycle.
-  runtime.release_freed_memory(cycles=True)
+  memory.release_freed_memory(cycles=True)
   place, scales = sharding.make_placer(mesh), {}
 
   def place_frozen(path: str, x: np.ndarray) -> Any:
@@ -119,7 +119,7 @@ def make_engine(
   params: decoder.Params,
   mesh: Mesh | None = None,
   guides: Iterable[guide_lib.Guide] = (),
-  **adapters: int,
+  **adapters: Any,
 ) -> engine_lib.Engine:
   """Makes an engine of the sizes in `config.engine` on the chips of this process.
 
@@ -127,9 +127,7 @@ def make_engine(
   are those of Engine, which has room for none by default.
   """
   sizes = dataclasses.asdict(config.engine)
-  # Here 0 means all rows, and one replica.
-  sizes |= {'width': sizes['width'] or None, 'replicas': sizes['replicas'] or 1}
-  sizes |= adapters
+  sizes['replicas'] = sizes['replicas'] or 1
   return engine_lib.Engine(
     model,
     params,
@@ -137,4 +135,5 @@ def make_engine(
     mesh=mesh,
     chips=sharding.split_devices(config.mesh.samplers)[1],
     **sizes,
+    **adapters,
   )

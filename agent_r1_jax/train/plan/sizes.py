@@ -20,6 +20,7 @@ import jax
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
+from agent_r1_jax.host import memory as memory_lib
 from agent_r1_jax.host import processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import batch_invariant, sharding
@@ -120,7 +121,7 @@ def find_machine(config: config_lib.Mesh) -> Machine:
   local, platform = jax.local_devices(), jax.default_backend()
   available = read_memory()
   if available is None and platform == 'cpu':
-    available = float(runtime.available_memory())
+    available = float(memory_lib.available_memory())
   elif available is None:
     stats = [device.memory_stats() or {} for device in local]
     available = float(min(s.get('bytes_limit', _UNKNOWN) for s in stats))
