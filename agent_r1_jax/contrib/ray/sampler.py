@@ -96,7 +96,8 @@ class Sampler:
     job = self._job
     # Classes of the learner's script are of `__main__` here, too. The fingerprint tells
     # them from those of installed packages by its file.
-    sys.modules['__main__'].__file__ = script
+    if script:  # A notebook has none.
+      sys.modules['__main__'].__file__ = script
     with preflight.open_environment(job.make_env, job.config.limits) as env:
       made_of = fingerprint.describe_run(None, env, [], guides=job.decoding.guides)
     # All chips that are here sample; the learner's mesh says only how many share a layer.

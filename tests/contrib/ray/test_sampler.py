@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import sys
 from unittest import mock
 
 import jax
@@ -83,6 +84,8 @@ def test_schedules_and_adapters(model, tmp_path, options, algorithm, fails_at):
   assert 0 < sent < 0.1 * total if 'lora_rank' in options else sent == total
   if 'partial' not in options:
     runs.assert_equal(params, plain)
+  # Ray does not start in a process whose script has the file None.
+  assert getattr(sys.modules['__main__'], '__file__', '') is not None
 
 
 def test_parameters_cast_to_be_sent_sample_the_same():

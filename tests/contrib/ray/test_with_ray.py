@@ -1,8 +1,7 @@
 """Runs on a cluster of Ray equal a run without samplers: `make test-with-ray`.
 
-Samplers, machines and the learner are lost. In one process with some other files of the
-suite, Ray fails to connect ("expected bytes, NoneType found"), and it is not known why.
-Run as a script, this trains with samplers until it is killed (see `main`).
+Samplers, machines and the learner are lost. Run as a script, this trains with samplers
+until it is killed (see `main`).
 """
 
 import os
