@@ -5,10 +5,7 @@ import collections
 from collections.abc import Iterator, Mapping
 from concurrent import futures
 import contextlib
-import importlib.util
 import logging
-import signal
-import sys
 import threading
 from typing import Any
 
@@ -17,6 +14,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
+from agent_r1_jax.contrib.ray import actors
 from agent_r1_jax.contrib.ray import pool as pool_lib
 from agent_r1_jax.contrib.ray import remote as remote_lib
 from agent_r1_jax.contrib.ray import sampler as sampler_lib
@@ -51,11 +49,7 @@ class RaySamplers(sockets.Samplers):
   def check(self, config: config_lib.Config) -> None:
     """See sockets.Samplers.check."""
     options = self._options
-    if importlib.util.find_spec('ray') is None:
-      raise ValueError(
-        "samplers: Ray is not installed; pip install 'agent_r1_jax[ray]', or leave them "
-        'out.'
-      )
+    actors.check_installed('samplers')
     if not 1 <= options.minimum <= options.maximum:
       raise ValueError(
         f'samplers: minimum is {options.minimum} and maximum {options.maximum}; the '
@@ -73,8 +67,8 @@ class RaySamplers(sockets.Samplers):
     self._job, self._step, self._published = job, -1, 0
     self._counted = collections.Counter()
     self._me = sampler_lib.describe_process()
-    packed = _pack(job)
-    with _connect(self._address):
+    packed = actors.pack(job, 'samplers: what plays the episodes')
+    with actors.connection(self._address, 'samplers'):
       started: futures.Future[None] = futures.Future()
       thread = threading.Thread(
         target=lambda: asyncio.run(self._run(packed, started)),
@@ -154,12 +148,7 @@ class RaySamplers(sockets.Samplers):
 
   def _start(self, number: int) -> remote_lib.Remote:
     """Asks Ray for an actor; it begins once a machine has room for it."""
-    import ray
-
-    actor = ray.remote(sampler_lib.Sampler).options(
-      **self._takes, max_restarts=0, max_task_retries=0, scheduling_strategy='SPREAD'
-    )
-    return _Actor(actor.remote())
+    return actors.start(sampler_lib.Sampler, self._takes)
 
   def _refuse(self, found: Mapping[str, Any]) -> str | None:
     """Says why a sampler that describes itself so may not play; None if it may."""
@@ -188,98 +177,12 @@ _REMEDIES = {
 }
 
 
-class _Actor:
-  """A remote.Remote that is an actor of Ray."""
-
-  def __init__(self, actor: Any):
-    self._actor = actor
-
-  async def call(self, method: str, *args: Any) -> Any:
-    """See remote.Remote."""
-    import ray
-    from ray import exceptions
-
-    reference = getattr(self._actor, method).remote(*args)
-    try:
-      return await reference
-    except asyncio.CancelledError:
-      with contextlib.suppress(Exception):  # Its actor is gone.
-        ray.cancel(reference)
-      raise
-    except exceptions.RayTaskError as error:
-      cause = error.cause if isinstance(error.cause, Exception) else error
-      text = f'{type(cause).__name__}: {cause}'
-      raise remote_lib.RaisedError(text) from error
-    except exceptions.RayError as error:
-      text = ' '.join(str(error).split())
-      raise remote_lib.LostError(f'{type(error).__name__}: {text:.300}') from error
-
-  def kill(self) -> None:
-    """See remote.Remote."""
-    import ray
-
-    with contextlib.suppress(Exception):  # It is gone, or Ray is.
-      ray.kill(self._actor)
-
-
 def _put(arrays: Any) -> Any:
   import ray
 
   return ray.put(arrays)
 
 
-def _pack(job: sockets.Job) -> bytes:
-  """Pickles a job, and the file of the script whose own classes are pickled with it.
-
-  Raises:
-    ValueError: The user's part of it cannot be pickled.
-  """
-  from ray import cloudpickle
-
-  try:
-    script = getattr(sys.modules['__main__'], '__file__', None)
-    packed = cloudpickle.dumps((job, script))  # pyright: ignore[reportPrivateImportUsage]
-    return packed
-  except Exception as error:
-    raise ValueError(
-      'samplers: what plays the episodes cannot be sent to other machines '
-      f'({type(error).__name__}: {error}). Make servers, files and locks inside '
-      'make_env, which each sampler calls itself.'
-    ) from error
-
-
 def _read(packed: bytes, order: sockets.Order) -> types.Trajectory:
   """Makes the trajectory of an order from what a sampler sent; no code of it runs."""
   return store_lib.make_trajectory(records.unpack(packed), order.task)
-
-
-@contextlib.contextmanager
-def _connect(address: str | None) -> Iterator[None]:
-  """Connects to Ray inside `with`, unless the script has done so."""
-  import ray
-
-  if ray.is_initialized():
-    yield
-    return
-  main = threading.current_thread() is threading.main_thread()
-  numbers = (signal.SIGTERM, signal.SIGINT) if main else ()
-  handlers = {number: signal.getsignal(number) for number in numbers}
-  try:
-    # Not `init()`, which would start a cluster here: that forks, which a process with
-    # JAX's threads must not.
-    ray.init(
-      address=address or 'auto', log_to_driver=False, logging_level=logging.WARNING
-    )
-  except ConnectionError as error:
-    raise ValueError(
-      f'samplers: there is no cluster of Ray at {address or "RAY_ADDRESS or here"} '
-      f'({error}); start one with `ray start --head`, and `ray start --address=...` on '
-      'the machines that sample.'
-    ) from error
-  # Ray's would end the process before the run is saved.
-  for number, handler in handlers.items():
-    signal.signal(number, handler)
-  try:
-    yield
-  finally:
-    ray.shutdown()

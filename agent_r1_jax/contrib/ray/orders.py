@@ -6,7 +6,7 @@ from collections.abc import Callable
 import dataclasses
 
 from agent_r1_jax import types
-from agent_r1_jax.contrib.ray import remote as remote_lib
+from agent_r1_jax.contrib.ray import places as places_lib
 from agent_r1_jax.rollout import sockets
 
 # An episode ends the run if it has raised on so many samplers, or if so many were lost
@@ -44,36 +44,32 @@ class OpenOrder:
 
 
 @dataclasses.dataclass(eq=False)
-class Player:
-  """A sampler that has been accepted.
+class Player(places_lib.Member):
+  """A sampler that has been admitted.
 
   Attributes:
-    remote: Its process.
     capacity: The most episodes that it plays at a time.
     version: That of its policy; -1 before the first.
     playing: The orders that it plays.
-    broken: Whether it is lost.
   """
 
-  remote: remote_lib.Remote
   capacity: int
   version: int = -1
   playing: set[OpenOrder] = dataclasses.field(default_factory=set)
-  broken: bool = False
 
 
 class Orders:
   """The open orders.
 
   Attributes:
-    counts: Episodes that were 'replayed', since a sampler was lost, or played 'twice';
-      the pool counts its samplers here, too.
+    counts: Episodes that were 'replayed', since a sampler was lost, or played 'twice'.
   """
 
-  def __init__(self, notify: Callable[[], None], twice: bool):
+  def __init__(
+    self, notify: Callable[[], None], twice: bool, counts: collections.Counter
+  ):
     """Has no order yet; `notify` is called when samplers may have something to do."""
-    self._notify, self._twice = notify, twice
-    self.counts = collections.Counter()
+    self._notify, self._twice, self.counts = notify, twice, counts
     self._open: dict[OpenOrder, None] = {}
     self._waiting = collections.deque[OpenOrder]()
     self._failure: BaseException | None = None

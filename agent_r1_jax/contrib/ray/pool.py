@@ -1,32 +1,25 @@
 """Keeps samplers that come and go, and gives them a run's orders.
 
-All of it runs in one event loop. Each place keeps one sampler: it starts a process,
-compares its code with the learner's, gives it parameters and orders, notices its end, and
-starts the next. Nobody waits for a particular sampler.
+Each place (places.py) keeps one sampler: it compares its code with the learner's, and
+gives it parameters and orders. All of it runs in one event loop.
 """
 
 import asyncio
-import collections
 from collections.abc import Callable, Mapping
 import contextlib
-import logging
 from typing import Any, NamedTuple
 
 from agent_r1_jax import types
 from agent_r1_jax.contrib.ray import orders as orders_lib
+from agent_r1_jax.contrib.ray import places as places_lib
 from agent_r1_jax.contrib.ray import remote as remote_lib
 from agent_r1_jax.rollout import sockets
 
-_LOGGER = logging.getLogger(__name__)
 # How long orders are collected before they are handed out: a rollout's arrive together,
 # and each sampler shall get neighbours, whose prompts share their first tokens.
 _COLLECT_SECONDS = 0.02
-# How often a sampler looks whether others' episodes have become late, and is asked
-# whether it is there.
-_LOOK_SECONDS, _PING_SECONDS = 0.25, 1.0
-# A place that lost its sampler starts the next one after this. The pauses become longer
-# if that never gets as far as playing, or is refused.
-_RESTART_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 30.0
+# How often a sampler looks whether others' episodes have become late.
+_LOOK_SECONDS = 0.25
 
 
 class Options(NamedTuple):
@@ -64,19 +57,20 @@ class Pool:
       read: Makes a trajectory of what Sampler.play returned for an order.
       options: The numbers of samplers, and the bounds of waits.
     """
-    self._start, self._job, self._refuse, self._read = start, job, refuse, read
+    self._job, self._refuse, self._read = job, refuse, read
     self._options = options
-    self.orders = orders_lib.Orders(self._announce, options.twice)
-    self._ready: dict[orders_lib.Player, None] = {}
+    self._places = places_lib.Places[orders_lib.Player](
+      'Sampler', start, self._admit, self._hand_out, options.silence_seconds
+    )
+    counts = self._places.counts
+    self.orders = orders_lib.Orders(self._announce, options.twice, counts)
     self._policy: remote_lib.Policy | None = None
-    self._complaints = collections.deque[str](maxlen=3)
-    self._changed = asyncio.Event()
     self._announced = False
 
   @property
   def size(self) -> int:
     """The number of samplers that can play now."""
-    return len(self._ready)
+    return len(self._places.ready)
 
   async def run(self) -> None:
     """Keeps samplers at all places until it is cancelled."""
@@ -84,7 +78,7 @@ class Pool:
       async with asyncio.TaskGroup() as group:
         group.create_task(self._watch_minimum())
         for number in range(self._options.maximum):
-          group.create_task(self._keep(number))
+          group.create_task(self._places.keep(number))
     except BaseException as error:
       # Whoever waits for an order would never learn of it.
       first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
@@ -94,7 +88,7 @@ class Pool:
   def publish(self, policy: remote_lib.Policy) -> None:
     """Has all samplers take this policy before they begin another episode."""
     self._policy = policy
-    self._notify()
+    self._places.notify()
 
   def _announce(self):
     """Wakes all places soon."""
@@ -103,10 +97,8 @@ class Pool:
       asyncio.get_running_loop().call_later(_COLLECT_SECONDS, self._notify)
 
   def _notify(self):
-    """Wakes all places."""
     self._announced = False
-    self._changed.set()
-    self._changed = asyncio.Event()
+    self._places.notify()
 
   async def _watch_minimum(self):
     """Ends the run if too few samplers are there for too long."""
@@ -116,7 +108,7 @@ class Pool:
       if self.size >= options.minimum:
         enough_at = now
       elif now - enough_at > options.wait_seconds:
-        said = ' '.join(self._complaints) or 'Nobody has been refused or lost.'
+        said = ' '.join(self._places.complaints) or 'Nobody has been refused or lost.'
         error = sockets.SamplersLostError(
           f'samplers: for {options.wait_seconds:g} s (wait_seconds) there were fewer '
           f'than minimum={options.minimum}; there are {self.size}. {said} The run is '
@@ -125,32 +117,6 @@ class Pool:
         self.orders.fail(error)
         return
       await asyncio.sleep(min(1.0, options.wait_seconds / 10))
-
-  async def _keep(self, number: int):
-    """Keeps a sampler at a place, as long as the run lasts."""
-    own_task, pause = asyncio.current_task(), _RESTART_SECONDS
-    # If it is cancelled while a sampler is lost, only the latter is raised.
-    while not (own_task and own_task.cancelling()):
-      remote = self._start(number)
-      try:
-        player = await self._admit(remote)
-        pause = _RESTART_SECONDS
-        await self._employ(player)
-      except remote_lib.RefusedError as error:
-        self.orders.counts['refused'] += 1
-        self._complain(f'Sampler {number} is refused: {error}')
-        pause = _LONGEST_PAUSE_SECONDS
-      except (remote_lib.LostError, remote_lib.RaisedError) as error:
-        self._complain(f'Sampler {number} is lost: {error}')
-      finally:
-        remote.kill()
-      await asyncio.sleep(pause)
-      pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-  def _complain(self, text: str):
-    if text not in self._complaints:  # A refused sampler is refused again and again.
-      self._complaints.append(text)
-      _LOGGER.warning('%s', text)
 
   async def _admit(self, remote: remote_lib.Remote) -> orders_lib.Player:
     """Compares a sampler with the learner, and has it make its engine.
@@ -162,7 +128,7 @@ class Pool:
     # The first call waits for a machine that has room, and for that there is no bound.
     await remote.call('ping')
     # Half of what ends the run, so that another one can be tried.
-    async with _bound(self._options.wait_seconds / 2, 'loading'):
+    async with places_lib.bound(self._options.wait_seconds / 2, 'loading'):
       self._check(await remote.call('describe'))
       try:
         found = await remote.call('open', self._job)
@@ -170,7 +136,7 @@ class Pool:
         raise remote_lib.RefusedError(str(error)) from None
       self._check(found)
       while not self._policy:
-        await self._changed.wait()
+        await self._places.changed.wait()
       player = orders_lib.Player(remote, found['capacity'])
       await self._sync(player)
     return player
@@ -179,40 +145,10 @@ class Pool:
     if reason := self._refuse(found):
       raise remote_lib.RefusedError(reason)
 
-  async def _employ(self, player: orders_lib.Player):
-    """Gives a sampler orders until it is lost.
-
-    Raises:
-      LostError, RaisedError: It is gone, or something raised there.
-    """
-    self._ready[player] = None
-    self.orders.counts['joined'] += 1
-    self._notify()
-    try:
-      async with asyncio.TaskGroup() as group:
-        group.create_task(self._ping(player))
-        with _marking(player):
-          await self._hand_out(player, group)
-    except ExceptionGroup as error:
-      self.orders.counts['lost'] += 1
-      raise error.exceptions[0] from None
-    finally:
-      del self._ready[player]
-      self._notify()
-
-  async def _ping(self, player: orders_lib.Player):
-    """Raises LostError when a sampler does not answer."""
-    silence = self._options.silence_seconds
-    while True:
-      await asyncio.sleep(min(_PING_SECONDS, silence))
-      with _marking(player):
-        async with _bound(silence, 'silent'):
-          await player.remote.call('ping')
-
   async def _hand_out(self, player: orders_lib.Player, group: asyncio.TaskGroup):
     """Gives a sampler the newest policy and orders, again and again."""
     while True:
-      changed = self._changed
+      changed = self._places.changed
       await self._sync(player)
       while opened := self.orders.choose(player, self.size):
         task = group.create_task(self._play(player, opened))
@@ -227,14 +163,14 @@ class Pool:
     policy = self._policy
     if policy and policy.version != player.version:
       frozen = (policy.frozen,) if player.version < 0 else ()
-      async with _bound(self._options.wait_seconds / 2, 'taking parameters'):
+      async with places_lib.bound(self._options.wait_seconds / 2, 'taking parameters'):
         await player.remote.call('sync', policy.step, policy.learned, *frozen)
       player.version = policy.version
 
   async def _play(self, player: orders_lib.Player, opened: orders_lib.OpenOrder):
     """Has a sampler play an order, and gives the order its result."""
     began = orders_lib.now()
-    with _marking(player):
+    with places_lib.marking(player):
       try:
         packed = await player.remote.call('play', opened.order)
       except remote_lib.RaisedError as error:
@@ -242,23 +178,3 @@ class Pool:
         raise
     trajectory = self._read(packed, opened.order)
     self.orders.finish(opened, trajectory, orders_lib.now() - began)
-
-
-@contextlib.contextmanager
-def _marking(player: orders_lib.Player):
-  """Marks a sampler that is lost inside, before its other tasks are cancelled."""
-  try:
-    yield
-  except (remote_lib.LostError, remote_lib.RaisedError):
-    player.broken = True
-    raise
-
-
-@contextlib.asynccontextmanager
-async def _bound(seconds: float, doing: str):
-  """Raises LostError if it takes longer."""
-  try:
-    async with asyncio.timeout(seconds):
-      yield
-  except TimeoutError:
-    raise remote_lib.LostError(f'it was {doing} for {seconds:g} s.') from None

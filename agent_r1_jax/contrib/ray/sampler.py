@@ -10,11 +10,11 @@ import dataclasses
 import os
 import pathlib
 import socket
-import sys
 from typing import Any
 
 import jax
 
+from agent_r1_jax.contrib.ray import actors
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.host import memory, records, runtime
 from agent_r1_jax.models import lora, sharding
@@ -90,14 +90,7 @@ class Sampler:
     return records.pack(store_lib.list_fields(trajectory))
 
   def _open(self, packed: bytes) -> dict[str, Any]:
-    from ray import cloudpickle
-
-    self._job, script = cloudpickle.loads(packed)
-    job = self._job
-    # Classes of the learner's script are of `__main__` here, too. The fingerprint tells
-    # them from those of installed packages by its file.
-    if script:  # A notebook has none.
-      sys.modules['__main__'].__file__ = script
+    self._job = job = actors.unpack(packed)
     with preflight.open_environment(job.make_env, job.config.limits) as env:
       made_of = fingerprint.describe_run(None, env, [], guides=job.decoding.guides)
     # All chips that are here sample; the learner's mesh says only how many share a layer.

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from agent_r1_jax import types
+from agent_r1_jax.contrib.ray import places
 from agent_r1_jax.contrib.ray import pool as pool_lib
 from agent_r1_jax.contrib.ray import remote as remote_lib
 from agent_r1_jax.rollout import sockets
@@ -79,8 +80,9 @@ async def play(remotes, *orders, refuse=lambda found: None, **options):
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-  for name in ('RESTART', 'LONGEST_PAUSE', 'LOOK', 'PING'):
-    monkeypatch.setattr(pool_lib, f'_{name}_SECONDS', 0.01)
+  monkeypatch.setattr(pool_lib, '_LOOK_SECONDS', 0.01)
+  for name in ('RESTART', 'LONGEST_PAUSE', 'PING'):
+    monkeypatch.setattr(places, f'_{name}_SECONDS', 0.01)
 
 
 @pytest.mark.parametrize('last', [3, 5])

@@ -12,6 +12,7 @@ import runs
 import tiny
 
 from agent_r1_jax.contrib import ray
+from agent_r1_jax.contrib.ray import actors
 from agent_r1_jax.contrib.ray import cluster as cluster_lib
 from agent_r1_jax.contrib.ray import remote as remote_lib
 from agent_r1_jax.contrib.ray import sampler as sampler_lib
@@ -51,7 +52,7 @@ def in_this_process(fails_at):
   """Has samplers run here, and nothing be stored elsewhere."""
   Here.played = 0
   with (
-    mock.patch.object(cluster_lib, '_connect', lambda _: contextlib.nullcontext()),
+    mock.patch.object(actors, 'connection', lambda *_: contextlib.nullcontext()),
     mock.patch.object(cluster_lib, '_put', lambda arrays: arrays),
     mock.patch.object(
       cluster_lib.RaySamplers, '_start', lambda self, number: Here(fails_at)

@@ -15,7 +15,7 @@ import sampled
 import script
 import waiting
 
-from agent_r1_jax.contrib.ray import pool as pool_lib
+from agent_r1_jax.contrib.ray import places
 from agent_r1_jax.rollout import sockets
 from agent_r1_jax.train import metrics
 
@@ -75,14 +75,14 @@ def test_the_learner_is_killed_and_then_has_no_samplers(whole, cluster, model, t
 
 def test_a_sampler_with_other_code_is_refused(cluster, model, tmp_path, monkeypatch):
   cluster.keep(1)
-  samplers, complain = sampled.make_samplers(cluster.address), pool_lib.Pool._complain
+  samplers, complain = sampled.make_samplers(cluster.address), places.Places._complain
 
-  def complain_and_give_up(pool, text):
-    complain(pool, text)
+  def complain_and_give_up(kept, text):
+    complain(kept, text)
     if 'refused' in text:
       sampled.give_up(samplers)
 
-  monkeypatch.setattr(pool_lib.Pool, '_complain', complain_and_give_up)
+  monkeypatch.setattr(places.Places, '_complain', complain_and_give_up)
   with pytest.raises(sockets.SamplersLostError, match='refused: .* tools: .*the same co'):
     options = {'make_env': coded.make_env, 'samplers': samplers}
     runs.run(sampled.config(model), tmp_path, watcher=sockets.PLAIN, **options)
