@@ -57,7 +57,11 @@ class CallTimeoutError(TimeoutError):
   """A call gave no answer in its time and was abandoned."""
 
 
-class LoopBlockedError(RuntimeError):
+class LostCallError(RuntimeError):
+  """A call has no answer, and is not to blame: its episode can be played again."""
+
+
+class LoopBlockedError(LostCallError):
   """The event loop that the call was on is blocked by another call."""
 
 

@@ -71,7 +71,7 @@ class Episode:
     """Plays to the end and completes the trajectory, with a choice among candidates.
 
     Raises:
-      workers.LoopBlockedError: A call waited on an event loop that another call blocks.
+      workers.LostCallError: The episode was caught in what happened to others.
     """
     t, abandoned = self.trajectory, collections.Counter()
     thread_pool.abandoned_calls.set(abandoned)

@@ -26,7 +26,7 @@ def of_environment() -> Iterator[None]:
   """Raises an exception inside as a fault that says where it was raised."""
   try:
     yield
-  except (EnvironmentFaultError, workers.LoopBlockedError):
+  except (EnvironmentFaultError, workers.LostCallError):
     raise
   except Exception as error:
     raise EnvironmentFaultError(

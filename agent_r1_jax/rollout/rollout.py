@@ -26,8 +26,9 @@ Play = Callable[[sockets.Order], Coroutine[Any, Any, types.Trajectory]]
 # function that makes the environment of each episode.
 Method = tuple[Mapping[str, Sequence[types.Task]], MakeEnv]
 
-# How many times an episode is played at least, if others' coroutines block its loop.
-_ATTEMPTS = 3
+# How many times an episode is played at least if others' coroutines block its loop, and
+# at most if what it runs on is lost: it may be what ends its machine.
+_ATTEMPTS, _MOST_LOSSES = 3, 10
 
 
 class Rollout:
@@ -215,19 +216,27 @@ async def _play(
   choice: sockets.Choice | None,
   attempts: int,
 ) -> types.Trajectory:
-  """Plays an episode; one that another one's blocked event loop caught, once more.
+  """Plays an episode; one that was caught in what happened to others, once more.
 
-  It samples the same tokens again, so only time is lost. Each of the others may catch it
-  once.
+  It samples the same tokens again, so only time is lost. Each of the others may once
+  block the event loop that it is on.
   """
-  for attempt in range(attempts):
+  for attempt in itertools.count():
     workers.home.set(workers.Home(spread=attempt > 0))
     trajectory = begin()
     try:
       with moments.watch(moments.Episode(trajectory)):
         await make_episode(trajectory).play(choice)
       break
-    except workers.LoopBlockedError as error:
+    except workers.LostCallError as error:
+      blocked = isinstance(error, workers.LoopBlockedError)
       trajectory.error = str(error)
-      trajectory.metrics |= {'timeouts': 1.0, 'error/LoopBlockedError': 1.0}
+      trajectory.metrics |= {
+        'timeouts': float(blocked),
+        f'error/{type(error).__name__}': 1.0,
+      }
+      if attempt + 1 >= (attempts if blocked else _MOST_LOSSES):
+        break
+  if attempt:
+    trajectory.metrics['replays'] = float(attempt)
   return trajectory
