@@ -73,6 +73,8 @@ def _describe_environment(env: Any, depth: int = 0) -> dict[str, Any]:
   as a ToolEnv's reward. For a wrapper of this package, attributes that are numbers and
   texts are described too.
   """
+  if made_of := getattr(env, 'made_of', None):
+    return made_of  # It is on another machine (contrib/ray), which has described it.
   parts = {}
   if not isinstance(env, env_lib.ToolEnv | sockets.Player):
     parts['step'] = describe(type(env).step)

@@ -1,11 +1,14 @@
-"""Samplers that come and go, as actors of Ray; see README.md.
+"""Samplers that come and go, and environments elsewhere, on Ray; see README.md.
 
 train.run(..., samplers=ray.samplers(minimum=1, maximum=8, num_gpus=1))
+train.run(..., make_env=ray.environments(make_env, maximum=4))
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from agent_r1_jax.contrib.ray import cluster, pool
+from agent_r1_jax.contrib.ray import environments as environments_lib
 
 
 def samplers(
@@ -41,3 +44,33 @@ def samplers(
   takes = {'num_cpus': num_cpus, 'num_gpus': num_gpus, 'resources': dict(resources or {})}
   options = pool.Options(minimum, maximum, wait_seconds, silence_seconds, twice)
   return cluster.RaySamplers(options, takes, address)
+
+
+def environments(
+  make_env: Callable[[], Any],
+  maximum: int = 1,
+  *,
+  num_cpus: float = 1.0,
+  resources: Mapping[str, float] | None = None,
+  address: str | None = None,
+  wait_seconds: float = 600.0,
+  silence_seconds: float = 60.0,
+) -> environments_lib.Environments:
+  """Makes a `make_env` whose environments are on other machines, with their tools.
+
+  Args:
+    make_env: Makes an environment there. It is pickled, with what it refers to.
+    maximum: The most actors. As many are requested, and each holds environments as soon
+      as the cluster has a machine with room for it.
+    num_cpus: The CPUs that each actor takes on its machine; they are counted, not
+      enforced.
+    resources: Other resources that each takes, such as {'sandbox': 1}, by Ray's names.
+    address: The cluster's; None is that of RAY_ADDRESS, or of the one on this machine.
+    wait_seconds: How long a new environment waits for an actor. It counts as part of
+      limits.reset_seconds, too.
+    silence_seconds: An actor that does not answer for so long is lost.
+  """
+  takes = {'num_cpus': num_cpus, 'resources': dict(resources or {})}
+  return environments_lib.Environments(
+    make_env, maximum, takes, address, wait_seconds, silence_seconds
+  )

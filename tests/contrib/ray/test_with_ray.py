@@ -15,6 +15,7 @@ import sampled
 import script
 import waiting
 
+from agent_r1_jax.contrib import ray
 from agent_r1_jax.contrib.ray import places
 from agent_r1_jax.rollout import sockets
 from agent_r1_jax.train import metrics
@@ -48,6 +49,19 @@ def test_a_machine_is_lost_and_another_one_joins(whole, cluster, model, tmp_path
   size = sum(x.nbytes for x in runs.leaves(params))
   assert [line['samplers/bytes'] for line in lines] == [size] * 5
   waiting.until(lambda: not cluster.list_samplers(first), 'the end of the samplers')
+
+
+def test_environments_are_lost_with_their_machine(whole, cluster, model, tmp_path):
+  cluster.keep(2)
+  place = {'num_cpus': 0, 'resources': {'place': 1}, 'address': cluster.address}
+  make_env = ray.environments(sampled.make_env, 2, **place)
+  joined = lambda: make_env.measure()['joined'] >= 2
+  lose = lambda: (waiting.until(joined, 'joining'), cluster.kill(cluster.nodes[0]))
+  options = {'watcher': sampled.Moments((13, lose)), 'make_env': make_env}
+  params = runs.run(sampled.config(model), tmp_path, **options)
+  runs.assert_equal(params, whole[0])
+  assert make_env.measure() == {'joined': 2, 'lost': 1, 'refused': 0, 'held': 0}
+  make_env.close()
 
 
 def test_the_learner_is_killed_and_then_has_no_samplers(whole, cluster, model, tmp_path):
