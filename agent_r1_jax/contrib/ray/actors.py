@@ -120,25 +120,59 @@ def unpack(packed: bytes) -> Any:
   return value
 
 
-def connect(address: str | None, what: str) -> bool:
-  """Connects to the cluster; returns False if the process was connected before.
+# How many use the connection that this module made; 0 if the script made one itself.
+_users, _lock = 0, threading.Lock()
+
+
+def connect(address: str | None, what: str) -> None:
+  """Connects to the cluster, unless this process is connected.
 
   Raises:
     ValueError: There is none; `what` needs it.
   """
+  global _users
   import ray
 
-  if ray.is_initialized():
-    return False
+  with _lock:
+    if not ray.is_initialized():
+      _connect(address, what)
+      _users = 1
+    elif _users:
+      _users += 1
+
+
+def disconnect() -> None:
+  """Ends a connection that `connect` made, once nobody uses it."""
+  global _users
+  with _lock:
+    _users -= 1
+    if _users == 0:
+      import ray
+
+      ray.shutdown()
+    _users = max(_users, 0)
+
+
+@contextlib.contextmanager
+def connection(address: str | None, what: str) -> Iterator[None]:
+  """Is connected to the cluster inside `with`."""
+  connect(address, what)
+  try:
+    yield
+  finally:
+    disconnect()
+
+
+def _connect(address: str | None, what: str):
+  import ray
+
   main = threading.current_thread() is threading.main_thread()
   numbers = (signal.SIGTERM, signal.SIGINT) if main else ()
   handlers = {number: signal.getsignal(number) for number in numbers}
   try:
     # Not `init()`, which would start a cluster here: that forks, which a process with
     # JAX's threads must not.
-    ray.init(
-      address=address or 'auto', log_to_driver=False, logging_level=logging.WARNING
-    )
+    ray.init(address=address or 'auto', log_to_driver=False, logging_level=logging.ERROR)
   except ConnectionError as error:
     raise ValueError(
       f'{what}: there is no cluster of Ray at {address or "RAY_ADDRESS or here"} '
@@ -148,17 +182,3 @@ def connect(address: str | None, what: str) -> bool:
   # Ray's would end the process before the run is saved.
   for number, handler in handlers.items():
     signal.signal(number, handler)
-  return True
-
-
-@contextlib.contextmanager
-def connection(address: str | None, what: str) -> Iterator[None]:
-  """Connects to the cluster inside `with`, unless the process has done so before."""
-  connected = connect(address, what)
-  try:
-    yield
-  finally:
-    if connected:
-      import ray
-
-      ray.shutdown()

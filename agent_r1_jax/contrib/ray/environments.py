@@ -26,6 +26,8 @@ from agent_r1_jax.train import fingerprint
 
 # How long an actor may load the user's modules and make its first environment.
 _LOAD_SECONDS = 600.0
+# How long the end waits for the thread that looks after actors.
+_CLOSE_SECONDS = 10.0
 
 
 class EnvironmentLostError(workers.LostCallError):
@@ -98,6 +100,7 @@ class Environments:
       holders, self._holders = self._holders, None
     if holders:
       holders.close()
+      actors.disconnect()
 
 
 def _connect(
@@ -135,7 +138,7 @@ class _Holders:
   ):
     self._packed, self._takes, self._wait = packed, takes, wait_seconds
     self._loop, self._numbers = asyncio.get_running_loop(), itertools.count()
-    self._closed = asyncio.Event()
+    self._closed, self._thread = asyncio.Event(), threading.current_thread()
     self._refusals, self._maximum = 0, 0  # Refusals in a row.
     self._made_of: Mapping[str, Any] = {}
     self._places = places.Places[Holder](
@@ -149,6 +152,7 @@ class _Holders:
   def close(self):
     """Ends the actors, from any thread."""
     self._loop.call_soon_threadsafe(self._closed.set)
+    self._thread.join(_CLOSE_SECONDS)
 
   def measure(self) -> dict[str, int]:
     """See Environments.measure."""

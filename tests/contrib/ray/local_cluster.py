@@ -6,6 +6,7 @@ threads must not.
 
 import contextlib
 import json
+import mmap
 import os
 import pathlib
 import signal
@@ -78,6 +79,11 @@ class LocalCluster:
     """Lists the processes that sample on a node."""
     return [pid for pid in self._list_tree(node) if 'Sampler' in _read_command(pid)]
 
+  def measure_memory(self) -> int:
+    """Returns the bytes of pages that are of one process of the nodes alone."""
+    found = [pid for node in self.nodes for pid in self._list_tree(node)]
+    return sum(map(_read_memory, found))
+
   def _list_tree(self, found: list[int]) -> list[int]:
     """Lists the processes and all that they have started."""
     found = [*found]
@@ -97,6 +103,15 @@ def _list_children(pid: int) -> list[int]:
   except (FileNotFoundError, ProcessLookupError):
     return []
   return [int(child) for line in lines for child in line.split()]
+
+
+def _read_memory(pid: int) -> int:
+  """Returns the bytes of a process's pages that no file backs and nobody shares."""
+  try:
+    _, resident, shared, *_ = pathlib.Path(f'/proc/{pid}/statm').read_text().split()
+  except (FileNotFoundError, ProcessLookupError):
+    return 0
+  return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
 def _read_command(pid: int) -> str:

@@ -9,6 +9,7 @@ import signal
 import sys
 
 import coded
+import many_sandboxes
 import pytest
 import runs
 import sampled
@@ -62,6 +63,12 @@ def test_environments_are_lost_with_their_machine(whole, cluster, model, tmp_pat
   runs.assert_equal(params, whole[0])
   assert make_env.measure() == {'joined': 2, 'lost': 1, 'refused': 0, 'held': 0}
   make_env.close()
+
+
+def test_sandboxes_are_lost_with_their_machine(cluster):
+  found = many_sandboxes.play(cluster, 60, 20, 2, kills=True)
+  assert (found['right'], found['lost'], found['held'][-1]) == (60, 1, 0)
+  assert found['replayed'] > 0
 
 
 def test_the_learner_is_killed_and_then_has_no_samplers(whole, cluster, model, tmp_path):
