@@ -38,6 +38,10 @@ class PoolFullError(RuntimeError):
   """Too many abandoned calls still hang, so no further call is started."""
 
 
+class LostCallError(RuntimeError):
+  """A call has no answer, and is not to blame: its episode can be played again."""
+
+
 class BaseExceptionError(RuntimeError):
   """A call raised what would end more than the call, or was cancelled.
 

@@ -39,6 +39,7 @@ import weakref
 
 from agent_r1_jax.host import thread_pool
 from agent_r1_jax.host.thread_pool import BaseExceptionError as BaseExceptionError
+from agent_r1_jax.host.thread_pool import LostCallError as LostCallError
 from agent_r1_jax.host.thread_pool import describe_error as describe_error
 from agent_r1_jax.host.thread_pool import is_async as is_async
 from agent_r1_jax.host.thread_pool import locate_error as locate_error
@@ -55,10 +56,6 @@ _NAMED_SECONDS = 60.0
 
 class CallTimeoutError(TimeoutError):
   """A call gave no answer in its time and was abandoned."""
-
-
-class LostCallError(RuntimeError):
-  """A call has no answer, and is not to blame: its episode can be played again."""
 
 
 class LoopBlockedError(LostCallError):
