@@ -19,7 +19,7 @@ from agent_r1_jax.contrib.ray import pool as pool_lib
 from agent_r1_jax.contrib.ray import remote as remote_lib
 from agent_r1_jax.contrib.ray import sampler as sampler_lib
 from agent_r1_jax.host import processes, records
-from agent_r1_jax.models import decoder, engine_params, lora
+from agent_r1_jax.models import decoder, engine_params, lora, quantization
 from agent_r1_jax.rollout import sockets
 from agent_r1_jax.rollout import store as store_lib
 
@@ -92,10 +92,12 @@ class RaySamplers(sockets.Samplers):
     learned, frozen = lora.split(params)
     if not self._published:
       self._frozen = self._store(frozen)
-    config = self._job.config.engine
-    if not frozen and config.weights == 'model':
-      # Half of the bytes with bfloat16, and the same numbers sample.
-      learned = engine_params.cast_params(learned, self._job.model)
+    weights, model = self._job.config.engine.weights, self._job.model
+    # Fewer bytes, and the same numbers sample. Adapters are small, and merged before.
+    if not frozen and weights == 'model':
+      learned = engine_params.cast_params(learned, model)
+    elif not frozen:
+      learned = quantization.freeze(learned, model, weights)
     reference = self._store(learned)
     policy = remote_lib.Policy(self._published, policy_step, reference, self._frozen)
     self._step, self._published = policy_step, self._published + 1

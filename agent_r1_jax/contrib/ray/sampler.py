@@ -17,7 +17,7 @@ import jax
 from agent_r1_jax.contrib.ray import actors
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.host import memory, records, runtime
-from agent_r1_jax.models import lora, sharding
+from agent_r1_jax.models import lora, quantization, sharding
 from agent_r1_jax.rollout import rollout, sockets
 from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.train import fingerprint, preflight
@@ -113,6 +113,9 @@ class Sampler:
       memory.release_freed_memory()
       return
     job, config = self._job, self._config
+    if quantization.is_frozen(params):  # The learner has rounded them.
+      own = dataclasses.replace(config.engine, weights='model')
+      config = dataclasses.replace(config, engine=own)
     guides = job.decoding.guides
     engine = setup.make_engine(config, job.model, params, self._mesh, guides)
     engine.sync_weights(params, step)
