@@ -69,6 +69,9 @@ def test_demonstrations_are_what_the_tool_answers():
       m['content'] for m in messages if m['role'] == 'tool'
     ]
     assert len(steps) == problem.right + 2
+    failed = float(problem.right > 0)
+    counted = [steps[-1].metrics[name] for name in ('tries', 'first_failed', 'mended')]
+    assert counted == [problem.right + 1, failed, failed]
     assert play(task, programs.demonstrate(problem, 'stop'))[-1].reward == (
       problem.right == 0
     )

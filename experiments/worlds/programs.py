@@ -210,7 +210,11 @@ def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
 
 
 class TriedEnv(env.ToolEnv):
-  """The Python tool, which runs the visible test after the code and prints its value."""
+  """The Python tool, which runs the visible test after the code and prints its value.
+
+  Its metrics are 'tries'; 'first_failed', whether the first try failed; and 'mended',
+  whether the answer passes all the same.
+  """
 
   def __init__(self):
     """Makes the tool, which runs code in the sandbox."""
@@ -220,7 +224,18 @@ class TriedEnv(env.ToolEnv):
       return tool.fn(f'{code}\nprint({self.task.info["check"]})')
 
     tools = [dataclasses.replace(tool, fn=run)]
-    super().__init__(tools, score, reward_seconds=JUDGE_SECONDS)
+    options = {'metrics': self._count_tries, 'reward_seconds': JUDGE_SECONDS}
+    super().__init__(tools, self._score_once, **options)
+
+  async def _score_once(self, task, messages):
+    self._scores = await score(task, messages)
+    return self._scores
+
+  def _count_tries(self, task, messages):
+    values = [m['content'].strip() for m in messages if m['role'] == 'tool']
+    failed = bool(values) and values[0] != 'True'
+    mended = self._scores['passed'] if failed else 0.0
+    return {'tries': len(values), 'first_failed': float(failed), 'mended': mended}
 
 
 @functools.cache
