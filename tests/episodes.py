@@ -55,11 +55,18 @@ def make_varied(n: int = 6) -> list[types.Trajectory]:
 
 
 def visible_table(
-  trajectories: Sequence[types.Trajectory], *, masked: bool = True
+  *trajectories: types.Trajectory, masked: bool = True, **columns
 ) -> table_lib.TokenTable:
-  """Makes the table of the rows of trajectories that an estimator sees."""
+  """Makes the table of the tokens that an estimator sees, with further columns."""
   table = table_lib.build(trajectories)
-  return table.take(table.find_visible(masked))
+  table = table.take(table.find_visible(masked))
+  columns = {name: np.array(column) for name, column in columns.items()}
+  return dataclasses.replace(table, **columns)
+
+
+def assert_close(actual, expected, tolerance: float = 1e-12) -> None:
+  """Asserts that numbers are equal but for the tolerance, of each and of 1."""
+  np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def make_table(

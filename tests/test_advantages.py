@@ -13,7 +13,8 @@ import pytest
 
 from agent_r1_jax.rl import advantages, spans
 
-_trajectory = episodes.trajectory
+_trajectory, _table = episodes.trajectory, episodes.visible_table
+_close = episodes.assert_close
 _CRITIC = {
   'gae': functools.partial(advantages.gae, gamma=0.97, lam=0.9),
   'step_gae': functools.partial(advantages.step_gae, gamma=0.97, lam=0.9),
@@ -36,17 +37,6 @@ _ALL = {
   'accepted': functools.partial(advantages.accepted, threshold=0.0),
   'whitened': lambda table: advantages.whiten(advantages.returns_to_go(table)),
 }
-
-
-def _close(actual, expected, tolerance=1e-12):
-  np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def _table(*trajectories, masked=True, **columns):
-  """Makes the table that an estimator sees, with further columns."""
-  columns = {name: np.array(column) for name, column in columns.items()}
-  table = episodes.visible_table(trajectories, masked=masked)
-  return dataclasses.replace(table, **columns)
 
 
 def _scored(*groups):

@@ -9,18 +9,8 @@ import pytest
 
 from agent_r1_jax.rl import advantages
 
-_trajectory = episodes.trajectory
-
-
-def _close(actual, expected, tolerance=1e-12):
-  np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def _table(*trajectories, masked=True, **columns):
-  """Makes the table that an estimator sees, with further columns."""
-  columns = {name: np.array(column) for name, column in columns.items()}
-  table = episodes.visible_table(trajectories, masked=masked)
-  return dataclasses.replace(table, **columns)
+_trajectory, _table = episodes.trajectory, episodes.visible_table
+_close = episodes.assert_close
 
 
 def test_gigpo_by_hand():

@@ -348,8 +348,8 @@ def _appended():
 
 def test_episode_stored_as_steps_has_the_states_of_the_concatenated_one():
   """GiGPO compares turns by what was shown before them."""
-  whole = episodes.visible_table(_appended())
-  steps = episodes.visible_table([_as_steps(t) for t in _appended()])
+  whole = episodes.visible_table(*_appended())
+  steps = episodes.visible_table(*map(_as_steps, _appended()))
   np.testing.assert_array_equal(steps.states, whole.states)
   assert max(np.bincount(whole.turn_trajectory)) > 3
   np.testing.assert_array_equal(

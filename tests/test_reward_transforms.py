@@ -24,18 +24,8 @@ _ALL = {
 }
 
 
-def _close(actual, expected, tolerance=1e-12):
-  np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-_trajectory = episodes.trajectory
-
-
-def _table(*trajectories, masked=True, **columns):
-  """Makes the table that a transform sees, with further columns."""
-  columns = {name: np.array(column, float) for name, column in columns.items()}
-  table = episodes.visible_table(trajectories, masked=masked)
-  return dataclasses.replace(table, **columns)
+_trajectory, _table = episodes.trajectory, episodes.visible_table
+_close = episodes.assert_close
 
 
 def _batch(masked):

@@ -13,7 +13,7 @@ from agent_r1_jax.rl import table as table_lib
 
 
 def _build(*pictures, masked=True, **kwargs):
-  return episodes.visible_table([episodes.trajectory(*pictures, **kwargs)], masked=masked)
+  return episodes.visible_table(episodes.trajectory(*pictures, **kwargs), masked=masked)
 
 
 def test_every_token_has_a_number_in_every_column():
@@ -61,7 +61,7 @@ def test_a_table_shares_nothing_with_its_trajectories_and_changes_none():
 
 def test_actions_are_in_order_over_turns_and_segments():
   t = episodes.trajectory('..00...111.', '...2', rewards=[0.5, 0.0, -2.0], group=7)
-  table = episodes.visible_table([t])
+  table = episodes.visible_table(t)
   np.testing.assert_array_equal(table.turn, [0, 0, 1, 1, 1, 2])
   np.testing.assert_array_equal(table.rewards, [0, 0.5, 0, 0, 0, -2.0])
   first, second = t.segments
@@ -86,7 +86,7 @@ def test_without_the_mask_what_follows_a_reply_belongs_to_its_turn():
 def test_no_trajectory_loses_its_reward(masked):
   ts = episodes.make_varied(12)
   assert all(t.reward for t in ts)
-  table = episodes.visible_table(ts, masked=masked)
+  table = episodes.visible_table(*ts, masked=masked)
   np.testing.assert_allclose(table.scores, [t.reward for t in ts], rtol=1e-12)
   # It sits on an action token; KL may come off it there, and only there.
   assert table.action_mask[table.rewards != 0].all()
@@ -108,7 +108,7 @@ def test_turn_rewards_and_ends_are_those_of_the_turns(masked):
 @pytest.mark.parametrize('masked', [True, False])
 def test_a_trajectory_without_a_turn_has_no_action(masked):
   for t in [episodes.trajectory('....'), episodes.trajectory()]:
-    table = episodes.visible_table([t], masked=masked)
+    table = episodes.visible_table(t, masked=masked)
     assert len(table) == len(table.rewards) == len(table.old_logprobs) == 0
     assert len(table.states) == len(table.turn_rewards) == 0
     assert table.scores.tolist() == [0] and table.scores.dtype == np.float64
