@@ -7,8 +7,7 @@ train.run(..., make_env=ray.environments(make_env, maximum=4))
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from agent_r1_jax.contrib.ray import cluster, pool
-from agent_r1_jax.contrib.ray import environments as environments_lib
+from agent_r1_jax.contrib.ray import cluster, pool, remote_env
 
 
 def samplers(
@@ -55,7 +54,7 @@ def environments(
   address: str | None = None,
   wait_seconds: float = 600.0,
   silence_seconds: float = 60.0,
-) -> environments_lib.Environments:
+) -> remote_env.Environments:
   """Makes a `make_env` whose environments are on other machines, with their tools.
 
   Args:
@@ -71,6 +70,6 @@ def environments(
     silence_seconds: An actor that does not answer for so long is lost.
   """
   takes = {'num_cpus': num_cpus, 'resources': dict(resources or {})}
-  return environments_lib.Environments(
+  return remote_env.Environments(
     make_env, maximum, takes, address, wait_seconds, silence_seconds
   )

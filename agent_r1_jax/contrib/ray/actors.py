@@ -169,6 +169,8 @@ def _connect(address: str | None, what: str):
   main = threading.current_thread() is threading.main_thread()
   numbers = (signal.SIGTERM, signal.SIGINT) if main else ()
   handlers = {number: signal.getsignal(number) for number in numbers}
+  # It warns that it handles no SIGTERM outside of the main thread, which is as it should.
+  logging.getLogger('ray._private.worker').setLevel(logging.ERROR)
   try:
     # Not `init()`, which would start a cluster here: that forks, which a process with
     # JAX's threads must not.

@@ -9,11 +9,12 @@ from unittest import mock
 import pytest
 import rollouts
 import runs
+import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.contrib import ray
-from agent_r1_jax.contrib.ray import actors, host, places
+from agent_r1_jax.contrib.ray import actors, host, places, remote_env
 from agent_r1_jax.contrib.ray import remote as remote_lib
 from agent_r1_jax.host import workers
 from agent_r1_jax.rollout import faults, sockets
@@ -52,7 +53,7 @@ def make():
   """Makes a make_env whose actors are here; calls for which `loses` holds end one."""
   made = []
 
-  def environments(make_env, maximum=2, loses=lambda call: False, **options):
+  def make_here(make_env, maximum=2, loses=lambda call: False, **options):
     Here.all, Here.loses = [], loses
     made.append(ray.environments(make_env, maximum, **options))
     return made[-1]
@@ -64,9 +65,9 @@ def make():
     mock.patch.object(actors, 'start', lambda kind, takes: Here()),
     mock.patch.object(places, '_RESTART_SECONDS', 0.01),
   ):
-    yield environments
-    for environments in made:
-      environments.close()
+    yield make_here
+    for make_env in made:
+      make_env.close()
 
 
 @pytest.mark.parametrize('lost_at', [0, 40])
@@ -157,6 +158,14 @@ def test_a_late_step_is_cancelled_where_it_runs(make):
 
   assert asyncio.run(play()) < 10
   assert not Here.all[0].actor._held
+
+
+def test_a_silent_machine_is_lost(make):
+  env = make(Env, 1, silence_seconds=0.2)()
+  never = mock.patch.object(Here, 'call', lambda *_: asyncio.Event().wait())
+  with never, pytest.raises(remote_env.EnvironmentLostError, match='does not answer'):
+    tiny.within(asyncio.run, env.step('x'))
+  tiny.within(asyncio.run, env.close())
 
 
 class Program(sockets.Player):
