@@ -140,9 +140,11 @@ def update(mesh: Any) -> dict[str, Any]:
   return {'state': state, 'numbers': numbers}
 
 
-def layers(family: str, of_trees: bool, mesh: Any, **changes: Any) -> dict[str, Any]:
+def layers(
+  family: str, of_trees: bool, mesh: Any, count: int = 2, **changes: Any
+) -> dict[str, Any]:
   """Layers of several kinds, and experts, of which some are given with the tokens."""
-  config = dataclasses.replace(tiny.config(family, 2), num_heads=8, **changes)
+  config = dataclasses.replace(tiny.config(family, count), num_heads=8, **changes)
   params, batch = jax.device_get(tiny.params(config)), begins_alike(of_trees)
   if config.num_experts:  # Replayed, where the first is known.
     shape = *batch.rows.tokens.shape, config.num_layers, 2
@@ -298,6 +300,10 @@ ROWS = {
   'states': Row(
     lambda mesh: {'states': layers('qwen3_5_text', False, mesh)},
     ({'fsdp': 4, 'tensor': 2},),
+  ),
+  'heads of two kinds': Row(
+    _of(layers, 'gemma4_text', False, count=4),
+    ({'fsdp': 2, 'tensor': 2, 'context': 2},),
   ),
   'pictures': Row(sees, ({'fsdp': 4, 'tensor': 2},)),
   'replica of experts': Row(_of(replicas.extends, 'qwen3_moe', 'model', **_WIDE), _PAIR),

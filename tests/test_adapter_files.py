@@ -29,21 +29,23 @@ _TENSOR = 'base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight'
 class TestFiles:
   @pytest.mark.parametrize('name', adapted.NAMES)
   def test_what_is_loaded_is_what_was_saved(self, tmp_path, name):
-    peft_files.save(tmp_path, adapted.add(name), 'base')
+    peft_files.save(tmp_path, adapted.add(name), 'base', tiny.config())
     found = peft_files.load(tmp_path, tiny.config())
     plain.equal(found, adapted.make(name))
     plain.equal(lora.join(clients.params(), found), adapted.add(name))
 
-  def test_adapters_of_a_mixture_of_experts(self, tmp_path):
-    config = tiny.config('qwen3_moe', 2)
+  @pytest.mark.parametrize(('family', 'layers'), [('qwen3_moe', 2), ('gemma4_text', 4)])
+  def test_of_layers_of_all_kinds(self, tmp_path, family, layers):
+    """Experts get no adapters, nor have layers that share keys one of their own."""
+    config = tiny.config(family, layers)
     params = lora.add(
       tiny.params(config), 2, ('q', 'k', 'v', 'o'), 4.0, jax.random.key(0)
     )
-    peft_files.save(tmp_path, params, 'base')
+    peft_files.save(tmp_path, params, 'base', config)
     plain.equal(peft_files.load(tmp_path, config), lora.take(params))
 
   def test_numbers_of_16_bits_are_read(self, tmp_path):
-    peft_files.save(tmp_path, adapted.add('one'), 'base')
+    peft_files.save(tmp_path, adapted.add('one'), 'base', tiny.config())
     file = tmp_path / 'adapter_model.safetensors'
     tensors = safetensors_numpy.load_file(file)
     halved = {k: x.astype(jnp.bfloat16) for k, x in tensors.items()}
@@ -65,14 +67,14 @@ class TestFiles:
     ],
   )
   def test_other_settings_are_refused(self, tmp_path, settings, message):
-    peft_files.save(tmp_path, adapted.add('few'), 'base')
+    peft_files.save(tmp_path, adapted.add('few'), 'base', tiny.config())
     file = tmp_path / 'adapter_config.json'
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     with pytest.raises(ValueError, match=message):
       peft_files.load(tmp_path, tiny.config())
 
   def test_settings_that_are_off_are_none(self, tmp_path):
-    peft_files.save(tmp_path, adapted.add('few'), 'base')
+    peft_files.save(tmp_path, adapted.add('few'), 'base', tiny.config())
     file = tmp_path / 'adapter_config.json'
     off = {'use_dora': None, 'rank_pattern': None, 'modules_to_save': []}
     file.write_text(json.dumps(json.loads(file.read_text()) | off))
@@ -89,7 +91,7 @@ class TestFiles:
     ],
   )
   def test_tensors_that_do_not_fit_are_refused(self, tmp_path, change, message):
-    peft_files.save(tmp_path, adapted.add('few'), 'base')
+    peft_files.save(tmp_path, adapted.add('few'), 'base', tiny.config())
     file = tmp_path / 'adapter_model.safetensors'
     tensors = {k: x.copy() for k, x in safetensors_numpy.load_file(file).items()}
     change(tensors)
@@ -100,7 +102,7 @@ class TestFiles:
 
   def test_a_missing_or_broken_file_is_named(self, tmp_path):
     for name in ('adapter_model.safetensors', 'adapter_config.json'):
-      peft_files.save(tmp_path, adapted.add('few'), 'base')
+      peft_files.save(tmp_path, adapted.add('few'), 'base', tiny.config())
       (tmp_path / name).write_bytes(b'{')
       with pytest.raises(ValueError, match=f'{name}: '):
         peft_files.load(tmp_path, tiny.config())
@@ -121,9 +123,9 @@ def _served_adapter():
 
 class TestServer:
   def test_the_script_serves_adapters_of_several_ranks(self, tmp_path):
-    peft_files.save(tmp_path / 'a', _served_adapter(), 'base')
+    peft_files.save(tmp_path / 'a', _served_adapter(), 'base', tiny.config())
     other = lora.add(serving.policy()[1], 3, ('v',), 1.0, jax.random.key(0))
-    peft_files.save(tmp_path / 'b', other, 'base')
+    peft_files.save(tmp_path / 'b', other, 'base', tiny.config())
     model = serving.ROOT / 'experiments/miniwiki/model'
     command = ['-m', 'experiments.serve', '--port=0', f'--config.model.path={model}']
     command += [f'--adapter={name}={tmp_path / name}' for name in 'ab']

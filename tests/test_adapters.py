@@ -96,14 +96,15 @@ class TestTokens:
     [
       ('qwen2', 'bfloat16'),
       ('gemma2', 'float32'),
+      ('gemma4_text', 'float32'),
       ('gpt_oss', 'float32'),
     ],
   )
   def test_each_row_of_a_call_is_that_of_a_merged_copy(self, family, dtype):
     """Biases, norms after a projection, and experts, which have no adapters."""
     shape = dataclasses.replace(tiny.config(family, 2), dtype=dtype)
-    targets = [*lora.list_targets(shape)]
-    assert ('gate' in targets) == (not shape.num_experts)
+    targets = [*dict.fromkeys(x.target for x in lora.list_targets(shape))]
+    assert ('gate' in targets) == ('mlp_dim' in dict(shape.facts.sizes.values()))
     base = tiny.params(shape)
     adapted = jax.tree_util.tree_map_with_path(
       lambda path, x: (

@@ -14,7 +14,7 @@ from agent_r1_jax.models import decoder, engine_params, families, kv_cache
 from agent_r1_jax.models.files import weights
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
-_FAMILIES = tuple(families.FAMILIES)
+_FAMILIES = (*families.FAMILIES, 'gemma4_experts')
 
 
 @functools.cache

@@ -21,7 +21,7 @@ def test_the_page_about_the_engine_runs(tmp_path, capsys):
   shape, params = weights.load(model)
   params = lora.add(params, 2, ['q', 'down'], 4.0, jax.random.key(0))
   params = jax.tree.map(lambda x: x + 0.1, params)
-  peft_files.save(tmp_path / 'adapter', params, 'base')
+  peft_files.save(tmp_path / 'adapter', params, 'base', shape)
   exec(second, names)
   named = {'one': str(tmp_path / 'adapter')}
   without, adapted = tiny.within(names['main'], model, named, np.arange(20))

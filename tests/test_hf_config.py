@@ -132,6 +132,28 @@ for _name, _layers, _heads, *_experts in (
     'normalize_experts': True,
     **dict(zip(_sizes, [*_experts, _experts[-1]], strict=True)),
   }
+for _name, _layers, _every, *_own in (
+  ('E2B', 35, 5, {'full_kv_heads': 1, 'shared_layers': 20, 'wide_mlp': True}),
+  ('E4B', 42, 6, {'full_kv_heads': 2, 'shared_layers': 18}),
+  ('12B', 48, 6, {'full_kv_heads': 1}),
+  ('26B-A4B', 30, 6, {'full_kv_heads': 2, 'num_experts': 128, 'expert_dim': 704}),
+  ('31B', 60, 6, {'full_kv_heads': 4}),
+):
+  _small = _name.startswith('E')
+  _PARTICULARS[f'gemma-4-{_name}'] = {
+    'sliding': ((True,) * (_every - 1) + (False,)) * (_layers // _every),
+    'window': 512 if _small else 1024,
+    'full_head_dim': 512,
+    'keys_are_values': not _small,
+    'input_dim': 256 if _small else 0,
+    'experts_per_token': 8 if 'A4B' in _name else 0,
+    'normalize_experts': _name != '12B',
+    'rope_theta': 1e6,
+    'rope_scaling': {'rope_type': 'proportional', 'partial_rotary_factor': 0.25},
+    'local_rope_theta': 1e4,
+    'logit_cap': 30.0,
+    **_own[0],
+  }
 
 
 def _read(directory, raw):
@@ -163,11 +185,11 @@ def test_published_config_is_read_and_written_back(tmp_path, name):
     raw['num_attention_heads'],
     raw['num_key_value_heads'],
     raw.get('head_dim', 128),
-    rope_theta=raw['rope_theta'],
     norm_eps=raw['rms_norm_eps'],
     tie_embeddings=raw.get('tie_word_embeddings', 'gemma' in name),
     max_positions=raw['max_position_embeddings'],
-    **{'mlp_dim': raw.get('intermediate_size')} | _PARTICULARS.get(name, {}),
+    **{'mlp_dim': raw.get('intermediate_size'), 'rope_theta': raw.get('rope_theta')}
+    | _PARTICULARS.get(name, {}),
   )
   assert config == expected
   assert _read(tmp_path, hf_config.make(config, 'float32')) == config

@@ -286,7 +286,7 @@ def test_peft_files_hold_the_merged_difference(tmp_path):
   """Names, shapes and numbers as PEFT reads them; W + s · B · A is the merged weight."""
   shape, params = tiny.config('qwen2', 2), tiny.params(tiny.config('qwen2', 2))
   adapted = _adapted(params, targets=('q', 'o', 'down'))
-  peft_files.save(tmp_path, adapted, 'base')
+  peft_files.save(tmp_path, adapted, 'base', shape)
   weights.save(tmp_path / 'base', shape, params)
   weights.save(tmp_path / 'merged', shape, lora.merge(adapted))
   settings = json.loads((tmp_path / 'adapter_config.json').read_text())
@@ -307,7 +307,7 @@ def test_peft_files_hold_the_merged_difference(tmp_path):
     np.testing.assert_allclose(sum_of_both, merged[f'{module}.weight'], atol=1e-6)
   assert not found
   with pytest.raises(ValueError, match='params have no adapters'):
-    peft_files.save(tmp_path, params, 'base')
+    peft_files.save(tmp_path, params, 'base', shape)
 
 
 @pytest.mark.parametrize('alone', [False, True])
@@ -315,8 +315,7 @@ def test_the_adapter_of_a_model_that_sees_has_the_names_of_its_modules(tmp_path,
   """Those of transformers 5, which PEFT asks for; earlier ones are read, too."""
   shape = tiny.config('qwen2_5_vl', 2)
   adapted = _adapted(tiny.params(shape), targets=('q', 'down'))
-  family = {'family': 'qwen2_5_vl'} if alone else {}
-  peft_files.save(tmp_path, lora.take(adapted) if alone else adapted, 'base', **family)
+  peft_files.save(tmp_path, lora.take(adapted) if alone else adapted, 'base', shape)
   found = safetensors_numpy.load_file(tmp_path / 'adapter_model.safetensors')
   root = 'base_model.model.model.language_model.layers'
   assert {*found} == {

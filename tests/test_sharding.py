@@ -37,7 +37,8 @@ def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
   unstack = lambda params: engine_params.unstack(params, tiny.config(family, 2))
   engine = jax.eval_shape(unstack, state.params)
   one = sharding.make_mesh(devices=jax.devices()[:1])
-  attn = sharding.make_shardings(engine, one)['layers'][1]['attn']
+  found = sharding.make_shardings(engine, one)['layers']
+  attn = next(layer['attn'] for layer in found if 'attn' in layer)
   assert attn['q']['kernel'].spec == P(('fsdp', 'context'), 'tensor')
   assert attn['o']['kernel'].spec == P('tensor', None, ('fsdp', 'context'))
 

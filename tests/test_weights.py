@@ -35,6 +35,15 @@ _SLIDES = {'sliding': (True, False, True), 'window': 16}
 _MIXTURE = {'num_experts': 4, 'experts_per_token': 2, 'expert_dim': 10, 'mlp_dim': 0}
 _STATES = {'linear_key_heads': 2, 'linear_value_heads': 4, 'conv_width': 3}
 _STATES |= {'linear_key_dim': 5, 'linear_value_dim': 3, 'recurrent': (True, False, True)}
+_GEMMA4 = {
+  'sliding': (True, True, False),
+  'window': 16,
+  'full_kv_heads': 1,
+  'full_head_dim': 10,
+  'local_rope_theta': 77.0,
+  'logit_cap': 9.0,
+  'rope_scaling': {'rope_type': 'proportional', 'partial_rotary_factor': 0.4},
+}
 _PARTICULARS = {
   'qwen2_moe': {**_MIXTURE, 'shared_dim': 14},
   'qwen3_moe': {**_MIXTURE, 'normalize_experts': True},
@@ -52,6 +61,19 @@ _PARTICULARS = {
     'normalize_experts': True,
     'rope_fraction': 0.75,
   },
+  'gemma4_text': {
+    **_GEMMA4,
+    **_MIXTURE,
+    'full_kv_heads': 2,
+    'mlp_dim': 20,
+    'num_layers': 4,
+    'sliding': (True, False) * 2,
+    'shared_layers': 2,
+    'wide_mlp': True,
+    'input_dim': 5,
+    'normalize_experts': True,
+  },
+  'gemma4_unified_text': {**_GEMMA4, 'keys_are_values': True},
   'llama': {'rope_scaling': _LLAMA3},
   'qwen2_5_vl': {
     'vision': dataclasses.replace(tiny.VISION, out_dim=12),
@@ -132,7 +154,7 @@ def _write(directory, **changes):
 # Import and export are each other's inverse.
 
 
-@pytest.mark.parametrize('family', _FAMILIES)
+@pytest.mark.parametrize('family', (*_FAMILIES, 'gemma4_experts'))
 def test_import_then_export_gives_the_tensors_of_transformers_back(tmp_path, family):
   config, params = weights.load(_GOLDEN / family)
   weights.save(tmp_path / 'model', config, jax.device_get(params))
@@ -276,8 +298,8 @@ def test_transformers_reads_ourmake_config(tmp_path, family):
   theirs = whole.text_config if config.vision else whole
   assert str(theirs.dtype).removeprefix('torch.') == 'bfloat16'
   # Qwen2.5-VL has no field for it in its text_config.
-  head_dim = getattr(theirs, 'head_dim', 6)
-  assert (head_dim, theirs.num_key_value_heads) == (6, 2)
+  raw = theirs.to_dict()
+  assert (raw.get('head_dim', 6), raw['num_key_value_heads']) == (6, 2)
   assert (theirs.rms_norm_eps, theirs.max_position_embeddings) == (1e-4, 512)
   assert theirs.eos_token_id is None  # and not Llama 2's
   rope = {'rope_theta': 777.0, 'rope_type': 'default'}
@@ -292,7 +314,7 @@ def test_transformers_reads_ourmake_config(tmp_path, family):
     assert rotations['sliding_attention']['rope_theta'] == config.local_rope_theta
   if config.facts.mixes_types:
     kinds = [kind == 'sliding_attention' for kind in theirs.layer_types]
-    assert kinds == list(config.sliding or (False,) * 3)
+    assert kinds == list(config.sliding or (False,) * config.num_layers)
   if config.recurrent:
     kinds = [kind == 'linear_attention' for kind in theirs.layer_types]
     assert kinds == list(config.recurrent)

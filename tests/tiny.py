@@ -93,6 +93,16 @@ def config(family: str = 'llama', layers: int = 1) -> decoder.DecoderConfig:
     layers = max(layers, 2)
     sizes |= {'linear_key_heads': 2, 'linear_value_heads': 4, 'conv_width': 4}
     sizes |= {'linear_key_dim': 8, 'linear_value_dim': 6}
+  kinds: dict[str, Any] = {}
+  if facts.has_full:  # Every other layer slides; of four, two share keys and values.
+    layers = max(layers, 2)
+    sizes |= {'full_kv_heads': 1 + ('input_dim' in has), 'full_head_dim': 12}
+    sizes |= {'input_dim': 6}
+    kinds = {'sliding': ((True, False) * layers)[-layers:], 'window': 9}
+    kinds |= {'local_rope_theta': 1e3, 'keys_are_values': 'input_dim' not in has}
+    kinds |= {'shared_layers': 2 * (layers > 3), 'wide_mlp': 'input_dim' in has}
+    kinds['logit_cap'] = 4.0
+    mixture['normalize_experts'] = True
   return decoder.DecoderConfig(
     family=family,
     vocab_size=VOCAB,
@@ -104,6 +114,7 @@ def config(family: str = 'llama', layers: int = 1) -> decoder.DecoderConfig:
     **{field: size for field, size in sizes.items() if field in has},
     **(mixture if 'num_experts' in has else {}),
     rope_scaling=None if 'default' in facts.scalings else YARN,
+    **kinds,
     recurrent=(True,) * (layers - 1) + (False,) if facts.is_recurrent else (),
     **(sees if facts.sees else {}),
   )

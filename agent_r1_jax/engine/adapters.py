@@ -217,10 +217,10 @@ def make_stacks(
     mesh: The chips of a replica: `tensor` shards inputs and outputs as the kernel's.
   """
   stacks: Stacks = tuple({} for _ in range(config.num_layers))
-  for name, target in lora.list_targets(config).items():
-    shapes = lora.get_shapes(config, target, rank)
+  for target in lora.list_targets(config):
+    name, shapes = target.target, lora.get_shapes(config, target, rank)
     specs = mesh and _make_specs(target, shapes, mesh)
-    for layer in config.list_layers(target.place):
+    for layer in config.list_layers(target.path):
       stack = stacks[layer].setdefault(target.place, {}).setdefault(name, {})
       for leaf, numbers in zip('ab', _count_numbers(shapes), strict=True):
         zeros = np.zeros((slots, rank, numbers), jnp.dtype(config.dtype))
@@ -247,9 +247,9 @@ def prepare(config: DecoderConfig, adapter: dict[str, Any], rank: int) -> Stacks
   """
   leaves = _check(config, adapter, rank)
   layers: Stacks = tuple({} for _ in range(config.num_layers))
-  for name, target in lora.list_targets(config).items():
-    shapes = lora.get_shapes(config, target, rank)
-    having = config.list_layers(target.place)
+  for target in lora.list_targets(config):
+    name, shapes = target.target, lora.get_shapes(config, target, rank)
+    having = config.list_layers(target.path)
     L, I, O = len(having), *_count_numbers(shapes)
     a_LRI, b_LRO = np.zeros((L, rank, I)), np.zeros((L, rank, O))
     if (target.place, name) in leaves:
@@ -283,13 +283,15 @@ def _check(
   config: DecoderConfig, adapter: dict[str, Any], rank: int
 ) -> dict[tuple[str, str], dict[str, np.ndarray]]:
   """Returns an adapter's leaves in numpy, by place and name; raises as `prepare`."""
-  found, targets = {}, lora.list_targets(config)
+  targets = {(x.place, x.target): x for x in lora.list_targets(config)}
+  found = {}
   for (place, name), node in _list_nodes(adapter):
     path = f'layers/{place}/{name}'
-    if name not in targets or targets[name].place != place:
+    if (place, name) not in targets:
+      names = dict.fromkeys(name for _, name in targets)
       raise ValueError(
         f'adapter: {path} has no adapter in a {config.family}; one may be in '
-        f'{", ".join(targets)}.'
+        f'{", ".join(names)}.'
       )
     if node.keys() != {*lora.LEAVES}:
       raise ValueError(
@@ -298,7 +300,8 @@ def _check(
       )
     leaves = {leaf: sharding.to_numpy(x).astype(np.float32) for leaf, x in node.items()}
     shape = leaves['lora_a'].shape
-    shapes = lora.get_shapes(config, targets[name], shape[-1] if shape else 0)
+    rank_of_it = shape[-1] if shape else 0
+    shapes = lora.get_shapes(config, targets[place, name], rank_of_it)
     for leaf, x in leaves.items():
       if x.shape != shapes[leaf]:
         raise ValueError(

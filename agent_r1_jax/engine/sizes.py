@@ -123,9 +123,12 @@ def make(
   # bucket = 7, slots = 40: 7, 14, 28, 40.
   buckets = [b for i in range(32) if (b := bucket << i) < slots] + [slots]
   decode_rows, decode_buckets = with_quarter(width), buckets
-  cache_shape = (rows, config.num_kv_heads, slots, config.head_dim)
-  reads_used_slots = lambda queries: attention_kernels.reads_used_slots(
-    cache_shape, config.dtype, queries, cache != 'model'
+  heads = [config.get_heads(sees_all) for sees_all in {False, config.facts.has_full}]
+  reads_used_slots = lambda queries: all(
+    attention_kernels.reads_used_slots(
+      (rows, K, slots, H), config.dtype, queries, cache != 'model'
+    )
+    for K, H in heads
   )
   if width == rows and reads_used_slots(1):
     # Smaller programs would read as much, and copy it first.

@@ -39,6 +39,9 @@ from agent_r1_jax.models import (
   ops,
   sharding,
 )
+from agent_r1_jax.models import (
+  block as block_lib,
+)
 
 # Tokens of a block, and keys of one.
 _TOKENS, _KEYS = 16, 64
@@ -77,6 +80,7 @@ def check(
     'with experts': config.num_experts > 0,
     'with pictures': config.vision is not None,
     'with layers that have a state': any(config.recurrent),
+    'with heads of two kinds': config.facts.has_full,
     'with LoRA adapters (model.lora_rank)': lora.is_in(params),
     'with named adapters': adapters > 0,
     f'with kernels of 8 bits (engine.weights={weights!r})': weights != 'model',
@@ -167,7 +171,7 @@ def _run(params, config, tokens_M, positions_M, store: Store) -> Float[Array, 'M
 
     x_MD = _by_blocks(add_layer, x_MD, positions_M, number_M)
   variables = {'params': params['final_norm']}
-  norm = decoder.RMSNorm(config.norm_eps, config.facts.norm_offset)
+  norm = block_lib.make_norm(config)
   normalise = lambda x_UD: norm.apply(variables, x_UD.astype(jnp.float32))
   return _by_blocks(lambda x_UD: _round(normalise(x_UD), config), x_MD)
 
@@ -188,7 +192,7 @@ def _apply_layer(
   position_1U = position_U[None]
   rows = types.Rows(jnp.zeros_like(position_1U), position_1U)  # A layer reads no tokens.
   angles = decoder.compute_angles(rows, exact)
-  block: Any = decoder.Block(exact, attend_block)
+  block: Any = block_lib.Block(exact, attend_block)
   x_1U = x_UD[None].astype(jnp.float32)
   x_1UD, _ = block.apply({'params': layer}, x_1U, rows, angles, kind)
   k_UKH, v_UKH = keys_and_values

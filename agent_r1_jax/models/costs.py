@@ -79,12 +79,12 @@ def count_forward(
   seen, sliding = positions.astype(np.int64) + 1, sum(config.sliding)
   recurrent = sum(config.recurrent)
   pairs = (config.num_layers - sliding - recurrent) * int(seen.sum())
+  pairs = pairs * (config.full_head_dim or config.head_dim)
   if sliding:
-    pairs += sliding * int(np.minimum(seen, config.window).sum())
+    pairs += sliding * config.head_dim * int(np.minimum(seen, config.window).sum())
   passed = (size.taken - size.head) * len(positions) + size.head * logits
-  heads = config.num_heads * config.head_dim
   state = config.linear_value_heads * config.linear_key_dim * config.linear_value_dim
-  mixed = 4 * heads * pairs + 6 * state * recurrent * len(positions)
+  mixed = 4 * config.num_heads * pairs + 6 * state * recurrent * len(positions)
   return products * 2 * passed + attention * mixed
 
 

@@ -51,6 +51,16 @@ class DecoderConfig:
   linear_key_dim: int = 0
   linear_value_dim: int = 0
   conv_width: int = 0
+  # Where layers that slide have other heads than those that attend to all tokens: the
+  # heads of the latter, and whether their values are their keys without a rotation.
+  full_kv_heads: int = 0
+  full_head_dim: int = 0
+  keys_are_values: bool = False
+  # How many of the last layers attend to keys and values of an earlier one; and whether
+  # their feed-forward is twice as wide.
+  shared_layers: int = 0
+  wide_mlp: bool = False
+  input_dim: int = 0  # What a layer is given of each token beside the residual stream.
   query_scale: int | None = None  # Scores are divided by its root; None: head_dim's.
   # A cap c makes c · tanh(x / c) of attention's scores, or of the logits.
   attention_cap: float | None = None
@@ -77,8 +87,8 @@ class DecoderConfig:
       raise ValueError(f'remat is {self.remat!r}; give one of {REMATS}.')
     if (self.window > 0) != any(self.sliding):
       raise ValueError(f'window is {self.window}, and sliding {self.sliding}.')
-    for name, _ in self.facts.sizes.values():
-      if getattr(self, name) < 1:
+    for letter, (name, _) in self.facts.sizes.items():
+      if getattr(self, name) < 1 and letter not in self.facts.optional:
         raise ValueError(f'{name} is {getattr(self, name)}; a {self.family} has some.')
     if (self.facts.is_recurrent is not None) != (len(set(self.recurrent)) == 2):
       raise ValueError(
@@ -90,7 +100,13 @@ class DecoderConfig:
         raise ValueError(
           f'{name} is of {len(getattr(self, name))} layers, not num_layers.'
         )
-
+    first = self.num_layers - self.shared_layers
+    shapes = self.layer_shapes
+    if not {x.sees_all for x in shapes} <= {x.sees_all for x in shapes[: max(first, 0)]}:
+      raise ValueError(
+        f'shared_layers is {self.shared_layers}: before them there must be a layer of '
+        'each kind, whose keys and values they attend to.'
+      )
     self._check_pictures()
 
   def _check_pictures(self):
@@ -122,13 +138,71 @@ class DecoderConfig:
   def sizes(self) -> dict[str, int]:
     """The size of each letter of the family's parameters."""
     sizes = {x: getattr(self, field) for x, (field, _) in self.facts.sizes.items()}
-    return sizes | {'d': sizes['D'], 'e': sizes.get('E', 0), 'P': self.query_dim}
+    inputs, wide = self.num_layers * self.input_dim, 2 * self.mlp_dim
+    sizes |= {'d': sizes['D'], 'e': sizes.get('E', 0), 'P': self.query_dim}
+    return sizes | {'f': wide, 'l': inputs}
 
-  def list_layers(self, place: str) -> list[int]:
-    """Lists the layers that have a part, such as 'attn', over which it is stacked."""
-    recurrent = self.recurrent or (False,) * self.num_layers
-    lacking = {'attn': True, 'linear': False}.get(place)
-    return [layer for layer, recurs in enumerate(recurrent) if recurs is not lacking]
+  @property
+  def layer_shapes(self) -> list['LayerShape']:
+    """What each layer has."""
+    none, first = (False,) * self.num_layers, self.num_layers - self.shared_layers
+    kinds = zip(self.recurrent or none, self.sliding or none, strict=True)
+    has_full, widens = self.facts.has_full, self.wide_mlp
+    return [
+      LayerShape(recurs, has_full and not slides, i >= first, widens and i >= first)
+      for i, (recurs, slides) in enumerate(kinds)
+    ]
+
+  def get_heads(self, sees_all: bool = False) -> tuple[int, int]:
+    """Returns the key-value heads of a layer, and the numbers of a head."""
+    if sees_all:
+      return self.full_kv_heads, self.full_head_dim
+    return self.num_kv_heads, self.head_dim
+
+  def list_layers(self, path: str) -> list[int]:
+    """Lists the layers that have a parameter, over which it is stacked.
+
+    Args:
+      path: That of the parameter, such as 'layers/attn/q/kernel'.
+    """
+    place, name = path.split('/')[1:3]
+    absent = {
+      'full': name == 'v' and self.keys_are_values,
+      'input': not self.input_dim,
+      **dict.fromkeys(('moe', 'moe_norm'), not self.num_experts),
+      **dict.fromkeys(('mlp_part_norm', 'moe_part_norm'), not self.num_experts),
+    }
+    if absent.get(place):
+      return []
+    shapes = self.layer_shapes
+    return [i for i in range(self.num_layers) if shapes[i].has(place, name)]
+
+  def find_source(self, layer: int) -> int:
+    """Finds the layer whose keys and values one attends to that shares them."""
+    shapes, first = self.layer_shapes, self.num_layers - self.shared_layers
+    return max(i for i in range(first) if shapes[i].sees_all == shapes[layer].sees_all)
+
+
+class LayerShape(NamedTuple):
+  """What parameters a layer has; where all are alike, layers can be scanned."""
+
+  recurs: bool = False  # Whether it has a state in place of keys and values.
+  # Whether its heads are those of layers that attend to all tokens, if these differ.
+  sees_all: bool = False
+  shares: bool = False  # Whether it attends to keys and values of an earlier layer.
+  widens: bool = False  # Whether its feed-forward is twice as wide.
+
+  def has(self, place: str, name: str) -> bool:
+    """Whether the layer has a part, such as 'attn', and 'q' or the like in it."""
+    computes = not (self.shares and name in ('k', 'v', 'k_norm'))
+    parts = {
+      'linear': self.recurs,
+      'attn': computes and not self.recurs and not self.sees_all,
+      'full': computes and self.sees_all,
+      'mlp': not self.widens,
+      'wide_mlp': self.widens,
+    }
+    return parts.get(place, True)
 
 
 class LayerKind(NamedTuple):
@@ -136,13 +210,16 @@ class LayerKind(NamedTuple):
 
   slides: Any  # Whether a token attends to a window only.
   rotation: Any  # The index of its rotation.
+  inputs: Any = None  # [B, T, i] of its own, beside the residual stream.
+  # The keys and values that it shares: of packed rows, or an earlier layer's cache.
+  shared: Any = None
 
 
 def layer_kinds(config: DecoderConfig) -> list[LayerKind] | None:
   """Lists the kinds of the layers; None if all are alike and attend to all tokens."""
   none = (False,) * config.num_layers
   sliding, nope = config.sliding or none, config.nope or none
-  if not any(sliding) and not any(nope):
+  if not any(sliding) and not any(nope) and not config.facts.has_full:
     return None
   local = config.local_rope_theta is not None
   # In the order of decoder.compute_angles: that of all layers, of sliding ones, and none.

@@ -41,37 +41,42 @@ def unstack(
   layers = [{} for _ in range(config.num_layers)]
   for place, stacked in params['layers'].items():
     parts = _unstack_layers(stacked, config, f'layers/{place}', weights)
-    for layer, part in zip(config.list_layers(place), parts, strict=True):
+    for layer, part in parts.items():
       layers[layer][place] = part
   return params | cast | {'layers': tuple(layers)}
 
 
 def _unstack_layers(
   stacked: decoder.Params, config: decoder.DecoderConfig, path: str, weights: str
-) -> tuple[decoder.Params, ...]:
-  """Returns a dict for each layer that has this part; `path` are the names above."""
-  stacks = {}
+) -> dict[int, decoder.Params]:
+  """Returns what layers have of this part; `path` are the names above."""
+  layers: dict[int, decoder.Params] = {}
   frozen = quantization.SCALE in stacked
   merges = 'lora_a' in stacked and not frozen
   for name, x in (lora.merge(stacked) if merges else stacked).items():
     place = f'{path}/{name}'
     if isinstance(x, dict):
-      stacks[name] = _unstack_layers(x, config, place, weights)
+      for layer, part in _unstack_layers(x, config, place, weights).items():
+        layers.setdefault(layer, {})[name] = part
     else:
       # [L, D, N, H] -> [L, D, N H], and the bias likewise: a TPU stores the last two axes
       # in tiles, so that XLA would copy each kernel at every decode to join N and H.
-      joined = place.startswith('layers/attn/q/') and name not in ('lora_a', 'lora_scale')
+      is_query = place.startswith(('layers/attn/q/', 'layers/full/q/'))
+      joined = is_query and name not in ('lora_a', 'lora_scale')
       kept = frozen and name != 'bias'
       dtype = x.dtype.name if kept else _choose_dtype(place, x, config)
       if weights != 'model' and place in quantization.KERNELS:
         inputs = len(quantization.KERNELS[place].inputs)
         parts = _unstack_rounded(x, inputs=inputs, joined=joined, weights=weights)
-        stacks[name], stacks[quantization.SCALE] = jax.block_until_ready(parts)
-        continue
+        stacks = dict(zip((name, quantization.SCALE), parts, strict=True))
+      else:
+        stacks = {name: _unstack_leaf(x, joined=joined, dtype=dtype)}
       # A merged kernel is freed only when this is done.
-      stacks[name] = jax.block_until_ready(_unstack_leaf(x, joined=joined, dtype=dtype))
-  layers = range(len(config.list_layers(path.split('/')[1])))
-  return tuple({k: x[i] for k, x in stacks.items()} for i in layers)
+      stacks = jax.block_until_ready(stacks)
+      for leaf, stack in stacks.items():
+        for layer, part in zip(config.list_layers(place), stack, strict=True):
+          layers.setdefault(layer, {})[leaf] = part
+  return layers
 
 
 def cast_params(params: decoder.Params, config: decoder.DecoderConfig) -> decoder.Params:
@@ -92,7 +97,7 @@ def round_leaf(x: Array, dtype: str) -> Array:
 
 
 def _choose_dtype(place: str, x: Array, config: decoder.DecoderConfig) -> str:
-  exact = any(part in place for part in ('_norm', '/router/', '/decay/'))
+  exact = any(part in place for part in ('_norm', '/router', '/decay/'))
   return x.dtype.name if exact else config.dtype
 
 

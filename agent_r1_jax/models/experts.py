@@ -32,6 +32,7 @@ from jaxtyping import Bool, Float, Int
 
 from agent_r1_jax import types
 from agent_r1_jax.models import sharded_params, sharding
+from agent_r1_jax.models.layers import RMSNorm, Scale
 
 # The most slots of a block on a CPU, and the least; the least of an expert in a round.
 _BLOCKS, _LEAST = (64, 8), 16
@@ -79,18 +80,27 @@ class Experts(nn.Module):
   dtype: str
   activate: Callable[[Array, Array], Array]  # (gate, up) -> what down is given.
   out_scale: float  # As _Kernel's `scale`, of the experts' last product.
+  # The ε of a router with a norm and a scale of each expert's weights; None without.
+  router_eps: float | None = None
 
   @nn.compact
-  def __call__(self, x_BTD, route_BTk=None):
+  def __call__(self, x_BTD, route_BTk=None, routed_BTD=None):
     """[B, T, D] to [B, T, D]; and the experts that each token takes, [B, T, k].
 
-    Where `route_BTk` names experts, these are taken.
+    Where `route_BTk` names experts, these are taken. The router reads `routed_BTD`, by
+    default what the experts read.
     """
     D, E, I = x_BTD.shape[-1], self.num_experts, self.expert_dim
+    routed_BTD = x_BTD if routed_BTD is None else routed_BTD
+    if self.router_eps is not None:
+      normed_BTD = RMSNorm(self.router_eps, name='router_norm')(routed_BTD)
+      routed_BTD = normed_BTD * jnp.asarray(D**-0.5, normed_BTD.dtype)
     router_DE, bias_E = _Kernel((D, E), 'float32', self.use_bias, name='router')()
     weight_BTk, expert_BTk = route(
-      x_BTD, router_DE, self.per_token, self.normalize, route_BTk, bias_E
+      routed_BTD, router_DE, self.per_token, self.normalize, route_BTk, bias_E
     )
+    if self.router_eps is not None:
+      weight_BTk *= Scale((E,), name='router_out')()[expert_BTk]
     options = self.dtype, self.use_bias
     kernels: Any
     kernels, biases = zip(

@@ -6,8 +6,6 @@ The families are in families.py.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from agent_r1_jax.models import rope
-
 # Letter -> the field of DecoderConfig with its size, and that of config.json.
 SIZES = {
   'V': ('vocab_size', 'vocab_size'),
@@ -25,6 +23,9 @@ SIZES = {
   'X': ('linear_key_dim', 'linear_key_head_dim'),
   'Y': ('linear_value_dim', 'linear_value_head_dim'),
   'Z': ('conv_width', 'linear_conv_kernel_dim'),
+  'k': ('full_kv_heads', 'num_global_key_value_heads'),
+  'c': ('full_head_dim', 'global_head_dim'),
+  'i': ('input_dim', 'hidden_size_per_layer_input'),
 }
 
 
@@ -53,6 +54,11 @@ class Parameter(NamedTuple):
     return self.path.split('/')[1]
 
   @property
+  def target(self) -> str:
+    """The name of the kernel in that part, such as 'q' or 'down'."""
+    return self.path.split('/')[-2]
+
+  @property
   def inputs(self) -> str:
     """The dimensions of a layer's kernel that its product contracts."""
     return self.dims.split('>')[0].removeprefix('L')
@@ -73,8 +79,12 @@ class Family(NamedTuple):
   written: dict[str, Any] = {}  # Fields that an export writes besides `fixed`.
   # Letters of SIZES whose field of config.json has another name.
   size_names: dict[str, str] = {}
+  # Letters of SIZES that may be 0: the model then lacks the parameters that have them.
+  optional: str = ''
   # What transformers takes for fields that are absent from config.json.
   defaults: dict[str, Any] = {}
+  # Finds fields of config.json that follow from others.
+  complete: Callable[[dict[str, Any]], dict[str, Any]] | None = None
   norm_eps: str = 'rms_norm_eps'  # The field of config.json with the ε of the norms.
   activation: str = 'silu'  # That of the feed-forward.
   norm_offset: float = 0.0  # What is added to the scale of each norm.
@@ -82,13 +92,19 @@ class Family(NamedTuple):
   scaled_embeddings: bool = False
   # Further fields of DecoderConfig -> those of config.json, and their types.
   numbers: dict[str, tuple[str, type]] = {}
+  # And those that are true or false there; a number is true if it is not 0.
+  flags: dict[str, str] = {}
+  # Scores are divided by its root, if config.json does not say by what; None: head_dim's.
+  query_scale: int | None = None
+  normalizes_values: bool = False  # Whether values have a norm, without a scale.
   # Which layers attend to a sliding window where `layer_types` does not say it, by the
   # fields of config.json and a layer's index; None if no layer can.
   is_sliding: Callable[[dict[str, Any], int], bool] | None = None
   # Whether `layer_types` is written. In other families all layers are of one type.
   mixes_types: bool = False
   # Whether sliding layers have a rotation of their own, never stretched; and the field
-  # with its θ, without which it is that of the others.
+  # with its θ, without which it is that of the others; '' if
+  # `rope_parameters` alone has it.
   local_rope: bool = False
   local_theta: str = 'rope_theta'
   # Whether `no_rope_layers` says which layers turn queries and keys.
@@ -100,7 +116,7 @@ class Family(NamedTuple):
   # Whether each query has a gate beside it, by which what it attends to is multiplied.
   gates: bool = False
   # The rotations it may have: plain, or stretched.
-  scalings: tuple[str, ...] = ('default', *rope.SCALINGS)
+  scalings: tuple[str, ...] = ('default', 'linear', 'llama3', 'yarn')
   # Tensors of a checkpoint in which those of several parameters lie one after the other.
   fused: dict[str, tuple[str, ...]] = {}
   # And those in which their last dimensions alternate: a b a b.
@@ -108,6 +124,7 @@ class Family(NamedTuple):
   # Tensors that a checkpoint may have in place of one for each expert: in each expert's
   # part, those of several parameters lie one after the other.
   stacked: dict[str, tuple[str, ...]] = {}
+  writes_stacked: bool = False  # Whether an export has them.
   # Whether it has a vision tower and turns queries and keys by three numbers (M-RoPE).
   sees: bool = False
   # Beginnings of the names of transformers' modules, and of the tensors that some of its
@@ -143,3 +160,8 @@ class Family(NamedTuple):
   def has(self, path: str) -> bool:
     """Whether each layer has a parameter of this path, for example 'attn/q/bias'."""
     return any(p.path == f'layers/{path}' for p in self.parameters)
+
+  @property
+  def has_full(self) -> bool:
+    """Whether layers that attend to all tokens have heads of their own."""
+    return self.has('full/q/kernel')

@@ -23,7 +23,7 @@ the rest as in delta_net.py.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from agent_r1_jax.models import quantization
-from agent_r1_jax.models.decoder_config import DecoderConfig
+from agent_r1_jax.models.decoder_config import DecoderConfig, LayerShape
 
 # The numbers that keys and values may have: those of the activations, or integers.
 NUMBERS = ('model', 'int8')
@@ -50,8 +50,9 @@ class LayerCache(NamedTuple):
   last axis of k, or of K, up to 128.
   """
 
-  keys: Array  # [B, K, S, H] of the model's dtype, or int8.
-  values: Array
+  # [B, K, S, H] of the model's dtype, or int8; None where an earlier layer's are read.
+  keys: Any
+  values: Any
   # The experts that have computed each slot; None where there are none.
   experts: Int[Array, 'B k S'] | None = None
   scales: Scales | None = None
@@ -86,14 +87,14 @@ def empty(
     numbers: One of NUMBERS.
     window_slots: The slots of a layer that slides; as many as others have by default.
   """
-  none = (False,) * config.num_layers
   ring = slots if window_slots is None else min(window_slots, slots)
   layer = functools.partial(_empty_layer, config, rows, slots, numbers)
+  sliding = config.sliding or (False,) * config.num_layers
   return tuple(
-    _empty_states(config, rows, slots) if recurs else layer(ring if slides else slots)
-    for slides, recurs in zip(
-      config.sliding or none, config.recurrent or none, strict=True
-    )
+    _empty_states(config, rows, slots)
+    if shape.recurs
+    else layer(ring if slides else slots, shape)
+    for slides, shape in zip(sliding, config.layer_shapes, strict=True)
   )
 
 
@@ -116,10 +117,17 @@ def _empty_experts(c: DecoderConfig, rows: int, slots: int) -> Array | None:
 
 
 def _empty_layer(
-  c: DecoderConfig, rows: int, slots: int, numbers: str, layer_slots: int
+  c: DecoderConfig,
+  rows: int,
+  slots: int,
+  numbers: str,
+  layer_slots: int,
+  shape: LayerShape,
 ) -> LayerCache:
+  if shape.shares:
+    return LayerCache(None, None, _empty_experts(c, rows, slots))
   zeros = lambda heads, *rest, dtype: jnp.zeros((rows, heads, layer_slots, *rest), dtype)
-  rounds, K, H = numbers == 'int8', c.num_kv_heads, c.head_dim
+  rounds, (K, H) = numbers == 'int8', c.get_heads(shape.sees_all)
   head = jnp.int8 if rounds else c.dtype
   scale = lambda: zeros(K, dtype=jnp.float32)
   return LayerCache(

@@ -126,6 +126,24 @@ class RMSNorm(nn.Module):
     )
 
 
+def normalise(x: Array, eps: float) -> Array:
+  """Computes RMSNorm without a scale."""
+  x32 = x.astype(jnp.float32)
+  x32 *= jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+  return x32.astype(x.dtype)
+
+
+class Scale(nn.Module):
+  """Numbers that begin at 1, by which something is multiplied."""
+
+  shape: tuple[int, ...]
+
+  @nn.compact
+  def __call__(self):
+    """Returns them."""
+    return self.param('scale', nn.initializers.ones, self.shape)
+
+
 class MLP(nn.Module):
   """A gated feed-forward: SwiGLU, or GeGLU in Gemma."""
 

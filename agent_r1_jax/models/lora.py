@@ -71,14 +71,11 @@ def check_targets(targets: Sequence[str]) -> None:
     )
 
 
-def list_targets(config: DecoderConfig) -> dict[str, Parameter]:
-  """Lists the kernels of a layer that can have an adapter, by the adapter's name."""
+def list_targets(config: DecoderConfig) -> list[Parameter]:
+  """Lists the kernels of layers that can have an adapter."""
   own = {parameter.path: parameter for parameter in config.facts.parameters}
-  return {
-    name: own[target.path]
-    for name, target in families.TARGETS.items()
-    if target.path in own
-  }
+  paths = [path for path in families.KERNELS if path in own]
+  return [own[path] for path in paths if config.list_layers(path)]
 
 
 def get_shapes(
@@ -89,7 +86,7 @@ def get_shapes(
     tuple(config.sizes[letter] for letter in letters)
     for letters in (target.inputs, target.dims.split('>')[1])
   )
-  L = len(config.list_layers(target.place))
+  L = len(config.list_layers(target.path))
   shapes = (L, *inputs, rank), (L, rank, *outputs), (L,)
   return dict(zip(LEAVES, shapes, strict=True))
 
@@ -118,20 +115,22 @@ def add(
   check_targets(targets)
   if is_in(params):
     raise ValueError('params have adapters already; merge them first.')
-  layers = dict(params['layers'])
-  for number, (name, target) in enumerate(families.TARGETS.items()):
-    if name in targets:
-      place = target.place
-      if place not in layers:
-        raise ValueError(
-          f'lora_targets has {name}, and the layers of this model have experts in its '
-          'place, which get no adapters; give q,k,v,o or some of them.'
-        )
+  layers, added = dict(params['layers']), set()
+  for number, target in enumerate(families.KERNELS.values()):
+    place, name = target.place, target.target
+    if name in targets and name in layers.get(place, {}):
       plain, target_key = layers[place][name], jax.random.fold_in(key, number)
       adapter = _adapter(
         plain['kernel'].shape, len(target.inputs), rank, alpha / rank, target_key
       )
       layers[place] = layers[place] | {name: plain | adapter}
+      added.add(name)
+  for name in targets:
+    if name not in added:
+      raise ValueError(
+        f'lora_targets has {name}, and the layers of this model have experts in its '
+        'place, which get no adapters; give q,k,v,o or some of them.'
+      )
   return params | {'layers': layers}
 
 

@@ -1,117 +1,160 @@
-"""Layers of two kinds, of which some attend and the others have a state.
+"""Layers of several kinds: some attend and others have a state, or their heads differ.
 
-The leaves of a part that only one kind has ('attn', 'linear') are stacked over its
-layers, those of the others over all layers. The kinds repeat, for example three layers
+A leaf is stacked over the layers that have it. The kinds repeat, for example three layers
 with a state and one that attends: the scan is over these groups, so that a compiler sees
-one.
+one. Layers that share the keys and values of earlier ones have a scan of their own.
 """
 
 import functools
 from typing import Any
 
 from flax import linen as nn
+from flax import traverse_util
 import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from agent_r1_jax.models.decoder_config import DecoderConfig
+from agent_r1_jax.models.block import Block
+from agent_r1_jax.models.decoder_config import DecoderConfig, LayerShape, layer_kinds
 from agent_r1_jax.models.layers import REMAT_POLICIES, UNROLLED_LAYERS
 
 _LEAF = 'a leaf of one layer'
+# Of layers that attend to all tokens, and of others: keys and values [B, T, K, H].
+_Kept = dict[bool, tuple[Array, ...]]
 
 
 class Layers(nn.Module):
-  """All layers of a decoder, over packed rows.
-
-  `block` is decoder.Block, whose layers return no cache here.
-  """
+  """All layers of a decoder, over packed rows."""
 
   config: DecoderConfig
-  block: type[nn.Module]
 
   @nn.compact
-  def __call__(self, x_BTD, rows, angles, route_LBTk):
+  def __call__(self, x_BTD, rows, angles, inputs_LBTi, route_LBTk):
     """Returns the residual stream, and the loads of the experts [L, E], if any."""
     c = self.config
     if self.is_initializing():
       for place, leaves in self._init(x_BTD, rows, angles).items():
         self.param(place, lambda _, leaves=leaves: leaves)
       return x_BTD, None
-    size = _find_period(c.recurrent)
-    groups = c.num_layers // size
+    first = c.num_layers - c.shared_layers
+    given = rows, angles
+    kept, loads = {}, []
+    for layers in filter(None, (range(first), range(first, c.num_layers))):
+      own = [
+        None if x is None else x[layers[0] : layers[-1] + 1]
+        for x in (inputs_LBTi, route_LBTk)
+      ]
+      x_BTD, kept, load_LE = self._scan(layers, x_BTD, kept, own, given)
+      loads.append(load_LE)
+    return x_BTD, None if loads[0] is None else jnp.concatenate(loads)
+
+  def _scan(self, layers: range, x_BTD: Array, kept: _Kept, own: list, given: tuple):
+    """Applies layers group by group; returns keys and values that others share, too."""
+    c = self.config
+    kinds = layer_kinds(c) or [None] * c.num_layers
+    facts = [(c.layer_shapes[i], kinds[i]) for i in layers]
+    size = _find_period(facts)
+    groups = len(layers) // size
     divide = lambda x: x.reshape(groups, -1, *x.shape[1:])
-    stacked = jax.tree.map(divide, self.variables['params'])
+    stacked = {path: divide(x) for path, x in self._cut(layers).items()}
     policy = REMAT_POLICIES[c.remat]
     # A leaf that a layer is cut out of is in memory anyway; the layer's would be a copy.
     policy = policy or jax.checkpoint_policies.save_anything_except_these_names(_LEAF)
 
-    def apply_group(x_BTD, given):
-      group, route_lBTk = given
+    def apply_group(carry, xs):
+      (x_BTD, new), (group, own) = carry, xs
       loads = []
-      for i in range(size):
-        apply = jax.checkpoint(
-          lambda x, group, route, i=i: self._apply(i, group, x, rows, angles, route),
-          policy=policy,
-          prevent_cse=False,
-        )
-        route_BTk = None if route_lBTk is None else route_lBTk[i]
-        x_BTD, load_E = apply(x_BTD, group, route_BTk)
+      for i, (shape, kind) in enumerate(facts[:size]):
+        leaves = functools.partial(self._take, layers[:size], i)
+
+        def apply(x_BTD, group, own, shared, leaves=leaves, shape=shape, kind=kind):
+          inputs_BTi, route_BTk = own
+          kind = kind and kind._replace(inputs=inputs_BTi, shared=shared)
+          return _apply(c, shape, leaves(group), x_BTD, *given, kind, route_BTk)
+
+        compute: Any = jax.checkpoint(apply, policy=policy, prevent_cse=False)
+        mine = [None if x is None else x[i] for x in own]
+        shared = kept[shape.sees_all] if shape.shares else None
+        x_BTD, load_E = compute(x_BTD, group, mine, shared)
+        if c.shared_layers:
+          load_E, pair = load_E
+          new = new if shape.shares else new | {shape.sees_all: pair}
         loads.append(load_E)
-      return x_BTD, None if loads[0] is None else jnp.stack(loads)
+      return (x_BTD, new), None if loads[0] is None else jnp.stack(loads)
 
-    routes = None if route_LBTk is None else divide(route_LBTk)
+    own = [None if x is None else divide(x) for x in own]
     unroll = groups if c.num_layers <= UNROLLED_LAYERS else 1
-    x_BTD, loads = jax.lax.scan(apply_group, x_BTD, (stacked, routes), unroll=unroll)
-    return x_BTD, None if loads is None else loads.reshape(c.num_layers, -1)
+    carry = x_BTD, self._make_kept(layers, x_BTD)
+    (x_BTD, new), loads = jax.lax.scan(apply_group, carry, (stacked, own), unroll=unroll)
+    loads = None if loads is None else loads.reshape(len(layers), -1)
+    return x_BTD, new, loads
 
-  def _apply(
-    self, i: int, group: dict[str, Any], x_BTD: Array, rows, angles, route_BTk
-  ) -> tuple[Array, Array | None]:
-    """Applies layer i of a group; its leaves have the names of learner's parameters."""
+  def _make_kept(self, layers: range, x_BTD: Array) -> _Kept:
+    """Makes room for the keys and values that are shared with later layers."""
+    c = self.config
+    if not c.shared_layers or c.layer_shapes[layers[0]].shares:
+      return {}
+    kinds = {c.layer_shapes[i].sees_all for i in layers}
+    heads = {kind: (*x_BTD.shape[:2], *c.get_heads(kind)) for kind in kinds}
+    return {kind: (jnp.zeros(x, c.dtype),) * 2 for kind, x in heads.items()}
+
+  def _cut(self, layers: range) -> dict[str, Array]:
+    """Cuts the part of these layers out of the leaves, by their paths."""
+    flat: Any = traverse_util.flatten_dict(self.variables['params'], sep='/')
+    parts = {}
+    for path, x in flat.items():
+      having = self.config.list_layers(f'layers/{path}')
+      places = [place for place, layer in enumerate(having) if layer in layers]
+      if places:
+        whole = len(places) == len(having)
+        parts[path] = x if whole else x[places[0] : places[-1] + 1]
+    return parts
+
+  def _take(self, layers: range, i: int, group: dict[str, Array]) -> dict[str, Any]:
+    """Takes the leaves of layer i of a group."""
     leaves = {}
-    for place, leaf in group.items():
-      layers = self.config.list_layers(place)
-      if i in layers:
-        take = lambda x, at: checkpoint_name(x[at], _LEAF)
-        at = layers.index(i)
-        leaves[place] = jax.tree.map(functools.partial(take, at=at), leaf)
-    layer = _Layer(self.config, self.block, self.config.recurrent[i], parent=None)
-    variables = {'params': {'layers': leaves}}
-    out: Any = layer.apply(variables, x_BTD, rows, angles, None, route_BTk)
-    return out
+    for path, x in group.items():
+      having = [n for n in self.config.list_layers(f'layers/{path}') if n in layers]
+      if layers[i] in having:
+        leaves[path] = checkpoint_name(x[having.index(layers[i])], _LEAF)
+    return traverse_util.unflatten_dict(leaves, sep='/')
 
   def _init(self, x_BTD, rows, angles) -> dict[str, Any]:
     c = self.config
     keys = jax.random.split(self.make_rng('params'), c.num_layers)
-    made, order = [], []
-    for recurs in (False, True):
-      layers = [i for i in range(c.num_layers) if c.recurrent[i] is recurs]
-      init = self.block(c, recurs=recurs, parent=None).init
+    parts: dict[str, list[Any]] = {}
+    order: dict[str, list[int]] = {}
+    for shape in sorted(set(c.layer_shapes)):
+      layers = [i for i in range(c.num_layers) if c.layer_shapes[i] == shape]
+      init = Block(c, shape=shape, parent=None).init
       init_layer = lambda key, init=init: init(key, x_BTD, rows, angles, None)['params']
-      made.append(jax.vmap(init_layer)(keys[jnp.array(layers)]))
-      order += layers
-    places = jnp.argsort(jnp.array(order))
-    join = lambda *x: jnp.concatenate(x)[places]
-    both = {
-      k: jax.tree.map(join, made[0][k], made[1][k]) for k in {*made[0]} & {*made[1]}
-    }
-    return made[0] | made[1] | both
+      made = jax.vmap(init_layer)(keys[jnp.array(layers)])
+      for path, x in traverse_util.flatten_dict(made, sep='/').items():
+        parts.setdefault(path, []).append(x)
+        order.setdefault(path, []).extend(layers)
+    join = lambda path: jnp.concatenate(parts[path])[jnp.argsort(jnp.array(order[path]))]
+    return traverse_util.unflatten_dict({path: join(path) for path in parts}, sep='/')
+
+
+def _apply(c: DecoderConfig, shape: LayerShape, leaves: dict[str, Any], *given) -> Any:
+  """Applies a block; its leaves have the names of the learner's parameters."""
+  layer = _Layer(c, shape, parent=None)
+  return layer.apply({'params': {'layers': leaves}}, *given)
 
 
 class _Layer(nn.Module):
   """A block under the name that the layers have among the learner's parameters."""
 
   config: DecoderConfig
-  block: type[nn.Module]
-  recurs: bool
+  shape: LayerShape
 
   @nn.compact
   def __call__(self, *given):
-    return self.block(self.config, recurs=self.recurs, name='layers')(*given)
+    return Block(self.config, shape=self.shape, name='layers')(*given)
 
 
-def _find_period(kinds: tuple[bool, ...]) -> int:
+def _find_period(kinds: list[Any]) -> int:
   """Finds after how many layers their kinds repeat."""
   return next(
     n

@@ -32,7 +32,7 @@ FORMATS = {'int8': (jnp.int8, 127.0), 'fp8': (jnp.float8_e4m3fn, 448.0)}
 SCALE = 'kernel_scale'
 # The kernels that may have 8 bits, by path: those of projections, of which most of a
 # model consists. Embeddings, heads, norms and routers keep their type.
-KERNELS = {target.path: target for target in families.TARGETS.values()}
+KERNELS = families.KERNELS
 
 
 def check(format_name: str, config: decoder_config.DecoderConfig, name: str) -> None:
@@ -103,7 +103,7 @@ def freeze_leaf(
   if path in KERNELS:
     inputs = len(KERNELS[path].inputs)
     return quantize_stack(x, inputs=inputs, format_name=format_name)
-  cast = path in ('embed/embedding', 'lm_head/kernel')
+  cast = path.endswith('embed/embedding') or path == 'lm_head/kernel'
   return (x.astype(dtype) if cast else x), None
 
 

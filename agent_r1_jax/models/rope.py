@@ -32,6 +32,7 @@ SCALINGS = {
     'attention_factor',
     'truncate',
   ),
+  'proportional': ('partial_rotary_factor',),
 }
 
 
@@ -42,7 +43,11 @@ def frequencies(
   freq = 1.0 / theta ** (jnp.arange(0, size, 2, dtype=jnp.float32) / size)
   if scaling is None:
     return freq
-  kind, factor = scaling['rope_type'], scaling['factor']
+  kind = scaling['rope_type']
+  if kind == 'proportional':  # The last pairs are not turned (Gemma 4).
+    turned = int(scaling['partial_rotary_factor'] * size // 2)
+    return jnp.where(jnp.arange(size // 2) < turned, freq, 0.0)
+  factor = scaling['factor']
   # 1 keeps a frequency, 0 divides it by the factor, between them the two are mixed.
   keep: Array | float = 0.0
   if kind == 'llama3':
@@ -82,9 +87,11 @@ def compute_angles(
     positions: The tokens' positions; [B, T, P] if each pair turns by another number, as
       in M-RoPE (arXiv 2409.12191).
     rotations: The frequencies and the factor of each; without frequencies, of zeros,
-      nothing is turned.
+      nothing is turned. Shorter ones are for smaller heads, and filled up.
   """
-  freq_RP = jnp.stack([freq for freq, _ in rotations])[:, None, None, None]
+  most = max(len(freq) for freq, _ in rotations)
+  freq_RP = jnp.stack([jnp.pad(x, (0, most - len(x))) for x, _ in rotations])
+  freq_RP = freq_RP[:, None, None, None]
   one = (None,) if positions.ndim == 2 else ()
   angles = positions[None, :, :, None, *one].astype(jnp.float32) * freq_RP
   factor_R = jnp.asarray([factor for _, factor in rotations], jnp.float32)

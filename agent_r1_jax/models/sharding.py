@@ -40,7 +40,7 @@ PARAM_AXES = ('fsdp', 'context')  # of a parameter's dimension D
 
 # The mesh axes of a parameter's dimensions, by their letters in models/families.py. Other
 # dimensions are replicated; so is LoRA's rank, so that merging is local.
-_SPLIT_BY = dict.fromkeys('DWQ', PARAM_AXES) | dict.fromkeys('VNKFESGU', ('tensor',))
+_SPLIT_BY = dict.fromkeys('DWQl', PARAM_AXES) | dict.fromkeys('VNKkFfESGU', ('tensor',))
 # Adafactor's statistics of a kernel are thousands of times smaller and have fewer axes.
 _FACTORED = re.compile(r'\bv_(row|col)/')
 # The engine's parameters stand in one dict for each layer, and have no dimension L.
@@ -355,7 +355,7 @@ def make_spec(
     # The scales of 8-bit moments have size 1 in the last axis. Key-value heads are
     # replicated where there are fewer than `tensor` and their number divides it: they are
     # small, and attention takes those that a chip's query heads need.
-    if size == 1 or (letter == 'K' and size < chips and chips % size == 0):
+    if size == 1 or (letter in 'Kk' and size < chips and chips % size == 0):
       axes = ()
     elif size % chips:
       named = ' x '.join(axes)

@@ -35,7 +35,7 @@ _CUT = 20
 # Moonlight's root mean square of a kernel's update at a learning rate of 1: Adam's.
 _UPDATE_RMS = 0.2
 # The kernels that Muon updates, by their paths.
-_KERNELS = {kernel.path: kernel for kernel in families.TARGETS.values()}
+_KERNELS = families.KERNELS
 
 
 class Rounded(NamedTuple):

@@ -200,7 +200,8 @@ class RunFiles:
     policy = train_state.states['policy'].params
     # PEFT has one adapter for projections that are one tensor in a checkpoint.
     if lora.is_in(policy) and not model.facts.fused:
-      peft_files.save(self.workdir / 'adapter', policy, pathlib.Path(base).resolve())
+      source = pathlib.Path(base).resolve()
+      peft_files.save(self.workdir / 'adapter', policy, source, model)
 
   def find_newest_checkpoint(self) -> int:
     """Returns the newest checkpoint's step, 0 if none; any thread may call it."""

@@ -1,7 +1,8 @@
 """Makes tests/golden/decoder: tiny random models and the logits transformers gives them.
 
 Command: python tests/golden/make_decoder_golden.py  (torch 2.13.0, transformers 5.23.0;
-gpt_oss, qwen3_5: torch 2.11.0, transformers 5.17.0)
+gpt_oss, qwen3_5, gemma4: torch 2.11.0, transformers 5.17.0). Names of models after the
+command make these alone.
 
 A directory per model: config.json and safetensors as `save_pretrained` wrote them, and
 logits.npz with 'tokens_<row>' [T] and 'logits_<row>' [T, V], each row run on its own.
@@ -11,6 +12,7 @@ which would hide that they are ignored); RMS epsilons are large for the same rea
 
 import pathlib
 import shutil
+import sys
 
 import numpy as np
 import torch
@@ -193,6 +195,48 @@ _MODELS = {
     },
   ),
 }
+_GEMMA4 = {
+  **_SIZES,
+  'num_hidden_layers': 6,
+  'layer_types': ['sliding_attention', 'full_attention'] * 3,
+  'head_dim': 8,
+  'global_head_dim': 12,
+  'sliding_window': 5,
+  'final_logit_softcapping': 3.0,
+  'rms_norm_eps': 1e-2,
+  'rope_parameters': {
+    'sliding_attention': {'rope_type': 'default', 'rope_theta': 50.0},
+    'full_attention': {
+      'rope_type': 'proportional',
+      'partial_rotary_factor': 0.5,
+      'rope_theta': 100.0,
+    },
+  },
+}
+# As E2B and E4B are, and as 26B-A4B is; 12B and 31B have the latter's attention.
+_MODELS['gemma4_text'] = transformers.Gemma4TextConfig(
+  **_GEMMA4,
+  num_kv_shared_layers=2,
+  use_double_wide_mlp=True,
+  hidden_size_per_layer_input=6,
+  vocab_size_per_layer_input=97,
+)
+_MODELS['gemma4_experts'] = transformers.Gemma4TextConfig(
+  **_GEMMA4 | {'num_hidden_layers': 4, 'layer_types': _GEMMA4['layer_types'][:4]},
+  attention_k_eq_v=True,
+  num_global_key_value_heads=1,
+  enable_moe_block=True,
+  num_experts=6,
+  top_k_experts=2,
+  moe_intermediate_size=12,
+  hidden_size_per_layer_input=0,
+  vocab_size_per_layer_input=97,
+)
+_MODELS['gemma4_unified_text'] = transformers.Gemma4UnifiedTextConfig(
+  **_GEMMA4 | {'num_hidden_layers': 2, 'layer_types': _GEMMA4['layer_types'][:2]},
+  attention_k_eq_v=True,
+  num_global_key_value_heads=1,
+)
 _DTYPES = {'qwen2': torch.bfloat16}  # The others are float32.
 _LENGTHS = (48, 11, 1)
 
@@ -200,21 +244,25 @@ _LENGTHS = (48, 11, 1)
 def _randomize(model, generator):
   for name, x in model.named_parameters():
     noise = torch.randn(x.shape, generator=generator)
-    if 'norm' in name:
+    if 'norm' in name or name.endswith(('router.scale', 'per_expert_scale')):
       x.data = 1.0 + 0.3 * noise
     elif name.endswith('A_log'):
       x.data = noise - 2.0  # Some heads forget soon, others late.
     elif name.endswith('bias') or 'embed' in name:
       x.data = 0.5 * noise
     elif name.endswith('gate_up_proj'):
-      x.data = noise  # Some numbers are cut off at 7.
+      x.data = noise  # Some numbers of gpt-oss are cut off at 7.
     else:
       x.data = 1.5 * noise / x.shape[-1] ** 0.5
+  for name, x in model.named_buffers():
+    if name.endswith('layer_scalar'):
+      x.data = 1.0 + 0.3 * torch.randn(x.shape, generator=generator)
 
 
 def main():
   generator = torch.Generator().manual_seed(0)
-  for name, config in _MODELS.items():
+  for name in sys.argv[1:] or _MODELS:
+    config = _MODELS[name]
     shutil.rmtree(_DIRECTORY / name, ignore_errors=True)
     model = transformers.AutoModelForCausalLM.from_config(
       config, attn_implementation='eager'

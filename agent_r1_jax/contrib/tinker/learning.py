@@ -92,7 +92,7 @@ class Learning:
   ):
     """Takes the base's parameters, which have no adapters; nothing is copied."""
     self.config, self.shape, self.rank = config, shape, rank
-    self.targets = tuple(lora.list_targets(config))
+    self.targets = tuple(dict.fromkeys(x.target for x in lora.list_targets(config)))
     # The numbers are arrays of its state, so that a step may change them.
     self._adam = optax.inject_hyperparams(_make_adam)(*[1.0] * 6)
     # A value head would be learned.
@@ -250,9 +250,9 @@ class Learning:
 
   def _list_shapes(self, rank: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Lists the place, the name and the shapes of an adapter of each projection."""
-    for name, target in lora.list_targets(self.config).items():
+    for target in lora.list_targets(self.config):
       shapes = lora.get_shapes(self.config, target, rank)
-      yield target.path.split('/')[1], name, shapes
+      yield target.place, target.target, shapes
 
 
 def _check_finite(tree: Any) -> Any:

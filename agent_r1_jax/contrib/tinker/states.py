@@ -117,7 +117,7 @@ class States:
 
   def _write(self, folder: pathlib.Path, adapter, moments, record: dict[str, Any]):
     folder.mkdir(parents=True)
-    peft_files.save(folder, adapter, self.base, family=self._config.family)
+    peft_files.save(folder, adapter, self.base, self._config)
     if moments is not None:
       arrays = {
         f'{name}/{path}': x

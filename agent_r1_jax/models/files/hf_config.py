@@ -102,6 +102,7 @@ def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
     **{key: x[0] for key, x in family.fixed.items() if x[0] is not None},
     **family.written,
     **{key: getattr(config, field) for field, (key, _) in family.numbers.items()},
+    **{key: bool(getattr(config, field)) for field, key in family.flags.items()},
     **_make_layer_types(config),
     **(_make_vision(config.vision) if config.vision else {}),
     **({'norm_topk_prob': config.normalize_experts} if config.num_experts else {}),
@@ -156,6 +157,7 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
   caps = {key for key, _ in family.numbers.values()}
   absent = lambda key: key not in raw or (raw[key] is None and key not in caps)
   raw = raw | {key: x for key, x in family.defaults.items() if absent(key)}
+  raw = family.complete(raw) if family.complete else raw
   for key, supported in family.fixed.items():
     if raw.get(key, supported[0]) not in supported:
       raise ValueError(f'{key} is {raw[key]!r}; only {supported[0]!r} is supported')
@@ -164,30 +166,35 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
   # transformers 5 has another name for the number of experts.
   defaults = {'K': heads, 'H': head_dim, 'E': raw.get('num_local_experts')}
   layers = _parse_layers(raw, family)
+  numbers = {field: bool(raw.get(key)) for field, key in family.flags.items()}
+  numbers |= {
+    field: json_fields.read_number(raw, key, default=defaults.get(letter))
+    if raw.get(key) or letter not in family.optional
+    else 0
+    for letter, (field, key) in family.sizes.items()
+  }
+  numbers |= {
+    field: json_fields.read_number(raw, key, kind)
+    for field, (key, kind) in family.numbers.items()
+    if raw.get(key) is not None
+  }
   config = decoder.DecoderConfig(
     family=name,
-    **{
-      field: json_fields.read_number(raw, key, default=defaults.get(letter))
-      for letter, (field, key) in family.sizes.items()
-    },
+    **numbers,
     **layers,
     **hf_rope.parse(raw, family, any(layers['sliding'])),
-    **{
-      field: json_fields.read_number(raw, key, kind)
-      for field, (key, kind) in family.numbers.items()
-      if raw.get(key) is not None
-    },
     norm_eps=json_fields.read_number(raw, family.norm_eps, float),
     normalize_experts=bool(raw.get('norm_topk_prob', False)),
     tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
     max_positions=json_fields.read_number(raw, 'max_position_embeddings'),
     vision=_parse_vision(raw) if family.sees else None,
   )
-  if config.num_heads % config.num_kv_heads:
-    raise ValueError(
-      f'num_key_value_heads {config.num_kv_heads} does not divide num_attention_heads '
-      f'{config.num_heads}'
-    )
+  for heads in (config.num_kv_heads, config.full_kv_heads):
+    if heads and config.num_heads % heads:
+      raise ValueError(
+        f'num_key_value_heads {heads} does not divide num_attention_heads '
+        f'{config.num_heads}'
+      )
   return config
 
 
@@ -197,9 +204,8 @@ def _parse_layers(raw: dict[str, Any], family: Family) -> dict[str, Any]:
   sliding = _parse_layer_types(raw, family, L)
   recurrent, sliding = (sliding, ()) if family.is_recurrent else ((), sliding)
   window = json_fields.read_number(raw, 'sliding_window') if any(sliding) else 0
-  if window >= json_fields.read_number(raw, 'max_position_embeddings') or not any(
-    sliding
-  ):
+  whole = window >= json_fields.read_number(raw, 'max_position_embeddings')
+  if not any(sliding) or (whole and not family.has_full):
     sliding, window = (), 0
   nope = ()
   if family.skips_rope:

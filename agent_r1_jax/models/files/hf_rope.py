@@ -38,20 +38,22 @@ def parse(raw: dict[str, Any], family: Family, slides: bool) -> dict[str, Any]:
 def make(config: Any) -> dict[str, Any]:
   """Makes the fields of config.json, as transformers 4 writes them and 5 reads them."""
   raw = {'rope_theta': config.rope_theta, 'rope_scaling': config.rope_scaling}
+  alone = config.facts.local_theta == ''
   if config.mrope_section:
     sections = {'mrope_section': list(config.mrope_section)}
     raw['rope_scaling'] = (config.rope_scaling or {'type': 'mrope'}) | sections
   if config.rope_fraction != 1:
     raw['partial_rotary_factor'] = config.rope_fraction
-  if config.local_rope_theta is None:
+  if config.local_rope_theta is None and not alone:
     return raw
-  if config.facts.local_theta != 'rope_theta':
+  if config.facts.local_theta not in ('rope_theta', ''):
     return raw | {config.facts.local_theta: config.local_rope_theta}
   # By rope_theta alone, transformers 5 gives the sliding layers of OLMo 3 its default.
   full = {'rope_type': 'default'} | (config.rope_scaling or {})
-  local = {'rope_type': 'default', 'rope_theta': config.local_rope_theta}
+  local = {'rope_type': 'default', 'rope_theta': config.local_rope_theta or 1e4}
   full |= {'rope_theta': config.rope_theta}
-  return raw | {'rope_parameters': {'full_attention': full, 'sliding_attention': local}}
+  nested = {'full_attention': full, 'sliding_attention': local}
+  return ({} if alone else raw) | {'rope_parameters': nested}
 
 
 def _parse_field(
@@ -115,6 +117,7 @@ def _parse_rotation(
     raise ValueError(f'rope type is {kind!r}; supported are {known}')
   found = {'rope_theta': raw.get('rope_theta')} | found
   fraction = found.get('partial_rotary_factor', raw.get('partial_rotary_factor', 1.0))
+  fraction = 1.0 if kind == 'proportional' else fraction
   found = {key: x for key, x in found.items() if x is not None}
   read = {'rope_theta', 'rope_type', 'type', 'partial_rotary_factor'}
   read |= set(rope.SCALINGS.get(kind, ())) | set(_MSCALES if kind == 'yarn' else ())
@@ -161,6 +164,8 @@ def _parse_scaling(
     context = raw.get(original) or raw.get('max_position_embeddings')
     found = _YARN | {original: context} | found
     found.setdefault('attention_factor', _compute_yarn_factor(found))
+  if kind == 'proportional':
+    found = {'partial_rotary_factor': 1.0} | found
   types = {original: int}
   scaling: dict[str, Any] = {'rope_type': kind}
   for key in rope.SCALINGS[kind]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from agent_r1_jax.models import decoder, families, lora, sharding
+from agent_r1_jax.models import decoder, lora, sharding
 from agent_r1_jax.models.files import json_fields, tensor_files
 
 _ROOT = 'base_model.model.'  # In front of the names of the base's modules.
@@ -42,8 +42,7 @@ def save(
   directory: str | os.PathLike,
   params: decoder.Params,
   base: str | os.PathLike,
-  *,
-  family: str = '',
+  config: decoder.DecoderConfig,
 ) -> None:
   """Writes adapter_config.json and adapter_model.safetensors, in float32.
 
@@ -52,7 +51,7 @@ def save(
     params: Parameters with adapters. If several processes hold them, all must call this,
       and the first one writes.
     base: The model that the adapters belong to, which PEFT loads first.
-    family: That model's; needed where it sees and `params` are of adapters alone.
+    config: Its shape.
 
   Raises:
     ValueError: params have no adapters.
@@ -60,19 +59,19 @@ def save(
   """
   if not lora.is_in(params):
     raise ValueError('params have no adapters; weights.save writes a complete model.')
-  sees = (facts for facts in families.FAMILIES.values() if facts.sees)
-  facts = next(sees) if 'vision' in params else families.FAMILIES[family or 'llama']
+  facts = config.facts
   tensors: dict[str, np.ndarray] = {}
   modules, rank, alpha = [], 0, 0.0
-  for name, target in families.TARGETS.items():
-    leaf = params['layers'].get(target.place, {}).get(name, {})
+  for target in lora.list_targets(config):
+    leaf = params['layers'].get(target.place, {}).get(target.target, {})
     if 'lora_a' not in leaf:
       continue
     a, b, scale = (sharding.to_numpy(leaf[part]) for part in lora.LEAVES)
     rank, alpha = a.shape[-1], float(scale[0]) * a.shape[-1]
     module = target.tensor.removesuffix('.weight')
     modules.append(module.split('.')[-1])
-    for layer, (a_layer, b_layer) in enumerate(zip(a, b, strict=True)):
+    having = config.list_layers(target.path)
+    for layer, a_layer, b_layer in zip(having, a, b, strict=True):
       path = _ROOT + facts.write_name(module.format(layer))
       tensors[f'{path}.lora_A.weight'] = _stored(a_layer.reshape(-1, rank))
       tensors[f'{path}.lora_B.weight'] = _stored(b_layer.reshape(rank, -1))
@@ -82,6 +81,7 @@ def save(
   folder.mkdir(parents=True, exist_ok=True)
   tensor_files.save(folder / _TENSORS, tensors)
   # Other modules, such as a vision tower's, have names with the same ends.
+  modules = [*dict.fromkeys(modules)]
   names = f'{facts.write_name("model.")}.*({"|".join(modules)})'
   settings = _config(rank, alpha, names if facts.renamed else modules, base)
   text = json.dumps(settings, indent=2) + '\n'
@@ -115,9 +115,9 @@ def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder
     _, root, module = name.rpartition(_ROOT)
     tensors[root + config.facts.read_name(module)] = tensor
   layers: dict[str, Any] = {}
-  for name, target in lora.list_targets(config).items():
+  for target in lora.list_targets(config):
     tensor = f'{_ROOT}{target.tensor.removesuffix(".weight")}.lora_{{}}.weight'
-    having = config.list_layers(target.place)
+    having = config.list_layers(target.path)
     names = {
       leaf: [tensor.format(layer, part) for layer in having]
       for leaf, part in (('lora_a', 'A'), ('lora_b', 'B'))
@@ -129,12 +129,13 @@ def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder
       leaf: _read_leaf(file, tensors, names[leaf], shapes[leaf]) for leaf in names
     }
     leaves['lora_scale'] = jnp.full(len(having), alpha / rank, jnp.float32)
-    layers.setdefault(target.place, {})[name] = leaves
+    layers.setdefault(target.place, {})[target.target] = leaves
   if tensors:
+    targets = dict.fromkeys(x.target for x in lora.list_targets(config))
     raise ValueError(
       f'{file}: tensor {min(tensors)} has no place in a {config.family} of '
       f'{config.num_layers} layers; adapters may be in '
-      f'{", ".join(lora.list_targets(config))}.'
+      f'{", ".join(targets)}.'
     )
   if not layers:
     raise ValueError(f'{file}: has no tensors; write the adapter again.')

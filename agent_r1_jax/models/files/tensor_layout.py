@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from agent_r1_jax.models import decoder, families
+from agent_r1_jax.models import decoder
+from agent_r1_jax.models import parameters as parameters_lib
 from agent_r1_jax.models.family import Parameter
 from agent_r1_jax.models.files import tensor_files
 from agent_r1_jax.models.pictures import vision_config
@@ -42,15 +43,31 @@ def list_leaves(config: decoder.DecoderConfig, value_head: bool) -> list[Leaf]:
   sizes = config.sizes | {'1': 1, '3': 3}
   if config.vision:
     sizes |= {x: getattr(config.vision, y) for x, y in vision_config.SIZES.items()}
-  parameters = [*config.facts.parameters, *(families.VALUE_HEAD if value_head else ())]
+  parameters = [
+    *config.facts.parameters,
+    *(parameters_lib.VALUE_HEAD if value_head else ()),
+  ]
   untied = lambda parameter: parameter.path != 'lm_head/kernel'
   if config.tie_embeddings:
     parameters = filter(untied, parameters)
   leaves = []
   for parameter in parameters:
-    layers = config.list_layers(parameter.place) if parameter.dims[0] == 'L' else []
-    leaves.append(_leaf(parameter, sizes | {'L': len(layers)}, layers))
+    layers = config.list_layers(parameter.path) if parameter.dims[0] == 'L' else []
+    leaf = _leaf(parameter, sizes | {'L': len(layers)}, layers)
+    if math.prod(leaf.shape):  # A model may lack a part of its family's.
+      leaves.append(leaf)
   return leaves
+
+
+def list_unread(config: decoder.DecoderConfig) -> set[str]:
+  """Lists tensors of published files that layers do not read, which share others'."""
+  names = ('k', 'v', 'k_norm')
+  return {
+    x.tensor.format(layer)
+    for x in config.facts.parameters
+    for layer, shape in enumerate(config.layer_shapes)
+    if shape.shares and x.path.startswith('layers/') and x.target in names
+  }
 
 
 def _leaf(parameter: Parameter, sizes: dict[str, int], layers: Sequence[int]) -> Leaf:
@@ -120,7 +137,7 @@ def split_fused(
         first += count
   for pattern, parts in config.facts.stacked.items():
     for layer in range(config.num_layers):
-      if (name := pattern.format(layer)) in tensors:
+      if (name := pattern.format(layer)) in tensors and config.num_experts:
         each = [[p.format(layer, e) for p in parts] for e in range(config.num_experts)]
         rows, *inputs = shapes[each[0][0]]  # Of all parts alike.
         check_tensor(directory, tensors, name, (len(each), rows * len(parts), *inputs))
@@ -157,6 +174,15 @@ def list_stored(
     for part in names
   }
   alternate = {p.format(i) for p in facts.interleaved for i in range(config.num_layers)}
+  stacks = {p.format(i) for p in facts.stacked for i in range(config.num_layers)}
+  if facts.writes_stacked:
+    owner |= {
+      part.format(layer, expert): pattern.format(layer)
+      for pattern, names in facts.stacked.items()
+      for layer in range(config.num_layers)
+      for part in names
+      for expert in range(config.num_experts)
+    }
   parts = [(leaf, i, name) for leaf in leaves for i, name in leaf.tensors.items()]
   place = lambda part: _find_place(config, *part[:2])
   groups: dict[str, list[tuple[Leaf, tuple[int, ...]]]] = {}
@@ -171,6 +197,9 @@ def list_stored(
     interleaved, shape = name in alternate, [*group[0][0].stored]
     axis = -1 if interleaved else 0
     shape[axis] = sum(leaf.stored[axis] for leaf, _ in group)
+    if name in stacks:  # All parts of an expert, then those of the next one.
+      group.sort(key=lambda part: part[1][1:])
+      shape = [config.num_experts, shape[0] // config.num_experts, *shape[1:]]
     spec = tensor_files.Spec(name, dtypes.pop(), tuple(shape))
     stored[name] = Stored(spec, group, interleaved)
   return stored
@@ -180,9 +209,9 @@ def _find_place(
   config: decoder.DecoderConfig, leaf: Leaf, index: tuple[int, ...]
 ) -> tuple[int, ...]:
   """Embeddings come first, then layers in their order, then the rest."""
-  root, part = leaf.path.split('/')[:2]
   if index:
-    return 1, config.list_layers(part)[index[0]] if root == 'layers' else index[0]
+    layers = leaf.path.startswith('layers/') and config.list_layers(leaf.path)
+    return 1, layers[index[0]] if layers else index[0]
   return (0,) if leaf.path == 'embed/embedding' else (2,)
 
 

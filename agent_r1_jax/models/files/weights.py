@@ -176,6 +176,8 @@ def _drop_ignored(
       )
     for name in names:
       del tensors[name]
+  for name in tensor_layout.list_unread(config) & tensors.keys():
+    del tensors[name]
 
 
 def _drop_tied(tensors: dict[str, tensor_files.Tensor]) -> None:
@@ -281,7 +283,8 @@ def _to_stored(tensor: tensor_layout.Stored, flat: dict[str, Any]) -> np.ndarray
     parts.append(np.ascontiguousarray(x.reshape(leaf.stored), tensor.spec.dtype))
   if tensor.interleaved:
     return np.stack(parts, -1).reshape(tensor.spec.shape)
-  return parts[0] if len(parts) == 1 else np.concatenate(parts)
+  joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+  return joined.reshape(tensor.spec.shape)
 
 
 def _check_target(directory: pathlib.Path) -> None:

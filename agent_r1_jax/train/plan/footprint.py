@@ -250,13 +250,14 @@ class Footprint:
     models/decoder.py.
     """
     c, engine, batch = self.models.policy, sizes.engine, sizes.batch
-    D, F, V, N, H = c.embed_dim, c.mlp_dim, c.vocab_size, c.num_heads, c.head_dim
+    D, F, V, N = c.embed_dim, c.mlp_dim, c.vocab_size, c.num_heads
+    F, H = F * (2 if c.wide_mlp else 1), max(c.head_dim, c.full_head_dim)
     prefilled = engine.prefill_rows * engine.replicas * engine.prefill_tokens
     learned = batch.microbatch / self._mesh.count_groups(self.machine.chips)
     learned *= batch.row_tokens if self.models.algorithm else 0
     M, S = max(learned, engine.rows + prefilled), max(engine.slots, batch.row_tokens)
     layer = M * (10 * D + 6 * F + 16 * N * H + 4 * N * S)
-    cache = 12 * c.num_kv_heads * H * engine.rows * engine.slots
+    cache = 12 * max(c.num_kv_heads, c.full_kv_heads) * H * engine.rows * engine.slots
     logits = 4 * D * V + (8 * engine.rows + 4 * min(M, head.block_tokens(V))) * V
     return 4 * (c.num_layers * (layer + cache) + logits) + 8 * self.parts['learned']
 

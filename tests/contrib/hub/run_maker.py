@@ -30,7 +30,7 @@ def make(workdir: pathlib.Path, base: str, *, rank: int = 0, **kwargs) -> pathli
   params = tiny.params(shape)
   if rank:
     params = lora.add(params, rank, ('q', 'v'), 4.0, jax.random.key(0))
-    peft_files.save(workdir / 'adapter', params, base)
+    peft_files.save(workdir / 'adapter', params, base, shape)
   weights.save(workdir / 'model', shape, params, tokenizer_from=tiny.tokenizer_dir())
   return workdir
 

@@ -1,0 +1,67 @@
+"""What each layer is given of a token beside the residual stream (Gemma 4).
+
+It is made of the token alone and of its embedding, for all layers at once:
+
+  inputs = (norm(W embedding / sqrt(D)) + sqrt(i) table[token]) / sqrt(2)
+
+A layer multiplies it with a gate of its residual stream, and adds what it projects back.
+
+Letters as in decoder.py, and: i numbers of a token for a layer, l = L i for all layers.
+"""
+
+from typing import Any
+
+from flax import linen as nn
+from jax import Array
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from agent_r1_jax.models import sharded_params, sharding
+from agent_r1_jax.models.decoder_config import DecoderConfig
+from agent_r1_jax.models.layers import Projection, RMSNorm, apply_flat
+
+
+class LayerInputs(nn.Module):
+  """Tokens and their embeddings to the inputs of all layers."""
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(
+    self, tokens_BT: Int[Array, 'B T'], x_BTD: Float[Array, 'B T D']
+  ) -> Float[Array, 'L B T i']:
+    """[B, T] and [B, T, D] to [L, B, T, i]."""
+    c = self.config
+    L, i = c.num_layers, c.input_dim
+    init = nn.initializers.normal(0.02)
+    table = nn.Embed(
+      c.vocab_size, L * i, dtype=c.dtype, embedding_init=init, name='embed'
+    )
+    if self.is_initializing() or sharding.active_mesh() is None:
+      own_BTl = table(tokens_BT)
+    else:
+      own_BTl = sharded_params.look_up(table.embedding.astype(c.dtype), tokens_BT)
+    own_BTl *= jnp.asarray(i**0.5, own_BTl.dtype)
+    project = Projection((L * i,), c.dtype, name='projection')
+    made_BTl = apply_flat(project, x_BTD) * jnp.asarray(c.embed_dim**-0.5, c.dtype)
+    split = lambda x_BTl: x_BTl.reshape(*tokens_BT.shape, L, i)
+    made_BTLi = RMSNorm(c.norm_eps, name='out_norm')(split(made_BTl))
+    both_BTLi = (made_BTLi + split(own_BTl)) * jnp.asarray(0.5**0.5, c.dtype)
+    return jnp.moveaxis(both_BTLi, 2, 0)
+
+
+class Input(nn.Module):
+  """The residual stream of a layer, and its inputs, to what it adds to the former."""
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(self, x_BTD: Float[Array, 'B T D'], inputs_BTi: Any) -> Array:
+    """[B, T, D] and [B, T, i] to [B, T, D]; without inputs, their parameters alone."""
+    c = self.config
+    gate_BTi = nn.gelu(
+      apply_flat(Projection((c.input_dim,), c.dtype, name='gate'), x_BTD)
+    )
+    given_BTi = gate_BTi if inputs_BTi is None else gate_BTi * inputs_BTi
+    out = apply_flat(Projection((c.embed_dim,), c.dtype, name='out'), given_BTi)
+    return RMSNorm(c.norm_eps, name='out_norm')(out)
