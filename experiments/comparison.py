@@ -123,8 +123,7 @@ def split(tasks: Sequence[types.Task], *sizes: int) -> list[Sequence[types.Task]
     ValueError: The sizes leave nothing.
   """
   if sum(sizes) >= len(tasks):
-    rows = len(tasks)
-    raise ValueError(f'sizes {sizes} leave nothing of {rows} tasks: lower --held_out')
+    raise ValueError(f'sizes {sizes} leave nothing of {len(tasks)} tasks: hold out fewer')
   ends = np.cumsum((0, *sizes)).tolist()
   return [tasks[i:j] for i, j in zip(ends, (*ends[1:], None), strict=True)]
 

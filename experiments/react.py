@@ -22,12 +22,6 @@ def ask(task: types.Task, tools: Sequence[tool.Tool]) -> types.Task:
   return dataclasses.replace(task, messages=[{**first, 'content': content}, *rest])
 
 
-def observe(text: str) -> str:
-  """Marks what a tool answered."""
-  assert FORMAT.answer is not None
-  return str(FORMAT.answer.format(text))
-
-
 class ReAct:
   """A ToolEnv whose tools are not in the chat template, and whose answers are marked."""
 
@@ -44,7 +38,9 @@ class ReAct:
   async def step(self, reply: str) -> types.Step:
     """Runs the action; the episode is done if there is none."""
     step = await self._inner.step(reply)
-    observed = [{**m, 'content': observe(m['content'])} for m in step.messages]
+    assert FORMAT.answer is not None
+    mark = FORMAT.answer.format
+    observed = [{**m, 'content': str(mark(m['content']))} for m in step.messages]
     return dataclasses.replace(step, messages=observed)
 
   async def finish(self, status: str, reply: str | None = None) -> types.Step:

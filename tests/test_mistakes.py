@@ -116,7 +116,7 @@ _COMMANDS = {
   'experiments.evaluate --task=gsm8k --data=none.jsonl': 'there is no such file; give',
   'experiments.evaluate --task=gsm8k --data=bad.jsonl': 'line 1 .* fix or drop it',
   'experiments.evaluate --task=miniwiki --methods=x': 'no x; give workflow, direct',
-  'experiments.problems --task=gsm8k --data=one.jsonl': 'nothing of 1 tasks: lower --h',
+  'experiments.problems --task=gsm8k --data=one.jsonl': 'of 1 tasks: hold out fewer',
   'experiments.serve --host=192.0.2.1': 'nothing can listen at 192.0.2.1:8000',
   'experiments.serve --port=99999': 'port=99999: .* integer in the range',
   'experiments.bench --shape=none': r'shape=none: value should be one of <tiny',

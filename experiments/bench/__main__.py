@@ -108,7 +108,8 @@ def row_update(bench: Bench, wanted: str) -> Callable[[], None]:
     mask[:, prompt + 40 : prompt + 72] = False
   tokens, advantages = bench.tokens(B * T, 2).reshape(B, T), rng.normal(size=(B, 1))
   batch = common.make_batch(tokens, mask, advantages, bench.config.vocab_size)
-  return make_update(bench, common.split_batch(batch, _MICROBATCH.value))
+  cut = lambda i: jax.tree.map(lambda x: jnp.asarray(x[i : i + _MICROBATCH.value]), batch)
+  return make_update(bench, [cut(i) for i in range(0, B, _MICROBATCH.value)])
 
 
 def make_update(bench: Bench, batches: Sequence[types.Batch]) -> Callable[[], None]:

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -56,14 +55,6 @@ def make_batch(
   text: Any = tokens.astype(np.int32)
   rows = types.Rows(text, positions, types.Segments(fields['segment_ids']))
   return types.Batch(rows, **fields)
-
-
-def split_batch(batch: types.Batch, rows: int) -> list[types.Batch]:
-  """Splits a batch into microbatches of so many rows on the device."""
-  return [
-    jax.tree.map(lambda x, i=i: jnp.asarray(x[i : i + rows]), batch)
-    for i in range(0, len(batch.weights), rows)
-  ]
 
 
 def make_update(

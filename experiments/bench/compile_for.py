@@ -122,7 +122,7 @@ def model(name: str, remat: str = 'full') -> decoder.DecoderConfig:
 def mesh_for(
   config: decoder.DecoderConfig, chips: int, tokens: int, given: dict[str, int]
 ) -> dict[str, int]:
-  """Sizes of the axes by the rule at the top; those that are given stay."""
+  """Sizes of the axes by the rule of docs/scaling.md; those that are given stay."""
   sizes = {**given}
   tensor = sizes.setdefault('tensor', 1)
   needed = math.ceil(tokens / _LONGEST)
