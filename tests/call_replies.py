@@ -232,6 +232,33 @@ CASES = {
     ('Action:\nAction Input: a', ['expected the name of a tool']),
     ('<think>\nAction: search[a]\n</think>\nAction: search[b]', [look('b')]),
   ],
+  'gemma4': [
+    ('<|tool_call>call:search{query:<|"|>a<|"|>}<tool_call|>', [look('a')]),
+    (
+      'So:<|tool_call>call:search{query:<|"|>a<|"|>}<tool_call|>'
+      '<|tool_call>call:python{code:<|"|>b<|"|>}<tool_call|>',
+      'ab',
+    ),
+    # No escapes; the end tag of a call may be missing, and keys may have quotes.
+    ('<|tool_call>call:search{query:<|"|>}"\\n{<|"|>}', [look('}"\\n{')]),
+    ('<|tool_call>call:search{<|"|>query<|"|>: <|"|>a<|"|> }', [look('a')]),
+    (
+      '<|tool_call>call:edit{line:7,more:[null,{k:1.5}],share:-2e3,tags:[]}',
+      [
+        ToolCall(
+          'edit', {'line': 7, 'more': [None, {'k': 1.5}], 'share': -2e3} | {'tags': []}
+        )
+      ],
+    ),
+    ('<|tool_call>call:now{}<tool_call|>', [ToolCall('now', {})]),
+    ('<|tool_call>call:search{query:a}<tool_call|>', ['expected a value']),
+    ('<|tool_call>call:search{query:<|"|>a}', ['expected a value']),
+    ('<|tool_call>call:search{"a"}<tool_call|>', ['expected a name']),
+    ('<|tool_call>call:search{a:1 b:2}<tool_call|>', ['expected , or }']),
+    ('<|tool_call>{}<tool_call|>', ['expected call:, the name']),
+    ('<|channel>thought\n<|tool_call>call:now{}<channel|>Hm.', []),
+    ('<|channel>thought\n<channel|>a call:now{} <|tool_response>', []),
+  ],
   'harmony': [
     (HARMONY_CALL, [look('x')]),
     (HARMONY_THOUGHT + HARMONY_CALL + '<|call|>', [look('x')]),

@@ -214,6 +214,48 @@ _QWEN35 = """\
 {%- endif %}
 """
 
+_GEMMA4 = """\
+{%- macro say(x) %}{% if x is string %}{{ '<|"|>' + x + '<|"|>' }}
+{%- elif x is boolean %}{{ 'true' if x else 'false' }}
+{%- elif x is mapping %}{{ '{' }}{% for key, y in x | dictsort %}
+{{- key + ':' + say(y) + (',' if not loop.last else '') }}{% endfor %}{{ '}' }}
+{%- elif x is sequence %}[{% for y in x %}{{ say(y) + (',' if not loop.last else '') }}
+{%- endfor %}]{% else %}{{ x }}{% endif %}{% endmacro %}
+{{- bos_token }}{% set thinks = enable_thinking | default(false) %}
+{%- set system = messages[0].content | trim if messages[0].role == 'system' else '' %}
+{%- if thinks or tools or system %}
+{{- '<|turn>system\n' + ('<|think|>\n' if thinks else '') + system }}
+{%- for t in tools or [] %}{{ '<|tool>declaration:' + t.function.name }}
+{{- say({'description': t.function.description, 'parameters': t.function.parameters}) }}
+{{- '<tool|>' }}{% endfor %}{{ '<turn|>\n' }}{% endif %}
+{%- set ns = namespace(last=none, spoke=none, asked=-1) %}
+{%- for m in messages if m.role == 'user' %}{% set ns.asked = messages.index(m) %}
+{%- endfor %}
+{%- for m in messages if m.role not in ['system', 'tool'] %}{% set ns.last = none %}
+{%- set role = 'model' if m.role == 'assistant' else m.role %}
+{%- if not (role == 'model' and ns.spoke == 'model') %}{{ '<|turn>' + role + '\n' }}
+{%- endif %}{% set ns.spoke = role %}{% set at = messages.index(m) %}
+{%- if m.reasoning_content and m.tool_calls and at > ns.asked %}
+{{- '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}{% endif %}
+{%- for c in m.tool_calls or [] %}{% set ns.last = 'call' %}
+{{- '<|tool_call>call:' + c.function.name }}
+{{- say(c.function.arguments) if c.function.arguments is mapping
+    else '{' + c.function.arguments + '}' }}{{ '<tool_call|>' }}{% endfor %}
+{%- set scan = namespace(open=m.tool_calls) %}
+{%- for a in messages[at + 1:] %}{% if a.role != 'tool' %}{% set scan.open = false %}
+{%- elif scan.open %}{% set who = namespace(name=a.name | default('unknown')) %}
+{%- for c in m.tool_calls if c.id == a.tool_call_id %}
+{%- set who.name = c.function.name %}{% endfor %}{% set ns.last = 'answer' %}
+{{- '<|tool_response>response:' + who.name + '{value:' + say(a.content) + '}' }}
+{{- '<tool_response|>' }}{% endif %}{% endfor %}
+{{- (m.content or '') | trim }}
+{%- if ns.last == 'call' %}{{ '<|tool_response>' }}
+{%- elif ns.last != 'answer' or m.content | trim %}{{ '<turn|>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt and ns.last is none %}{{ '<|turn>model\n' }}
+{{- '' if thinks else '<|channel>thought\n<channel|>' }}{% endif %}
+"""
+
 _QWEN_VL = """\
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
@@ -221,6 +263,9 @@ _QWEN_VL = """\
 """
 
 _GEMMA_TOKENS = ('<bos>', '<start_of_turn>', '<end_of_turn>')
+_GEMMA4_TOKENS = ('<bos>', '<|turn>', '<turn|>', '<|think|>', '<|channel>', '<channel|>')
+_GEMMA4_TOKENS += ('<|tool>', '<tool|>', '<|tool_call>', '<tool_call|>', '<|"|>')
+_GEMMA4_TOKENS += ('<|tool_response>', '<tool_response|>')
 _MISTRAL_TOKENS = ('[INST]', '[/INST]', '[TOOL_CALLS]', '[AVAILABLE_TOOLS]')
 _MISTRAL_TOKENS += (
   '[/AVAILABLE_TOOLS]',
@@ -257,6 +302,7 @@ TEMPLATES = {
     '<bos>',
     '<end_of_turn>',
   ),
+  'gemma4': (_GEMMA4, _GEMMA4_TOKENS, '<bos>', '<turn|>'),
   'gpt-oss': (_HARMONY, _HARMONY_TOKENS, None, '<|return|>'),
   'qwen3.5': (_QWEN35, _QWEN35_TOKENS, None, '<|im_end|>'),
   'qwen2.5-vl': (_QWEN_VL, _PICTURES, None, '<|im_end|>'),

@@ -8,7 +8,7 @@ import re
 import call_replies
 import pytest
 
-from agent_r1_jax.agent import call_parsers, calls, harmony
+from agent_r1_jax.agent import call_parsers, calls, gemma_calls, harmony
 from agent_r1_jax.agent.calls import ToolCall
 
 
@@ -39,6 +39,7 @@ _LOOK_ALIKES = {
   'search_r1': '<searched> ',
   'retool': '<codes> ',
   'react': 'Thought: The best Action is to look. Action: none yet.\n',
+  'gemma4': '<tool_call|> and call:look{} are written so: ',
   'harmony': '<|channel|>final<|message|>to=functions.look<|end|><|start|>assistant',
 }
 
@@ -200,6 +201,7 @@ _PIECES = {
   'search_r1': ('<search>', '</search>', '<answer>', 'x'),
   'retool': ('<code>', '</code>', '```', '```python\n', '<answer>', 'x'),
   'react': ('Action:', 'Action Input:', 'Final Answer', 'a[', *']{"`'),
+  'gemma4': ('<|tool_call>', '<tool_call|>', 'call:f{a:', '<|"|>', *'{[1,x'),
   'harmony': ('<|channel|>', '<|message|>', '<|end|>', 'to=f', '<|constrain|>', '{'),
 }
 
@@ -208,7 +210,7 @@ _PIECES = {
 def test_parse_reads_each_character_a_bounded_number_of_times(name, monkeypatch):
   """Each character is read a bounded number of times, whatever a reply repeats."""
   parsers = [x for x in vars(call_parsers).values() if type(x) is call_parsers.JsonParser]
-  for holder in (call_parsers, harmony, *parsers):
+  for holder in (call_parsers, gemma_calls, harmony, *parsers):
     for key, value in vars(holder).copy().items():
       if isinstance(value, re.Pattern | json.JSONDecoder):
         monkeypatch.setattr(holder, key, _Counting(value))

@@ -188,8 +188,24 @@ def test_the_form_of_each_family(name, chats):
   form = '<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response>'
   assert not own or form in text
   named = {'mistral-v0.3': 'mistral', 'nemo': 'mistral', 'llama3.2': 'llama3'}
-  named |= {'gpt-oss': 'harmony', 'qwen3.5': 'qwen3_coder'}
+  named |= {'gpt-oss': 'harmony', 'qwen3.5': 'qwen3_coder', 'gemma4': 'gemma4'}
   assert chat.format is call_formats.FORMATS[named.get(name, 'hermes')]
+
+
+def test_a_call_and_its_answer_are_one_turn_of_gemma_4(chats):
+  """Whether the reply ended with its turn or with the token that begins an answer."""
+  chat = chats('gemma4')
+  ids, said = chat.tokenizer.get_added_vocab(), [{'role': 'tool', 'content': 'a "x"'}]
+  options = {'history': [USER], 'tools': TOOLS}
+  delta = lambda messages, token: text_of(
+    chat, chat.encode_delta(messages, ids[token], **options)
+  )
+  answer = 'response:tool{value:<|"|>a "x"<|"|>}<tool_response|>'
+  assert delta(said, '<|tool_response>') == answer
+  assert delta(said, '<turn|>') == f'<|tool_response>{answer}'
+  begin = '<|turn>model\n<|channel>thought\n<channel|>'
+  assert delta([USER], '<turn|>') == f'\n<|turn>user\nWho?<turn|>\n{begin}'
+  assert {ids['<turn|>'], ids['<|tool_response>']} <= {*chat.stop_ids}
 
 
 def test_structured_calls_are_as_the_template_writes_them(name, chats):
@@ -314,7 +330,7 @@ def test_replies_that_say_nothing_are_refused(message, said, chats):
     chats('qwen2.5').encode_reply({'role': 'assistant', **message})
 
 
-@pytest.mark.parametrize('model', ['gemma2', 'mistral-v0.3', 'phi4', 'gpt-oss'])
+@pytest.mark.parametrize('model', ['gemma2', 'mistral-v0.3', 'phi4', 'gpt-oss', 'gemma4'])
 def test_an_episode_trains_on_what_its_tool_answered(model, chats):
   """From the logits to the segment; the grammar stands for a policy that has learnt."""
   chat = chats(model)

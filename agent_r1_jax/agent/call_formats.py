@@ -5,7 +5,7 @@ import contextvars
 import json
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import call_parsers, harmony, template_forms
+from agent_r1_jax.agent import call_parsers, gemma_calls, harmony, template_forms
 from agent_r1_jax.agent.call_parsers import write_json
 from agent_r1_jax.agent.calls import CallFormat
 
@@ -146,7 +146,24 @@ HARMONY = CallFormat(
   frame=harmony.frame,
 )
 
-_ALL = HERMES, QWEN3_CODER, MISTRAL, LLAMA3, SEARCH_R1, RETOOL, REACT, HARMONY
+GEMMA4 = CallFormat(
+  'gemma4',
+  gemma_calls.parse,
+  gemma_calls.render,
+  ('<|tool_call>',),
+  gemma_calls.CLOSE,
+  types.ControlText(
+    _TOOLS + 'A call names the tool and its arguments; texts stand in quotes:\n'
+    '<|tool_call>call:NAME{{an argument:<|"|>its value<|"|>,another:3}}<tool_call|>\n'
+    'What the tool answers comes after it.'
+  ),
+  write=gemma_calls.write,
+  ends=('<turn|>', gemma_calls.ANSWER),
+  within=(gemma_calls.QUOTE, gemma_calls.CLOSE, '<|tool_call>'),
+  answer_begin=gemma_calls.ANSWER,
+)
+
+_ALL = HERMES, QWEN3_CODER, MISTRAL, LLAMA3, SEARCH_R1, RETOOL, REACT, HARMONY, GEMMA4
 FORMATS = {f.name: f for f in _ALL}
 
 # The format of the chat whose episode is played: a rollout sets it, and environments and

@@ -83,6 +83,8 @@ class CallFormat:
     write: Makes messages that the template takes, which otherwise are tried one by one
       (template_forms.py); None if the template needs no other form.
     ends: The control tokens that end a reply, if they are not the template's end of turn.
+    within: The control tokens of a call, which end no reply.
+    answer_begin: The control token with which an answer begins, if it may end a reply.
     frame: Writes a reply that is only text as the model does.
   """
 
@@ -97,6 +99,8 @@ class CallFormat:
   only_tool: str | None = None
   write: Callable[[Sequence[types.Message]], list[types.Message]] | None = None
   ends: tuple[str, ...] = ()
+  within: tuple[str, ...] = ()
+  answer_begin: str = ''
   frame: Callable[[str], str] = lambda text: text
 
   def describe(self, schemas: Schemas) -> types.ControlText:
@@ -121,6 +125,9 @@ _ANALYSIS = re.compile(
   r'<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>(?:<\|start\|>assistant)?|\Z)',
   re.DOTALL,
 )
+# The tags around thoughts: of most models, and of Gemma 4.
+_OPEN, _CLOSE = ('<think>', '<|channel>thought'), ('</think>', '<channel|>')
+_THOUGHT_TAGS = re.compile(f'({"|".join(map(re.escape, _OPEN + _CLOSE))})')
 # How the pattern of `scan` begins.
 THINK = '<think>|</think>|'
 # The most malformed calls of a reply that are read. To find that a call is malformed can
@@ -173,12 +180,13 @@ class _Thoughts:
 
   def note(self, tag: str) -> bool:
     """Notes a tag; returns whether it is one of thoughts."""
-    if tag == '<think>' and not self._is_open:
+    opens, closes = tag in _OPEN, tag in _CLOSE
+    if opens and not self._is_open:
       self._begin, self._is_open = len(self._found), True
-    elif tag == '</think>':
+    elif closes:
       del self._found[self._begin :]
       self._is_open = False
-    return tag in ('<think>', '</think>')
+    return opens or closes
 
 
 def remove_thoughts(text: str) -> str:
@@ -186,7 +194,7 @@ def remove_thoughts(text: str) -> str:
   text = _ANALYSIS.sub('', text)
   found: list[str] = []
   thoughts = _Thoughts(found)
-  for piece in re.split('(<think>|</think>)', text):
+  for piece in _THOUGHT_TAGS.split(text):
     if not thoughts.note(piece):
       found.append(piece)
   return ''.join(found)

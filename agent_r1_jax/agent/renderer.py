@@ -131,7 +131,8 @@ class Renderer:
     text, mark = self._render(messages, tools, **template_kwargs)
     tail = text.rpartition(word)[2]
     # In Harmony the reply is an argument of a call, which the template goes on to close.
-    end = self._control.pattern.search(tail) if self.format.write else None
+    tags = self._control.pattern.finditer(tail) if self.format.write else ()
+    end = next((tag for tag in tags if tag[0] not in self.format.within), None)
     return tail[end.start() :] if end else tail, mark
 
   def _render(self, messages, tools=(), **template_kwargs) -> tuple[str, str]:

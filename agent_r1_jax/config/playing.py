@@ -18,6 +18,7 @@ TOOL_FORMATS = (
   'retool',
   'react',
   'harmony',
+  'gemma4',
 )
 
 
