@@ -146,10 +146,10 @@ class States:
     adapter = peft_files.load(folder, self._config)
     shape = learning.Shape(record['rank'], record['seed'], tuple(record['targets']))
     # From alpha and rank, PEFT's file may round it.
-    scale = np.full(self._config.num_layers, np.float32(learning.ALPHA / shape.rank))
+    scale = np.float32(learning.ALPHA / shape.rank)
     for kernels in adapter['layers'].values():
       for leaves in kernels.values():
-        leaves['lora_scale'] = scale
+        leaves['lora_scale'] = np.full(leaves['lora_scale'].shape, scale)
     if not optimizer:
       return shape, adapter, None
     if not (folder / _OPTIMIZER).is_file():
