@@ -58,6 +58,8 @@ class Meter:
     now, before = self._read(), self._before
     seconds, sampled, idle = (a - b for a, b in zip(now, before, strict=True))
     self._before = now
+    # A wait is counted at its end, and may have begun in the step before.
+    idle = min(idle, seconds * len(self._engine.replicas))
     return {
       'machine/tokens_per_second': sampled / seconds,
       'machine/idle': idle / (seconds * len(self._engine.replicas)),
