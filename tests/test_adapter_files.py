@@ -123,9 +123,10 @@ def _served_adapter():
 
 class TestServer:
   def test_the_script_serves_adapters_of_several_ranks(self, tmp_path):
-    peft_files.save(tmp_path / 'a', _served_adapter(), 'base', tiny.config())
-    other = lora.add(serving.policy()[1], 3, ('v',), 1.0, jax.random.key(0))
-    peft_files.save(tmp_path / 'b', other, 'base', tiny.config())
+    shape, params, _ = serving.policy()
+    peft_files.save(tmp_path / 'a', _served_adapter(), 'base', shape)
+    other = lora.add(params, 3, ('v',), 1.0, jax.random.key(0))
+    peft_files.save(tmp_path / 'b', other, 'base', shape)
     model = serving.ROOT / 'experiments/miniwiki/model'
     command = ['-m', 'experiments.serve', '--port=0', f'--config.model.path={model}']
     command += [f'--adapter={name}={tmp_path / name}' for name in 'ab']

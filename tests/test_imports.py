@@ -1,4 +1,4 @@
-"""Who may import whom (CONTRIBUTING.md, What we keep to), read from the syntax of every file."""
+"""Who may import whom (CONTRIBUTING.md), read from the syntax of every file."""
 
 import ast
 from collections.abc import Iterator

@@ -134,6 +134,7 @@ class Attention(nn.Module):
     biased = self.config.facts.has('attn/q/bias')
     return Projection(outputs, self.config.dtype, use_bias=biased, name=name)
 
+  @nn.nowrap
   def _project_keys(self, x_BTD: Array) -> tuple[Array, Array]:
     """Computes keys, and values or the same again."""
     c, heads = self.config, self.config.get_heads(self.shape.sees_all)
@@ -188,6 +189,7 @@ class Block(nn.Module):
       kept = kv_cache.write_experts(kept, expert_BTk, rows.positions)
     return x_BTD, kept
 
+  @nn.nowrap
   def _feed_forward(
     self, x_BTD: Array, route_BTk: Array | None
   ) -> tuple[Array, Array | None]:
@@ -205,6 +207,7 @@ class Block(nn.Module):
     first, second = (self._normalise(*part) for part in parts)
     return first + second, expert_BTk
 
+  @nn.nowrap
   def _mix_experts(
     self, x_BTD: Array, route_BTk: Array | None, routed_BTD: Array | None = None
   ) -> tuple[Array, Array]:
