@@ -212,10 +212,8 @@ class Chat(renderer_lib.Renderer):
       tail = self._end + tail
     ids = self._insert_pictures(self._encode(tail, mark, max_tokens), messages)
     ended = last_token is None or last_token in self.stop_ids
-    if (
-      last_token is not None and self.format.answer_begin
-    ):  # Of two ends it may be either.
-      ended = last_token == ids[0]
+    if last_token is not None and self.format.answer_begin:
+      ended = last_token == ids[0]  # Of two ends it may be either.
     return ids[1:] if ended else ids
 
   def attach(self, ids: np.ndarray, messages: Sequence[types.Message]) -> types.Prompt:

@@ -84,7 +84,7 @@ class Environments:
     """
     with self._lock:
       if not self._holders:
-        self._holders = _connect(*self._given)
+        self._holders = self._connect()
     holders = self._holders
     return holders.run(holders.make(call_formats.chat_format.get())).result()
 
@@ -102,28 +102,21 @@ class Environments:
       holders.close()
       actors.disconnect()
 
+  def _connect(self) -> '_Holders':
+    """Connects to the cluster, and starts a thread that looks after the actors."""
+    make_env, maximum, takes, address, wait_seconds, silence_seconds = self._given
+    packed = actors.pack(make_env, 'environments: make_env')
+    actors.connect(address, 'environments')
+    made = futures.Future()
 
-def _connect(
-  make_env: Callable[[], Any],
-  maximum: int,
-  takes: Mapping[str, Any],
-  address: str | None,
-  wait_seconds: float,
-  silence_seconds: float,
-) -> '_Holders':
-  """Connects to the cluster, and starts a thread that looks after the actors."""
-  actors.connect(address, 'environments')
-  packed = actors.pack(make_env, 'environments: make_env')
-  made = futures.Future()
+    async def look_after():
+      holders = _Holders(packed, takes, wait_seconds, silence_seconds)
+      made.set_result(holders)
+      await holders.keep(maximum)
 
-  async def look_after():
-    holders = _Holders(packed, takes, wait_seconds, silence_seconds)
-    made.set_result(holders)
-    await holders.keep(maximum)
-
-  run = functools.partial(asyncio.run, look_after())
-  threading.Thread(target=run, daemon=True, name='environments').start()
-  return made.result()
+    run = functools.partial(asyncio.run, look_after())
+    threading.Thread(target=run, daemon=True, name='environments').start()
+    return made.result()
 
 
 class _Holders:
