@@ -4,6 +4,7 @@ import functools
 
 import clients
 import jax
+import numpy as np
 import tiny
 
 from agent_r1_jax.models import families, lora
@@ -32,6 +33,19 @@ def add(name, seed=0):
     return scale * jax.random.normal(key, x.shape) if 'lora_b' in str(path) else x
 
   return lora.join(jax.tree_util.tree_map_with_path(draw, learned), frozen)
+
+
+def draw_b(params):
+  """Draws the B of adapters, which are zeros at first."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: (
+      np.asarray(x)
+      + np.float32(0.2) * np.sin(np.float32(np.arange(x.size))).reshape(x.shape)
+      if 'lora_b' in str(path)
+      else x
+    ),
+    params,
+  )
 
 
 def make(name, seed=0):

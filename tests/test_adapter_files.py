@@ -21,7 +21,7 @@ import tiny
 from agent_r1_jax.models import (
   lora,
 )
-from agent_r1_jax.models.files import peft_files
+from agent_r1_jax.models.files import peft_files, weights
 
 _TENSOR = 'base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight'
 
@@ -34,15 +34,74 @@ class TestFiles:
     plain.equal(found, adapted.make(name))
     plain.equal(lora.join(clients.params(), found), adapted.add(name))
 
-  @pytest.mark.parametrize(('family', 'layers'), [('qwen3_moe', 2), ('gemma4_text', 4)])
-  def test_of_layers_of_all_kinds(self, tmp_path, family, layers):
-    """Experts get no adapters, nor have layers that share keys one of their own."""
+  @pytest.mark.parametrize(
+    ('family', 'layers', 'targets'),
+    [
+      ('qwen3_moe', 2, 'qkvo'),
+      ('gemma4_text', 4, 'qkvo'),
+      ('qwen3_5_text', 2, 'qkvozab'),
+      ('phi3', 1, 'qv'),
+    ],
+  )
+  def test_of_layers_of_all_kinds(self, tmp_path, family, layers, targets):
+    """Experts get no adapters, nor have layers that share keys one of their own.
+
+    Modules of several kernels have all of their ranks, and zeros where one has none.
+    """
     config = tiny.config(family, layers)
-    params = lora.add(
-      tiny.params(config), 2, ('q', 'k', 'v', 'o'), 4.0, jax.random.key(0)
-    )
+    added = lora.add(tiny.params(config), 2, targets, 4.0, jax.random.key(0))
+    params = adapted.draw_b(added)
     peft_files.save(tmp_path, params, 'base', config)
     plain.equal(peft_files.load(tmp_path, config), lora.take(params))
+    # And what PEFT adds to the base is what is merged here.
+    for name, x in (('base', tiny.params(config)), ('merged', params)):
+      weights.save(tmp_path / name, config, x)
+    read = lambda file: safetensors_numpy.load_file(tmp_path / file)
+    base, merged = (read(f'{name}/model.safetensors') for name in ('base', 'merged'))
+    adapter, settings = (
+      read('adapter_model.safetensors'),
+      tmp_path / 'adapter_config.json',
+    )
+    settings = json.loads(settings.read_text())
+    changed = {name for name in base if not np.array_equal(base[name], merged[name])}
+    names = {f'base_model.model.{name.removesuffix(".weight")}' for name in changed}
+    assert {*adapter} == {f'{name}.lora_{x}.weight' for name in names for x in 'AB'}
+    for name in changed:
+      module = name.removesuffix('.weight')
+      a, b = (adapter[f'base_model.model.{module}.lora_{x}.weight'] for x in 'AB')
+      end = module.split('.')[-1]
+      assert len(a) == settings.get('rank_pattern', {}).get(end, 2)
+      scale = settings.get('alpha_pattern', {}).get(end, 4.0) / len(a)
+      np.testing.assert_allclose(merged[name], base[name] + scale * b @ a, atol=1e-6)
+
+  @pytest.mark.parametrize('mixes', [False, True])
+  def test_of_a_module_of_three_kernels_that_others_have_trained(self, tmp_path, mixes):
+    """With one A; at the rank of three, each B must be in a block of its own."""
+    config = tiny.config('qwen3_5_text')
+    peft_files.save(tmp_path, _full_of(config), 'base', config)
+    files = [tmp_path / x for x in ('adapter_config.json', 'adapter_model.safetensors')]
+    tensors = safetensors_numpy.load_file(files[1])
+    module = 'base_model.model.model.layers.0.linear_attn.in_proj_qkv'
+    a, b = (f'{module}.lora_{x}.weight' for x in 'AB')
+    if mixes:
+      tensors[b][-1, 0] = 1.0
+      safetensors_numpy.save_file(tensors, files[1])
+      with pytest.raises(ValueError, match='lora_B.weight mixes the outputs of 3'):
+        peft_files.load(tmp_path, config)
+      return
+    one = np.random.default_rng(0).normal(size=(len(tensors[b]), 2)).astype(np.float32)
+    tensors |= {a: tensors[a][:2].copy(), b: one}
+    safetensors_numpy.save_file(tensors, files[1])
+    settings = json.loads(files[0].read_text()) | {
+      'rank_pattern': {},
+      'alpha_pattern': {},
+    }
+    files[0].write_text(json.dumps(settings))
+    found = peft_files.load(tmp_path, config)['layers']['linear']
+    for name in 'qkv':
+      plain.equal(found[name]['lora_a'][0], tensors[a].T)
+    joined = [found[name]['lora_b'][0].reshape(2, -1) for name in 'qkv']
+    plain.equal(np.concatenate(joined, -1), one.T)
 
   def test_numbers_of_16_bits_are_read(self, tmp_path):
     peft_files.save(tmp_path, adapted.add('one'), 'base', tiny.config())
@@ -109,6 +168,11 @@ class TestFiles:
       (tmp_path / name).unlink()
       with pytest.raises(ValueError, match=f'{name}: missing; give a directory'):
         peft_files.load(tmp_path, tiny.config())
+
+
+def _full_of(config):
+  added = lora.add(tiny.params(config), 2, 'qkv', 4.0, jax.random.key(0))
+  return adapted.draw_b(added)
 
 
 @functools.cache

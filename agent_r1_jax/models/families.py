@@ -296,16 +296,16 @@ FAMILIES['gemma4_unified_text'] = _GEMMA4._replace(
   part_of='gemma4_unified',
 )
 _NAMES = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
-# The kernels that may have 8 bits, and to which LoRA may be added, by path. A new one
-# comes last, for its random numbers depend on its place.
+# The kernels of layers, by path, to which LoRA may be added. A new one comes last, for
+# its random numbers depend on its place.
 KERNELS = {
   x.path: x
-  for part in (p.ATTENTION, p.MLP, p.FULL_ATTENTION, p.WIDE_MLP)
+  for part in (p.ATTENTION, p.MLP, p.FULL_ATTENTION, p.WIDE_MLP, p.DELTA_NET)
   for x in part
-  if x.target in _NAMES
+  if x.target in (*_NAMES, 'z', 'a', 'b') and x.path.endswith('/kernel')
 }
-# What LoRA may be added to: name -> its first kernel. Gemma 4 has several, in layers of
-# different kinds.
+# What every dense model can be adapted in: name -> its first kernel. Gemma 4 and Qwen3.5
+# have several, in layers of different kinds.
 TARGETS = {name: next(x for x in KERNELS.values() if x.target == name) for name in _NAMES}
 
 

@@ -64,11 +64,10 @@ class Adapters(NamedTuple):
 
 
 def check_targets(targets: Sequence[str]) -> None:
-  """Raises ValueError if there is no target, or one that families.TARGETS lacks."""
-  if not targets or set(targets) - families.TARGETS.keys():
-    raise ValueError(
-      f'lora_targets is {tuple(targets)}; give one or more of {tuple(families.TARGETS)}.'
-    )
+  """Raises ValueError if there is no target, or one that no kernel has."""
+  names = tuple(dict.fromkeys(x.target for x in families.KERNELS.values()))
+  if not targets or set(targets) - {*names}:
+    raise ValueError(f'lora_targets is {tuple(targets)}; give one or more of {names}.')
 
 
 def list_targets(config: DecoderConfig) -> list[Parameter]:
@@ -101,7 +100,7 @@ def add(
   """Adds adapters to parameters; B is 0, so that the policy stays the same.
 
   A is normal with variance 1 / inputs, and does not depend on the other targets. The
-  scale s is alpha / rank; `targets` are names in families.TARGETS, in any order. Other
+  scale s is alpha / rank; `targets` are names of families.KERNELS, in any order. Other
   arrays are shared, not copied.
 
   Raises:
@@ -128,8 +127,8 @@ def add(
   for name in targets:
     if name not in added:
       raise ValueError(
-        f'lora_targets has {name}, and the layers of this model have experts in its '
-        'place, which get no adapters; give q,k,v,o or some of them.'
+        f'lora_targets has {name}, and the layers of this model have none, or experts in '
+        'its place, which get no adapters; give q,k,v,o or some of them.'
       )
   return params | {'layers': layers}
 

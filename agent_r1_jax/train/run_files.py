@@ -198,8 +198,7 @@ class RunFiles:
       target = self.workdir / ('model' if name == 'policy' else name)
       weights.save(target, model, state.params, **options)
     policy = train_state.states['policy'].params
-    # PEFT has one adapter for projections that are one tensor in a checkpoint.
-    if lora.is_in(policy) and not model.facts.fused:
+    if lora.is_in(policy):
       source = pathlib.Path(base).resolve()
       peft_files.save(self.workdir / 'adapter', policy, source, model)
 

@@ -2,19 +2,25 @@
 
 PEFT adds s · B · A to a weight [outputs, inputs]; ours is s · A · B beside a kernel
 [inputs, outputs] (models/lora.py). So a tensor of PEFT is our layer, transposed.
+
+Where a module of transformers has the outputs of n kernels of ours (Phi-4, Qwen3.5), its
+adapter has n times the rank: one A after the other, and each B in a block of its own. An
+adapter of the plain rank, as others train them, becomes n that have its A in common.
 """
 
 import json
 import math
 import os
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from agent_r1_jax.models import decoder, lora, sharding
+from agent_r1_jax.models.decoder_config import DecoderConfig
+from agent_r1_jax.models.family import Parameter
 from agent_r1_jax.models.files import json_fields, tensor_files
 
 _ROOT = 'base_model.model.'  # In front of the names of the base's modules.
@@ -26,8 +32,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
   'use_rslora': (False, None),
   'use_dora': (False, None),
   'fan_in_fan_out': (False, None),
-  'rank_pattern': ({}, None),
-  'alpha_pattern': ({}, None),
   'bias': ('none', None),
   'lora_bias': (False, None),
   'modules_to_save': (None, []),
@@ -61,20 +65,21 @@ def save(
     raise ValueError('params have no adapters; weights.save writes a complete model.')
   facts = config.facts
   tensors: dict[str, np.ndarray] = {}
-  modules, rank, alpha = [], 0, 0.0
-  for target in lora.list_targets(config):
-    leaf = params['layers'].get(target.place, {}).get(target.target, {})
-    if 'lora_a' not in leaf:
+  modules, rank, alpha, joined = [], 0, 0.0, {}
+  for module in _list_modules(config):
+    adapters = [_get_adapter(params, target) for target in module.targets]
+    having = [adapter for adapter in adapters if adapter]
+    if not having:
       continue
-    a, b, scale = (sharding.to_numpy(leaf[part]) for part in lora.LEAVES)
-    rank, alpha = a.shape[-1], float(scale[0]) * a.shape[-1]
-    module = target.tensor.removesuffix('.weight')
-    modules.append(module.split('.')[-1])
-    having = config.list_layers(target.path)
-    for layer, a_layer, b_layer in zip(having, a, b, strict=True):
-      path = _ROOT + facts.write_name(module.format(layer))
-      tensors[f'{path}.lora_A.weight'] = _stored(a_layer.reshape(-1, rank))
-      tensors[f'{path}.lora_B.weight'] = _stored(b_layer.reshape(rank, -1))
+    rank, alpha = having[0][0].shape[-1], having[0][2] * having[0][0].shape[-1]
+    modules.append(module.end)
+    if len(adapters) > 1:
+      joined[module.end] = len(adapters)
+    a, b = _join(config, module, adapters, rank)
+    for layer, a_IR, b_RO in zip(module.layers, a, b, strict=True):
+      path = _ROOT + facts.write_name(module.name.format(layer))
+      tensors[f'{path}.lora_A.weight'] = _stored(a_IR)
+      tensors[f'{path}.lora_B.weight'] = _stored(b_RO)
   if jax.process_index():
     return
   folder = pathlib.Path(directory)
@@ -84,6 +89,7 @@ def save(
   modules = [*dict.fromkeys(modules)]
   names = f'{facts.write_name("model.")}.*({"|".join(modules)})'
   settings = _config(rank, alpha, names if facts.renamed else modules, base)
+  settings |= _list_patterns(joined, rank, alpha)
   text = json.dumps(settings, indent=2) + '\n'
   (folder / _CONFIG).write_text(text, 'utf-8')
 
@@ -108,28 +114,38 @@ def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder
         f'{folder / name}: missing; give a directory with an adapter, such as '
         'WORKDIR/adapter of a run, or what save_pretrained of PEFT writes.'
       )
-  rank, alpha = _read_config(folder / _CONFIG)
+  modules = _list_modules(config)
+  parts = {x.end: len(x.targets) for x in modules if len(x.targets) > 1}
+  rank, alpha, wide = _read_config(folder / _CONFIG, parts)
   file = folder / _TENSORS
   tensors = {}
   for name, tensor in tensor_files.read_header(file).items():
     _, root, module = name.rpartition(_ROOT)
     tensors[root + config.facts.read_name(module)] = tensor
   layers: dict[str, Any] = {}
-  for target in lora.list_targets(config):
-    tensor = f'{_ROOT}{target.tensor.removesuffix(".weight")}.lora_{{}}.weight'
-    having = config.list_layers(target.path)
+  for module in modules:
     names = {
-      leaf: [tensor.format(layer, part) for layer in having]
-      for leaf, part in (('lora_a', 'A'), ('lora_b', 'B'))
+      part: [f'{_ROOT}{module.name}.lora_{part}.weight'.format(x) for x in module.layers]
+      for part in 'AB'
     }
-    if tensors.keys().isdisjoint(names['lora_a'] + names['lora_b']):
+    if tensors.keys().isdisjoint(names['A'] + names['B']):
       continue
-    shapes = lora.get_shapes(config, target, rank)
-    leaves = {
-      leaf: _read_leaf(file, tensors, names[leaf], shapes[leaf]) for leaf in names
-    }
-    leaves['lora_scale'] = jnp.full(len(having), alpha / rank, jnp.float32)
-    layers.setdefault(target.place, {})[target.target] = leaves
+    shapes = [lora.get_shapes(config, target, rank) for target in module.targets]
+    inner = rank * (len(module.targets) if module.end in wide else 1)
+    inputs = math.prod(shapes[0]['lora_a'][1:-1])
+    outputs = [math.prod(x['lora_b'][2:]) for x in shapes]
+    a = _read_tensors(file, tensors, names['A'], (inputs, inner))
+    b = _read_tensors(file, tensors, names['B'], (inner, sum(outputs)))
+    for i, (a_part, b_part) in enumerate(_split(file, names['B'], a, b, rank, outputs)):
+      if len(module.targets) > 1 and not a_part.any():
+        continue  # What has no adapter in a module of several.
+      target, leaves = module.targets[i], (a_part, b_part)
+      leaves = {
+        leaf: jax.device_put(x.reshape(shapes[i][leaf]))
+        for leaf, x in zip(('lora_a', 'lora_b'), leaves, strict=True)
+      }
+      leaves['lora_scale'] = jnp.full(len(module.layers), alpha / rank, jnp.float32)
+      layers.setdefault(target.place, {})[target.target] = leaves
   if tensors:
     targets = dict.fromkeys(x.target for x in lora.list_targets(config))
     raise ValueError(
@@ -142,8 +158,109 @@ def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder
   return {'layers': layers}
 
 
-def _read_config(file: pathlib.Path) -> tuple[int, float]:
-  """Reads the rank and alpha; refuses settings that compute something else."""
+class _Module(NamedTuple):
+  """A module of transformers, and our kernels whose outputs it has."""
+
+  name: str  # '{}' stands for the layer.
+  targets: list[Parameter]
+  layers: list[int]
+
+  @property
+  def end(self) -> str:
+    """The last part of its name."""
+    return self.name.split('.')[-1]
+
+
+def _list_modules(config: DecoderConfig) -> list[_Module]:
+  """Lists what adapters may be of, in the order of lora.list_targets."""
+  fused = config.facts.fused
+  owner = {part: whole for whole, parts in fused.items() for part in parts}
+  modules: dict[str, _Module] = {}
+  for target in lora.list_targets(config):
+    name = owner.get(target.tensor, target.tensor).removesuffix('.weight')
+    # Layers of two kinds may have modules of the same name.
+    key = f'{target.place}/{name}'
+    module = _Module(name, [], config.list_layers(target.path))
+    modules.setdefault(key, module).targets.append(target)
+  return [*modules.values()]
+
+
+def _get_adapter(
+  params: decoder.Params, target: Parameter
+) -> tuple[np.ndarray, np.ndarray, float] | None:
+  """Returns A [L, I, R], B [L, R, O] and s, if there are any."""
+  leaf = params['layers'].get(target.place, {}).get(target.target, {})
+  if 'lora_a' not in leaf:
+    return None
+  a, b, scale = (sharding.to_numpy(leaf[part]) for part in lora.LEAVES)
+  L, R = len(a), a.shape[-1]
+  return a.reshape(L, -1, R), b.reshape(L, R, -1), float(scale[0])
+
+
+def _join(
+  config: DecoderConfig, module: _Module, adapters: list[Any], rank: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Makes one A and one B of those of a module; what has none gets zeros."""
+  shapes = [lora.get_shapes(config, target, rank) for target in module.targets]
+  L, n = len(module.layers), len(adapters)
+  outputs = [math.prod(x['lora_b'][2:]) for x in shapes]
+  a_LIR = np.zeros((L, math.prod(shapes[0]['lora_a'][1:-1]), n * rank), np.float32)
+  b_LRO = np.zeros((L, n * rank, sum(outputs)), np.float32)
+  for adapter, rows, columns in zip(adapters, *_list_blocks(rank, outputs), strict=True):
+    if adapter:
+      a_LIR[..., rows], b_LRO[:, rows, columns] = adapter[:2]
+  return a_LIR, b_LRO
+
+
+def _split(
+  file: pathlib.Path,
+  names: list[str],
+  a_LIR: np.ndarray,
+  b_LRO: np.ndarray,
+  rank: int,
+  outputs: list[int],
+) -> list[tuple[np.ndarray, np.ndarray]]:
+  """Does the inverse of `_join`, or shares an A of the plain rank."""
+  ranks, columns = _list_blocks(rank, outputs)
+  if a_LIR.shape[-1] == rank:
+    return [(a_LIR, b_LRO[..., block]) for block in columns]
+  blocks = [*zip(ranks, columns, strict=True)]
+  others = b_LRO.copy()
+  for rows, block in blocks:
+    others[:, rows, block] = 0
+  if others.any():
+    raise ValueError(
+      f'{file}: {names[int(others.any((1, 2)).argmax())]} mixes the outputs of '
+      f'{len(blocks)} projections, and only such as `save` writes them are read at this '
+      'rank; merge the adapter with PEFT (merge_and_unload) and load the model.'
+    )
+  return [(a_LIR[..., rows], b_LRO[:, rows, block]) for rows, block in blocks]
+
+
+def _list_blocks(rank: int, outputs: list[int]) -> tuple[list[slice], list[slice]]:
+  """Returns which of the ranks, and which of the outputs, each part of a module has."""
+  ends = np.cumsum(outputs)
+  ranks = [slice(i * rank, (i + 1) * rank) for i in range(len(outputs))]
+  return ranks, [slice(end - n, end) for n, end in zip(outputs, ends, strict=True)]
+
+
+def _list_patterns(joined: dict[str, int], rank: int, alpha: float) -> dict[str, Any]:
+  """Returns PEFT's settings for modules of several kernels, by how many they have."""
+  if not joined:
+    return {}
+  return {
+    'rank_pattern': {name: n * rank for name, n in joined.items()},
+    'alpha_pattern': {name: n * alpha for name, n in joined.items()},
+  }
+
+
+def _read_config(
+  file: pathlib.Path, parts: dict[str, int]
+) -> tuple[int, float, list[str]]:
+  """Reads the rank, alpha, and which modules have the rank of all their parts.
+
+  Settings that compute something else are refused.
+  """
   raw = json_fields.read_json(file)
   for name, values in _PLAIN.items():
     value = raw.get(name, values[0])
@@ -154,35 +271,41 @@ def _read_config(file: pathlib.Path) -> tuple[int, float]:
       )
   try:
     rank = json_fields.read_number(raw, 'r')
-    return rank, json_fields.read_number(raw, 'lora_alpha', float)
+    alpha = json_fields.read_number(raw, 'lora_alpha', float)
   except ValueError as error:
     raise ValueError(f'{file}: {error}') from None
+  wide = [name for name in raw.get('rank_pattern') or {} if name in parts]
+  plain = _list_patterns({name: parts[name] for name in wide}, rank, alpha)
+  for name in ('rank_pattern', 'alpha_pattern'):
+    if (raw.get(name) or {}) != plain.get(name, {}):
+      raise ValueError(
+        f'{file}: {name} is {raw[name]!r:.80}, and one rank and one alpha are computed '
+        'here; merge the adapter with PEFT (merge_and_unload) and load the model.'
+      )
+  return rank, alpha, wide
 
 
-def _read_leaf(
+def _read_tensors(
   file: pathlib.Path,
   tensors: dict[str, tensor_files.Tensor],
   names: list[str],
-  shape: tuple[int, ...],
-) -> jax.Array:
-  """Reads A [L, *inputs, R] or B [L, R, *outputs], and takes its tensors from `tensors`.
+  transposed: tuple[int, int],
+) -> np.ndarray:
+  """Reads A [L, I, R] or B [L, R, O], and takes its tensors from `tensors`.
 
   Args:
     file: Where they are.
-    tensors: Those that no leaf has read yet.
+    tensors: Those that nothing has read yet.
     names: A name for each layer.
-    shape: The leaf's.
+    transposed: The shape of a tensor's transpose.
   """
-  array = np.empty(shape, np.float32)
+  array = np.empty((len(names), *transposed), np.float32)
   for layer, name in enumerate(names):
     tensor = tensors.pop(name, None)
     if tensor is None:
       raise ValueError(
         f'{file}: no tensor {name}; every layer must have the same adapters.'
       )
-    # Transposed, A is [inputs, R] and B is [R, outputs].
-    inner = shape[1:-1] if '.lora_A.' in name else shape[1:2]
-    transposed = math.prod(inner), math.prod(shape[1:]) // math.prod(inner)
     if tensor.shape != transposed[::-1]:
       raise ValueError(
         f'{file}: tensor {name} has shape {list(tensor.shape)}, by the model and '
@@ -194,8 +317,8 @@ def _read_leaf(
         f'{file}: tensor {name} has numbers that are not finite: the training that wrote '
         'them diverged, or the file is damaged; take an earlier adapter.'
       )
-    array[layer] = x.T.reshape(shape[1:])
-  return jax.device_put(array)
+    array[layer] = x.T
+  return array
 
 
 def _stored(matrix: np.ndarray) -> np.ndarray:
