@@ -268,8 +268,10 @@ def put(stacks: Stacks, slot: int, values: Stacks) -> Stacks:
   """Returns stacks with what `prepare` made in a slot; the given ones stay as is."""
 
   def put_leaf(stack, value):
-    # The result of a sharded update may lie elsewhere.
-    return jax.device_put(_put(stack, np.int32(slot), value), stack.sharding)
+    new = _put(stack, np.int32(slot), value)
+    # The result of a sharded update may lie elsewhere. Without a mesh nothing that a
+    # program reads is committed to a device, or it would be compiled for both.
+    return jax.device_put(new, stack.sharding) if stack.committed else new
 
   return jax.tree.map(put_leaf, stacks, values)
 
