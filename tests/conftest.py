@@ -34,13 +34,11 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.03'
 os.environ['HF_HUB_OFFLINE'] = '1'
 
 import jax
-import jaxtyping
 import pytest
+import shapes
 
 # The shapes in the signatures of the device's rooms are checked while the tests run.
-jaxtyping.install_import_hook(
-  ['agent_r1_jax.models', 'agent_r1_jax.engine', 'agent_r1_jax.rl'], 'shapes.checked'
-)
+shapes.install(['agent_r1_jax.models', 'agent_r1_jax.engine', 'agent_r1_jax.rl'])
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 # Traces of programs make many objects, and hardly a circle of them.
 gc.set_threshold(20_000, 20, 20)

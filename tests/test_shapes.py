@@ -1,64 +1,48 @@
-"""Workflow and ReAct on miniwiki."""
+"""Arrays that are not as a signature says are found while the tests run."""
 
-import asyncio
+import dataclasses
 
+from jaxtyping import Float
+import numpy as np
 import pytest
+import shapes
 
-from agent_r1_jax import testing
-from agent_r1_jax.tasks import qa
-from agent_r1_jax.tools import search
-from experiments import react
-from experiments.miniwiki import shapes
-from experiments.miniwiki import tasks as miniwiki
+from agent_r1_jax.rl import advantages
 
 
-@pytest.fixture(scope='module')
-def world():
-  """A question of several hops, and the tool."""
-  tasks = (t for t in miniwiki.train_tasks(0, 64) if t.info['kind'] == 'bridge')
-  retriever = miniwiki.make_index(miniwiki.corpus(0, 'train'))
-  return next(tasks), search.search_tool(retriever, k=1)
+@dataclasses.dataclass
+class Pair:
+  x: Float[np.ndarray, 'n']
+  y: Float[np.ndarray, 'n'] | None
+
+  def take(self, x: Float[np.ndarray, 'n']) -> tuple['Pair', Float[np.ndarray, 'n']]:
+    return Pair(x, x), x[1:]
 
 
-async def _play(environment, task, replies):
-  """The last step of an episode that ends with the last reply."""
-  step = None
-  await environment.reset(task)
-  for reply in replies:
-    assert step is None or not step.done
-    step = await environment.step(reply)
-  assert step.done
-  return step
+def add(
+  x: Float[np.ndarray, 'n'], times: int, y: Float[np.ndarray, 'n']
+) -> Float[np.ndarray, 'n']:
+  return x[:times] + y[:times]
 
 
-def test_a_right_answer_is_rewarded_in_either_shape(world):
-  task, tool = world
-  names = [*task.info['chain'], *task.answer]
-  # A workflow looks up what was answered last, and ends after READS searches.
-  named = [*names[1:], *[names[-1]] * shapes.READS][: shapes.READS]
-  flow = _play(shapes.Workflow(tool), task, [f'<answer> {x}</answer>' for x in named])
-  step = asyncio.run(flow)
-  assert step.reward == 1.0 and step.metrics['tool_calls'] == shapes.READS
-  calls = [
-    f'Thought: I search.\nAction: search\nAction Input: {{"query": " {name}"}}'
-    for name in task.info['chain']
-  ]
-  agent = react.ReAct([tool], qa.paper_reward, qa.metrics)
-  end = f'Final Answer: <answer> {names[-1]}</answer>'
-  step = asyncio.run(_play(agent, shapes.react_task(task), [*calls, end]))
-  assert step.reward == 1.0
+@pytest.mark.parametrize(
+  ('call', 'named'),
+  [
+    (lambda x: shapes.check(add)(x, 1, y=x), 'return'),
+    (lambda x: shapes.check(add)(x, 3, y=x[:2]), 'y'),
+    (lambda x: shapes.check(add)(x[None], 3, x), 'x'),
+    (lambda x: shapes.check(Pair)(x, x[:2]), 'y'),
+    (lambda x: shapes.check(Pair.take)(Pair(x, x), x), 'return'),
+    # As the hook has been installed.
+    (lambda x: advantages._normalized(x[None], divide_by_std=True, eps=0.1), 'x'),
+  ],
+)
+def test_an_array_of_another_shape_is_named(call, named):
+  with pytest.raises(TypeError, match=rf', {named}: .*array'):
+    call(np.ones(3))
 
 
-def test_workflow_and_react_conform_to_the_protocol(world):
-  task, tool = world
-  replies = ['<answer> Oslo</answer>'] * shapes.READS
-  make = lambda: shapes.Workflow(tool)
-  steps = asyncio.run(testing.check_env(make, task, replies))
-  assert [step.fresh for step in steps] == [True] * (shapes.READS - 1) + [False]
-  # Without an answer there is nothing to search for.
-  (step,) = asyncio.run(testing.check_env(make, task, ['I do not know.']))
-  assert step.done and step.reward == -0.5
-  call = 'Thought: I search.\nAction: search\nAction Input: {"query": "Oslo"}'
-  make = lambda: react.ReAct([tool], qa.paper_reward, qa.metrics)
-  first, _ = asyncio.run(testing.check_env(make, task, [call, 'Final Answer: Oslo']))
-  assert first.messages[0]['content'].startswith('Observation: Doc 1 (Title: ')
+def test_what_fits_is_computed():
+  x = np.ones(3)
+  assert (shapes.check(add)(x, 3, y=x) == 2).all()
+  assert shapes.check(Pair)(x, None).x is x
