@@ -48,6 +48,24 @@ def _tower(out_dim):
   )
 
 
+def _deep_tower(out_dim, large):
+  """One of the two towers of Qwen3-VL."""
+  layers, embed, mlp = (27, 1152, 4304) if large else (24, 1024, 4096)
+  return vision_config.VisionConfig(
+    num_layers=layers,
+    embed_dim=embed,
+    num_heads=16,
+    mlp_dim=mlp,
+    out_dim=out_dim,
+    patch_size=16,
+    window_size=128,
+    full_attention=tuple(range(layers)),
+    num_places=48**2,
+    deepstack=(8, 16, 24) if large else (5, 11, 17),
+    colours=vision_config.SIGNED,
+  )
+
+
 # The fields of DecoderConfig that not all models have.
 _PARTICULARS = {
   'Llama-3.2-1B': {'rope_scaling': _LLAMA3},
@@ -74,6 +92,13 @@ _PARTICULARS = {
   },
   'Qwen2.5-VL-3B': {'mrope_section': (16, 24, 24), 'vision': _tower(2048)},
   'Qwen2.5-VL-7B': {'mrope_section': (16, 24, 24), 'vision': _tower(3584)},
+  **{
+    f'Qwen3-VL-{size}': {
+      'mrope_section': (24, 20, 20),
+      'vision': _deep_tower(out_dim, size in ('8B', '32B')),
+    }
+    for size, out_dim in {'2B': 2048, '4B': 2560, '8B': 4096, '32B': 5120}.items()
+  },
   'gemma-2-2b': {'window': 4096, 'sliding': (True, False) * 13, **_GEMMA2_CAPS},
   'gemma-3-1b': {
     'window': 512,
@@ -164,6 +189,8 @@ def _read(directory, raw):
 def _get_text(raw):
   """The fields of the language model, of which Qwen3.5 has an object."""
   text = raw | raw.get('text_config', {})
+  if raw['model_type'] in families.FAMILIES:
+    text['model_type'] = raw['model_type']
   return text | text.get('rope_parameters', {})
 
 

@@ -310,10 +310,14 @@ def test_peft_files_hold_the_merged_difference(tmp_path):
     peft_files.save(tmp_path, params, 'base', shape)
 
 
-@pytest.mark.parametrize('alone', [False, True])
-def test_the_adapter_of_a_model_that_sees_has_the_names_of_its_modules(tmp_path, alone):
+@pytest.mark.parametrize(
+  ('family', 'alone'), [('qwen2_5_vl', False), ('qwen2_5_vl', True), ('qwen3_vl', True)]
+)
+def test_the_adapter_of_a_model_that_sees_has_the_names_of_its_modules(
+  tmp_path, family, alone
+):
   """Those of transformers 5, which PEFT asks for; earlier ones are read, too."""
-  shape = tiny.config('qwen2_5_vl', 2)
+  shape = tiny.config(family, 2)
   adapted = _adapted(tiny.params(shape), targets=('q', 'down'))
   peft_files.save(tmp_path, lora.take(adapted) if alone else adapted, 'base', shape)
   found = safetensors_numpy.load_file(tmp_path / 'adapter_model.safetensors')

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: the tower and M-RoPE against transformers; golden/make_vision_golden.py."""
+"""Models that see, against transformers; golden/make_vision_golden.py has the numbers."""
 
 import dataclasses
 import functools
@@ -18,36 +18,41 @@ from agent_r1_jax.models.files import weights
 from agent_r1_jax.models.pictures import picture_tokens, vision
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden'
-_MODEL = _GOLDEN / 'decoder' / 'qwen2_5_vl'
-_GRIDS = ((3, 5), (6, 5)), ((2, 3),)
+_FAMILIES = ('qwen2_5_vl', 'qwen3_vl')
+# The grids of the pictures in each row; the last two of Qwen3-VL are of a film.
+_GRIDS = {
+  'qwen2_5_vl': (((3, 5), (6, 5)), ((2, 3),)),
+  'qwen3_vl': (((3, 5), (6, 5)), ((2, 3), (2, 4), (2, 4))),
+}
 _READER = pictures.Reader(8, 64, 10**6)
 _T = 96
 
 
 @functools.cache
-def _model():
-  return weights.load(_MODEL, dtype='float32')
+def _model(family='qwen2_5_vl'):
+  return weights.load(_GOLDEN / 'decoder' / family, dtype='float32')
 
 
 @functools.cache
-def _golden():
-  with np.load(_MODEL / 'pictures.npz') as file:
+def _golden(family='qwen2_5_vl'):
+  with np.load(_GOLDEN / 'decoder' / family / 'pictures.npz') as file:
     return dict(file)
 
 
 @functools.cache
-def _pictures():
-  config, golden = _model()[0], _golden()
-  images = (Image.fromarray(golden[f'pixels_{i}']) for i in range(3))
-  return [picture_tokens.cut(_READER.resize(x), config.vision) for x in images]
+def _pictures(family='qwen2_5_vl'):
+  config, golden = _model(family)[0], _golden(family)
+  count = sum(map(len, _GRIDS[family]))
+  shown = (golden[f'pixels_{i}'] for i in range(count))
+  return [picture_tokens.cut(pixels, config.vision) for pixels in shown]
 
 
 @functools.cache
-def _features(rows=1, patches=256):
-  """The features of the three golden pictures, and where they begin."""
-  config, params = _model()
+def _features(family='qwen2_5_vl', rows=1, patches=320):
+  """The features of the golden pictures, and where they begin."""
+  config, params = _model(family)
   batch, starts = picture_tokens.pack(
-    _pictures(), config.vision, rows=rows, patches=patches
+    _pictures(family), config.vision, rows=rows, patches=patches
   )
   return _compute_features(params, config, batch), starts
 
@@ -55,13 +60,13 @@ def _features(rows=1, patches=256):
 _compute_features = jax.jit(vision.features, static_argnums=1)
 
 
-def _row(number):
+def _row(number, family):
   """Tokens, coordinates, logits and index of a golden row."""
-  config, golden = _model()[0], _golden()
+  vision, golden = _model(family)[0].vision, _golden(family)
   tokens = golden[f'tokens_{number}']
-  grids, first = _GRIDS[number], (0, 2)[number]
-  is_picture = tokens == config.vision.image_token_id
-  starts = _features()[1][first : first + len(grids)]
+  grids, first = _GRIDS[family][number], (0, 2)[number]
+  is_picture = np.isin(tokens, [vision.image_token_id, vision.video_token_id])
+  starts = _features(family)[1][first : first + len(grids)]
   # Names of the pictures; tokens of pictures are not looked up.
   names = 10**6 + 1000 * np.arange(len(grids))
   ids = [name + np.arange(a * b) for name, (a, b) in zip(names, grids, strict=True)]
@@ -81,19 +86,19 @@ def _assert_close(actual, expected, tolerance=1e-5):
   np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * scale)
 
 
-def _pack_rows(*numbers):
+def _pack_rows(*numbers, family='qwen2_5_vl'):
   """Packs golden rows one after the other in a row of _T tokens; -1 is a text."""
   tokens, positions, ids = np.zeros((3, 1, _T), np.int32)
   places, index = np.zeros((1, _T, 3), np.int32), np.full((1, _T), -1, np.int32)
   start, expected = 0, []
   for i, number in enumerate(numbers, start=1):
     if number < 0:
-      with np.load(_MODEL / 'logits.npz') as file:
+      with np.load(_GOLDEN / 'decoder' / family / 'logits.npz') as file:
         row, logits = file['tokens_1'], file['logits_1']
       coordinates = np.tile(np.arange(len(row))[:, None], (1, 3))
       parts = row, coordinates, logits, np.full(len(row), -1)
     else:
-      parts = _row(number)
+      parts = _row(number, family)
     stop = start + len(parts[0])
     tokens[0, start:stop], places[0, start:stop], logits, index[0, start:stop] = parts
     positions[0, start:stop], ids[0, start:stop] = np.arange(stop - start), i
@@ -126,7 +131,7 @@ def test_patches_are_those_of_transformers(number):
   assert len(picture.patches) == len(expected) == 4 * picture.tokens
   batch, _ = picture_tokens.pack([picture], config, rows=1, patches=128)
   order = batch.order[0, : picture.tokens]
-  found = np.asarray(vision.normalise(jnp.asarray(batch.patches)))[0]
+  found = np.asarray(vision.normalise(jnp.asarray(batch.patches), config))[0]
   found = found.reshape(-1, 4, 3, 1, 196)[order].reshape(-1, 3, 1, 196)
   found = np.repeat(found, 2, axis=2).reshape(len(expected), -1)
   np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
@@ -160,11 +165,12 @@ def test_what_does_not_fit_is_refused():
 # Coordinates.
 
 
+@pytest.mark.parametrize('family', _FAMILIES)
 @pytest.mark.parametrize('number', range(2))
-def test_coordinates_are_those_of_transformers(number):
-  _, found, _, index = _row(number)
-  np.testing.assert_array_equal(found, _golden()[f'coordinates_{number}'])
-  shown = _golden()[f'tokens_{number}'] == _model()[0].vision.image_token_id
+def test_coordinates_are_those_of_transformers(family, number):
+  _, found, _, index = _row(number, family)
+  np.testing.assert_array_equal(found, _golden(family)[f'coordinates_{number}'])
+  shown = np.isin(_golden(family)[f'tokens_{number}'], [93, 94])
   np.testing.assert_array_equal(index >= 0, shown)
 
 
@@ -188,10 +194,14 @@ def test_pictures_side_by_side_and_in_a_tree():
 # The tower and the decoder compute what transformers does.
 
 
-@pytest.mark.parametrize(('rows', 'patches'), [(1, 256), (2, 128)])
-def test_features_are_those_of_transformers(rows, patches):
-  found, starts = _features(rows, patches)
-  expected = np.split(_golden()['features'], np.cumsum([15, 30]))
+@pytest.mark.parametrize(
+  ('family', 'rows', 'patches'),
+  [('qwen2_5_vl', 1, 320), ('qwen2_5_vl', 2, 128), ('qwen3_vl', 2, 256)],
+)
+def test_features_are_those_of_transformers(family, rows, patches):
+  found, starts = _features(family, rows, patches)
+  counts = [a * b for grids in _GRIDS[family] for a, b in grids]
+  expected = np.split(_golden(family)['features'], np.cumsum(counts)[:-1])
   for start, part in zip(starts, expected, strict=True):
     _assert_close(found[start : start + len(part)], part)
   assert np.isfinite(found).all()  # padding too
@@ -199,7 +209,7 @@ def test_features_are_those_of_transformers(rows, patches):
 
 def test_other_pictures_and_padding_change_nothing():
   config, params = _model()
-  batch, _ = picture_tokens.pack(_pictures(), config.vision, rows=1, patches=256)
+  batch, _ = picture_tokens.pack(_pictures(), config.vision, rows=1, patches=320)
   padding = batch.pictures[0] == 0
   assert padding.sum() > 30
   batch.patches[0, padding] = 255
@@ -225,21 +235,23 @@ def test_windows_by_blocks_are_windows_by_one_mask():
   np.testing.assert_allclose(blocks, masked, atol=1e-6)
 
 
+@pytest.mark.parametrize('family', _FAMILIES)
 @pytest.mark.parametrize('rows', [(0,), (1, -1), (-1, 0)])
-def test_logits_are_those_of_transformers(rows):
-  config, params = _model()
-  text, where, expected = _pack_rows(*rows)
-  found = _logits(params, config, text, *where, _features()[0])[0]
+def test_logits_are_those_of_transformers(family, rows):
+  config, params = _model(family)
+  text, where, expected = _pack_rows(*rows, family=family)
+  found = _logits(params, config, text, *where, _features(family)[0])[0]
   _assert_close(found[: len(expected)], expected)
   assert np.isfinite(found).all()
 
 
-def test_the_cache_gives_the_logits_of_transformers():
+@pytest.mark.parametrize('family', _FAMILIES)
+def test_the_cache_gives_the_logits_of_transformers(family):
   """In chunks of 8, which cut pictures; the last tokens are decoded one by one."""
-  config, params = _model()
+  config, params = _model(family)
   unstack = jax.jit(engine_params.unstack, static_argnums=1)
-  layers, features = unstack(params, config), _features()[0]
-  rows = [_row(0), _row(1)]
+  layers, features = unstack(params, config), _features(family)[0]
+  rows = [_row(0, family), _row(1, family)]
   slots, cache = 80, kv_cache.empty(config, 2, 80)
   lengths = [len(row[0]) for row in rows]
   tokens, places = np.zeros((2, slots), np.int32), np.zeros((2, slots, 3), np.int32)
@@ -269,11 +281,14 @@ def test_the_cache_gives_the_logits_of_transformers():
     _assert_close(logits[:length], row[2])
 
 
-def test_text_is_that_of_qwen2():
+@pytest.mark.parametrize(
+  ('family', 'of'), [*zip(_FAMILIES, ('qwen2', 'qwen3'), strict=True)]
+)
+def test_text_is_that_of(family, of):
   """Without pictures, and with coordinates that are the positions."""
-  config, params = _model()
-  plain = dataclasses.replace(config, family='qwen2', vision=None, mrope_section=())
-  text, (places, _), _ = _pack_rows(-1, -1)
+  config, params = _model(family)
+  plain = dataclasses.replace(config, family=of, vision=None, mrope_section=())
+  text, (places, _), _ = _pack_rows(-1, -1, family=family)
   hidden = jax.jit(decoder.hidden, static_argnums=1)
   rows = tiny.rows(*text)
   expected = hidden(params, plain, rows)
@@ -282,11 +297,12 @@ def test_text_is_that_of_qwen2():
   np.testing.assert_array_equal(found, expected)
 
 
-def test_gradients_reach_the_tower_and_the_decoder():
-  config, params = _model()
+@pytest.mark.parametrize('family', _FAMILIES)
+def test_gradients_reach_the_tower_and_the_decoder(family):
+  config, params = _model(family)
   config = dataclasses.replace(config, remat='full')
-  text, where, _ = _pack_rows(0)
-  batch, _ = picture_tokens.pack(_pictures(), config.vision, rows=1, patches=256)
+  text, where, _ = _pack_rows(0, family=family)
+  batch, _ = picture_tokens.pack(_pictures(family), config.vision, rows=1, patches=320)
 
   @jax.jit
   def gradient(params):
@@ -308,13 +324,14 @@ def test_gradients_reach_the_tower_and_the_decoder():
   assert not np.asarray(found['embed']['embedding'][0]).any() or (text[0] == 0).any()
 
 
-def test_bfloat16_is_close_and_the_sampler_has_the_learners_features():
-  config, params = _model()
+@pytest.mark.parametrize('family', _FAMILIES)
+def test_bfloat16_is_close_and_the_sampler_has_the_learners_features(family):
+  config, params = _model(family)
   half = dataclasses.replace(config, dtype='bfloat16')
-  batch, _ = picture_tokens.pack(_pictures(), config.vision, rows=1, patches=256)
+  batch, _ = picture_tokens.pack(_pictures(family), config.vision, rows=1, patches=320)
   learner = _compute_features(params, half, batch)
   unstack = jax.jit(engine_params.unstack, static_argnums=1)
   sampler = _compute_features(unstack(params, half), half, batch)
   assert learner.dtype == jnp.bfloat16
   np.testing.assert_array_equal(learner, sampler)
-  _assert_close(np.asarray(learner, np.float32), _features()[0], 5e-2)
+  _assert_close(np.asarray(learner, np.float32), _features(family)[0], 5e-2)

@@ -45,6 +45,42 @@ def test_names_and_config_of_other_versions_are_read(tmp_path):
   hash(config)
 
 
+def test_an_export_of_qwen3_vl_has_the_names_of_transformers(tmp_path):
+  source = _MODEL.parent / 'qwen3_vl'
+  config, params = weights.load(source)
+  weights.save(tmp_path, config, params)
+  want, found = (
+    safetensors.numpy.load_file(folder / 'model.safetensors')
+    for folder in (source, tmp_path)
+  )
+  assert want.keys() == found.keys()
+  for name, x in want.items():
+    np.testing.assert_array_equal(x, found[name], err_msg=name)
+  raw = json.loads((tmp_path / 'config.json').read_text())
+  assert raw['text_config']['model_type'] == 'qwen3_vl_text'
+  raw['text_config']['rope_scaling']['mrope_interleaved'] = False
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  with pytest.raises(ValueError, match='mrope_interleaved is False'):
+    hf_config.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'hidden_act': 'silu'}, "is 'silu'; only 'gelu_pytorch_tanh' is supported"),
+    ({'deepstack_visual_indexes': [2, 1]}, r'\(2, 1\) must rise, and be among the 4'),
+    ({'deepstack_visual_indexes': [0, 1, 2, 3]}, '4 layers are to .* decoder has 3'),
+    ({'num_position_embeddings': 8}, 'num_position_embeddings is 8, no square'),
+  ],
+)
+def test_what_the_deep_tower_does_not_compute_is_refused(tmp_path, changes, message):
+  raw = json.loads((_MODEL.parent / 'qwen3_vl' / 'config.json').read_text())
+  raw['vision_config'] |= changes
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  with pytest.raises(ValueError, match=message):
+    hf_config.read(tmp_path)
+
+
 @pytest.mark.parametrize(
   ('part', 'changes', 'message'),
   [

@@ -79,6 +79,10 @@ _PARTICULARS = {
     'vision': dataclasses.replace(tiny.VISION, out_dim=12),
     'mrope_section': (1, 1, 1),
   },
+  'qwen3_vl': {
+    'vision': dataclasses.replace(tiny.DEEP_VISION, out_dim=12, window_size=32),
+    'mrope_section': (1, 1, 1),
+  },
   'qwen3': _SLIDES,
   'mistral': {'sliding': (True,) * 3, 'window': 16},
   'smollm3': {**_SLIDES, 'nope': (False, True, False)},
@@ -307,7 +311,8 @@ def test_transformers_reads_ourmake_config(tmp_path, family):
   if config.rope_fraction != 1:
     rope |= {'partial_rotary_factor': config.rope_fraction}
   if config.vision:
-    rope |= {'type': 'mrope', 'mrope_section': [1, 1, 1]}
+    rope |= {'mrope_section': [1, 1, 1]}
+    rope |= {'mrope_interleaved': True} if config.vision.deepstack else {'type': 'mrope'}
   rotations = theirs.rope_parameters
   assert rotations.get('full_attention', rotations) == rope
   if config.facts.local_rope:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
+import dataclasses
 import functools
 import pathlib
 import tempfile
@@ -54,6 +55,14 @@ VISION = vision_config.VisionConfig(
   full_attention=(1,),
   image_token_id=299,
 )
+# Without windows, and with features for the first layer of the decoder.
+DEEP_VISION = dataclasses.replace(
+  VISION,
+  full_attention=(0, 1),
+  num_places=9,
+  deepstack=(0,),
+  colours=vision_config.SIGNED,
+)
 YARN = {
   'rope_type': 'yarn',
   'factor': 4.0,
@@ -89,6 +98,8 @@ def config(family: str = 'llama', layers: int = 1) -> decoder.DecoderConfig:
   sizes = {'num_experts': 8, 'expert_dim': 12, 'shared_dim': 8, 'mlp_dim': 24}
   has = {field for field, _ in facts.sizes.values()}
   sees = {'vision': VISION, 'mrope_section': (1, 1, 2)}
+  if facts.alternates_axes:
+    sees = {'vision': DEEP_VISION, 'mrope_section': (2, 1, 1)}
   if facts.is_recurrent:  # At least one of each kind; the last one attends.
     layers = max(layers, 2)
     sizes |= {'linear_key_heads': 2, 'linear_value_heads': 4, 'conv_width': 4}

@@ -28,9 +28,8 @@ from agent_r1_jax.host import isolated, model_paths
 # What Qwen2-VL and its successors write around a picture and in its place.
 BEGIN, PLACE, END = '<|vision_start|>', '<|image_pad|>', '<|vision_end|>'
 CONTROL_TOKENS = (BEGIN, PLACE, END)
-# The numbers by which these models scale red, green and blue, as
-# models/pictures/vision.py has them.
-_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# By what Qwen2.5-VL scales red, green and blue: their means, then their deviations.
+_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # Whoever sends a picture may not be trusted, and a small file may take minutes and all
 # memory. The seconds end a process that waits; those of a processor are counted there.
 _LIMITS = {'seconds': 120.0, 'memory_mb': 1536}
@@ -115,9 +114,10 @@ class Reader:
     side: The pixels of a token's square, in each direction.
     min_pixels: A picture with fewer is enlarged.
     max_pixels: A picture with more is made smaller.
+    colours: By what the model scales colours: their means, then their deviations.
   """
 
-  def __init__(self, side: int, min_pixels: int, max_pixels: int):
+  def __init__(self, side: int, min_pixels: int, max_pixels: int, colours: tuple = _CLIP):
     """Checks the sizes."""
     whole = all(type(x) is int for x in (side, min_pixels, max_pixels))
     if not (whole and side >= 1 and side**2 <= min_pixels <= max_pixels):
@@ -126,6 +126,7 @@ class Reader:
         f'{side} x {side} pixels: give at least so many, and max_pixels not below that.'
       )
     self.side, self.min_pixels, self.max_pixels = side, min_pixels, max_pixels
+    self.colours = colours
     # An episode's pictures are read when its messages are encoded, and when it ends.
     self.read = functools.lru_cache(64)(self._read)
 
@@ -172,10 +173,11 @@ class Reader:
     return pixels
 
 
-def load(directory: Any, side: int) -> Reader | None:
+def load(directory: Any, side: int, colours: tuple = _CLIP) -> Reader | None:
   """Loads the reader of a model that sees; None if its directory has none.
 
-  `side` is the pixels of a token's square, in each direction, by the model's own shape.
+  `side` is the pixels of a token's square, in each direction, by the model's own shape,
+  and `colours` are as in Reader.
 
   Raises:
     ValueError: preprocessor_config.json is of another kind of model.
@@ -200,9 +202,11 @@ def load(directory: Any, side: int) -> Reader | None:
       f'{path}: patch_size times merge_size is {found}, and a token of the model has '
       f'{side} pixels in each direction; copy the file of this model.'
     )
-  if scales != (_MEAN, _STD):
-    raise ValueError(f'{path}: colours are scaled by {scales}; only {_MEAN, _STD} are.')
-  return Reader(side, least, most)
+  if scales != colours:
+    raise ValueError(
+      f'{path}: colours are scaled by {scales}; this model needs {colours}.'
+    )
+  return Reader(side, least, most, colours)
 
 
 def save(reader: Reader, directory: Any, patch: int) -> None:
@@ -214,8 +218,8 @@ def save(reader: Reader, directory: Any, patch: int) -> None:
     'temporal_patch_size': 2,
     'min_pixels': reader.min_pixels,
     'max_pixels': reader.max_pixels,
-    'image_mean': _MEAN,
-    'image_std': _STD,
+    'image_mean': reader.colours[0],
+    'image_std': reader.colours[1],
   }
   path = pathlib.Path(directory) / 'preprocessor_config.json'
   path.write_text(json.dumps(raw, indent=1) + '\n', encoding='utf-8')

@@ -89,7 +89,8 @@ class RowPictures:
     index = np.full((M, T), -1, np.int32)
     coordinates = np.repeat(positions_MT[..., None], 3, axis=2)
     dtype = jnp.dtype(self._config.dtype)
-    features = np.zeros((M * T, self._config.embed_dim), dtype)
+    assert self._config.vision is not None
+    features = np.zeros((M * T, self._config.vision.feature_dim), dtype)
     for m, row in enumerate(cached):
       if not (text := row.text) or not self._shown[text]:
         continue

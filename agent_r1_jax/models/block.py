@@ -179,6 +179,7 @@ class Block(nn.Module):
     if c.facts.has('out/scale'):  # transformers does not train it.
       scale = jax.lax.stop_gradient(Scale((1,), name='out')()).astype(x_BTD.dtype)
       x_BTD *= scale[None, None]
+    x_BTD = rows_lib.add_features(x_BTD, rows, kind and kind.number)
     if cache is None:
       loads_E = None
       if expert_BTk is not None:

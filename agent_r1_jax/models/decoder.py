@@ -16,7 +16,6 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
-import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.models import (
@@ -51,7 +50,7 @@ def compute_angles(rows: types.Rows, c: DecoderConfig) -> tuple[Array, Array]:
   coordinates_BT3 = rows_lib.get_coordinates(rows)
   if coordinates_BT3 is None or not c.mrope_section:
     return rope.compute_angles(rows.positions, rotations)
-  axes_P = np.repeat(np.arange(3), c.mrope_section)
+  axes_P = rope.list_axes(c.mrope_section, c.facts.alternates_axes)
   return rope.compute_angles(coordinates_BT3[..., axes_P], rotations)
 
 
@@ -84,7 +83,7 @@ class Decoder(nn.Module):
     inputs_LBTi = None
     if c.input_dim:
       inputs_LBTi = layer_inputs.LayerInputs(c, name='layer_inputs')(tokens_BT, x_BTD)
-    given = x_BTD, rows_lib.leave_to_layers(rows), angles
+    given = x_BTD, rows_lib.leave_to_layers(rows, c), angles
     if c.facts.has_full or c.recurrent:
       layers = mixed_layers.Layers(c, name='layers')
       x_BTD, loads_LE = layers(*given, inputs_LBTi, route_LBTk)

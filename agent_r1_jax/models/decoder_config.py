@@ -123,6 +123,11 @@ class DecoderConfig:
         f'vision_config: out_hidden_size is {self.vision.out_dim}, yet hidden_size of '
         f'the decoder is {self.embed_dim}.'
       )
+    if self.vision and self.vision.deep_count > self.num_layers:
+      raise ValueError(
+        f'vision_config: {self.vision.deep_count} layers are to add features of '
+        f'deepstack_visual_indexes, and the decoder has {self.num_layers}.'
+      )
 
   @property
   def facts(self) -> Family:
@@ -213,17 +218,21 @@ class LayerKind(NamedTuple):
   inputs: Any = None  # [B, T, i] of its own, beside the residual stream.
   # The keys and values that it shares: of packed rows, or an earlier layer's cache.
   shared: Any = None
+  number: Any = None  # Its place among all layers, of which the first ones add features.
 
 
 def layer_kinds(config: DecoderConfig) -> list[LayerKind] | None:
   """Lists the kinds of the layers; None if all are alike and attend to all tokens."""
   none = (False,) * config.num_layers
   sliding, nope = config.sliding or none, config.nope or none
-  if not any(sliding) and not any(nope) and not config.facts.has_full:
+  deep = config.vision is not None and config.vision.deep_count > 0
+  if not any(sliding) and not any(nope) and not config.facts.has_full and not deep:
     return None
   local = config.local_rope_theta is not None
   # In the order of decoder.compute_angles: that of all layers, of sliding ones, and none.
   return [
-    LayerKind(slides, 1 + local if stays else int(slides and local))
-    for slides, stays in zip(sliding, nope, strict=True)
+    LayerKind(
+      slides, 1 + local if stays else int(slides and local), number=i if deep else None
+    )
+    for i, (slides, stays) in enumerate(zip(sliding, nope, strict=True))
   ]

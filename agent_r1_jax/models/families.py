@@ -204,6 +204,16 @@ FAMILIES['qwen2_5_vl'] = _QWEN2._replace(
   sees=True,
   renamed={'model.language_model.': 'model.', 'model.visual.': 'visual.'},
 )
+FAMILIES['qwen3_vl'] = FAMILIES['qwen2_5_vl']._replace(
+  architecture='Qwen3VLForConditionalGeneration',
+  parameters=(*p.LLAMA, *p.QK_NORM, *p.DEEP_VISION),
+  fixed=_NO_BIAS,
+  written={},
+  defaults={'head_dim': 128, 'rope_theta': 5e5},
+  alternates_axes=True,
+  writes_renamed=True,
+  text_type='qwen3_vl_text',
+)
 FAMILIES['gpt_oss'] = Family(
   'GptOssForCausalLM',
   (*p.MIXTURE, *p.QKV_BIAS, *p.O_BIAS, *p.SINKS, *p.EXPERTS_WITH_BIAS),

@@ -125,11 +125,17 @@ class Family(NamedTuple):
   # part, those of several parameters lie one after the other.
   stacked: dict[str, tuple[str, ...]] = {}
   writes_stacked: bool = False  # Whether an export has them.
-  # Whether it has a vision tower and turns queries and keys by three numbers (M-RoPE).
+  # Whether it has a vision tower and turns queries and keys by three numbers (M-RoPE);
+  # and whether pairs that turn by one of them alternate with the others'.
   sees: bool = False
+  alternates_axes: bool = False
   # Beginnings of the names of transformers' modules, and of the tensors that some of its
-  # versions write -> ours.
+  # versions write -> ours; and whether an export writes them.
   renamed: dict[str, str] = {}
+  writes_renamed: bool = False
+  # The `model_type` of the object in which an export has the decoder's fields; '' for
+  # none.
+  text_type: str = ''
   # The `model_type` of a model that sees, of which this is the language model; and the
   # beginnings of the names of tensors that are not read -> what they are.
   part_of: str = ''
@@ -157,9 +163,12 @@ class Family(NamedTuple):
     new = next((x for x, own in self.renamed.items() if name.startswith(own)), '')
     return new + name.removeprefix(self.renamed.get(new, ''))
 
-  def has(self, path: str) -> bool:
-    """Whether each layer has a parameter of this path, for example 'attn/q/bias'."""
-    return any(p.path == f'layers/{path}' for p in self.parameters)
+  def has(self, path: str, place: str = 'layers') -> bool:
+    """Whether each layer has a parameter of this path, for example 'attn/q/bias'.
+
+    `place` may be another, such as 'vision'.
+    """
+    return any(p.path == f'{place}/{path}' for p in self.parameters)
 
   @property
   def has_full(self) -> bool:

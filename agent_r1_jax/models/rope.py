@@ -7,12 +7,14 @@ Letters as in decoder.py, and: R rotations, P pairs of numbers of a head that ar
 at most H / 2.
 """
 
+from collections.abc import Sequence
 import math
 from typing import Any
 
 from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Float, Int
+import numpy as np
 
 # The ways to stretch a rotation: `rope_type` in config.json -> the other fields of
 # DecoderConfig.rope_scaling. models/files/hf_config.py reads them.
@@ -57,6 +59,20 @@ def frequencies(
   elif kind == 'yarn':
     keep = _keep_by_yarn(theta, size, scaling)
   return keep * freq + (1.0 - keep) * freq / factor
+
+
+def list_axes(section: Sequence[int], alternates: bool) -> Int[np.ndarray, 'P']:
+  """Lists the number by which M-RoPE turns each pair: 0 time, 1 row, 2 column.
+
+  `section` says how many pairs turn by each. In Qwen3-VL they alternate as long as there
+  are some of all three: of 4, 2 and 2 pairs, 0 1 2 0 1 2 0 0.
+  """
+  axes_P = np.repeat(np.arange(3), section)
+  if alternates:
+    axes_P[:] = 0
+    for axis in (1, 2):
+      axes_P[axis : 3 * section[axis] : 3] = axis
+  return axes_P
 
 
 def _keep_by_yarn(theta: float, size: int, scaling: dict[str, Any]) -> Array:

@@ -5,6 +5,7 @@ Letters as in decoder.py, and F features of pictures' tokens.
 
 from typing import Any
 
+import jax
 from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
@@ -56,8 +57,33 @@ def put_features(x_BTD: Float[Array, 'B T D'], rows: types.Rows) -> Float[Array,
   pictures = rows.pictures
   if pictures is None or pictures.index is None or pictures.features is None:
     return x_BTD
-  seen_BTD = pictures.features[jnp.maximum(pictures.index, 0)].astype(x_BTD.dtype)
+  first_FD = pictures.features[:, : x_BTD.shape[-1]]
+  seen_BTD = first_FD[jnp.maximum(pictures.index, 0)].astype(x_BTD.dtype)
   return jnp.where(pictures.index[..., None] < 0, x_BTD, seen_BTD)
+
+
+def add_features(
+  x_BTD: Float[Array, 'B T D'], rows: types.Rows, layer: Any
+) -> Float[Array, 'B T D']:
+  """Adds the features that one of the first layers has for pictures' tokens (DeepStack).
+
+  `layer` is its number, which a scan does not know beforehand; None where none adds any.
+  """
+  pictures = rows.pictures
+  if layer is None or not pictures or pictures.index is None or pictures.features is None:
+    return x_BTD
+  index_BT, D = pictures.index, x_BTD.shape[-1]
+  features_FnD = pictures.features.reshape(len(pictures.features), -1, D)
+
+  def add(x_BTD: Array) -> Array:
+    deep_BTD = features_FnD[jnp.maximum(index_BT, 0), layer + 1].astype(x_BTD.dtype)
+    return x_BTD + jnp.where(index_BT[..., None] < 0, 0, deep_BTD)
+
+  adds = layer + 1 < features_FnD.shape[1]
+  if isinstance(adds, bool):
+    return add(x_BTD) if adds else x_BTD
+  # All other layers neither gather nor scatter.
+  return jax.lax.cond(adds, add, lambda x_BTD: x_BTD, x_BTD)
 
 
 def get_coordinates(rows: types.Rows) -> Int[Array, 'B T 3'] | None:
@@ -65,9 +91,11 @@ def get_coordinates(rows: types.Rows) -> Int[Array, 'B T 3'] | None:
   return rows.pictures.coordinates if rows.pictures else None
 
 
-def leave_to_layers(rows: types.Rows) -> types.Rows:
+def leave_to_layers(rows: types.Rows, config: DecoderConfig) -> types.Rows:
   """Drops what is read before the layers, and what differs from layer to layer."""
-  return types.Rows(rows.tokens, rows.positions, rows.sees)
+  deep = config.vision is not None and config.vision.deep_count > 0
+  pictures = rows.pictures if deep else None
+  return types.Rows(rows.tokens, rows.positions, rows.sees, pictures)
 
 
 def find_text(rows: types.Rows) -> Bool[Array, 'B T']:

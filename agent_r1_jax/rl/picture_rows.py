@@ -42,10 +42,11 @@ def add(
   room = picture_tokens.round_up(
     max(sum(len(made[x].patches) for x in row) for row in shown_by_row), config
   )
+  channels = max(pixels.shape[2] for pixels in pictures)  # Of films, those of two frames.
   patches, index, coordinates = [], [], []
   for tokens, positions, ends, shown in zip(*text, shown_by_row, strict=True):
     packed, starts = picture_tokens.pack(
-      [made[x] for x in shown], config, rows=1, patches=room
+      [made[x] for x in shown], config, rows=1, patches=room, channels=channels
     )
     places = {
       x: picture_tokens.Grid(start, *made[x].grid)

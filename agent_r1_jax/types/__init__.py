@@ -271,14 +271,15 @@ class Pictures(NamedTuple):
     index: The feature of each token, -1 for text. With `patches` it counts in the row,
       else in all `features`. None, as are both of these, where there is text only, which
       may follow pictures.
-    features: The embeddings of pictures' tokens, where they are known already.
+    features: The embeddings of pictures' tokens, where they are known already; behind
+      each, what the decoder's first layers add to it, in families whose layers do.
     patches: The patches of each row's pictures, of which the vision tower makes the
       features, as models/pictures/picture_tokens.PatchBatch.
   """
 
   coordinates: Int[Array, 'B T 3']
   index: Int[Array, 'B T'] | None = None
-  features: Float[Array, 'F D'] | None = None
+  features: Float[Array, 'F nD'] | None = None
   patches: Any = None
 
 

@@ -1,16 +1,19 @@
-"""Makes tests/golden/decoder/qwen2_5_vl and tests/golden/pictures.npz.
+"""Makes tests/golden/decoder/qwen2_5_vl, qwen3_vl and tests/golden/pictures.npz.
 
-Commands, with torch 2.13.0, transformers 5.23.0 and pillow 13.0.0:
-  python tests/golden/make_vision_golden.py
+Commands, with torch 2.13.0, transformers 5.23.0 and pillow 13.0.0 (qwen3_vl: torch
+2.11.0, transformers 5.17.0):
+  python tests/golden/make_vision_golden.py [qwen2_5_vl|qwen3_vl]
   python tests/golden/make_vision_golden.py --check=DIR
 
-The first is a tiny random model as make_decoder_golden.py makes them, whose logits.npz
+The first are tiny random models as make_decoder_golden.py makes them, whose logits.npz
 has rows of text, and whose pictures.npz rows of text and pictures: 'tokens_<row>' [T],
-'logits_<row>' [T, V], 'coordinates_<row>' [T, 3], and 'features' [F, D] of all pictures
-in their order. pictures.npz holds pictures as transformers cuts them: 'pixels_<i>' is a
-picture [H, W, 3], and 'patches_<i>' and 'grid_<i>' are what becomes of it.
+'logits_<row>' [T, V], 'coordinates_<row>' [T, 3], and 'features' [F, n D] of all pictures
+in their order, each behind the other those of the last layer and of DeepStack's. A pair
+of frames of a film is a picture, 'pixels_<i>' [H, W, 6]. pictures.npz holds pictures as
+transformers cuts them: 'pixels_<i>' is a picture [H, W, 3], and 'patches_<i>' and
+'grid_<i>' are what becomes of it.
 
-The second loads an export of the tiny model and compares logits.
+The second loads an export of a tiny model and compares logits.
 """
 
 import pathlib
@@ -26,7 +29,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 )
 
 _GOLDEN = pathlib.Path(__file__).parent
-_MODEL = _GOLDEN / 'decoder' / 'qwen2_5_vl'
 _IMAGE, _VIDEO, _START, _END = 93, 94, 95, 96
 _CONFIG = {
   'text_config': {
@@ -62,12 +64,49 @@ _CONFIG = {
   'vision_start_token_id': _START,
   'vision_end_token_id': _END,
 }
+# Pairs of a head turn by 0 1 2 0 1 0, and patches lie between the places of a 3 x 3.
+_CONFIG3 = _CONFIG | {
+  'text_config': _CONFIG['text_config']
+  | {
+    'num_hidden_layers': 3,
+    'head_dim': 12,
+    'rope_parameters': {
+      'rope_type': 'default',
+      'rope_theta': 1000.0,
+      'mrope_section': [3, 2, 1],
+      'mrope_interleaved': True,
+    },
+  },
+  'vision_config': {
+    'depth': 4,
+    'hidden_size': 16,
+    'intermediate_size': 20,
+    'num_heads': 2,
+    'patch_size': 4,
+    'out_hidden_size': 48,
+    'num_position_embeddings': 9,
+    'deepstack_visual_indexes': [1, 2],
+  },
+  'tie_word_embeddings': True,
+}
+_CONFIG3['text_config']['tie_word_embeddings'] = True
+_MODELS = {
+  'qwen2_5_vl': (transformers.Qwen2_5_VLForConditionalGeneration, _CONFIG),
+  'qwen3_vl': (transformers.Qwen3VLForConditionalGeneration, _CONFIG3),
+}
 _TEXTS = (48, 11, 1)
-# Rows of texts and pictures: lengths of text, and grids of tokens.
-_ROWS = (
-  (7, (3, 5), 4, (6, 5), 9),
-  ((2, 3), 5),
-)
+# Rows of texts and pictures: lengths of text, and grids of tokens. A third number is how
+# many pairs of frames a film has, each behind the text that says its time.
+_ROWS = {
+  'qwen2_5_vl': (
+    (7, (3, 5), 4, (6, 5), 9),
+    ((2, 3), 5),
+  ),
+  'qwen3_vl': (
+    (7, (3, 5), 4, (6, 5), 9),
+    ((2, 3), 5, (2, 4, 2), 3),
+  ),
+}
 _CUTS = (  # Pictures' sizes, and the bounds of their pixels, in patches of 14.
   ((61, 40), 28 * 28, 28 * 28 * 12),
   ((20, 90), 28 * 28 * 4, 28 * 28 * 12),
@@ -78,10 +117,10 @@ _CUTS = (  # Pictures' sizes, and the bounds of their pixels, in patches of 14.
 def _randomize(model, generator):
   for name, x in model.named_parameters():
     noise = torch.randn(x.shape, generator=generator)
-    if 'norm' in name or 'ln_q' in name:
-      x.data = 1.0 + 0.3 * noise
-    elif name.endswith('bias') or 'embed_tokens' in name:
+    if name.endswith('bias') or 'embed_tokens' in name or 'pos_embed' in name:
       x.data = 0.5 * noise
+    elif 'norm' in name or 'ln_q' in name:
+      x.data = 1.0 + 0.3 * noise
     else:
       x.data = 1.5 * noise / x[0].numel() ** 0.5
 
@@ -93,7 +132,8 @@ def _draw(height, width, rng):
   return ((base + rng.integers(0, 90, base.shape)) % 256).astype(np.uint8)
 
 
-def _cut(pixels, patch_size, **bounds):
+def _cut(pixels, patch_size, signed=False, **bounds):
+  bounds |= {'image_mean': [0.5] * 3, 'image_std': [0.5] * 3} if signed else {}
   processor = Qwen2VLImageProcessorPil(patch_size=patch_size, **bounds)
   out = processor(Image.fromarray(pixels), return_tensors='np')
   return out['pixel_values'].astype(np.float32), out['image_grid_thw'][0]
@@ -101,44 +141,59 @@ def _cut(pixels, patch_size, **bounds):
 
 def _run(model, parts, generator, rng):
   """Tokens, coordinates, logits, pictures and features of one row."""
-  tokens, patches, grids, pictures = [], [], [], []
+  signed = model.config.model_type == 'qwen3_vl'
+  tokens, pictures = [], []
+  patches, grids = {_IMAGE: [], _VIDEO: []}, {_IMAGE: [], _VIDEO: []}
+
+  def cut(pixels, rows, columns):
+    cut, grid = _cut(pixels, 4, signed, min_pixels=64, max_pixels=10**6)
+    assert list(grid) == [1, 2 * rows, 2 * columns]
+    return torch.from_numpy(cut).to(model.dtype)
+
   for part in parts:
     if isinstance(part, int):
       tokens += torch.randint(0, _IMAGE, (part,), generator=generator).tolist()
       continue
-    pixels = _draw(part[0] * 8, part[1] * 8, rng)
-    cut, grid = _cut(pixels, 4, min_pixels=64, max_pixels=10**6)
-    assert list(grid) == [1, 2 * part[0], 2 * part[1]]
-    pictures.append(pixels)
-    patches.append(torch.from_numpy(cut))
-    grids.append(torch.from_numpy(grid))
-    tokens += [_START, *[_IMAGE] * (part[0] * part[1]), _END]
+    rows, columns, *pairs = part
+    kind = _VIDEO if pairs else _IMAGE
+    for pair in range(pairs[0] if pairs else 1):
+      if pairs:
+        tokens += [10 + pair, 20 + pair]
+      frames = [_draw(rows * 8, columns * 8, rng) for _ in range(1 + bool(pairs))]
+      both = [cut(x, rows, columns).reshape(-1, 3, 2, 16) for x in frames]
+      both[0][:, :, 1] = both[-1][:, :, 1]
+      pictures.append(np.concatenate(frames, axis=-1))
+      patches[kind].append(both[0].reshape(len(both[0]), -1))
+      tokens += [_START, *[kind] * (rows * columns), _END]
+    grids[kind].append(torch.tensor([pairs[0] if pairs else 1, 2 * rows, 2 * columns]))
   tokens = torch.tensor([tokens])
-  kinds = (tokens == _IMAGE).int()
-  patches, grids = torch.cat(patches), torch.stack(grids)
-  with torch.no_grad():
-    out = model(
-      input_ids=tokens,
-      pixel_values=patches,
-      image_grid_thw=grids,
-      mm_token_type_ids=kinds,
-    )
-    places, _ = model.model.get_rope_index(tokens, kinds, image_grid_thw=grids)
-    features = model.model.visual(patches, grid_thw=grids).pooler_output
-  return tokens[0], places[:, 0].T, out.logits[0], pictures, features
+  kinds = (tokens == _IMAGE).int() + 2 * (tokens == _VIDEO).int()
+  shown = {k: (torch.cat(x), torch.stack(grids[k])) for k, x in patches.items() if x}
+  given = {'pixel_values': _IMAGE, 'pixel_values_videos': _VIDEO}
+  given = {k: shown[x][0] for k, x in given.items() if x in shown}
+  where = {'image_grid_thw': _IMAGE, 'video_grid_thw': _VIDEO}
+  where = {k: shown[x][1] for k, x in where.items() if x in shown}
+  out = model(input_ids=tokens, mm_token_type_ids=kinds, **given, **where)
+  places, _ = model.model.get_rope_index(tokens, kinds, **where)
+  features = []
+  for found in shown.values():  # All pictures of a row stand before its film.
+    out_of_tower = model.model.visual(found[0], grid_thw=found[1])
+    deep = getattr(out_of_tower, 'deepstack_features', None) or []
+    features.append(torch.cat([out_of_tower.pooler_output, *deep], dim=-1))
+  return tokens[0], places[:, 0].T, out.logits[0], pictures, torch.cat(features)
 
 
+@torch.no_grad()
 def _make_rows(model):
   generator = torch.Generator().manual_seed(1)
   rng = np.random.default_rng(1)
   text, seen, features = {}, {}, []
   for row, length in enumerate(_TEXTS):
     tokens = torch.randint(0, _IMAGE, (1, length), generator=generator)
-    with torch.no_grad():
-      text[f'logits_{row}'] = model(tokens).logits[0].numpy()
+    text[f'logits_{row}'] = model(tokens).logits[0].numpy()
     text[f'tokens_{row}'] = tokens[0].numpy().astype(np.int32)
   number = 0
-  for row, parts in enumerate(_ROWS):
+  for row, parts in enumerate(_ROWS[model.config.model_type]):
     tokens, places, logits, pictures, found = _run(model, parts, generator, rng)
     seen[f'tokens_{row}'] = tokens.numpy().astype(np.int32)
     seen[f'coordinates_{row}'] = places.numpy().astype(np.int32)
@@ -151,23 +206,26 @@ def _make_rows(model):
 
 
 def _load(directory):
-  return transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+  return transformers.AutoModelForImageTextToText.from_pretrained(
     directory, dtype=torch.float32, attn_implementation='eager'
   ).eval()
 
 
-def make():
-  """Makes both."""
-  shutil.rmtree(_MODEL, ignore_errors=True)
-  model = transformers.Qwen2_5_VLForConditionalGeneration(
-    transformers.Qwen2_5_VLConfig(**_CONFIG)
-  )
+def make(name):
+  """Makes a model and its rows."""
+  folder, (make_model, config) = _GOLDEN / 'decoder' / name, _MODELS[name]
+  shutil.rmtree(folder, ignore_errors=True)
+  model = make_model(make_model.config_class(**config))
   _randomize(model, torch.Generator().manual_seed(0))
-  model.save_pretrained(_MODEL)
-  (_MODEL / 'generation_config.json').unlink()
-  text, seen = _make_rows(_load(_MODEL))
-  np.savez_compressed(_MODEL / 'logits.npz', **text)
-  np.savez_compressed(_MODEL / 'pictures.npz', **seen)
+  model.save_pretrained(folder)
+  (folder / 'generation_config.json').unlink()
+  text, seen = _make_rows(_load(folder))
+  np.savez_compressed(folder / 'logits.npz', **text)
+  np.savez_compressed(folder / 'pictures.npz', **seen)
+
+
+def make_cuts():
+  """Makes pictures.npz."""
   rng, cuts = np.random.default_rng(0), {}
   for i, (size, least, most) in enumerate(_CUTS):
     cuts[f'pixels_{i}'] = _draw(*size, rng)
@@ -180,8 +238,10 @@ def make():
 
 def check(directory):
   """Compares the logits of an export with those of the golden files."""
-  for name, found in zip(('logits', 'pictures'), _make_rows(_load(directory))):
-    with np.load(_MODEL / f'{name}.npz') as expected:
+  model = _load(directory)
+  folder = _GOLDEN / 'decoder' / model.config.model_type
+  for name, found in zip(('logits', 'pictures'), _make_rows(model)):
+    with np.load(folder / f'{name}.npz') as expected:
       for key, x in found.items():
         np.testing.assert_allclose(x, expected[key], rtol=0, atol=1e-5, err_msg=key)
   print('equal')
@@ -189,4 +249,10 @@ def check(directory):
 
 if __name__ == '__main__':
   option = sys.argv[1:]
-  check(option[0].removeprefix('--check=')) if option else make()
+  if option and option[0].startswith('--check='):
+    check(option[0].removeprefix('--check='))
+  else:
+    for model_name in option or _MODELS:
+      make(model_name)
+    if not option:
+      make_cuts()

@@ -8,13 +8,14 @@ preprocessor_config.json.
 from collections.abc import Sequence
 import os
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from agent_r1_jax.models import decoder, families
 from agent_r1_jax.models.family import Family
 from agent_r1_jax.models.files import hf_rope, json_fields, tensor_files
+from agent_r1_jax.models.pictures import vision_config
 from agent_r1_jax.models.pictures.vision_config import VisionConfig
 
 # The types of layers.
@@ -32,8 +33,6 @@ _TOWER = {
   'temporal_patch_size': 'temporal_patch_size',
   'channels': 'in_channels',
   'merge_size': 'spatial_merge_size',
-  'window_size': 'window_size',
-  'tokens_per_second': 'tokens_per_second',
 }
 # And those beside `vision_config`.
 _PICTURE_TOKENS = {
@@ -42,7 +41,34 @@ _PICTURE_TOKENS = {
   'start_token_id': 'vision_start_token_id',
   'end_token_id': 'vision_end_token_id',
 }
-_FULL_ATTENTION = [7, 15, 23, 31]
+
+
+class _Tower(NamedTuple):
+  """What `vision_config` has that differs from family to family."""
+
+  activation: str
+  sizes: dict[str, str]  # Further fields of VisionConfig -> those of `vision_config`.
+  # The one that lists layers: its field, its name there, and what transformers takes
+  # where it is absent.
+  layers: tuple[str, str, list[int]]
+  given: dict[str, Any] = {}  # Fields of VisionConfig that no file says.
+  defaults: dict[str, Any] = {}  # Those that are not VisionConfig's.
+
+
+_TOWERS = {
+  'qwen2_5_vl': _Tower(
+    'silu',
+    {'window_size': 'window_size', 'tokens_per_second': 'tokens_per_second'},
+    ('full_attention', 'fullatt_block_indexes', [7, 15, 23, 31]),
+  ),
+  'qwen3_vl': _Tower(
+    'gelu_pytorch_tanh',
+    {'num_places': 'num_position_embeddings'},
+    ('deepstack', 'deepstack_visual_indexes', [8, 16, 24]),
+    {'colours': vision_config.SIGNED},
+    {'patch_size': 16, 'num_places': 2304},
+  ),
+}
 _TOWER_ROPE = {'rope_type': 'axial', 'rope_theta': 10_000.0}
 
 
@@ -90,9 +116,8 @@ def read_raw(
 def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
   """Makes the content of config.json, as transformers 4 writes it and 5 reads it."""
   family = config.facts
-  return {
-    'architectures': [family.architecture],
-    'model_type': config.family,
+  names = {'architectures': [family.architecture], 'model_type': config.family}
+  raw = {
     **{key: getattr(config, field) for field, key in family.sizes.values()},
     family.norm_eps: config.norm_eps,
     **hf_rope.make(config),
@@ -104,9 +129,12 @@ def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
     **{key: getattr(config, field) for field, (key, _) in family.numbers.items()},
     **{key: bool(getattr(config, field)) for field, key in family.flags.items()},
     **_make_layer_types(config),
-    **(_make_vision(config.vision) if config.vision else {}),
     **({'norm_topk_prob': config.normalize_experts} if config.num_experts else {}),
   }
+  if family.text_type:
+    tied = {'tie_word_embeddings': config.tie_embeddings}
+    raw = {'text_config': {'model_type': family.text_type} | raw, **tied}
+  return names | raw | (_make_vision(config) if config.vision else {})
 
 
 def token_ids(
@@ -187,7 +215,7 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
     normalize_experts=bool(raw.get('norm_topk_prob', False)),
     tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
     max_positions=json_fields.read_number(raw, 'max_position_embeddings'),
-    vision=_parse_vision(raw) if family.sees else None,
+    vision=_parse_vision(raw, _TOWERS[name]) if family.sees else None,
   )
   for heads in (config.num_kv_heads, config.full_kv_heads):
     if heads and config.num_heads % heads:
@@ -272,14 +300,14 @@ def _flatten(raw: dict[str, Any]) -> dict[str, Any]:
   return both | {'tie_word_embeddings': any(tied)}
 
 
-def _parse_vision(raw: dict[str, Any]) -> VisionConfig:
+def _parse_vision(raw: dict[str, Any], tower: _Tower) -> VisionConfig:
   """Reads the tower's shape and the tokens of pictures."""
   found = raw.get('vision_config')
   if not isinstance(found, dict):
     raise ValueError(f'vision_config is {found!r:.40}; an object is needed')
-  if found.get('hidden_act', 'silu') != 'silu':
+  if (kind := found.get('hidden_act', tower.activation)) != tower.activation:
     raise ValueError(
-      f"vision_config: hidden_act is {found['hidden_act']!r}; only 'silu' is supported"
+      f'vision_config: hidden_act is {kind!r}; only {tower.activation!r} is supported'
     )
   rotation = found.get('rope_parameters') or {}
   for key, x in rotation.items():
@@ -287,33 +315,42 @@ def _parse_vision(raw: dict[str, Any]) -> VisionConfig:
       raise ValueError(
         f'vision_config: {key} is {x!r}; only {_TOWER_ROPE.get(key)!r} is read'
       )
-  full = found.get('fullatt_block_indexes', _FULL_ATTENTION)
-  if not isinstance(full, list) or not all(type(x) is int for x in full):
-    raise ValueError(f'vision_config: fullatt_block_indexes is {full!r:.40}; give a list')
+  field, key, default = tower.layers
+  layers = found.get(key, default)
+  if not isinstance(layers, list) or not all(type(x) is int for x in layers):
+    raise ValueError(f'vision_config: {key} is {layers!r:.40}; give a list')
   # The defaults of transformers are those of VisionConfig, but published files have the
   # number of channels as `in_chans`.
   found = {'in_channels': found.get('in_chans', 3)} | found
+  absent = lambda name: tower.defaults.get(name, getattr(VisionConfig, name, None))
   sizes = {
-    field: json_fields.read_number(found, key, default=getattr(VisionConfig, field, None))
-    for field, key in _TOWER.items()
+    name: json_fields.read_number(found, key, default=absent(name))
+    for name, key in (_TOWER | tower.sizes).items()
   }
   tokens = {
     field: json_fields.read_number(raw, key)
     for field, key in _PICTURE_TOKENS.items()
     if key in raw
   }
-  return VisionConfig(full_attention=tuple(full), **sizes, **tokens)
+  made: dict[str, Any] = {field: tuple(layers), **sizes, **tokens, **tower.given}
+  if 'window_size' not in tower.sizes:  # Patches lie in windows that no layer sees.
+    made['window_size'] = 4 * sizes['patch_size'] * sizes['merge_size']
+    made['full_attention'] = tuple(range(sizes['num_layers']))
+  return VisionConfig(**made)
 
 
-def _make_vision(config: VisionConfig) -> dict[str, Any]:
+def _make_vision(config: decoder.DecoderConfig) -> dict[str, Any]:
   """Makes the fields that `_parse_vision` reads, in the published form."""
+  vision: Any = config.vision
+  tower = _TOWERS[config.family]
+  field, key, _ = tower.layers
   return {
     'vision_config': {
-      'model_type': 'qwen2_5_vl',
-      'hidden_act': 'silu',
-      **{key: getattr(config, field) for field, key in _TOWER.items()},
-      'in_chans': config.channels,
-      'fullatt_block_indexes': list(config.full_attention),
+      'model_type': config.family,
+      'hidden_act': tower.activation,
+      **{key: getattr(vision, name) for name, key in (_TOWER | tower.sizes).items()},
+      'in_chans': vision.channels,
+      key: list(getattr(vision, field)),
     },
-    **{key: getattr(config, field) for field, key in _PICTURE_TOKENS.items()},
+    **{key: getattr(vision, field) for field, key in _PICTURE_TOKENS.items()},
   }

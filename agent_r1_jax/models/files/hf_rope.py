@@ -40,8 +40,11 @@ def make(config: Any) -> dict[str, Any]:
   raw = {'rope_theta': config.rope_theta, 'rope_scaling': config.rope_scaling}
   alone = config.facts.local_theta == ''
   if config.mrope_section:
-    sections = {'mrope_section': list(config.mrope_section)}
-    raw['rope_scaling'] = (config.rope_scaling or {'type': 'mrope'}) | sections
+    sections: dict[str, Any] = {'mrope_section': list(config.mrope_section)}
+    plain = {'type': 'mrope'}
+    if config.facts.alternates_axes:
+      plain, sections['mrope_interleaved'] = {'rope_type': 'default'}, True
+    raw['rope_scaling'] = (config.rope_scaling or plain) | sections
   if config.rope_fraction != 1:
     raw['partial_rotary_factor'] = config.rope_fraction
   if config.local_rope_theta is None and not alone:
@@ -104,7 +107,7 @@ def _parse_rotation(
   raw: dict[str, Any], name: str, found: dict[str, Any], family: Family
 ) -> dict[str, Any]:
   """Reads θ and the scaling from `found`, or else from the file's own fields."""
-  sections, found = _take_sections(found) if family.sees else ({}, found)
+  sections, found = _take_sections(found, family) if family.sees else ({}, found)
   if family.part_of:
     # The three numbers by which a token turns are equal in text.
     found = {key: x for key, x in found.items() if not key.startswith('mrope_')}
@@ -139,7 +142,9 @@ def _parse_rotation(
   }
 
 
-def _take_sections(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _take_sections(
+  found: dict[str, Any], family: Family
+) -> tuple[dict[str, Any], dict[str, Any]]:
   """Takes the sections of M-RoPE out of a rotation, which then is one of another type.
 
   Published files have the type 'mrope'; transformers calls the same 'default', and
@@ -151,7 +156,12 @@ def _take_sections(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
       f'mrope_section is {section!r:.40}; three positive numbers are needed, in '
       'rope_scaling or rope_parameters'
     )
-  found = {key: x for key, x in found.items() if key != 'mrope_section' and x != 'mrope'}
+  if family.alternates_axes and not found.get('mrope_interleaved', True):
+    raise ValueError(
+      'mrope_interleaved is False; transformers alternates the axes anyway'
+    )
+  taken = {'mrope_section', *(('mrope_interleaved',) if family.alternates_axes else ())}
+  found = {key: x for key, x in found.items() if key not in taken and x != 'mrope'}
   return {'mrope_section': tuple(section)}, found
 
 

@@ -189,15 +189,16 @@ def list_stored(
   for leaf, index, name in sorted(parts, key=place):
     groups.setdefault(owner.get(name, name), []).append((leaf, index))
   stored = {}
-  for name, group in groups.items():
+  for own, group in groups.items():
+    name = facts.write_name(own) if facts.writes_renamed else own
     kept = (flat[leaf.path].dtype for leaf, _ in group)
     dtypes = {check_dtype(x) for x in (kept if dtype is None else [dtype])}
     if len(dtypes) > 1:
       raise ValueError(f'params: {name} is of several dtypes; give a dtype')
-    interleaved, shape = name in alternate, [*group[0][0].stored]
+    interleaved, shape = own in alternate, [*group[0][0].stored]
     axis = -1 if interleaved else 0
     shape[axis] = sum(leaf.stored[axis] for leaf, _ in group)
-    if name in stacks:  # All parts of an expert, then those of the next one.
+    if own in stacks:  # All parts of an expert, then those of the next one.
       group.sort(key=lambda part: part[1][1:])
       shape = [config.num_experts, shape[0] // config.num_experts, *shape[1:]]
     spec = tensor_files.Spec(name, dtypes.pop(), tuple(shape))

@@ -146,7 +146,8 @@ def save(
   if tokenizer_from and not (source / 'tokenizer.json').is_file():
     raise ValueError(f'tokenizer_from: {source} has no tokenizer.json')
   raw = hf_config.make(config, specs[0].dtype)
-  raw |= hf_config.token_ids(source, config.vocab_size)
+  text = raw.get('text_config', raw)
+  text |= hf_config.token_ids(source, config.vocab_size)
   if 'value_head' in params:
     raw['value_head'] = dict(value_head) if value_head else True
   _check_target(directory)

@@ -30,8 +30,8 @@ from agent_r1_jax.models.pictures.vision_config import VisionConfig
 class Picture(NamedTuple):
   """A picture as the vision tower takes it."""
 
-  # The colours of each patch, [patches, 3 · patch_size²], red before green before blue.
-  # Windows are neighbours, and in a window the patches of a token are.
+  # The colours of each patch, [patches, 3 · frames · patch_size²], first red, then green,
+  # then blue. Windows are neighbours, and in a window the patches of a token are.
   patches: UInt8[np.ndarray, 'P C']
   grid: tuple[int, int]  # Its rows and columns of tokens.
 
@@ -55,8 +55,11 @@ class PatchBatch(NamedTuple):
   order: Int[Any, 'B F']
 
 
-def cut(pixels: UInt8[np.ndarray, 'H W 3'], config: VisionConfig) -> Picture:
-  """Cuts a picture, whose sides are multiples of a token's, into its patches."""
+def cut(pixels: UInt8[np.ndarray, 'H W C'], config: VisionConfig) -> Picture:
+  """Cuts a picture, whose sides are multiples of a token's, into its patches.
+
+  Two frames of a film that are one picture lie behind each other, [H, W, 6].
+  """
   size = config.token_size
   grid = pixels.shape[0] // size, pixels.shape[1] // size
   return Picture(_cut(pixels, config), grid)
@@ -69,13 +72,13 @@ def round_up(patches: int, config: VisionConfig) -> int:
 
 
 def _cut(pixels: np.ndarray, config: VisionConfig) -> np.ndarray:
-  """Cuts pixels [height, width, 3] into patches, in the order of windows."""
+  """Cuts pixels [height, width, frames · 3] into patches, in the order of windows."""
   p, m = config.patch_size, config.merge_size
-  height, width, channels = pixels.shape
+  height, width, _ = pixels.shape
   rows, columns = height // (p * m), width // (p * m)
-  cut = pixels.reshape(rows, m, p, columns, m, p, channels)
-  # Token row and column, patch row and column, channel, pixel row and column.
-  cut = cut.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, m * m, -1)
+  cut = pixels.reshape(rows, m, p, columns, m, p, -1, config.channels)
+  # Token row and column, patch row and column, colour, frame, pixel row and column.
+  cut = cut.transpose(0, 3, 1, 4, 7, 6, 2, 5).reshape(rows * columns, m * m, -1)
   order, _ = _windows((rows, columns), config)
   return cut[order].reshape(rows * columns * m * m, -1)
 
@@ -95,11 +98,17 @@ def _windows(grid: tuple[int, int], config: VisionConfig) -> tuple[Any, Any]:
 
 
 def pack(
-  pictures: Sequence[Picture], config: VisionConfig, *, rows: int, patches: int
+  pictures: Sequence[Picture],
+  config: VisionConfig,
+  *,
+  rows: int,
+  patches: int,
+  channels: int = 0,
 ) -> tuple[PatchBatch, list[int]]:
   """Packs pictures into `rows` rows of `patches` patches, which fixes all shapes.
 
-  Each picture is put in the first row that has room for it.
+  Each picture is put in the first row that has room for it. One that has fewer `channels`
+  than the others repeats its frame; by default they are the most that one has.
 
   Returns:
     The batch, and the row of vision.features in which each picture's tokens begin; they
@@ -114,7 +123,8 @@ def pack(
       f'patches is {patches}; give a multiple of the {config.window_patches} of a window.'
     )
   per_token = config.merge_size**2
-  size = config.channels * config.patch_size**2
+  size = max(channels, config.channels) * config.patch_size**2
+  size = max([size, *(picture.patches.shape[1] for picture in pictures)])
   batch = PatchBatch(
     np.zeros((rows, patches, size), np.uint8),
     np.zeros((rows, patches, 2), np.int32),
@@ -142,11 +152,13 @@ def _write(
 ) -> None:
   """Writes a picture into a row of the batch, from patch `first` on."""
   order, window = _windows(picture.grid, config)
-  m, before = config.merge_size, max(first - 1, 0)
+  p, m, before = config.patch_size, config.merge_size, max(first - 1, 0)
   token_row, token_column = np.divmod(order, picture.grid[1])
   patch_row, patch_column = np.divmod(np.arange(m * m), m)
   place = slice(first, first + len(picture.patches))
-  batch.patches[row, place] = picture.patches
+  own = picture.patches.reshape(len(picture.patches), config.channels, -1, p * p)
+  frames = batch.patches.shape[2] // picture.patches.shape[1]
+  batch.patches[row, place] = np.repeat(own, frames, axis=2).reshape(len(own), -1)
   for axis, token, patch in ((0, token_row, patch_row), (1, token_column, patch_column)):
     batch.coordinates[row, place, axis] = (token[:, None] * m + patch).reshape(-1)
   batch.pictures[row, place] = batch.pictures[row, before] + 1

@@ -1,18 +1,27 @@
-"""The vision tower of Qwen2.5-VL (arXiv 2502.13923): from patches to tokens' embeddings.
+"""The vision towers of Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631).
+
+From patches to tokens' embeddings:
 
   batch, starts = picture_tokens.pack(pictures, config.vision, rows=1, patches=4096)
   features_FD = vision.features(params, config, batch)
 
 The sampler and the learner compute the same program; it can be differentiated. Pictures
-lie in rows of patches and attend to themselves only, in most layers to windows in them.
-Windows are neighbours, so that these layers cost in proportion to the patches. A layer
-with full attention computes P² scores a head and row: for 4,096 patches (1,024 tokens)
-and 16 heads 1 GiB of float32, if no kernel of the GPU does it without.
+lie in rows of patches and attend to themselves only, in most layers of Qwen2.5-VL to
+windows in them. Windows are neighbours, so that these layers cost in proportion to the
+patches. A layer with full attention computes P² scores a head and row: for 4,096 patches
+(1,024 tokens) and 16 heads 1 GiB of float32, if no kernel of the GPU does it without.
+
+What a tower has is what its family's parameters list: norms with a bias or without, a
+feed-forward with a gate or without, embeddings of places. With DeepStack a token's
+features are those of the last layer, and behind them those of earlier ones.
 
 Letters: B rows of patches, P patches of a row, W embed of the tower, M its heads, H their
-dim, F tokens of all rows, D embed of the decoder, U patches of a window.
+dim, F tokens of all rows, D embed of the decoder, U patches of a window, n depths of
+DeepStack, X pixels of a patch.
 """
 
+import itertools
+import math
 from typing import Any
 
 from flax import linen as nn
@@ -27,19 +36,26 @@ from agent_r1_jax.models.kernels import attention_kernels as kernels
 from agent_r1_jax.models.layers import Projection, RMSNorm, apply_flat, scan_layers
 from agent_r1_jax.models.pictures import picture_tokens
 from agent_r1_jax.models.pictures.picture_tokens import PatchBatch
+from agent_r1_jax.models.pictures.vision_config import VisionConfig
 
-# Of each colour, from 0 to 1; agent/pictures.py refuses models that have others.
-MEAN = (0.48145466, 0.4578275, 0.40821073)
-STD = (0.26862954, 0.26130258, 0.27577711)
 _EPS = 1e-6
 _THETA = 10_000.0
 
 
-def normalise(patches: UInt8[Any, 'B P C']) -> Float[Array, 'B P 3 X']:
-  """Makes colours of 0 to 255, [B, P, 3 X], numbers of mean 0 and variance 1."""
+def normalise(
+  patches: UInt8[Any, 'B P C'], config: VisionConfig
+) -> Float[Array, 'B P 3 X']:
+  """Scales colours of 0 to 255, [B, P, 3 X], as the tower was trained with."""
   colours = patches.reshape(*patches.shape[:2], 3, -1).astype(jnp.float32)
-  mean, std = (jnp.asarray(x, jnp.float32).reshape(1, 1, 3, 1) for x in (MEAN, STD))
+  mean, std = (jnp.asarray(x, jnp.float32).reshape(1, 1, 3, 1) for x in config.colours)
   return (colours / 255.0 - mean) / std
+
+
+def _make_norm(config: DecoderConfig, name: str, place: str) -> nn.Module:
+  """Makes a norm, with a bias if the family's has one at this place in the tower."""
+  if config.facts.has(f'{place}/{name}/bias', 'vision'):
+    return nn.LayerNorm(_EPS, config.dtype, use_fast_variance=False, name=name)
+  return RMSNorm(_EPS, name=name)
 
 
 class PatchEmbedding(nn.Module):
@@ -55,10 +71,46 @@ class PatchEmbedding(nn.Module):
     init = nn.initializers.normal(0.02)
     kernel_CTXXW = self.param('kernel', init, shape)
     kernel_XW = kernel_CTXXW.astype(self.config.dtype).reshape(-1, c.embed_dim)
-    # All frames of a picture are equal.
-    x_BPCTX = normalise(patches_BPC).astype(self.config.dtype)[:, :, :, None]
-    x_BPCTX = jnp.repeat(x_BPCTX, c.temporal_patch_size, axis=3)
-    return x_BPCTX.reshape(*patches_BPC.shape[:2], -1) @ kernel_XW
+    x_BPCX = normalise(patches_BPC, c).astype(self.config.dtype)
+    x_BPCTX = x_BPCX.reshape(*x_BPCX.shape[:3], -1, c.patch_size**2)
+    # All frames of a picture are equal; a batch with films has each.
+    x_BPCTX = jnp.repeat(x_BPCTX, c.temporal_patch_size // x_BPCTX.shape[3], axis=3)
+    x_BPW = x_BPCTX.reshape(*patches_BPC.shape[:2], -1) @ kernel_XW
+    if self.config.facts.has('patch/bias', 'vision'):
+      bias_W = self.param('bias', nn.initializers.zeros, (c.embed_dim,))
+      x_BPW += bias_W.astype(self.config.dtype)[None, None]
+    return x_BPW
+
+
+class Places(nn.Module):
+  """Embeddings of a square of places, between which patches lie."""
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(self, batch):
+    """Interpolates the four places around each patch, [B, P, W]."""
+    c: Any = self.config.vision
+    side = math.isqrt(c.num_places)
+    init = nn.initializers.normal(0.02)
+    table_SW = self.param('embedding', init, (c.num_places, c.embed_dim))
+    table_SW = table_SW.astype(self.config.dtype)
+    # The patches in each direction of the picture that a patch belongs to, less 1.
+    count = batch.pictures.shape[1]
+    find = lambda x_P2, ids_P: jax.ops.segment_max(x_P2, ids_P, count + 1)[ids_P]
+    last_BP2 = jnp.maximum(jax.vmap(find)(batch.coordinates, batch.pictures), 1)
+    # A patch at 2 of 0 to 5 lies, in a square of 4 x 4, at 6 / 5: 1, and a fifth further.
+    scaled_BP2 = batch.coordinates * (side - 1)
+    near_BP2 = jnp.minimum(scaled_BP2 // last_BP2, side - 1)
+    part_BP2 = (scaled_BP2 % last_BP2).astype(jnp.float32) / last_BP2
+    total: Any = 0.0
+    for row, column in itertools.product((0, 1), repeat=2):
+      further = jnp.asarray([[[row, column]]])
+      place_BP2 = jnp.minimum(near_BP2 + further, side - 1)
+      weight_BP = jnp.prod(jnp.where(further == 1, part_BP2, 1.0 - part_BP2), axis=-1)
+      found_BPW = table_SW[place_BP2[..., 0] * side + place_BP2[..., 1]]
+      total += found_BPW * weight_BP[..., None]
+    return total.astype(self.config.dtype)
 
 
 def _project(config: DecoderConfig, outputs: tuple[int, ...], name: str, axes: int = 1):
@@ -78,12 +130,16 @@ class PatchAttention(nn.Module):
     qkv_BP3MH = apply_flat(_project(self.config, heads, 'qkv'), x_BPW)
     q_BPMH, k_BPMH, v_BPMH = (qkv_BP3MH[:, :, i] for i in range(3))
     q_BPMH, k_BPMH = rope.rotate(q_BPMH, angles), rope.rotate(k_BPMH, angles)
-    out_BPMH = jax.lax.cond(
-      full,
-      lambda q, k, v: attend(q, k, v, batch.pictures, batch.pictures),
-      lambda q, k, v: attend_windows(q, k, v, batch.windows, c.window_patches),
-      *(q_BPMH, k_BPMH, v_BPMH),
-    )
+    whole = lambda q, k, v: attend(q, k, v, batch.pictures, batch.pictures)
+    if len(c.full_attention) == c.num_layers:
+      out_BPMH = whole(q_BPMH, k_BPMH, v_BPMH)
+    else:
+      out_BPMH = jax.lax.cond(
+        full,
+        whole,
+        lambda q, k, v: attend_windows(q, k, v, batch.windows, c.window_patches),
+        *(q_BPMH, k_BPMH, v_BPMH),
+      )
     return apply_flat(_project(self.config, (c.embed_dim,), 'out', 2), out_BPMH)
 
 
@@ -131,26 +187,38 @@ class PatchBlock(nn.Module):
   def __call__(self, x_BPW, angles, batch, full):
     """Adds attention, then the feed-forward, to the residual stream."""
     c: Any = self.config.vision
-    normed = RMSNorm(_EPS, name='attn_norm')(x_BPW)
+    normed = _make_norm(self.config, 'attn_norm', 'blocks')(x_BPW)
     x_BPW += PatchAttention(self.config, name='attn')(normed, angles, batch, full)
-    normed = RMSNorm(_EPS, name='mlp_norm')(x_BPW)
-    gate, up = (_project(self.config, (c.mlp_dim,), name) for name in ('gate', 'up'))
+    normed = _make_norm(self.config, 'mlp_norm', 'blocks')(x_BPW)
+    gates = self.config.facts.has('blocks/gate/kernel', 'vision')
+    names = ('gate', 'up') if gates else ('up',)
+    inner = [_project(self.config, (c.mlp_dim,), name) for name in names]
     down = _project(self.config, (c.embed_dim,), 'down')
-    x_BPW += apply_flat(lambda x_MW: down(nn.silu(gate(x_MW)) * up(x_MW)), normed)
-    return x_BPW, None
+
+    def feed_forward(x_MW):
+      first, *second = (project(x_MW) for project in inner)
+      return down(nn.silu(first) * second[0] if second else nn.gelu(first))
+
+    x_BPW += apply_flat(feed_forward, normed)
+    return x_BPW, x_BPW if c.deepstack else None
 
 
 class Merger(nn.Module):
-  """Makes the decoder's embedding of a token from its patches, which are neighbours."""
+  """Makes the decoder's embedding of a token from its patches, which are neighbours.
+
+  Those of DeepStack normalise a token's patches together.
+  """
 
   config: DecoderConfig
+  together: bool = False
 
   @nn.compact
   def __call__(self, x_BPW):
     """From [B, P, W] to [B, P / merge_size², D]."""
     c: Any = self.config.vision
-    normed = RMSNorm(_EPS, name='in_norm')(x_BPW)
-    merged = normed.reshape(x_BPW.shape[0], -1, c.merged_dim)
+    norm = _make_norm(self.config, 'in_norm', 'merger')
+    merge = lambda x_BPW: x_BPW.reshape(x_BPW.shape[0], -1, c.merged_dim)
+    merged = norm(merge(x_BPW)) if self.together else merge(norm(x_BPW))
     hidden = nn.gelu(
       apply_flat(_project(self.config, (c.merged_dim,), 'in'), merged), False
     )
@@ -164,15 +232,24 @@ class Tower(nn.Module):
 
   @nn.compact
   def __call__(self, batch):
-    """Embeddings [B, P / merge_size², D], in the order of windows."""
+    """Features [B, P / merge_size², (1 + n) D], in the order of windows."""
     c: Any = self.config.vision
     all_get, remat = nn.broadcast, self.config.remat
     blocks = scan_layers(PatchBlock, remat, c.num_layers, all_get, all_get, 0)
     x_BPW = PatchEmbedding(self.config, name='patch')(batch.patches)
     full_L = jnp.asarray([i in c.full_attention for i in range(c.num_layers)])
     angles = _compute_angles(batch.coordinates, c.head_dim)
-    x_BPW, _ = blocks(self.config, name='blocks')(x_BPW, angles, batch, full_L)
-    return Merger(self.config, name='merger')(x_BPW)
+    if c.num_places:
+      x_BPW += Places(self.config, name='places')(batch)
+    x_BPW, every_ABPW = blocks(self.config, name='blocks')(x_BPW, angles, batch, full_L)
+    last_BFD = Merger(self.config, name='merger')(x_BPW)
+    if not c.deepstack:
+      return last_BFD
+    axes: Any = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
+    mergers = nn.vmap(Merger, **axes)(self.config, True, name='deep_mergers')
+    deep_nBFD = mergers(every_ABPW[jnp.asarray(c.deepstack)])
+    both_nBFD = jnp.concatenate([last_BFD[None], deep_nBFD])
+    return jnp.moveaxis(both_nBFD, 0, 2).reshape(*last_BFD.shape[:2], -1)
 
 
 def _compute_angles(coordinates_BP2: Array, head_dim: int) -> tuple[Array, Array]:
@@ -193,11 +270,11 @@ def init(config: DecoderConfig, key: Array) -> dict[str, Any]:
 
 def features(
   params: dict[str, Any], config: DecoderConfig, batch: PatchBatch
-) -> Float[Array, 'F D']:
-  """Computes the embeddings of all tokens of a batch's pictures, row after row.
+) -> Float[Array, 'F nD']:
+  """Computes the features of all tokens of a batch's pictures, row after row.
 
   Those of a picture begin at the row that picture_tokens.pack says, and are in the order
-  of the text. Padding has finite embeddings that nothing else depends on.
+  of the text. Padding has finite features that nothing else depends on.
 
   Args:
     params: The model's, of which 'vision' is read.

@@ -1,7 +1,13 @@
 """The shape of a vision tower and its parameters, and the tokens of pictures in texts."""
 
 import dataclasses
+import math
 from typing import Any
+
+# By what red, green and blue, from 0 to 1, are scaled: their means, then their
+# deviations. Those of CLIP, and those that make them numbers from -1 to 1.
+CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+SIGNED = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +31,12 @@ class VisionConfig:
   window_size: int = 112  # The side of a window, in pixels.
   # The layers in which a patch attends to its whole picture, and not to its window only.
   full_attention: tuple[int, ...] = ()
+  # The embeddings of places, a square that is stretched over each picture; 0 for none.
+  num_places: int = 0
+  # The layers after which a token has features too; the decoder's first layers add those,
+  # one each (DeepStack, arXiv 2406.04334).
+  deepstack: tuple[int, ...] = ()
+  colours: tuple[tuple[float, ...], tuple[float, ...]] = CLIP
   tokens_per_second: int = 4  # Of films, which are not supported; kept for exports.
   # Tokens of the text: one for each token of a picture, what stands before and after it.
   image_token_id: int = 151655
@@ -50,11 +62,31 @@ class VisionConfig:
         f'vision_config: fullatt_block_indexes {self.full_attention} are not all among '
         f'the {self.num_layers} layers.'
       )
+    deep = self.deepstack
+    if list(deep) != sorted({*deep} & {*range(self.num_layers)}):
+      raise ValueError(
+        f'vision_config: deepstack_visual_indexes {deep} must rise, and be among the '
+        f'{self.num_layers} layers.'
+      )
+    if math.isqrt(self.num_places) ** 2 != self.num_places:
+      raise ValueError(
+        f'vision_config: num_position_embeddings is {self.num_places}, no square.'
+      )
 
   @property
   def head_dim(self) -> int:
     """The numbers of a head."""
     return self.embed_dim // self.num_heads
+
+  @property
+  def feature_dim(self) -> int:
+    """The numbers of a token's features, those of all depths together."""
+    return self.out_dim * (1 + len(self.deepstack))
+
+  @property
+  def deep_count(self) -> int:
+    """How many layers of the decoder add features."""
+    return len(self.deepstack)
 
   @property
   def merged_dim(self) -> int:
@@ -80,7 +112,8 @@ class VisionConfig:
 # The parameters of a tower, as rows of the table in families.py. Their letters: A layers,
 # W embed, M heads, h head dim, J feed-forward, Q embed of all patches of a token, C
 # channels, t frames and p pixels of a patch, d embed of the decoder; w and q are W and Q
-# where no mesh splits them. What is not split is small, or its gradient would be.
+# where no mesh splits them; a layers of DeepStack, o places. What is not split is small,
+# or its gradient would be.
 #
 # Letter -> the field of VisionConfig with its size.
 SIZES = {
@@ -95,13 +128,18 @@ SIZES = {
   'C': 'channels',
   't': 'temporal_patch_size',
   'p': 'patch_size',
+  'a': 'deep_count',
+  'o': 'num_places',
 }
-_BLOCK = (
-  ('attn_norm/scale', 'norm1.weight', 'w'),
+_ATTENTION = (
   ('attn/qkv/kernel', 'attn.qkv.weight', 'W>3Mh'),
   ('attn/qkv/bias', 'attn.qkv.bias', '>3Mh'),
   ('attn/out/kernel', 'attn.proj.weight', 'Mh>W'),
   ('attn/out/bias', 'attn.proj.bias', 'w'),
+)
+_BLOCK = (
+  ('attn_norm/scale', 'norm1.weight', 'w'),
+  *_ATTENTION,
   ('mlp_norm/scale', 'norm2.weight', 'w'),
   ('gate/kernel', 'mlp.gate_proj.weight', 'W>J'),
   ('gate/bias', 'mlp.gate_proj.bias', 'J'),
@@ -117,9 +155,49 @@ _MERGER = (
   ('out/kernel', 'mlp.2.weight', 'Q>d'),
   ('out/bias', 'mlp.2.bias', 'd'),
 )
+# Those of Qwen3-VL: norms with a bias, and a feed-forward without a gate.
+_PLAIN_BLOCK = (
+  ('attn_norm/scale', 'norm1.weight', 'w'),
+  ('attn_norm/bias', 'norm1.bias', 'w'),
+  *_ATTENTION,
+  ('mlp_norm/scale', 'norm2.weight', 'w'),
+  ('mlp_norm/bias', 'norm2.bias', 'w'),
+  ('up/kernel', 'mlp.linear_fc1.weight', 'W>J'),
+  ('up/bias', 'mlp.linear_fc1.bias', 'J'),
+  ('down/kernel', 'mlp.linear_fc2.weight', 'J>W'),
+  ('down/bias', 'mlp.linear_fc2.bias', 'w'),
+)
+
+
+def _list_merger(normed: str) -> tuple[tuple[str, str, str], ...]:
+  """Lists those of a merger whose norm is over patches (w) or over tokens (q)."""
+  return (
+    ('in_norm/scale', 'norm.weight', normed),
+    ('in_norm/bias', 'norm.bias', normed),
+    ('in/kernel', 'linear_fc1.weight', 'Q>q'),
+    ('in/bias', 'linear_fc1.bias', 'q'),
+    ('out/kernel', 'linear_fc2.weight', 'Q>d'),
+    ('out/bias', 'linear_fc2.bias', 'd'),
+  )
+
+
 # Path, tensor and dimensions of each. The first is that of a convolution.
+_PATCH = ('vision/patch/kernel', 'visual.patch_embed.proj.weight', 'Ctpp>W', True)
 PARAMETERS: tuple[Any, ...] = (
-  ('vision/patch/kernel', 'visual.patch_embed.proj.weight', 'Ctpp>W', True),
+  _PATCH,
   *((f'vision/blocks/{x}', f'visual.blocks.{{}}.{y}', f'A{z}') for x, y, z in _BLOCK),
   *((f'vision/merger/{x}', f'visual.merger.{y}', z) for x, y, z in _MERGER),
+)
+DEEP_PARAMETERS: tuple[Any, ...] = (
+  _PATCH,
+  ('vision/patch/bias', 'visual.patch_embed.proj.bias', 'w'),
+  ('vision/places/embedding', 'visual.pos_embed.weight', 'ow'),
+  *(
+    (f'vision/blocks/{x}', f'visual.blocks.{{}}.{y}', f'A{z}') for x, y, z in _PLAIN_BLOCK
+  ),
+  *((f'vision/merger/{x}', f'visual.merger.{y}', z) for x, y, z in _list_merger('w')),
+  *(
+    (f'vision/deep_mergers/{x}', f'visual.deepstack_merger_list.{{}}.{y}', f'a{z}')
+    for x, y, z in _list_merger('q')
+  ),
 )

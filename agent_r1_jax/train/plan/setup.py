@@ -108,7 +108,8 @@ def load(
       stop_strings=fields.parse_json('chat.stop_strings', chat.stop_strings, list),
       template_kwargs=fields.parse_json('chat.template', chat.template, dict),
       date=chat.date,
-      pictures=shape.vision and pictures.load(config.path, shape.vision.token_size),
+      pictures=shape.vision
+      and pictures.load(config.path, shape.vision.token_size, shape.vision.colours),
     ),
   )
 
