@@ -251,10 +251,54 @@ def _prepare(q, k, v, g, beta, begins) -> tuple[Array, ...]:
   first = jnp.where(text == 0, jnp.exp(total), 0.0)[..., None]
   k, q = k[:, :, :, None], q[:, :, :, None]
   both = jnp.concatenate([v, k * first], -1) * beta[..., None]
-  solved = jax.lax.linalg.triangular_solve(
-    system, both, left_side=True, lower=True, unit_diagonal=True
-  )
+  solved = _solve(system, both)
   values, reads = jnp.split(solved, [v.shape[-1]], axis=-1)
   last = jnp.where(text == text[..., -1:], jnp.exp(total[..., -1:] - total), 0.0)
   left = first[..., -1, 0]
   return values, reads, q * first, within * since, k * last[..., None], left
+
+
+@jax.custom_vjp
+def _solve(system: Array, right: Array) -> Array:
+  """Solves (I + L) y = right, where L is what `system` [*, C, C] has below its diagonal.
+
+  By products alone. jaxlib's triangular solve waits on a CPU for threads that wait for
+  it: two that run at once on two cores never end (jaxlib 0.10.2, lapack_strsm_ffi).
+  """
+  return _solve_forward(system, right)[0]
+
+
+def _solve_forward(system: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
+  inverse = _invert(system)
+  solved = _einsum('...cd,...dx->...cx', inverse, right)
+  return solved, (inverse, solved)
+
+
+def _solve_backward(saved: tuple[Array, Array], slope: Array) -> tuple[Array, Array]:
+  inverse, solved = saved
+  slope = _einsum('...dc,...dx->...cx', inverse, slope)
+  return -jnp.tril(_einsum('...cx,...dx->...cd', slope, solved), -1), slope
+
+
+_solve.defvjp(_solve_forward, _solve_backward)
+
+
+def _invert(system: Array) -> Array:
+  """Inverts I + L by blocks on the diagonal, each of two of half the size.
+
+  The inverse of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']] with those of A and D.
+  """
+  C = system.shape[-1]
+  size = 1 << (C - 1).bit_length()
+  system = jnp.pad(system, [(0, 0)] * (system.ndim - 2) + [(0, size - C)] * 2)
+  outer = system.shape[:-2]
+  inverse = jnp.ones((*outer, size, 1, 1), system.dtype)
+  while (b := inverse.shape[-1]) < size:
+    n = size // (2 * b)
+    pairs = system.reshape(*outer, n, 2, b, n, 2, b)[..., 1, :, :, 0, :]
+    pairs = jnp.moveaxis(jnp.diagonal(pairs, axis1=-4, axis2=-2), -1, -3)
+    first, second = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
+    corner = -_einsum('...cd,...de,...ef->...cf', second, pairs, first)
+    upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+    inverse = jnp.concatenate([upper, jnp.concatenate([corner, second], -1)], -2)
+  return inverse[..., 0, :C, :C]
