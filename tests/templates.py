@@ -198,7 +198,8 @@ _QWEN35 = """\
 {{- '\n\n' if loop.first and content else '' if loop.first else '\n' }}
 {{- '<tool_call>\n<function=' + c.function.name + '>\n' }}
 {%- for key, x in c.function.arguments | items %}
-{{- '<parameter=' + key + '>\n' + (x if x is string else x | tojson) }}
+{%- set y = x | tojson if x is mapping or (x is sequence and x is not string) else x %}
+{{- '<parameter=' + key + '>\n' + y | string }}
 {{- '\n</parameter>\n' }}{% endfor %}{{ '</function>\n</tool_call>' }}{% endfor %}
 {{- '<|im_end|>\n' }}
 {%- elif m.role == 'tool' %}

@@ -11,6 +11,7 @@ from agent_r1_jax import sft, types
 from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.grammars import byte_grammars, compiler
@@ -208,6 +209,34 @@ def test_a_call_and_its_answer_are_one_turn_of_gemma_4(chats):
   assert {ids['<turn|>'], ids['<|tool_response>']} <= {*chat.stop_ids}
 
 
+def write_turns(chat, messages):
+  """What a rollout would have encoded, had the policy sampled the replies."""
+  return text_of(chat, np.concatenate([x for x, _ in chat.encode_turns(messages, TOOLS)]))
+
+
+@pytest.mark.parametrize('said', ['He.', '<think>\nHm.\n</think>\n\nHe.'])
+def test_turns_of_qwen_3_5_are_as_the_template_writes_them(said, chats):
+  """Replies without a thought too, which end the one that the prompt has opened."""
+  chat, messages = chats('qwen3.5'), openai_messages()[:6]
+  messages = [*messages, {'role': 'assistant', 'content': said}]
+  given = [messages_lib.check(message) for message in messages]
+  given = [m | {'content': m['content'] or ''} for m in given]
+  whole = tokenizer_lib.render(
+    chat.tokenizer, given, TOOLS, {'add_generation_prompt': False}
+  )
+  assert write_turns(chat, messages) == whole.removesuffix('\n')
+
+
+def test_a_supervised_call_of_gemma_4_ends_where_its_answer_begins(chats):
+  chat, messages = chats('gemma4'), openai_messages()
+  messages[6:] = [{'role': 'assistant', 'content': 'It is he.'}]
+  text = write_turns(chat, messages)
+  assert '}<tool_call|><|tool_response>response:' in text
+  thought = '<|channel>thought\nI think.\n<channel|><|tool_call>call:search{'
+  assert thought in text and '<think>' not in text
+  assert text.count('<turn|>') == 3  # Of the system, the user and the model.
+
+
 def test_structured_calls_are_as_the_template_writes_them(name, chats):
   if name not in ('mistral-v0.3', 'nemo', 'llama3.2', 'qwen2.5'):
     return
@@ -292,7 +321,8 @@ def test_sft_trains_on_calls_and_thoughts_in_openais_form(name, chats):
   found = [chat.format.parse(reply) for reply in replies]
   assert found == [made[:1], made[1:], []]
   assert 'I think.' in replies[0] and 'So:' in replies[0]
-  assert replies[2] == chat.format.frame('It is he.')
+  closed = '\n</think>\n\n' if name == 'qwen3.5' else ''
+  assert replies[2] == closed + chat.format.frame('It is he.')
   assert 'nonce2' in text_of(chat, s.tokens)
 
 

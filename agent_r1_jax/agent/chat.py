@@ -175,7 +175,8 @@ class Chat(renderer_lib.Renderer):
         continue
       context = messages[start : i if is_reply else i + 1]
       if parts:
-        ids = self.encode_delta(context, history=messages[:start], **options)
+        last = int(parts[-1][0][-1])
+        ids = self.encode_delta(context, last, history=messages[:start], **options)
       else:
         ids = self.encode_prompt(context, **options)
       parts.append((ids, False))
@@ -239,9 +240,9 @@ class Chat(renderer_lib.Renderer):
   ) -> np.ndarray:
     """Encodes a reply and its stop token as int32 [T], for supervised text.
 
-    That of a message is its content; if it has calls or thoughts, it is written as the
-    template writes them, or in the chat's format. Replies that the policy sampled are
-    never encoded again.
+    That of a message is its content; if it has calls or thoughts, or the prompt opens a
+    thought, it is written as the template writes it, or in the chat's format. Replies
+    that the policy sampled are never encoded again.
 
     Raises:
       TooLongError: See encode_prompt.
@@ -253,7 +254,8 @@ class Chat(renderer_lib.Renderer):
     message = messages_lib.write_text(message)
     ends = [self._control.names.get(i, self._end) for i in self.stop_ids]
     end = ends[0]
-    if message.get('tool_calls') or message.get('reasoning_content'):
+    opens = self._start.rstrip().endswith('<think>')
+    if message.get('tool_calls') or message.get('reasoning_content') or opens:
       text, mark, found = self._render_reply(message, ends)
       end = found if self.format.ends else end
     else:

@@ -171,10 +171,16 @@ class Renderer:
     Returns:
       The text, the mark of its placeholders, and the text that ends it.
     """
-    start = self._apply([template_forms.USER])
+    start, before = (
+      self._apply([template_forms.USER], add_generation_prompt=opens)
+      for opens in (True, False)
+    )
     text, mark = self._render([template_forms.USER, reply], add_generation_prompt=False)
     place, end = max((text.rfind(end), end) for end in ends)
-    if text.startswith(start) and place >= len(start):
-      return text[len(start) : place], mark, end
+    # What a prompt begins may be more than the role: an empty thought, in Gemma 4.
+    role = before + start[len(before) :].partition('\n')[0] + '\n'
+    for begin in (start, role):
+      if text.startswith(begin) and place >= len(begin):
+        return text[len(begin) : place], mark, end
     hidden = self._control.hide_in_message(reply, mark)
     return self._forms.write_reply(hidden, as_text=True)['content'], mark, ends[0]
