@@ -156,8 +156,24 @@ def test_a_loop_runs_as_its_counter_says_and_slices_count_as_slices():
 def test_a_loop_that_the_data_stop_counts_as_often_as_one_says():
   text = short('loop')
   text = text.replace('%end = s32[] constant(8)', '%end = s32[] get-tuple-element(%t.3)')
-  found = kernels.list_kernels(hlo.Program(text), unknown=7)
+  found = kernels.list_kernels(hlo.Program(text), lambda part: 7)
   assert {k.calls for k in found} == {7} and {k.inside for k in found} == {('w',)}
+
+
+@pytest.mark.parametrize(
+  ('part', 'passes'),
+  [
+    ('jit(f)/jvp(head)/while', 8),
+    ('jit(f)/jvp(Decoder)/while/body/layers/moe/while', 1),
+    (
+      'jit(f)/transpose(jvp(D))/while/checkpoint/rematted_computation/layers/moe/while',
+      1,
+    ),
+    ('jit(f)/transpose(jvp(Decoder))/while/body/checkpoint/layers/moe/while', 0),
+  ],
+)
+def test_experts_take_one_round_and_the_head_all_its_blocks(part, passes):
+  assert kernels.guess_passes(8, part) == passes
 
 
 def test_reads_of_nested_fusions_views_and_copies_count():

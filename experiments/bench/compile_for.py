@@ -145,6 +145,8 @@ def learned_parameters(config: decoder.DecoderConfig) -> Any:
     if _FROZEN.value != 'float32':
       params = quantization.freeze(params, config, _FROZEN.value)
     targets = config_lib.Model().adapter_targets
+    if config.num_experts:  # They get none.
+      targets = [name for name in targets if name in 'qkvo']
     adapters = (_RANK.value, targets, 16.0, jax.random.key(0))
     return lora.add(params, *adapters) if _RANK.value else params
 
@@ -274,8 +276,11 @@ def count_needed(
   return 0.0, 0.0
 
 
-def report(name: str, program: Any, elsewhere: int, chip: chips_lib.Chip, unknown: int):
-  """Compiles; `elsewhere` are bytes on the chip that the program does not get."""
+def report(name: str, program: Any, elsewhere: int, chip: chips_lib.Chip, guess):
+  """Compiles; `elsewhere` are bytes on the chip that the program does not get.
+
+  `guess` counts the passes of loops that the data stop, see kernels.list_kernels.
+  """
   start = time.time()
   compiled = program.compile()
   seconds = time.time() - start
@@ -287,7 +292,7 @@ def report(name: str, program: Any, elsewhere: int, chip: chips_lib.Chip, unknow
     'elsewhere': elsewhere,
   }
   total = sum(parts.values())
-  kernels = kernels_lib.list_kernels(hlo.Program(compiled.as_text()), unknown)
+  kernels = kernels_lib.list_kernels(hlo.Program(compiled.as_text()), guess)
   if name == 'decode':
     kernels = roofline.read_used_slots(kernels, _USED.value or _SLOTS.value, _SLOTS.value)
   if _TOP.value:
@@ -335,14 +340,12 @@ def main(_):
     optax.clip_by_global_norm(1.0), optax.adamw(1e-6, b2=0.95, weight_decay=0.0)
   )
   for name in _PROGRAMS.value:
-    unknown = 1
+    tokens = 1.0
     if name in _TRAINING:
       mesh = everyone
       with jax.set_mesh(mesh):
         program, elsewhere = lowered(name, config, mesh, optimizer)
-        # Of the loops that the data stop, those of the head: here every token counts.
         tokens = _ROWS.value * _TOKENS.value / sizes['context']
-        unknown = math.ceil(tokens / head.block_tokens(config.vocab_size))
     else:
       mesh, elsewhere = one_replica, on_chip(training_state(config, optimizer, everyone))
       with jax.set_mesh(mesh):
@@ -352,7 +355,9 @@ def main(_):
     numbers = {'weights': _WEIGHTS.value, 'cache': _CACHE.value}
     asked |= numbers if name in _SAMPLING else dict.fromkeys(numbers, 'model')
     asked |= {'lora_rank': _RANK.value, 'frozen': _FROZEN.value}
-    line = asked | report(name, program, elsewhere, chip, unknown)
+    blocks = math.ceil(tokens / head.block_tokens(config.vocab_size))
+    guess = functools.partial(kernels_lib.guess_passes, blocks)
+    line = asked | report(name, program, elsewhere, chip, guess)
     useful, needed = count_needed(name, config, mesh)
     line |= {'useful': useful, 'needed': needed}
     if useful and name != 'decode':

@@ -10,7 +10,7 @@ slice counts, of an array that it updates in place only the update, and arrays i
 vector memory (`S(1)` in the text) do not count.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import functools
 import math
 import re
@@ -42,6 +42,8 @@ _PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4, 'forward': 2, 'queries': 3, 'keys': 4}
 _PRODUCTS |= {'prefill_attention': 4}
 # Those for GPUs, over the slots of a cache and over rows.
 _SLOTS, _ROWS = 'slot_attention', 'row_attention_'
+# JAX's own of group_products.py: for GPUs, and by the instruction's name for TPUs.
+_HOPPER_GROUPS, _GROUPS = 'body', re.compile(r't?gmm[.\d]*')
 KINDS = ('attention', 'product', 'exchange', 'move', 'sort', 'other')
 
 
@@ -76,19 +78,32 @@ class Kernel(NamedTuple):
   beside: bool
 
 
-def list_kernels(program: hlo.Program, unknown: int = 1) -> list[Kernel]:
+def list_kernels(
+  program: hlo.Program, guess: Callable[[str], int] = lambda part: 1
+) -> list[Kernel]:
   """Returns the kernels of all computations, those of loops with their passes.
 
-  Loops of which only the data say how often they run count as `unknown` passes.
+  Where only the data say how often a loop runs, `guess` does, from its JAX name.
   """
-  return list(_Walk(program, unknown).visit(program.entry, 1, ()))
+  return list(_Walk(program, guess).visit(program.entry, 1, ()))
+
+
+def guess_passes(blocks: int, part: str) -> int:
+  """Guesses how often a loop runs that the data stop, from its JAX name.
+
+  Those of the head take `blocks`, if every token has a loss. A mixture's experts take one
+  round (models/experts.py), which a gradient computes before its loop.
+  """
+  if '/moe/' in part:
+    return int('transpose(' not in part or 'rematted' in part)
+  return blocks
 
 
 class _Walk:
   """Goes through a program as a chip does."""
 
-  def __init__(self, program: hlo.Program, unknown: int):
-    self._program, self._unknown = program, unknown
+  def __init__(self, program: hlo.Program, guess: Callable[[str], int]):
+    self._program, self._guess = program, guess
     # Of a collective in several pieces, the one that counts.
     self._chains: dict[tuple[str, ...], str] = {}
 
@@ -101,7 +116,8 @@ class _Walk:
         passes = self._program.count_passes(name, i)
         around = inside if passes else (*inside, i.name)
         body = re.findall(r'body=%([\w.-]+)', i.text)[0]
-        yield from self.visit(body, calls * (passes or self._unknown), around)
+        passes = self._guess(i.part) if passes is None else passes
+        yield from self.visit(body, calls * passes, around)
       elif i.opcode == 'conditional':
         # What is asked for seldom (a guide, the likeliest tokens) does not count.
         branches = [list(self.visit(x, calls, inside)) for x in i.called]
@@ -118,6 +134,7 @@ class _Walk:
     operations = sum(_count_operations(self._program, *x) for x in within)
     exchanged = self._count_exchanged([x for _, x in within])
     attends = re.search(rf'fmha|tpu_custom_call|{_SLOTS}|{_ROWS}', i.target)
+    attends = attends and not _GROUPS.fullmatch(i.name)
     exchanges = {re.sub(r'-(start|done)$', '', x) for x in opcodes} & _COLLECTIVES
     if (exchanges or 'AsyncCollective' in i.text) and not operations:
       kind = 'exchange'
@@ -197,6 +214,10 @@ def _count_operations(program: hlo.Program, name: str, i: hlo.Instruction) -> fl
   if i.target == _SLOTS:  # All of them.
     queries, keys, *_ = _find_slots(operands)
     return 4.0 * math.prod(queries.shape) * keys.shape[2]
+  # Of [S, X] to [S, Y]; or with [S, Y] to [E, X, Y].
+  if i.target == _HOPPER_GROUPS or _GROUPS.fullmatch(i.name):
+    rows = next(x for arrays in operands for x in arrays if x.dtype == 'bf16')
+    return 2.0 * math.prod(rows.shape) * i.result[0].shape[-1]
   if i.target.startswith(_ROWS):
     T, N, H = max(x[0].shape[1:] for x in operands if len(x[0].shape) == 4)
     return _PRODUCTS[i.target.removeprefix(_ROWS)] * i.result[0].shape[0] * N * T * T * H
