@@ -14,6 +14,7 @@ from agent_r1_jax.models.kernels import (
   attention_kernels,
   block_attention,
   gpu,
+  hopper,
   row_attention,
 )
 
@@ -71,17 +72,17 @@ def test_rows_on_an_h100_attend_by_it(monkeypatch, trees):
   for other in (q[:, :192], q[..., :32], q.astype(jnp.float32)):
     assert not attention_kernels.knows_spans(other)
   monkeypatch.setenv(row_attention.VARIABLE, '0')
-  attention_kernels._passes_check.cache_clear()
+  hopper.passes_check.cache_clear()
   assert not attention_kernels.knows_spans(q)
   monkeypatch.delenv(row_attention.VARIABLE)
-  attention_kernels._passes_check.cache_clear()
+  hopper.passes_check.cache_clear()
   monkeypatch.setattr(sharding, 'device_kind', lambda: 'NVIDIA A100-SXM4-80GB')
   assert not attention_kernels.knows_spans(q)
 
 
 def test_one_process_of_several_cannot_choose_another_kernel(monkeypatch):
-  monkeypatch.setattr(attention_kernels, 'is_hopper', lambda: True)
-  monkeypatch.setattr(attention_kernels, '_passes_check', lambda *_: False)
+  monkeypatch.setattr(hopper, 'is_here', lambda: True)
+  monkeypatch.setattr(hopper, 'passes_check', lambda *_: False)
   q = jnp.asarray(inputs(128, 1, 1, 64)[0])
   assert not attention_kernels.knows_spans(q)
   monkeypatch.setattr(jax, 'process_count', lambda: 2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agent_r1_jax.models import attention, kv_cache, sharding
-from agent_r1_jax.models.kernels import attention_kernels, slot_attention
+from agent_r1_jax.models.kernels import attention_kernels, hopper, slot_attention
 
 
 def _interpret_anew():
@@ -137,12 +137,12 @@ def check(monkeypatch):
 
   def run(gap):
     monkeypatch.setattr(slot_attention, 'measure_gap', lambda *args: gap())
-    attention_kernels._passes_check.cache_clear()
-    return attention_kernels._passes_check(slot_attention, 128)
+    hopper.passes_check.cache_clear()
+    return hopper.passes_check(slot_attention, 128)
 
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
   yield run
-  attention_kernels._passes_check.cache_clear()
+  hopper.passes_check.cache_clear()
 
 
 @pytest.mark.parametrize('gap', [0.004, 0.3, float('nan')])
@@ -162,7 +162,7 @@ def test_what_cannot_be_compiled_is_left_to_xla(check, caplog):
 
 def test_a_check_without_an_answer_says_how_to_go_on(check, monkeypatch):
   waits = threading.Event()
-  monkeypatch.setattr(attention_kernels, '_CHECK_SECONDS', 0.05)
+  monkeypatch.setattr(hopper, '_CHECK_SECONDS', 0.05)
   try:
     with pytest.raises(RuntimeError, match='AGENT_R1_SLOT_ATTENTION=0 leaves the kernel'):
       check(waits.wait)

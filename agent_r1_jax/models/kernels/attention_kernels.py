@@ -5,12 +5,7 @@ results are the same up to rounding. A kernel is imported where it is used: that
 and useless on other platforms. Letters as there.
 """
 
-import concurrent.futures
-import functools
-import logging
 import math
-import os
-import threading
 from typing import Any
 
 import jax
@@ -20,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from agent_r1_jax.models import kv_cache, sharding
+from agent_r1_jax.models.kernels import hopper
 
 # Causal attention over a row is computed in at most this many blocks of queries.
 MAX_BLOCKS = 8
@@ -31,14 +27,6 @@ PAGE, _PAGES = 512, 1 << 16
 # The dtypes of cuDNN's attention on every GPU that has it, and its largest head dim (on
 # Hopper it could be 256), which must be a multiple of 8.
 _CUDNN_DTYPES, _CUDNN_HEAD = ('float16', 'bfloat16'), 128
-# In the names of GPUs with the instructions that the kernel for used slots has.
-_HOPPER = ('H100', 'H20', 'H800')  # GH200 and H200 too.
-# The most that outputs of size 1, or a part of the largest number of outputs and
-# gradients, may differ from XLA's: a few bits of bfloat16.
-_LARGEST_GAP = 0.05
-# How long that is waited for, compilation included.
-_CHECK_SECONDS = 300.0
-_LOGGER = logging.getLogger(__name__)
 
 
 def reads_used_slots(
@@ -57,64 +45,18 @@ def reads_used_slots(
     rounded: Whether the cache has 8 bits.
   """
   B, K, S, H = shape
-  if is_hopper():
+  if hopper.is_here():
     from agent_r1_jax.models.kernels import slot_attention
 
     if slot_attention.supports(shape, dtype):
       kernel: Any = slot_attention
-      return _passes_check(kernel, H, rounded)
+      return hopper.passes_check(kernel, H, rounded)
   if sharding.platform() != 'tpu' or rounded:
     return False
   tiles = S % LANES == 0 and H % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
   if queries == 1:
     tiles &= B * K * S // math.gcd(S, PAGE) <= _PAGES
   return tiles and (queries == 1 or queries % LANES == 0)
-
-
-def is_hopper() -> bool:
-  """Whether programs are for a GPU of the kind of the H100."""
-  return sharding.platform() == 'gpu' and any(
-    kind in sharding.device_kind() for kind in _HOPPER
-  )
-
-
-@functools.cache
-def _passes_check(kernel: Any, *sizes) -> bool:
-  """Whether a kernel for GPUs computes here what XLA does; else a warning says so.
-
-  Args:
-    kernel: A module with `measure_gap`, `VARIABLE`, which is 0 in the environment to
-      leave the kernel out, and what happens `INSTEAD`.
-    *sizes: What its `measure_gap` is given.
-  """
-  if os.environ.get(kernel.VARIABLE) == '0':
-    return False
-  if jax.default_backend() != 'gpu':
-    return True  # Programs are only compiled, for GPUs that are not here.
-  answer: concurrent.futures.Future[float] = concurrent.futures.Future()
-
-  def measure():
-    try:
-      answer.set_result(kernel.measure_gap(*sizes))
-    except Exception as error:  # Whatever its compiler or the driver raises.
-      answer.set_exception(error)
-
-  # A thread of its own, where no program is being traced; nobody waits for its end.
-  threading.Thread(target=measure, daemon=True).start()
-  try:
-    gap = answer.result(_CHECK_SECONDS)
-  except TimeoutError as error:
-    # What hangs on a GPU holds up all that comes after it.
-    raise RuntimeError(
-      f'the check of {kernel.__name__} has given no answer within {_CHECK_SECONDS:g} '
-      f'seconds; {kernel.VARIABLE}=0 leaves the kernel out.'
-    ) from error
-  except Exception as error:
-    _LOGGER.warning('%s: %s', kernel.INSTEAD, error)
-    return False
-  if not gap < _LARGEST_GAP:
-    _LOGGER.warning('%s: the kernel is off by %g', kernel.INSTEAD, gap)
-  return gap < _LARGEST_GAP
 
 
 def over_used_slots(
@@ -260,7 +202,7 @@ def knows_spans(q_BTNH) -> bool:
 
   It is for GPUs of the kind of the H100, where it has passed a check.
   """
-  if not is_hopper():
+  if not hopper.is_here():
     return False
   from agent_r1_jax.models.kernels import row_attention
 
@@ -268,15 +210,7 @@ def knows_spans(q_BTNH) -> bool:
   if not row_attention.supports(T, H, q_BTNH.dtype):
     return False
   kernel: Any = row_attention
-  passes = _passes_check(kernel, H)
-  left_out = os.environ.get(row_attention.VARIABLE) == '0'
-  if not passes and not left_out and jax.process_count() > 1:
-    raise RuntimeError(
-      'the kernel of attention over rows does not pass its check in this process (see '
-      'above). All processes have to compute by the same one: start all of them with '
-      f'{row_attention.VARIABLE}=0.'
-    )
-  return passes
+  return hopper.passes_everywhere(kernel, H)
 
 
 def over_rows(q_BTNH, k_BTKH, v_BTKH, ends_BT) -> Float[Array, 'B T N H']:
