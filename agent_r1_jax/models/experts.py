@@ -3,10 +3,10 @@
 No token is dropped, whatever the router does, and all shapes are static. The (token,
 expert) pairs are sorted by expert, and each expert's product reads its own rows:
 
-- on a TPU by XLA's ragged product, which is a kernel there. Elsewhere it would compute
-  every expert for every pair;
-- on a GPU in rounds, each of which takes up to twice as many pairs of every expert as
-  they have on average: one batched product. There are as many rounds as the busiest
+- on a TPU or a GPU of Hopper's kind by kernels (kernels/group_products.py), or on a TPU
+  by XLA's ragged product, where these do not know a shape;
+- on other GPUs in rounds, each of which takes up to twice as many pairs of every expert
+  as they have on average: one batched product. There are as many rounds as the busiest
   expert needs, so one if no expert has more;
 - on a CPU in blocks, one after the other, to which an expert's rows are filled up.
 
@@ -32,6 +32,7 @@ from jaxtyping import Bool, Float, Int
 
 from agent_r1_jax import types
 from agent_r1_jax.models import sharded_params, sharding
+from agent_r1_jax.models.kernels import hopper
 from agent_r1_jax.models.layers import RMSNorm, Scale
 
 # The most slots of a block on a CPU, and the least; the least of an expert in a round.
@@ -189,8 +190,8 @@ def _mix(x_BTD, weight_BTk, expert_BTk, kernels: Kernels, activate):
   block = _choose_block(expert_Mk.size, E) if platform == 'cpu' else 1
   slots = _sort(expert_Mk, E, block)
   x_SD = x_MD.at[slots.token].get(mode='fill', fill_value=0)
-  if platform == 'tpu':
-    y_SD = _compute_ragged(x_SD, kernels, slots.sizes, activate)
+  if multiply := _choose_product(expert_Mk.size, kernels):
+    y_SD = _compute_ragged(x_SD, kernels, slots.sizes, activate, multiply)
   else:
     y_SD: Any = _compute_steps(x_SD, kernels, slots.sizes, block, activate)
   y_MkD = y_SD.at[slots.slot].get(mode='fill', fill_value=0)
@@ -230,11 +231,22 @@ def _sort(expert_Mk: Int[Array, 'M k'], E: int, block: int) -> _SortedPairs:
   return _SortedPairs(slot_P.reshape(M, k), token_S, sizes_E)
 
 
-def _compute_ragged(x_SD, kernels: Kernels, sizes_E, activate) -> Array:
-  multiply = functools.partial(jax.lax.ragged_dot, group_sizes=sizes_E.astype(jnp.int32))
+def _choose_product(pairs: int, kernels: Kernels) -> Callable[..., Array] | None:
+  """Returns what multiplies sorted rows by each expert's kernel, if anything does."""
+  from agent_r1_jax.models.kernels import group_products
 
+  on_tpu, (_, *sizes) = sharding.platform() == 'tpu', kernels.gate.shape
+  if not on_tpu and not hopper.is_here():
+    return None
+  fits = group_products.supports(pairs, tuple(sizes), kernels.gate.dtype)
+  if fits and (on_tpu or hopper.passes_everywhere(group_products)):
+    return group_products.multiply
+  return jax.lax.ragged_dot if on_tpu else None
+
+
+def _compute_ragged(x_SD, kernels: Kernels, sizes_E, activate, multiply) -> Array:
   def dot(x_SX, kernel_EXY, bias_EY):
-    y_SY = multiply(x_SX, kernel_EXY)
+    y_SY = multiply(x_SX, kernel_EXY, sizes_E.astype(jnp.int32))
     if bias_EY is None:
       return y_SY
     # Each slot gets the bias of its expert; that of those after the last has no meaning.

@@ -62,6 +62,7 @@ class Part(NamedTuple):
 
 _LIGHT = 'experiments.bench.light'
 _ROWS, _SLOTS = 'AGENT_R1_ROW_ATTENTION', 'AGENT_R1_SLOT_ATTENTION'
+_GROUPS = 'AGENT_R1_GROUP_PRODUCTS'
 PARTS = (
   Part('card', 45, 10),
   Part('rows', 60, 12, f'{_LIGHT}.kernels', ('--what=rows',), variable=_ROWS),
@@ -73,6 +74,7 @@ PARTS = (
   Part('sampler', 120, 40),
   Part('attention', 30, 15, f'{_LIGHT}.kernels', ('--what=time',)),
   Part('peer', 90, 30),
+  Part('experts', 40, 20, f'{_LIGHT}.kernels', ('--what=groups',), variable=_GROUPS),
   Part('quickstart', 80, 40),
   Part('agent', 90, 40),
   Part('profile', 60, 20),

@@ -6,7 +6,8 @@ definition computes the same inputs in float32. A gap is the largest difference,
 outputs and of each gradient, as a part of the largest number of the plain one.
 
 GPUs of Hopper's kind have row_attention and slot_attention, TPUs tree_attention and
-prefill_attention. On a CPU all four are interpreted, on a few tokens.
+prefill_attention. On a CPU all four are interpreted, on a few tokens. Both have kernels
+of JAX's for the products of experts.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,10 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from agent_r1_jax.models import kv_cache
+from agent_r1_jax.models import experts, kv_cache
 from agent_r1_jax.models.kernels import (
-  attention_kernels,
   block_attention,
+  group_products,
+  hopper,
   row_attention,
   slot_attention,
 )
@@ -33,11 +35,11 @@ from experiments.bench.light import card, lines
 _WHAT = flags.DEFINE_enum(
   'what',
   'rows',
-  ['rows', 'slots', 'time'],
+  ['rows', 'slots', 'groups', 'time'],
   'Which kernels to check, or to time them.',
   flag_values=lines.FLAGS,
 )
-# A few bits of bfloat16; attention_kernels refuses a kernel from .05 on.
+# A few bits of bfloat16; hopper.py refuses a kernel from .05 on.
 LARGEST_GAP = 0.02
 
 
@@ -63,7 +65,7 @@ def check() -> Iterator[lines.Line]:
     interpreted = contextlib.nullcontext()
     if platform == 'cpu':
       attend, interpreted = _interpret(name, attend)
-    elif platform == 'gpu' and not attention_kernels.is_hopper():
+    elif platform == 'gpu' and not hopper.is_here():
       yield {'what': name, 'failed': 'this GPU is not of Hopper: cuDNN or XLA attends'}
       continue
     with interpreted:
@@ -103,7 +105,7 @@ def _check_rows(name: str, attend: Callable[..., Any]) -> Iterator[lines.Line]:
     found = _fill_nan(functools.partial(differentiate, attend), q, k, v, dout)
     wide = [x.astype(jnp.float32) for x in (q, k, v, dout)]
     plain = jax.jit(functools.partial(differentiate, block_attention.attend))(*wide)
-    gaps = [_measure_gap(x, y) for x, y in zip(found, plain, strict=True)]
+    gaps = [hopper.find_gap(x, y) for x, y in zip(found, plain, strict=True)]
     yield _describe(f'{name}, heads of {H}', max(gaps), seed=seed, gaps=gaps)
 
 
@@ -124,7 +126,7 @@ def _check_slots(name: str, attend: Callable[..., Any]) -> Iterator[lines.Line]:
     found = _fill_nan(call, q, k, v)
     plain = slot_attention.attend_plainly(q, k, v, positions, scales)
     what = f'{name}, heads of {H}, {T} queries' + (', 8 bits' if rounded else '')
-    yield _describe(what, _measure_gap(found, plain), seed=seed)
+    yield _describe(what, hopper.find_gap(found, plain), seed=seed)
 
 
 def _check_prefill(name: str, attend: Callable[..., Any]) -> Iterator[lines.Line]:
@@ -140,7 +142,7 @@ def _check_prefill(name: str, attend: Callable[..., Any]) -> Iterator[lines.Line
   call = functools.partial(attend, positions_BT=positions, first=0, heads=K)
   found = _fill_nan(call, q, k, v)
   plain = slot_attention.attend_plainly(q, k, v, positions)
-  yield _describe(name, _measure_gap(found, plain), seed=seed)
+  yield _describe(name, hopper.find_gap(found, plain), seed=seed)
 
 
 def time_rows() -> Iterator[lines.Line]:
@@ -183,11 +185,6 @@ def _describe(what: str, gap: float, **more: Any) -> lines.Line:
   return line if gap < LARGEST_GAP else line | {'failed': f'the gap is {gap:.3g}'}
 
 
-def _measure_gap(found: jax.Array, plain: jax.Array) -> float:
-  difference = jnp.abs(found.astype(jnp.float32) - plain.astype(jnp.float32))
-  return float(difference.max() / jnp.abs(plain.astype(jnp.float32)).max())
-
-
 def _fill_nan(call: Callable[..., Any], *inputs: jax.Array) -> Any:
   """Computes a call whose outputs are written over arrays of NaN."""
   shapes = jax.eval_shape(call, *inputs)
@@ -225,7 +222,71 @@ def _draw_tree(rng: np.random.Generator, T: int) -> np.ndarray:
   return ends
 
 
-MEASUREMENTS = (check, time_rows)
+def check_groups() -> Iterator[lines.Line]:
+  """Products of sorted rows by the kernels that JAX ships, which no CPU interprets."""
+  if _WHAT.value != 'groups' or jax.default_backend() == 'cpu':
+    return
+  if jax.default_backend() == 'gpu' and not hopper.is_here():
+    yield {'what': 'group_products', 'failed': 'this GPU is not of Hopper: in rounds'}
+    return
+  rng, seed = _make_rng()
+  S, E, D, I = 8192, 32, 2048, 768
+  sizes = jnp.asarray(rng.multinomial(S - 100, rng.dirichlet(np.ones(E))), jnp.int32)
+  given = _draw(rng, S, D), _draw(rng, E, D, I), _draw(rng, S, I)
+
+  def differentiate(multiply, x, kernel, dout):
+    out, pull = jax.vjp(lambda *given: multiply(*given, sizes), x, kernel)
+    return out, *pull(dout.astype(out.dtype))
+
+  found = _fill_nan(functools.partial(differentiate, group_products.multiply), *given)
+  wide = [x.astype(jnp.float32) for x in given]
+  plainly = functools.partial(differentiate, group_products.multiply_plainly)
+  plain = jax.jit(plainly)(*wide)
+  gaps = [hopper.find_gap(x, y) for x, y in zip(found, plain, strict=True)]
+  yield _describe('group_products', max(gaps), seed=seed, gaps=gaps)
+
+
+def time_experts() -> Iterator[lines.Line]:
+  """Experts of a layer of Qwen3-30B-A3B, and gradients, by the kernels and without."""
+  if _WHAT.value != 'groups' or jax.default_backend() == 'cpu':
+    return
+  M, k, E, D, I = 8192, 8, 128, 2048, 768
+  rng = np.random.default_rng(0)
+  shapes = (E, D, I), (E, D, I), (E, I, D)
+  gate, up, down = (_draw(rng, *shape) * 0.02 for shape in shapes)
+  kernels = experts.Kernels(gate, up, down)
+  x, dout = _draw(rng, 1, M, D), _draw(rng, 1, M, D)
+  weight = jnp.full((1, M, k), 1 / k)
+  expert = jnp.asarray(rng.permuted(np.tile(np.arange(E), (M, 1)), axis=1)[None, :, :k])
+  # Three products of each pair, and twice as many for their gradient.
+  operations = 9 * 2 * M * k * D * I
+  before = os.environ.get(group_products.VARIABLE)
+  for name, variable in (('group_products', '1'), ('without', '0')):
+    if before == '0' and variable == '1':
+      continue  # They failed their check.
+    os.environ[group_products.VARIABLE] = variable
+    hopper.passes_check.cache_clear()
+
+    @jax.jit
+    def step(x, kernels, dout):
+      activate = lambda gate, up: jax.nn.silu(gate) * up
+      mix = lambda x, kernels: experts.mix(x, weight, expert, kernels, activate)
+      out, pull = jax.vjp(mix, x, kernels)
+      return out, pull(dout)
+
+    first, seconds = lines.measure_seconds(
+      functools.partial(step, x, kernels, dout), calls=3
+    )
+    yield lines.make(
+      f'{name}, {k} of {E} experts, {M} tokens, output and gradients',
+      1e3 * seconds,
+      'ms',
+      1e3 * operations / card.find_peak(),
+      first_seconds=first,
+    )
+
+
+MEASUREMENTS = (check, time_rows, check_groups, time_experts)
 
 if __name__ == '__main__':
   lines.run(MEASUREMENTS)
