@@ -184,11 +184,12 @@ def decode(
   policy = _Policy(params, config, guides, guide_params)
 
   def call(loop):
-    view, replies = loop
-    return _extend_replies(policy, batch, view, replies, places, k=k)
+    now, replies = loop
+    return _extend_replies(policy, batch, now, replies, places, k=k)
 
   goes_on = lambda x: x[1].alive.any() & (x[1].out.calls.max() < steps)
-  view, replies = jax.lax.while_loop(goes_on, call, (view, replies))
+  now, replies = jax.lax.while_loop(goes_on, call, (kv_cache.take_now(view), replies))
+  view = kv_cache.put_now(view, now)
   cache = view if in_place else _scatter_rows(cache, batch.rows, view)
   return cache, replies.states, replies.out
 

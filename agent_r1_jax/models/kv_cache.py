@@ -191,6 +191,25 @@ def save(cache: Cache, slot_B: Int[Array, 'B'] | None) -> Cache:
   return tuple(_change_states(layer, put) for layer in cache)
 
 
+def take_now(cache: Cache) -> Cache:
+  """Leaves out the copies of states, which a loop of calls would copy at each."""
+  return tuple(_change_states(layer, lambda x: x[:, :, :1]) for layer in cache)
+
+
+def put_now(cache: Cache, now: Cache) -> Cache:
+  """Returns what calls have made of `take_now`, with the copies of `cache`."""
+
+  def put(layer, new):
+    if isinstance(layer, LayerCache):
+      return new
+    old = layer.states, layer.windows
+    set_ = lambda x, y: x.at[:, :, :1].set(y)
+    states, windows = jax.tree.map(set_, old, (new.states, new.windows))
+    return new._replace(states=states, windows=windows)
+
+  return tuple(map(put, cache, now))
+
+
 def _change_states(layer: LayerCache | StateCache, change) -> LayerCache | StateCache:
   if isinstance(layer, LayerCache):
     return layer
