@@ -217,9 +217,9 @@ def muon(mesh: Any) -> dict[str, Any]:
   return {'change': jax.tree.map(np.subtract, jax.device_get(state.params), params)}
 
 
-def sees(mesh: Any) -> dict[str, Any]:
+def sees(family: str, mesh: Any) -> dict[str, Any]:
   """The gradient through the tower of pictures of several sizes."""
-  config = tiny.config('qwen2_5_vl', layers=1)
+  config = tiny.config(family, layers=1)
   config = dataclasses.replace(
     config, vision=dataclasses.replace(config.vision, num_layers=2)
   )
@@ -249,7 +249,7 @@ def sees(mesh: Any) -> dict[str, Any]:
     shown = (placed.place_rows(x, mesh) for x in (batch, tokens, index))
     loss, gradients = compute(placed.place(params, mesh), *shown)
   if mesh:
-    assert placed.split(gradients['vision']['blocks']['gate'], 'kernel') == [(2, 4, 24)]
+    assert placed.split(gradients['vision']['blocks']['up'], 'kernel') == [(2, 4, 24)]
   return {'loss': loss, 'through pictures': gradients}
 
 
@@ -305,7 +305,8 @@ ROWS = {
     _of(layers, 'gemma4_text', False, count=4),
     ({'fsdp': 2, 'tensor': 2, 'context': 2},),
   ),
-  'pictures': Row(sees, ({'fsdp': 4, 'tensor': 2},)),
+  'pictures': Row(_of(sees, 'qwen2_5_vl'), ({'fsdp': 4, 'tensor': 2},)),
+  'pictures of several depths': Row(_of(sees, 'qwen3_vl'), ({'fsdp': 4, 'tensor': 2},)),
   'replica of experts': Row(_of(replicas.extends, 'qwen3_moe', 'model', **_WIDE), _PAIR),
   'replica of gated experts': Row(
     _of(replicas.extends, 'qwen2_moe', 'model', **_WIDE), _PAIR

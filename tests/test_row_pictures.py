@@ -21,8 +21,8 @@ def params():
 
 def _engine(params, **sizes):
   """With few programs, which take long to compile."""
-  sizes = {'bucket': tiny.SIZES['slots'], 'narrow': False} | sizes
-  return tiny.engine(params, shape=_CONFIG, **sizes)
+  sizes = {'bucket': tiny.SIZES['slots'], 'narrow': False, 'shape': _CONFIG} | sizes
+  return tiny.engine(params, **sizes)
 
 
 def picture(seed: int, rows: int = 2, columns: int = 3) -> np.ndarray:
@@ -34,6 +34,11 @@ def write(*parts) -> np.ndarray:
   """Token ids of texts, given as numbers, and of pictures."""
   ids = [types.make_picture_ids(x, 8) if np.ndim(x) == 3 else [x] for x in parts]
   return np.concatenate(ids).astype(np.int32)
+
+
+def film(seed: int) -> np.ndarray:
+  """Two frames, which are one picture."""
+  return np.concatenate([picture(seed, 1, 3), picture(seed + 1, 1, 3)], axis=-1)
 
 
 async def play(engine, number: int, turns):
@@ -61,29 +66,67 @@ EPISODES = [
 ]
 
 
-def learned(params, segments, *, trees: bool, temperature: float = 1.0):
+def learned(params, segments, *, trees: bool, config=_CONFIG):
   """The learner's log-probs of each segment's tokens."""
   tokens = table.from_segments(segments)
-  shape = packing.MicrobatchShape(2, 128, trees, _CONFIG.vision)
+  shape = packing.MicrobatchShape(2, 128, trees, config.vision)
   batches, layout = packing.pack_microbatches(tokens, shape)
-  found = [learner.logprobs(params, batch, config=_CONFIG) for batch in batches]
+  found = [learner.logprobs(params, batch, config=config) for batch in batches]
   lengths = [len(s.tokens) for s in segments]
   return np.split(layout.extract(np.concatenate(found)), np.cumsum(lengths)[:-1])
 
 
-@pytest.mark.parametrize('sizes', [{}, {'rows': 2, 'prefill_tokens': 4}])
-def test_log_probs_are_the_learners(params, sizes):
-  """In whole rows and in trees."""
-  engine = _engine(params, **sizes)
-  segments = engine.run([play(engine, n, turns) for n, turns in enumerate(EPISODES)])
+def assert_learned(params, segments, **options):
+  """Checks the sampler's log-probs, in whole rows and in trees."""
   for trees in (False, True):
-    found = learned(params, segments, trees=trees)
+    found = learned(params, segments, trees=trees, **options)
     for segment, logprobs in zip(segments, found, strict=True):
       mask = segment.action_mask
       np.testing.assert_allclose(
         segment.behaviour_logprobs[mask], logprobs[mask], rtol=0, atol=2e-5
       )
       assert (logprobs[segment.tokens >= types.FIRST_PICTURE_ID] == 0).all()
+
+
+@pytest.mark.parametrize('sizes', [{}, {'rows': 2, 'prefill_tokens': 4}])
+def test_log_probs_are_the_learners(params, sizes):
+  engine = _engine(params, **sizes)
+  segments = engine.run([play(engine, n, turns) for n, turns in enumerate(EPISODES)])
+  assert_learned(params, segments)
+
+
+def test_features_of_several_depths_and_films_are_the_learners():
+  """Of Qwen3-VL, in two rows: texts begin again, fork, and lose a reply midway."""
+  shape = tiny.config('qwen3_vl', 3)
+  params = tiny.params(shape)
+  engine = _engine(params, shape=shape, rows=2, prefill_tokens=4)
+  frames = [(1, film(0), 2, film(2), 3), (4, film(0), picture(1), 5)]
+
+  async def branch():
+    prompt = types.Prompt(write(1, film(0), 2, film(4), 3), [film(0), film(4)])
+    asked = lambda *given, n: request.Request(
+      *given, max_tokens=9, key=request.make_key(9, n)
+    )
+    first = engine.submit(asked(prompt, n=0))
+    await first
+    lost = engine.submit(asked(types.Prompt(write(7)), first.text, n=1))
+    async for _ in lost:
+      break
+    lost.cancel()
+    shown = types.Prompt(write(6, picture(3), 8), [picture(3)])
+    # From within the reply, behind both films.
+    fork = request.Fork(first.text, len(prompt) + 2)
+    reply = await engine.submit(asked(shown, fork, n=2))
+    begun = types.Prompt(first.text.tokens[: fork.length], prompt.pictures)
+    return types.Segment.read(begun).add_turn(shown, reply)
+
+  plays = [play(engine, n, turns) for n, turns in enumerate([*EPISODES, frames])]
+  segments = engine.run([*plays, branch()])
+  assert_learned(params, segments, config=shape)
+  # What only later frames show changes what is sampled.
+  last = [(1, film(0), 2, film(2), 3)], [(1, film(0), 2, film(3), 3)]
+  first, other = engine.run([play(engine, 5, turns) for turns in last])
+  assert np.abs(first.behaviour_logprobs - other.behaviour_logprobs).max() > 1e-3
 
 
 def test_what_a_picture_shows_changes_what_is_sampled(params):
