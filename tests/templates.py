@@ -263,6 +263,30 @@ _QWEN_VL = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
 
+_QWEN3_VL = """\
+{%- set first = messages[0].content if messages[0].role == 'system' else none %}
+{%- if tools %}{{ '<|im_start|>system\n' + (first + '\n\n' if first is string else '') }}
+{{- '# Tools\n\n<tools>' }}{% for t in tools %}{{ '\n' + t | tojson }}{% endfor %}
+{{- '\n</tools>\n\n<tool_call>\n{"name": ...}\n</tool_call><|im_end|>\n' }}
+{%- elif first is string %}{{ '<|im_start|>system\n' + first + '<|im_end|>\n' }}
+{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}
+{%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant\n' + (m.content or '') }}
+{%- for c in m.tool_calls or [] %}
+{{- '\n' if m.content or not loop.first else '' }}
+{{- '<tool_call>\n{"name": "' + c.function.name + '", "arguments": ' }}
+{{- c.function.arguments if c.function.arguments is string
+    else c.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\n' }}
+{%- elif m.role == 'tool' %}
+{%- if loop.first or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+{%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
 _GEMMA_TOKENS = ('<bos>', '<start_of_turn>', '<end_of_turn>')
 _GEMMA4_TOKENS = ('<bos>', '<|turn>', '<turn|>', '<|think|>', '<|channel>', '<channel|>')
 _GEMMA4_TOKENS += ('<|tool>', '<tool|>', '<|tool_call>', '<tool_call|>', '<|"|>')
@@ -307,6 +331,7 @@ TEMPLATES = {
   'gpt-oss': (_HARMONY, _HARMONY_TOKENS, None, '<|return|>'),
   'qwen3.5': (_QWEN35, _QWEN35_TOKENS, None, '<|im_end|>'),
   'qwen2.5-vl': (_QWEN_VL, _PICTURES, None, '<|im_end|>'),
+  'qwen3-vl': (_QWEN3_VL, _PICTURES + _QWEN35_TOKENS[2:], None, '<|im_end|>'),
 }
 
 

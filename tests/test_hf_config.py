@@ -63,6 +63,7 @@ def _deep_tower(out_dim, large):
     num_places=48**2,
     deepstack=(8, 16, 24) if large else (5, 11, 17),
     colours=vision_config.SIGNED,
+    films=True,
   )
 
 

@@ -110,6 +110,38 @@ def test_a_prompt_has_the_tokens_of_its_pictures(chat):
   assert chat.decode_exactly(rest) == chat.decode_exactly(plain)
 
 
+def test_a_film_is_times_and_pairs_of_frames(refused):
+  """As Qwen3-VL's processor writes it: 2 frames a second, the last one of 3 repeated."""
+  frames = [image(seed) for seed in range(3)]
+  first, pair, second, last = pictures.make_film(frames, 2.0)
+  assert [part['text'] for part in (first, second)] == ['<0.2 seconds>', '<1.0 seconds>']
+  reader = pictures.Reader(8, 64, 64 * 16, film_pixels=(64, 64 * 60))
+  shown = [reader.read(part['image_url']['url']) for part in (pair, last)]
+  for found, both in zip(shown, ((0, 1), (2, 2)), strict=True):
+    want = [np.asarray(frames[i]) for i in both]
+    np.testing.assert_array_equal(found, np.concatenate(want, axis=-1))
+  ids = types.make_picture_ids(shown[0], 8)
+  assert ids.shape == (6,) and ids[0] != types.make_picture_ids(shown[1], 8)[0]
+  # All frames share the pixels of a film; a picture has its own bounds.
+  small = pictures.Reader(8, 64, 64 * 16, film_pixels=(64, 64 * 6))
+  assert small.read(pair['image_url']['url']).shape == (8, 8, 6)
+  with refused('is of a film'):
+    READER.read(pair['image_url']['url'])
+  with refused('all of one size'):
+    pictures.make_film([image(0), image(0, 8, 8)], 2.0)
+
+
+async def test_a_tool_returns_a_film():
+  @tool.tool
+  def watch() -> list:
+    """Watches."""
+    return ['Seen:', *pictures.make_film([image(0), image(1)], 1.0)]
+
+  parts = (await tool.call(watch, {})).parts
+  assert [part.get('text') for part in parts] == ['Seen:', '<0.5 seconds>', None]
+  assert pictures.is_image(parts[2]) and ';film=2;' in parts[2]['image_url']['url']
+
+
 def test_a_delta_has_pictures_of_tools_and_texts_are_cut(chat):
   long = 'one two three ' * 400
   content = [{'type': 'text', 'text': long}, pictures.make_part(image())]
@@ -250,3 +282,7 @@ def test_a_reader_is_that_of_the_model_directory(refused, tmp_path):
   path.write_text('{}')
   with refused('cannot be read'):
     pictures.load(tmp_path, 8)
+  signed = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+  pictures.save(pictures.Reader(8, 64, 1024, signed, (64, 999)), tmp_path, patch=4)
+  films = [pictures.load(tmp_path, 8, signed, films) for films in (True, False)]
+  assert [x and x.film_pixels for x in films] == [(64, 999), None]

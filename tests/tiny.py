@@ -62,6 +62,7 @@ DEEP_VISION = dataclasses.replace(
   num_places=9,
   deepstack=(0,),
   colours=vision_config.SIGNED,
+  films=True,
 )
 YARN = {
   'rope_type': 'yarn',

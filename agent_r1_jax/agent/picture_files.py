@@ -6,6 +6,7 @@ pictures.py calls `read` in a process of its own.
 """
 
 import base64
+from collections.abc import Sequence
 import io
 import math
 from typing import Any
@@ -173,12 +174,37 @@ def resize(image: Any, size: int, least_pixels: int, most_pixels: int) -> Any:
   return np.array(image.resize((columns * size, rows * size), 3), np.uint8)
 
 
-def read(data: bytes, seconds: float, *bounds: int) -> tuple[int, int, str]:
+def stack(images: Sequence[Any]) -> Any:
+  """Puts PIL images of one size one above the other."""
+  from PIL import Image
+
+  width, height = images[0].size
+  made = Image.new('RGB', (width, len(images) * height))
+  for place, image in enumerate(images):
+    made.paste(to_rgb(image), (0, place * height))
+  return made
+
+
+def read(
+  data: bytes, seconds: float, frames: int, *bounds: int
+) -> tuple[int, int, int, str]:
   """Decodes and resizes a file in a process that ends after `seconds` of a processor.
 
+  Args:
+    data: The file.
+    seconds: As said.
+    frames: How many frames of a film lie in it, one above the other; 1 for a picture.
+    *bounds: Those of `resize`, for each frame.
+
   Returns:
-    H, W, and the bytes of what `resize` makes of it with the bounds, as base64.
+    H, W, 3 for each frame, and the bytes of what `resize` makes of them, as base64.
   """
+  import numpy as np
+
   with isolated.limit_processor(seconds):
-    pixels = resize(decode(data), *bounds)
-  return *pixels.shape[:2], base64.b64encode(pixels).decode()
+    image = decode(data)
+    height = image.height // frames
+    boxes = [(0, i * height, image.width, (i + 1) * height) for i in range(frames)]
+    parts = [image.crop(box) for box in boxes] if frames > 1 else [image]
+    pixels = np.concatenate([resize(part, *bounds) for part in parts], axis=-1)
+  return *pixels.shape, base64.b64encode(pixels.tobytes()).decode()

@@ -7,11 +7,15 @@ network or of this machine is ever read:
 
 `make_part` makes one, of a PIL image or of the bytes of a file. In a chat's text control
 tokens stand for it, and in its tokens the ids of types.make_picture_ids.
+
+A film is many parts: the time of each two frames as a text, and both as one picture. Its
+file has them one above the other, and its address says it: data:image/png;film=16;base64,
+if the film has 16 frames.
 """
 
 import base64
 import binascii
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 import io
 import json
@@ -36,11 +40,19 @@ _LIMITS = {'seconds': 120.0, 'memory_mb': 1536}
 _read_apart = isolated.in_subprocess(
   picture_files.read, imports=['PIL.ImageOps', 'numpy'], **_LIMITS
 )
-_DATA = re.compile(r'data:image/[a-z+.-]+;base64,')
+_DATA = re.compile(r'data:image/[a-z+.-]+;(?:film=([1-9][0-9]{0,5});)?base64,')
+# The fewest and most pixels of all frames of a film together, in published files.
+_FILM_PIXELS = 4096, 3 << 23
+_FILM_FILE = 'video_preprocessor_config.json'
 
 
 def make_part(image: Any) -> dict[str, Any]:
-  """Makes a part of a message's content of a PIL image, or of the bytes of a file."""
+  """Makes a part of a message's content of a PIL image, or of the bytes of a file.
+
+  A part stays as it is.
+  """
+  if isinstance(image, dict):
+    return image
   if isinstance(image, bytes):
     kind, data = picture_files.read_size(image)[0].lower(), image
   else:
@@ -52,8 +64,33 @@ def make_part(image: Any) -> dict[str, Any]:
   return {'type': 'image_url', 'image_url': {'url': url}}
 
 
+def make_film(frames: Sequence[Any], fps: float) -> list[dict[str, Any]]:
+  """Makes parts of a film, as Qwen3-VL reads them: a time, two frames, a time, ...
+
+  Args:
+    frames: PIL images of one size. Where their number is odd, the last one is repeated.
+    fps: How many of them there are in a second of the film.
+
+  Raises:
+    ValueError: There are none, or their sizes differ.
+  """
+  if len({frame.size for frame in frames}) != 1:
+    raise ValueError('frames: give at least one, all of one size.')
+  parts = []
+  for i in range(0, len(frames), 2):
+    pair = i, min(i + 1, len(frames) - 1)
+    part = make_part(picture_files.stack([frames[frame] for frame in pair]))
+    shown = part['image_url']
+    shown['url'] = shown['url'].replace(';', f';film={len(frames)};', 1)
+    parts += [{'type': 'text', 'text': f'<{sum(pair) / 2 / fps:.1f} seconds>'}, part]
+  return parts
+
+
 def is_image(value: Any) -> bool:
-  """Whether a value is a PIL image; does not import PIL."""
+  """Whether a value is a PIL image, or the part of one; does not import PIL."""
+  match value:
+    case {'type': 'image_url', 'image_url': {'url': str(url)}}:
+      return bool(_DATA.match(url[:64]))
   return any(c.__module__ == 'PIL.Image' for c in type(value).__mro__)
 
 
@@ -115,9 +152,17 @@ class Reader:
     min_pixels: A picture with fewer is enlarged.
     max_pixels: A picture with more is made smaller.
     colours: By what the model scales colours: their means, then their deviations.
+    film_pixels: The fewest and most pixels of a film; None for a model that sees none.
   """
 
-  def __init__(self, side: int, min_pixels: int, max_pixels: int, colours: tuple = _CLIP):
+  def __init__(
+    self,
+    side: int,
+    min_pixels: int,
+    max_pixels: int,
+    colours: tuple = _CLIP,
+    film_pixels: tuple[int, int] | None = None,
+  ):
     """Checks the sizes."""
     whole = all(type(x) is int for x in (side, min_pixels, max_pixels))
     if not (whole and side >= 1 and side**2 <= min_pixels <= max_pixels):
@@ -126,14 +171,15 @@ class Reader:
         f'{side} x {side} pixels: give at least so many, and max_pixels not below that.'
       )
     self.side, self.min_pixels, self.max_pixels = side, min_pixels, max_pixels
-    self.colours = colours
+    self.colours, self.film_pixels = colours, film_pixels
     # An episode's pictures are read when its messages are encoded, and when it ends.
     self.read = functools.lru_cache(64)(self._read)
 
   def _read(self, url: str) -> np.ndarray:
     """Reads the picture at an address, which holds it, as uint8 [H, W, 3].
 
-    H and W are multiples of `side`. The array cannot be written.
+    Two frames of a film are [H, W, 6]. H and W are multiples of `side`. The array cannot
+    be written.
 
     Raises:
       ValueError: It is no picture, or too large; the message has cause and mend.
@@ -153,7 +199,12 @@ class Reader:
       data = base64.b64decode(url[match.end() :], validate=True)
     except binascii.Error as error:
       raise ValueError(f'a picture is no base64 ({error}); encode it again.') from None
-    bounds = self.side, self.min_pixels, self.max_pixels
+    if (count := match.group(1)) and not self.film_pixels:
+      raise ValueError('the picture is of a film, and this model sees none.')
+    least, most = self.min_pixels, self.max_pixels
+    if count and self.film_pixels:
+      least, most = (max(1, pixels // int(count)) for pixels in self.film_pixels)
+    bounds = 2 if count else 1, self.side, least, most
     seconds, megabytes = picture_files.PROCESSOR_SECONDS, _LIMITS['memory_mb']
     try:
       *shape, text = _read_apart.call_and_wait(data, seconds, *bounds)
@@ -164,7 +215,7 @@ class Reader:
         f'a picture takes more than {seconds} s of a processor or {megabytes:,} MB to '
         'decode; send it smaller, or as a plain PNG.'
       ) from None
-    return np.frombuffer(base64.b64decode(text), np.uint8).reshape(*shape, 3)
+    return np.frombuffer(base64.b64decode(text), np.uint8).reshape(shape)
 
   def resize(self, image: Any) -> np.ndarray:
     """Resizes a PIL image to whole tokens, as uint8 [H, W, 3]."""
@@ -173,11 +224,13 @@ class Reader:
     return pixels
 
 
-def load(directory: Any, side: int, colours: tuple = _CLIP) -> Reader | None:
+def load(
+  directory: Any, side: int, colours: tuple = _CLIP, films: bool = False
+) -> Reader | None:
   """Loads the reader of a model that sees; None if its directory has none.
 
   `side` is the pixels of a token's square, in each direction, by the model's own shape,
-  and `colours` are as in Reader.
+  `colours` are as in Reader, and `films` says whether it sees films.
 
   Raises:
     ValueError: preprocessor_config.json is of another kind of model.
@@ -192,6 +245,7 @@ def load(directory: Any, side: int, colours: tuple = _CLIP) -> Reader | None:
     least = raw.get('min_pixels') or bounds['shortest_edge']
     most = raw.get('max_pixels') or bounds['longest_edge']
     scales = tuple(raw['image_mean']), tuple(raw['image_std'])
+    film_pixels = _read_film_pixels(path.parent) if films else None
   except (OSError, ValueError, TypeError, LookupError) as error:
     raise ValueError(
       f'{path} cannot be read ({type(error).__name__}: {error}); the models whose '
@@ -206,11 +260,22 @@ def load(directory: Any, side: int, colours: tuple = _CLIP) -> Reader | None:
     raise ValueError(
       f'{path}: colours are scaled by {scales}; this model needs {colours}.'
     )
-  return Reader(side, least, most, colours)
+  return Reader(side, least, most, colours, film_pixels)
+
+
+def _read_film_pixels(folder: pathlib.Path) -> tuple[int, int]:
+  path = folder / _FILM_FILE
+  size = json.loads(path.read_text('utf-8'))['size'] if path.is_file() else {}
+  names = 'shortest_edge', 'longest_edge'
+  least, most = (size.get(x, y) for x, y in zip(names, _FILM_PIXELS, strict=True))
+  return int(least), int(most)
 
 
 def save(reader: Reader, directory: Any, patch: int) -> None:
-  """Writes preprocessor_config.json; a patch has `patch` pixels in each direction."""
+  """Writes preprocessor_config.json; a patch has `patch` pixels in each direction.
+
+  Where a reader reads films, video_preprocessor_config.json too.
+  """
   raw = {
     'image_processor_type': 'Qwen2VLImageProcessor',
     'patch_size': patch,
@@ -223,3 +288,10 @@ def save(reader: Reader, directory: Any, patch: int) -> None:
   }
   path = pathlib.Path(directory) / 'preprocessor_config.json'
   path.write_text(json.dumps(raw, indent=1) + '\n', encoding='utf-8')
+  if reader.film_pixels:
+    edges = ('shortest_edge', 'longest_edge')
+    raw = raw | {'size': dict(zip(edges, reader.film_pixels, strict=True))}
+    raw = {k: x for k, x in raw.items() if not k.endswith(('_pixels', '_type'))}
+    raw['video_processor_type'] = 'Qwen3VLVideoProcessor'
+    path = path.with_name(_FILM_FILE)
+    path.write_text(json.dumps(raw, indent=1) + '\n', encoding='utf-8')

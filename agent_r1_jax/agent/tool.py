@@ -251,10 +251,18 @@ def _to_result(value: Any) -> ToolResult:
   parts = [
     pictures.make_part(x)
     if pictures.is_image(x)
-    else {'type': 'text', 'text': _to_text(x)[:MAX_CHARS]}
+    else {'type': 'text', 'text': _to_text(_get_text(x))[:MAX_CHARS]}
     for x in items
   ]
   return ToolResult('', ok=True, reward=reward, parts=tuple(parts))
+
+
+def _get_text(value: Any) -> Any:
+  """Returns the text of a part of a message; any other value stays as it is."""
+  match value:
+    case {'type': 'text', 'text': str(text)}:
+      return text
+  return value
 
 
 def _to_text(value: Any) -> str:

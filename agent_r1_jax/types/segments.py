@@ -27,7 +27,7 @@ def make_picture_ids(pixels: np.ndarray, side: int) -> np.ndarray:
   share prefixes, and packed rows trees, by their tokens alone.
 
   Args:
-    pixels: The picture, uint8 [H, W, 3].
+    pixels: The picture, uint8 [H, W, 3]; two frames of a film are one, [H, W, 6].
     side: The pixels of a square in each direction, which divide H and W.
   """
   content = f'{pixels.shape}'.encode() + pixels.tobytes()

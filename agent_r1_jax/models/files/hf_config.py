@@ -65,7 +65,7 @@ _TOWERS = {
     'gelu_pytorch_tanh',
     {'num_places': 'num_position_embeddings'},
     ('deepstack', 'deepstack_visual_indexes', [8, 16, 24]),
-    {'colours': vision_config.SIGNED},
+    {'colours': vision_config.SIGNED, 'films': True},
     {'patch_size': 16, 'num_places': 2304},
   ),
 }

@@ -37,6 +37,7 @@ _TOKENIZER_FILES = (
   'vocab.json',
   'merges.txt',
   'preprocessor_config.json',
+  'video_preprocessor_config.json',
 )
 
 

@@ -26,6 +26,7 @@ class VisionConfig:
   patch_size: int = 14
   # The frames that a patch spans in a film; a picture is taken as so many equal ones.
   temporal_patch_size: int = 2
+  films: bool = False  # Whether a text may have films, as pictures of so many frames.
   channels: int = 3
   merge_size: int = 2
   window_size: int = 112  # The side of a window, in pixels.
@@ -37,7 +38,7 @@ class VisionConfig:
   # one each (DeepStack, arXiv 2406.04334).
   deepstack: tuple[int, ...] = ()
   colours: tuple[tuple[float, ...], tuple[float, ...]] = CLIP
-  tokens_per_second: int = 4  # Of films, which are not supported; kept for exports.
+  tokens_per_second: int = 4  # Of Qwen2.5-VL's films, which are not read; for exports.
   # Tokens of the text: one for each token of a picture, what stands before and after it.
   image_token_id: int = 151655
   video_token_id: int = 151656

@@ -109,7 +109,9 @@ def load(
       template_kwargs=fields.parse_json('chat.template', chat.template, dict),
       date=chat.date,
       pictures=shape.vision
-      and pictures.load(config.path, shape.vision.token_size, shape.vision.colours),
+      and pictures.load(
+        config.path, shape.vision.token_size, shape.vision.colours, shape.vision.films
+      ),
     ),
   )
 
