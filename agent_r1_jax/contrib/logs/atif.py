@@ -37,7 +37,10 @@ _REWRITTEN = (
   'The program gave replies that the policy never gave, so that the metrics of a step '
   'may be those of another reply.'
 )
-_ADDRESS = re.compile('data:image/(jpeg|png|gif|webp);base64,(.*)', re.DOTALL)
+# Two frames of a film are one picture.
+_ADDRESS = re.compile(
+  'data:image/(jpeg|png|gif|webp);(?:film=[0-9]+;)?base64,(.*)', re.DOTALL
+)
 
 
 def write_log(log: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:

@@ -128,13 +128,14 @@ def test_an_example_in_the_prompt_begins_no_context(tmp_path):
 def test_what_is_odd_still_is_a_document(tmp_path):
   url = 'data:image/png;base64,' + base64.b64encode(PNG).decode()
   picture = {'type': 'image_url', 'image_url': {'url': url}}
+  film = {'type': 'image_url', 'image_url': {'url': url.replace(';', ';film=2;')}}
   seen = [{'type': 'text', 'text': 'Look:'}, picture, {'type': 'text', 'text': 'Well?'}]
   messages = [
     {'role': 'assistant', 'content': 'an example in the prompt'},
     {'role': 'tool', 'content': 'out of the blue'},
     {'role': 'developer', 'content': 'x'},
     {'role': 'user', 'content': seen},
-    {'role': 'user', 'content': [picture, {'type': 'text', 'text': 'a [picture]'}]},
+    {'role': 'user', 'content': [film, {'type': 'text', 'text': 'a [picture]'}]},
     {'role': 'assistant', 'content': '<tool_call>{"name": </tool_call> \ud800 and none'},
     {'role': 'tool', 'name': 'search', 'content': 'not JSON'},
     {'role': 'tool', 'name': 'search', 'content': 'a second one'},
