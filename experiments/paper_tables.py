@@ -65,7 +65,7 @@ _CFG = fields.define_flags(
     ),
     schedule=config_lib.Schedule(steps=40, tasks=16, samples=8),
     limits=config_lib.Limits(max_turn_tokens=80),
-    optimizer=config_lib.Optimizer(learning_rate=3e-4, critic_learning_rate=1e-3),
+    optimizer=config_lib.Optimizer(learning_rate=1.5e-4, critic_learning_rate=1e-3),
     engine=config_lib.Engine(
       rows=128,
       slots=448,
