@@ -11,7 +11,7 @@ from agent_r1_jax.report import alarms
 from agent_r1_jax.rollout import evaluate
 
 _GIVEN = {'entropy': 0.5, 'kl': 2.0, 'dead_groups': 0.75, 'truncated': 0.25}
-_SHARES = 'invalid_calls', 'tool_failures', 'action_share', 'hacking'
+_SHARES = 'invalid_calls', 'tool_failures', 'action_share', 'reward_fall', 'hacking'
 _GIVEN |= dict.fromkeys(_SHARES, 0.5)
 _LIMITS = config.Alarms(**_GIVEN)
 _UP, _DOWN = 1e-9, -1e-9
@@ -49,6 +49,7 @@ _TRUNCATED, _TURNS = 'rollout/status/truncated', 'rollout/status/max_turns'
     ('invalid_calls', _ERRORS, 3.0, _UP, {_CALLS: 4.0, 'rollout/tool_failures': 1.0}),
     ('isolated_calls', 'rollout/isolated_calls', 0.0, _UP, {_CALLS: 4.0}),
     ('action_share', 'rollout/action_tokens', 8.0, _DOWN, {'rollout/tokens': 16.0}),
+    ('reward_fall', 'fall', 0.5, _UP, {}),
     ('reward_hacking', 'hacking', 0.5, _UP, {}),
     ('action_share', 'rollout/tokens', 16.0, _UP, {'rollout/action_tokens': 8.0}),
   ],
@@ -72,6 +73,30 @@ def test_the_names_are_those_of_a_rollouts_summary():
   assert _find(numbers) == ['truncated', 'invalid_calls', 'action_share']
 
 
+@pytest.mark.parametrize(
+  ('rewards', 'expected'),
+  [
+    ([0.5] * 6, 0.0),  # There are no five before the last two.
+    ([0.5] * 5 + [0.2, 0.1], 0.7),
+    # The best five in a row are not the last ones; one good step is not enough.
+    ([0.2, *[0.6] * 5, 0.1, 0.9, 0.1, 0.4, 0.2], 0.5),
+    ([0.5] * 5 + [0.7, 0.7], -0.4),
+    ([-1.0] * 5 + [-2.0, -2.0], 0.0),
+  ],
+)
+def test_a_fall_is_of_two_steps_below_the_best_five_before(rewards, expected):
+  assert alarms.fall(rewards) == pytest.approx(expected)
+
+
+def test_a_resumed_run_knows_the_rewards_before_its_fall():
+  rows = [{'rollout/reward': x} for x in [0.6] * 5 + [0.3, 0.3, 0.3]]
+  monitor = alarms.AlarmMonitor(config.Alarms(), print, before=rows[:6])
+  rung = [
+    monitor.check(7 + i, row)['alarm/reward_fall'] for i, row in enumerate(rows[6:])
+  ]
+  assert rung == [1.0, 1.0]
+
+
 def test_a_line_is_printed_when_an_alarm_begins_and_when_it_ends():
   said = []
   monitor = alarms.AlarmMonitor(config.Alarms(), said.append)
@@ -93,8 +118,10 @@ def test_every_limit_has_an_alarm_and_every_alarm_a_message():
   bad |= {'rollout/tool_failures': 1.0, 'rollout/tool_errors': 1.0}
   bad |= {'rollout/tokens': 1000.0, 'rollout/action_tokens': 1.0}
   said = []
-  # The reward rises from the first two steps to the last two, the true metric never does.
-  before = [{'rollout/reward': r, 'rollout/em': 0.5} for r in (0.0, 0.1, 0.9)]
+  # The reward rises from the first two of four steps to the last two, far below earlier
+  # ones; the true metric never does.
+  earlier = *[9.0] * 5, 0.0, 0.1, 0.9
+  before = [{'rollout/reward': r, 'rollout/em': 0.5} for r in earlier]
   monitor = alarms.AlarmMonitor(config.Alarms(window=4), said.append, before)
   found = monitor.check(4, bad | {'rollout/reward': 1.0, 'rollout/em': 0.5})
   assert len(said) == len(found) == len(limits) and set(found.values()) == {1.0}

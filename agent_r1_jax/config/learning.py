@@ -210,6 +210,8 @@ class Alarms:
     isolated_calls: The greatest share of tool calls that are not made because their tool
       keeps failing (agent/breaker.py).
     action_share: The least share of a trajectory's tokens that the policy sampled.
+    reward_fall: The greatest fall of the reward, of two steps below the best five in a
+      row before them, as a share of the latter.
     hacking: The greatest rise of the reward over the last `window` steps while
       `true_metric` does not rise, in standard errors: the mean of the later half less
       that of the earlier one.
@@ -225,6 +227,7 @@ class Alarms:
   tool_failures: float = 0.5
   isolated_calls: float = 0.0
   action_share: float = 0.02
+  reward_fall: float = 0.4
   hacking: float = 2.0
   true_metric: str = 'rollout/em'
   window: int = 20

@@ -47,6 +47,11 @@ _MESSAGES = {
     'the policy chose {value:.1%} of the tokens, below {limit:.1%}',
     'Lower chat.max_tool_tokens or shorten the prompts.',
   ),
+  'reward_fall': (
+    'the reward of the last two steps is {value:.0%} below the best mean of five before, '
+    'more than {limit:.0%}',
+    'Go back to a checkpoint before it, with a lower optimizer.learning_rate.',
+  ),
   'reward_hacking': (
     'the reward rose by {value:.1f} standard errors, above {limit:g}, and '
     'alarms.true_metric did not',
@@ -56,9 +61,9 @@ _MESSAGES = {
 }
 # The alarms of what is too small.
 _BELOW = ('entropy_collapse', 'action_share')
-# The name of a metric that AlarmMonitor adds: the rise of the reward, or 0 if the true
-# metric rose too.
-_HACKING = 'hacking'
+# The names of metrics that AlarmMonitor adds: the rise of the reward, or 0 if the true
+# metric rose too, and the reward's fall.
+_HACKING, _FALL = 'hacking', 'fall'
 # A metric has risen if its rise is at least this many standard errors.
 _LEAST_RISE = 1.0
 
@@ -77,13 +82,15 @@ class AlarmMonitor:
     self._active: set[str] = set()
     # The pairs (reward, true metric) of the last steps.
     self._history = collections.deque(maxlen=limits.window)
+    self._rewards: list[float] = []
     for numbers in before:
       self._remember(numbers)
 
   def check(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
     """Returns 'alarm/NAME' (1 or 0) for a step; prints alarms that began or ended."""
     self._remember(numbers)
-    numbers = {**numbers, _HACKING: self._measure_hacking()}
+    added = {_HACKING: self._measure_hacking(), _FALL: fall(self._rewards)}
+    numbers = {**numbers, **added}
     alarms = compare(numbers, self._limits)
     for name, (value, limit, active) in alarms.items():
       if active and name not in self._active:
@@ -96,7 +103,9 @@ class AlarmMonitor:
     return {f'alarm/{name}': float(active) for name, (_, _, active) in alarms.items()}
 
   def _remember(self, numbers: Mapping[str, float]):
-    """Adds a step's reward and true metric to the history, if it has both."""
+    """Adds a step's reward to the history, and its true metric, if it has them."""
+    if 'rollout/reward' in numbers:
+      self._rewards.append(numbers['rollout/reward'])
     pair = [numbers.get(x) for x in ('rollout/reward', self._limits.true_metric)]
     if None not in pair:
       self._history.append(pair)
@@ -163,6 +172,17 @@ def rise(numbers: Sequence[float]) -> float:
   return (later - earlier) / (error + 1e-9)
 
 
+def fall(rewards: Sequence[float]) -> float:
+  """Returns how far the last two are below the best five in a row before them.
+
+  It is a share of the mean of these five; 0 if there are none, or it is not above 0.
+  """
+  if len(rewards) < 7:
+    return 0.0
+  best = max(statistics.fmean(rewards[i - 5 : i]) for i in range(5, len(rewards) - 1))
+  return 1 - statistics.fmean(rewards[-2:]) / best if best > 0 else 0.0
+
+
 def compare(
   numbers: Mapping[str, float], limits: config.Alarms
 ) -> dict[str, tuple[float, float, bool]]:
@@ -185,6 +205,7 @@ def compare(
     'invalid_calls': (invalid, limits.invalid_calls),
     'tool_failures': (failed / max(calls, 1e-9), limits.tool_failures),
     'isolated_calls': (get('isolated_calls') / max(calls, 1e-9), limits.isolated_calls),
+    'reward_fall': (numbers.get(_FALL, 0.0), limits.reward_fall),
     'reward_hacking': (numbers.get(_HACKING, 0.0), limits.hacking),
     'entropy_collapse': (numbers.get('train/entropy', limits.entropy), limits.entropy),
     'action_share': (share, limits.action_share),
