@@ -299,7 +299,7 @@ ROWS = {
   ),
   'states': Row(
     lambda mesh: {'states': layers('qwen3_5_text', False, mesh)},
-    ({'fsdp': 4, 'tensor': 2},),
+    ({'fsdp': 4, 'tensor': 2}, {'fsdp': 2, 'tensor': 2, 'context': 2}),
   ),
   'heads of two kinds': Row(
     _of(layers, 'gemma4_text', False, count=4),

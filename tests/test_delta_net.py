@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import types
-from agent_r1_jax.models import decoder, delta_net, sharding
+from agent_r1_jax.models import decoder, delta_net
 
 _B, _T, _G, _U, _X, _Y = 2, 21, 2, 4, 5, 3
 
@@ -85,13 +85,9 @@ def test_what_is_computed_again_changes_nothing():
     np.testing.assert_allclose(x, y, atol=1e-4 * np.abs(y).max())
 
 
-@pytest.mark.parametrize('what', ['batch.trees=False', 'mesh.context'])
-def test_trees_and_rows_on_several_chips_are_refused(what, monkeypatch):
-  if what == 'mesh.context':
-    monkeypatch.setattr(sharding, 'uses_context_parallelism', lambda: True)
+def test_trees_are_refused():
   shape = tiny.config('qwen3_5_text')
   tokens = jnp.zeros((1, 4), jnp.int32)
-  tree = types.Tree(tokens, tokens)
-  rows = types.Rows(tokens, tokens, types.Segments(tokens) if 'mesh' in what else tree)
-  with pytest.raises(ValueError, match=what):
+  rows = types.Rows(tokens, tokens, types.Tree(tokens, tokens))
+  with pytest.raises(ValueError, match='batch.trees=False'):
     jax.eval_shape(lambda p: decoder.hidden(p, shape, rows), tiny.params(shape))

@@ -59,11 +59,6 @@ class DeltaNet(nn.Module):
         f'rows: a {self.config.family} has layers with a state, which follows one text '
         'and no tree; give whole texts (batch.trees=False, MicrobatchShape(trees=False)).'
       )
-    if sharding.uses_context_parallelism():
-      raise ValueError(
-        f'mesh.context: the layers with a state of a {self.config.family} go through a '
-        'row on one chip; make it 1.'
-      )
     c = self.config
     project = functools.partial(Projection, dtype=c.dtype)
     key, value = (
