@@ -2,10 +2,12 @@
 
 The scripts pretrain.py of miniwiki and wikipedia differ in their examples alone. The
 policy can copy from the start (miniwiki/induction.py); without that hand-made circuit it
-had not learned to copy after 3M tokens.
+had not learned to copy after 3M tokens. With --shape it is of another family, of which
+some begin without the circuit.
 """
 
 from collections.abc import Iterable, Sequence
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -19,7 +21,7 @@ from agent_r1_jax import sft
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import pictures, tokenizer
 from agent_r1_jax.models import decoder
-from agent_r1_jax.models.files import weights
+from agent_r1_jax.models.files import hf_config, weights
 from agent_r1_jax.models.pictures import vision_config
 from agent_r1_jax.report import progress as progress_lib
 from experiments import train_tokenizer
@@ -29,6 +31,9 @@ SEED = flags.DEFINE_integer('seed', 0, 'Seed of the initialisation and the examp
 VOCAB = flags.DEFINE_integer('vocab', 1024, 'Size of the vocabulary.')
 _LAYERS = flags.DEFINE_integer('layers', 3, 'Number of layers.')
 _DIM = flags.DEFINE_integer('dim', 128, 'Embedding; the feed-forward is 3 times as wide.')
+_SHAPE = flags.DEFINE_string(
+  'shape', '', 'A config.json of another family, in place of --layers and --dim.'
+)
 _COPYING = flags.DEFINE_float('copying', 0.05, 'Share of the steps that only copy.')
 _SAVE_EVERY = 200  # steps
 
@@ -36,10 +41,12 @@ _SAVE_EVERY = 200  # steps
 def make_config(
   vocab_size: int, reader: pictures.Reader | None = None
 ) -> decoder.DecoderConfig:
-  """Makes the policy's architecture: Llama's, small.
+  """Makes the policy's architecture: Llama's, small, or that of --shape.
 
   With a reader of pictures it is Qwen2.5-VL's.
   """
+  if _SHAPE.value:
+    return dataclasses.replace(hf_config.read(_SHAPE.value), vocab_size=vocab_size)
   dim = _DIM.value
   wide: dict[str, Any] = {'family': 'llama', 'mlp_dim': 3 * dim}
   if reader:
@@ -102,7 +109,10 @@ def train(
   model = make_config(len(tok), reader)
   if reader and model.vision:
     pictures.save(reader, out / 'tokenizer', model.vision.patch_size)
-  params = induction.init(model, seed)
+  copies = model.family in induction.FAMILIES
+  params = (
+    induction.init(model, seed) if copies else decoder.init(model, jax.random.key(seed))
+  )
   print(f'{sum(x.size for x in jax.tree.leaves(params)):,} parameters', flush=True)
 
   chat = chat_lib.Chat(tok, pictures=reader)

@@ -17,7 +17,7 @@ import numpy as np
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder, rope
 
-_FAMILIES = ('llama', 'qwen2_moe', 'qwen2_5_vl')
+FAMILIES = ('llama', 'qwen2_moe', 'qwen2_5_vl', 'gpt_oss')
 # Standard deviation of an embedding; of the same size are the residual's other parts.
 _SCALE = 0.05
 # Rotations a token above which a frequency tells neighbours apart, and below which it
@@ -36,17 +36,17 @@ def init(config: decoder.DecoderConfig, seed: int) -> decoder.Params:
   (slow frequencies) and copies that position's token.
 
   Args:
-    config: A shape of one of _FAMILIES (no q/k norms; biases begin as 0) with 2 layers
+    config: A shape of one of FAMILIES (no q/k norms; biases begin as 0) with 2 layers
       or more.
     seed: The seed of everything random.
 
   Raises:
     ValueError: The family or the number of layers does not fit.
   """
-  if config.family not in _FAMILIES or config.num_layers < 2:
+  if config.family not in FAMILIES or config.num_layers < 2:
     raise ValueError(
       f'family={config.family}, num_layers={config.num_layers}: the induction circuit '
-      f'needs a family without q/k norms ({", ".join(_FAMILIES)}) and 2 layers or more.'
+      f'needs a family without q/k norms ({", ".join(FAMILIES)}) and 2 layers or more.'
     )
   D, H = config.embed_dim, config.head_dim
   rng = np.random.default_rng(seed)
@@ -69,7 +69,8 @@ def init(config: decoder.DecoderConfig, seed: int) -> decoder.Params:
     out['bias'][0] = 4 * _SCALE
   reader = _orthogonal(rng, D - H - 1)[:, :H]
   copier = _orthogonal(rng, D - H - 1)
-  frequencies = np.asarray(rope.frequencies(config.rope_theta, config.head_dim))
+  stretched = config.rope_theta, config.head_dim, config.rope_scaling
+  frequencies = np.asarray(rope.frequencies(*stretched))
   _place_before(attn, reader, frequencies, tokens, before)
   _place_match(attn, reader, copier, frequencies, tokens, before, config)
   return jax.tree.map(jnp.asarray, params)
