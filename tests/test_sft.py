@@ -3,17 +3,21 @@
 import dataclasses
 import itertools
 
+from absl import flags
+from absl.testing import flagsaver
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import script
+import tiny
 
 from agent_r1_jax import sft, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import learner, optimizers
-from experiments import train_tokenizer
+from experiments import small_policy, train_tokenizer
 from experiments.miniwiki import induction
 
 _SEARCH = {'type': 'function', 'function': {'name': 'search', 'parameters': {}}}
@@ -94,6 +98,23 @@ def test_repeats_are_strings_whose_repetition_alone_is_learnt():
   assert {len(s.tokens) for s in induction.repeats(1, 64, 2000)} != set(sizes)
   again = induction.repeats(0, 64, 2000)
   assert all((a.tokens == b.tokens).all() for a, b in zip(made, again, strict=True))
+
+
+@pytest.mark.parametrize('name', ['gpt_oss', 'qwen3_5', 'gemma4'])
+def test_a_small_policy_of_another_family_is_made(name):
+  """With sinks, YaRN and experts, too, the circuit copies what is repeated."""
+  path = script.ROOT / f'experiments/miniwiki/families/{name}.json'
+  flags.FLAGS.mark_as_parsed()
+  with flagsaver.flagsaver(shape=str(path)):
+    config = small_policy.make_config(300)
+  assert config.family.startswith(name) and config.vocab_size == 300
+  if config.family not in induction.FAMILIES:
+    return
+  text = np.tile(np.random.default_rng(0).permutation(300)[:24], 2)[None]
+  params, rows = induction.init(config, 0), tiny.rows(jnp.asarray(text))
+  predict = lambda p: decoder.logits(p, config, decoder.hidden(p, config, rows))[0]
+  found = np.asarray(jax.jit(predict)(params).argmax(-1))[24:-1]
+  assert (found == text[0, 25:]).mean() > 0.8
 
 
 # Batches.
