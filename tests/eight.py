@@ -294,15 +294,13 @@ ROWS = {
   ),
   'capped, sliding': Row(_of(layers, 'gemma2', False, **_GEMMA), (_LONG,)),
   'sliding, trees': Row(_of(layers, 'olmo3', True, **_OLMO), (_HALF,)),
-  'sinks': Row(
-    _of(layers, 'gpt_oss', False, **_SLIDES), (_LONG, {'fsdp': 2, 'tensor': 4})
-  ),
+  'sinks': Row(_of(layers, 'gpt_oss', False, **_SLIDES), ({'tensor': 4, 'context': 2},)),
   'states': Row(
     lambda mesh: {'states': layers('qwen3_5_text', False, mesh)},
     ({'fsdp': 4, 'tensor': 2}, {'fsdp': 2, 'tensor': 2, 'context': 2}),
   ),
   'heads of two kinds': Row(
-    _of(layers, 'gemma4_text', False, count=4),
+    _of(layers, 'gemma4_text', False, count=3, shared_layers=1, input_dim=8),
     ({'fsdp': 2, 'tensor': 2, 'context': 2},),
   ),
   'pictures': Row(_of(sees, 'qwen2_5_vl'), ({'fsdp': 4, 'tensor': 2},)),

@@ -89,13 +89,14 @@ def test_the_quickstart_writes_its_files_and_goes_on_with_more_steps(tmp_path):
 
 def test_a_reward_model_is_trained_measured_saved_and_paid_by(tmp_path):
   """Of the quickstart's own base, which answers a quarter of the questions."""
+  sizes = script_lib.config_flags(script_lib.QUICKSTART)
   done = run(
     'train_reward_model',
     f'--workdir={tmp_path / "fitted"}',
     '--config.schedule.tasks=8',
     '--config.schedule.samples=4',
     '--config.schedule.steps=2',
-    '--config.engine.rows=16',
+    *sizes,
   )
   assert done.returncode == 0, done.stderr[-3000:]
   assert 'training tasks: 24 trajectories' in done.stdout
@@ -113,7 +114,7 @@ def test_a_reward_model_is_trained_measured_saved_and_paid_by(tmp_path):
     '--questions=4',
     '--config.schedule.tasks=2',
     '--config.schedule.samples=2',
-    '--config.engine.rows=16',
+    *sizes,
   )
   assert done.returncode == 0, done.stderr[-3000:]
   assert 'above sparse, 4' in done.stdout
