@@ -7,7 +7,7 @@ A head's state S is a matrix that maps keys to values. Each token lets it decay 
 
 k and q are of length 1, and q is divided by √X; all three pass a convolution over the
 last Z tokens. A decode computes one token after the other; rows of many tokens are cut
-into chunks, in which all is matrix products but one triangular system.
+into chunks, in which all is matrix products.
 
 A text begins where its position is 0: there, the state is zeros, and convolutions see
 nothing of what stands before. States are computed in float32, with exact products.
