@@ -20,7 +20,8 @@ from agent_r1_jax.web import fairness, http
 
 UNEMBED = 'this server has no adapter of the unembedding: train_unembed does nothing'
 
-ATTENTION = {'q', 'k', 'v', 'o'}  # Of the names of adapters.
+# Of the names of adapters; layers with a state have the last three.
+ATTENTION = {'q', 'k', 'v', 'o', 'z', 'a', 'b'}
 # How long a session must be silent before its run gives its place to another one.
 _IDLE_SECONDS = 1800.0
 _MOST_BYTES = 1 << 28  # Of all requests that wait.
