@@ -89,11 +89,14 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Installs $(2) in the environment $(1). pip compiles modules one after another; all cores
-# take half of the time. A file that is no Python of this version stays as it is. pip 26
-# shows what setuptools warns the author of a package of; here that are 50 lines.
+# take half of the time. Of large packages few modules are imported, and those are compiled
+# then. A file that is no Python of this version stays as it is. pip 26 shows what
+# setuptools warns the author of a package of; here that are 50 lines.
+large := anthropic|debugpy|fontTools|numba|openai|pip|pydantic_ai|ray|sympy
+large := $(large)|tensorflow_datasets|transformers/models
 define install
 	PYTHONWARNINGS=ignore $(1)/bin/python -m pip install --quiet --no-compile $(2)
-	$(1)/bin/python -W ignore -m compileall -qq -j 0 $(1)/lib || true
+	$(1)/bin/python -W ignore -m compileall -qq -j 0 -x '/($(large))/' $(1)/lib || true
 endef
 
 # The stamps are younger than the requirements: no change, no installation.
