@@ -53,6 +53,7 @@ def make(name, seed=0):
 
 
 def make_engine(names=NAMES, count=4, rank=RANK, **sizes):
+  sizes = {'bucket': clients.SLOTS} | sizes
   engine = clients.engine(adapters=count, adapter_rank=rank, **sizes)
   for name in names:
     engine.adapters.set(name, make(name))

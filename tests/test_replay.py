@@ -3,6 +3,7 @@
 import dataclasses
 from unittest import mock
 
+import clients
 import jax
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def test_a_reply_reports_the_experts_of_its_text_from_the_first_token_on():
     texts = first.text.tokens[:length], fork.text.tokens, first.text.tokens
     return replies, texts
 
-  engine = tiny.engine(params, shape=SHAPE)
+  engine = tiny.engine(params, shape=SHAPE, bucket=clients.SLOTS)
   replies, texts = engine.run([play()])[0]
   for reply, text in zip(replies, texts, strict=True):
     assert reply.routes.dtype == np.int8
