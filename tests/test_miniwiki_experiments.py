@@ -8,7 +8,6 @@ import script as script_lib
 from agent_r1_jax.agent import tokenizer
 from agent_r1_jax.guided import implicit_value
 from agent_r1_jax.models.files import weights
-from experiments import tables
 
 
 def run(script, *flags):
@@ -87,7 +86,7 @@ def test_the_quickstart_writes_its_files_and_goes_on_with_more_steps(tmp_path):
   assert not any('machine/mfu' in line for line in lines)
 
 
-def test_a_reward_model_is_trained_measured_saved_and_paid_by(tmp_path):
+def test_a_reward_model_is_trained_measured_and_saved(tmp_path):
   """Of the quickstart's own base, which answers a quarter of the questions."""
   sizes = script_lib.config_flags(script_lib.QUICKSTART)
   done = run(
@@ -103,26 +102,3 @@ def test_a_reward_model_is_trained_measured_saved_and_paid_by(tmp_path):
   assert 'held-out tasks: 8 trajectories' in done.stdout
   found = implicit_value.read(tmp_path / 'fitted' / 'model')
   assert f'AUC {found["auc"]:.3f}' in done.stdout
-  _force_auc(tmp_path / 'fitted' / 'model', found)
-  done = run(
-    'miniwiki.rewards',
-    f'--reward_model={tmp_path / "fitted" / "model"}',
-    f'--out={tmp_path / "paid"}',
-    '--rewards=sparse,hybrid',
-    '--seeds=0',
-    '--steps=1',
-    '--questions=4',
-    '--config.schedule.tasks=2',
-    '--config.schedule.samples=2',
-    *sizes,
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
-  assert 'above sparse, 4' in done.stdout
-  lines = tables.read_lines(tmp_path / 'paid' / 'results.jsonl')
-  assert [line['reward'] for line in lines] == ['sparse', 'hybrid']
-  assert all(0 < line['predicted'] < 1 for line in lines)
-
-
-def _force_auc(model, found):
-  """Two steps teach nothing, and `load` would refuse the model."""
-  (model / implicit_value.FILE).write_text(json.dumps(found | {'auc': 0.9}))

@@ -30,7 +30,6 @@ STYLES = {
   'hotpot': Style({2: 0.56, 3: 0.20, 'comparison': 0.24}, ('natural',)),
   '2wiki': Style({2: 0.38, 3: 0.40, 'comparison': 0.22}, ('nested',)),
   'musique': Style({2: 0.60, 3: 0.40}, ('natural', 'nested'), held_out=True),
-  'three hops': Style({3: 1.0}, ('natural', 'nested')),
   'musique-4hop': Style({4: 1.0}, ('natural', 'nested'), held_out=True),
 }
 

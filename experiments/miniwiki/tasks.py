@@ -71,18 +71,6 @@ def test_set(name: str, n: int, seed: int, split: str = 'test') -> list[types.Ta
   return questions_lib.questions(world, n, style, seed, prefix=f'{split}-')
 
 
-def three_hops(seed: int, n: int, split: str) -> list[types.Task]:
-  """Questions of three hops, of relations that are practised in pairs.
-
-  Args:
-    seed: The seed of the world and of the questions.
-    n: How many.
-    split: 'train' for RL, 'dev' and 'test' as in `test_set`.
-  """
-  world = _world(seed, split, None if split == 'train' else 0)
-  return questions_lib.questions(world, n, 'three hops', seed, prefix=f'{split}-')
-
-
 def corpus(seed: int, split: str) -> list[documents.Document]:
   """All passages of a split: one world's, or those of the three worlds of the sets."""
   parts = range(world_lib.PARTS) if split in ('dev', 'test') else [None]
@@ -111,21 +99,19 @@ def demonstrations(
   world: int,
   seed: int,
   find: Callable[[str], str],
-  fate: str = 'right',
 ) -> Iterator[list[types.Message]]:
-  """Conversations on questions of `train_tasks`, for ever.
+  """Right conversations on questions of `train_tasks`, for ever.
 
   Args:
     tasks: Tasks from train_tasks(world, ...).
     world: The seed of their world.
     seed: The seed of the order and of the choices.
     find: What the search tool answers to a query.
-    fate: What becomes of each, a key of demos.MIXTURE.
   """
   rng, facts = random.Random(f'miniwiki right {seed}'), _world(world, 'train', None)
   while True:
     for task in rng.sample(tasks, len(tasks)):
-      yield demos.demonstration(task, facts, rng, find, {fate: 1.0}).messages
+      yield demos.demonstration(task, facts, rng, find, {'right': 1.0}).messages
 
 
 def rag_task(task: types.Task, hits: Sequence[documents.Hit]) -> types.Task:
