@@ -288,7 +288,9 @@ WORLD = world_lib.World(
   config=config_lib.Config(
     schedule=config_lib.Schedule(steps=60, tasks=16, samples=8, eval_every=20),
     limits=config_lib.Limits(max_turns=LOOKS + 2, max_turn_tokens=40),
-    optimizer=config_lib.Optimizer(learning_rate=1e-4),
+    # At a temperature of 1 long episodes fail by chance, and RL learns to look less.
+    sampling=config_lib.Sampling(temperature=0.7),
+    optimizer=config_lib.Optimizer(learning_rate=5e-5),
     engine=config_lib.Engine(slots=384, decode_steps=16, replicas=2),
   ),
   base=sft.Config(steps=800, rows=3, row_tokens=320, learning_rate=1e-3),
