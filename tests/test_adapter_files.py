@@ -103,6 +103,16 @@ class TestFiles:
     joined = [found[name]['lora_b'][0].reshape(2, -1) for name in 'qkv']
     plain.equal(np.concatenate(joined, -1), one.T)
 
+  def test_ranks_of_several_kernels_without_their_alphas_are_refused(self, tmp_path):
+    config = tiny.config('qwen3_5_text')
+    peft_files.save(tmp_path, _full_of(config), 'base', config)
+    file = tmp_path / 'adapter_config.json'
+    settings = json.loads(file.read_text())
+    del settings['alpha_pattern']
+    file.write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match='alpha_pattern is None, and one rank'):
+      peft_files.load(tmp_path, config)
+
   def test_numbers_of_16_bits_are_read(self, tmp_path):
     peft_files.save(tmp_path, adapted.add('one'), 'base', tiny.config())
     file = tmp_path / 'adapter_model.safetensors'

@@ -279,8 +279,8 @@ def _read_config(
   for name in ('rank_pattern', 'alpha_pattern'):
     if (raw.get(name) or {}) != plain.get(name, {}):
       raise ValueError(
-        f'{file}: {name} is {raw[name]!r:.80}, and one rank and one alpha are computed '
-        'here; merge the adapter with PEFT (merge_and_unload) and load the model.'
+        f'{file}: {name} is {raw.get(name)!r:.80}, and one rank and one alpha are '
+        'computed here; merge the adapter with PEFT (merge_and_unload), load it.'
       )
   return rank, alpha, wide
 
