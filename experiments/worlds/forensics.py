@@ -286,7 +286,7 @@ WORLD = world_lib.World(
     for name, kind in {'authentic': (), **{kind[0]: kind for kind in TRAINED}}.items()
   },
   config=config_lib.Config(
-    schedule=config_lib.Schedule(steps=60, tasks=16, samples=8, eval_every=20),
+    schedule=config_lib.Schedule(steps=140, tasks=16, samples=8, eval_every=20),
     limits=config_lib.Limits(max_turns=LOOKS + 2, max_turn_tokens=40),
     # At a temperature of 1 long episodes fail by chance, and RL learns to look less.
     sampling=config_lib.Sampling(temperature=0.7),
