@@ -241,7 +241,13 @@ def _choose_product(pairs: int, kernels: Kernels) -> Callable[..., Array] | None
   fits = group_products.supports(pairs, tuple(sizes), kernels.gate.dtype)
   if fits and (on_tpu or hopper.passes_everywhere(group_products)):
     return group_products.multiply
-  return jax.lax.ragged_dot if on_tpu else None
+  return _multiply_ragged if on_tpu else None
+
+
+def _multiply_ragged(x_SX, kernel_EXY, sizes_E) -> Array:
+  y_SY = jax.lax.ragged_dot(x_SX, kernel_EXY, sizes_E)
+  # What is after the last group has no meaning; no slot there is read.
+  return jnp.where((jnp.arange(len(y_SY)) < sizes_E.sum())[:, None], y_SY, 0)
 
 
 def _compute_ragged(x_SD, kernels: Kernels, sizes_E, activate, multiply) -> Array:
@@ -252,11 +258,7 @@ def _compute_ragged(x_SD, kernels: Kernels, sizes_E, activate, multiply) -> Arra
     # Each slot gets the bias of its expert; that of those after the last has no meaning.
     return y_SY + jnp.repeat(bias_EY, sizes_E, 0, total_repeat_length=len(x_SX))
 
-  # What is after the last group has no meaning, nor has its gradient.
-  used_S1 = (jnp.arange(x_SD.shape[0]) < sizes_E.sum())[:, None]
-  x_SD = jnp.where(used_S1, x_SD, 0)
-  y_SD = _feed_forward(x_SD, kernels, activate, dot)
-  return jnp.where(used_S1, y_SD, 0)
+  return _feed_forward(x_SD, kernels, activate, dot)
 
 
 def _choose_block(pairs: int, E: int) -> int:
