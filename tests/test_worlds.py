@@ -38,7 +38,13 @@ def learn(*flags):
 def test_a_policy_is_made_trained_compared_and_measured(tmp_path):
   to = f'--workdir={tmp_path}'
   others = ['--algorithm=rloo', '--kl_coef=0.01']
-  first, second, refused = learn([to], [to, *others], [to, '--sft.learning_rate=0.1'])
+  first, second, refused, masked, taught = learn(
+    [to],
+    [to, *others],
+    [to, '--sft.learning_rate=0.1'],
+    [to, '--advantage_mask=False'],
+    [to, '--algorithm=distillation', '--kl_coef=0.01'],
+  )
   assert first.returncode == 0, first.stderr[-3000:]
   table = json.loads((tmp_path / 'grpo' / 'table.json').read_text())
   assert [*table] == ['Base policy', 'GRPO']
@@ -52,6 +58,7 @@ def test_a_policy_is_made_trained_compared_and_measured(tmp_path):
   assert again['Base policy'] == table['Base policy'] and 'RLOO' in again
   assert refused.returncode
   assert 'sft.learning_rate: 0.002 there, 0.1 now' in refused.stderr
+  assert 'advantage_mask' in masked.stderr and '--kl_coef' in taught.stderr
   flags = f'--config.model.path={tmp_path / "grpo" / "model"}', '--limit=2'
   flags += f'--workdir={tmp_path / "evaluate"}', *script_lib.config_flags(SIZES)
   commands = [['--task=lake', *flags], ['--task=lake']]

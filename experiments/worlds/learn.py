@@ -14,6 +14,7 @@ import itertools
 import json
 import pathlib
 import time
+from typing import Any
 
 from absl import app, flags
 from ml_collections import config_flags
@@ -29,6 +30,14 @@ from experiments import comparison, small_policy
 from experiments.worlds import all_worlds
 from experiments.worlds import world as world_lib
 
+
+def _distillation(kl_coef: float, **fields: Any) -> algorithms.Algorithm:
+  """On-policy distillation from the model in --config.model.reference."""
+  if kl_coef:
+    raise app.UsageError('--kl_coef: distillation has one KL, that to its teacher.')
+  return algorithms.distillation(**fields)
+
+
 ALGORITHMS = {
   'grpo': algorithms.grpo,
   'dapo': algorithms.dapo,
@@ -38,6 +47,7 @@ ALGORITHMS = {
   'reinforce++': algorithms.reinforce_plus_plus,
   'rloo': algorithms.rloo,
   'gigpo': algorithms.gigpo,
+  'distillation': _distillation,
 }
 _SHOWN = 3000  # Examples that the tokenizer is trained on.
 
@@ -48,6 +58,8 @@ _ALGORITHM = flags.DEFINE_enum('algorithm', 'grpo', [*ALGORITHMS], 'The algorith
 _ENTROPY = flags.DEFINE_float('entropy_coef', 0.0, 'Weight of an entropy bonus.', 0.0)
 # As in the other experiments on small policies, there is no penalty.
 _KL = flags.DEFINE_float('kl_coef', 0.0, 'Weight of the KL to the base policy.', 0.0)
+_LOSS_MASK = flags.DEFINE_bool('loss_mask', True, "The paper's loss mask.")
+_ADVANTAGE_MASK = flags.DEFINE_bool('advantage_mask', True, 'Its advantage mask.')
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/world', 'Where everything is written.')
 _TASKS = flags.DEFINE_integer('tasks', 4096, 'Tasks to train on.', 1)
 _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Held-out tasks of each set.', 1)
@@ -84,9 +96,7 @@ def main(_):
     world.methods(world.held_out(seed, _HELD_OUT.value, _SPLIT.value)),
     tasks=world.tasks(config.seed, _TASKS.value),
     evals=comparison.watch(world.held_out(seed, _WATCHED.value, 'dev')),
-    algorithm=ALGORITHMS[_ALGORITHM.value](
-      kl_coef=_KL.value, entropy_coef=_ENTROPY.value
-    ),
+    algorithm=make_algorithm(),
     label=f'{_ALGORITHM.value} on {_WORLD.value}',
     name=_ALGORITHM.value.upper(),
     labels=world.labels,
@@ -96,6 +106,14 @@ def main(_):
   print(summary.list_files(folder))
   seconds = {'base policy': made, **seconds}
   print(', '.join(f'{name} {value:.0f} s' for name, value in seconds.items()))
+
+
+def make_algorithm() -> algorithms.Algorithm:
+  """Makes the algorithm that the flags describe."""
+  algorithm = ALGORITHMS[_ALGORITHM.value](kl_coef=_KL.value, entropy_coef=_ENTROPY.value)
+  return algorithm._replace(
+    loss_mask=_LOSS_MASK.value, advantage_mask=_ADVANTAGE_MASK.value
+  )
 
 
 def make_base(world: world_lib.World, seed: int, out: pathlib.Path) -> pathlib.Path:
