@@ -54,7 +54,8 @@ def make_norm(c: DecoderConfig, name: str | None = None, axes: int = 1) -> RMSNo
 class Attention(nn.Module):
   """Grouped-query attention with RoPE; biases and q/k norms as the family has them.
 
-  `attend`, a function of queries, keys and values, replaces the products of attention.
+  `attend`, a function of queries, keys and values, replaces the products of attention
+  over packed rows.
   """
 
   config: DecoderConfig
@@ -67,75 +68,72 @@ class Attention(nn.Module):
 
     What is returned too is the cache, or of packed rows keys and values.
     """
-    c, has = self.config, self.config.facts.has
-    H, query_dim = self._head_dim, self._head_dim * (2 if c.facts.gates else 1)
-    # The engine's kernel of the queries has one axis for all heads; see
-    # engine_params.unstack.
-    flat = (c.num_heads * query_dim,)
-    heads = flat if cache is not None else (c.num_heads, query_dim)
-    q_BTNH = apply_flat(self._project(heads, 'q'), x_BTD)
-    q_BTNH = q_BTNH.reshape(*x_BTD.shape[:2], c.num_heads, query_dim)
-    gate_BTNH = None
-    if c.facts.gates:
-      q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
+    c = self.config
+    angles = self._choose_angles(angles, kind)
+    q_BTNH, gate_BTNH = self._compute_queries(x_BTD, angles, cache is not None)
     k_BTKH: Any = None
     v_BTKH: Any = None
     if not self.shape.shares:
-      k_BTKH, v_BTKH = self._project_keys(x_BTD)
+      k_BTKH, v_BTKH = self._compute_keys(x_BTD, angles)
     elif kind and cache is None:
       k_BTKH, v_BTKH = kind.shared
-    for name, axes in (('norm', 1), ('norm_of_all', 2)):
-      if has(f'attn/q_{name}/scale'):
-        q_BTNH = make_norm(c, f'q_{name}', axes)(q_BTNH)
-        k_BTKH = k_BTKH if self.shape.shares else make_norm(c, f'k_{name}', axes)(k_BTKH)
-    angles = jax.tree.map(lambda x: x[kind.rotation if kind else 0], angles)
-    if c.full_head_dim:  # Those of the largest heads are longer.
-      angles = jax.tree.map(lambda x: x[..., : H // 2], angles)
-    q_BTNH = rope.rotate(q_BTNH, angles)
-    k_BTKH = k_BTKH if self.shape.shares else rope.rotate(k_BTKH, angles)
-    if scale := c.query_scale or c.facts.query_scale:
-      q_BTNH *= math.sqrt(H / scale)
-    rules = attention.Rules(c.window, c.attention_cap)
-    sinks_N = None
-    if has('attn/sinks'):
-      sinks_N = self.param('sinks', nn.initializers.zeros, (c.num_heads,))
-      sinks_N = sinks_N.astype(c.dtype)  # As the engine has them.
-    if self.is_initializing():  # It has no parameters; no mesh can split one token.
-      out_BTNH: Any = q_BTNH
-    elif self.attend:
-      out_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH)
-    elif cache is None:
-      local = None
-      if c.window and kind.slides is not False:
-        local = attention.Local(jnp.asarray(kind.slides), rows.positions)
-      seen = rows.sees, local, rules, sinks_N
-      out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, *seen)
+    given = q_BTNH, k_BTKH, v_BTKH
+    if cache is None:
+      out_BTNH, kept = self._attend_rows(*given, rows, kind), (k_BTKH, v_BTKH)
     else:
-      slides = bool(kind and kind.slides)
-      if not self.shape.shares:
-        cache = kv_cache.write(cache, k_BTKH, v_BTKH, rows.positions, slides)
-      read = kind.shared if self.shape.shares else cache
-      rules = rules._replace(window=c.window if slides else 0)
-      slots = read.keys, read.values, rows.positions, rules, read.scales, sinks_N
-      out_BTNH = attention.cached(q_BTNH, *slots)
+      out_BTNH, kept = self._attend_slots(*given, rows, kind, cache)
     if gate_BTNH is not None:
       out_BTNH *= nn.sigmoid(gate_BTNH)
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
-    biased = has('attn/o/bias')
+    biased = c.facts.has('attn/o/bias')
     out = Projection((c.embed_dim,), c.dtype, 2, biased, init, name='o')
-    kept = (k_BTKH, v_BTKH) if cache is None else cache
     return apply_flat(out, out_BTNH), kept
 
   @property
   def _head_dim(self) -> int:
     return self.config.get_heads(self.shape.sees_all)[1]
 
+  def _choose_angles(self, angles: tuple[Array, Array], kind) -> tuple[Array, Array]:
+    """Takes the sin and cos of this layer's rotation, [B, T, 1, H / 2] or fewer."""
+    angles = jax.tree.map(lambda x: x[kind.rotation if kind else 0], angles)
+    if self.config.full_head_dim:  # Those of the largest heads are longer.
+      angles = jax.tree.map(lambda x: x[..., : self._head_dim // 2], angles)
+    return angles
+
   def _project(self, outputs: tuple[int, ...], name: str) -> Projection:
     biased = self.config.facts.has('attn/q/bias')
     return Projection(outputs, self.config.dtype, use_bias=biased, name=name)
 
   @nn.nowrap
-  def _project_keys(self, x_BTD: Array) -> tuple[Array, Array]:
+  def _normalise(self, x: Array, name: str) -> Array:
+    """Applies the family's norm of queries or keys, of each head or of all of them."""
+    for kind, axes in (('norm', 1), ('norm_of_all', 2)):
+      if self.config.facts.has(f'attn/{name}_{kind}/scale'):
+        x = make_norm(self.config, f'{name}_{kind}', axes)(x)
+    return x
+
+  @nn.nowrap
+  def _compute_queries(
+    self, x_BTD: Array, angles: tuple[Array, Array], cached: bool
+  ) -> tuple[Array, Array | None]:
+    """Computes queries, and the gates of what they attend to if the family has them."""
+    c, H, N = self.config, self._head_dim, self.config.num_heads
+    size = H * (2 if c.facts.gates else 1)
+    # The engine's kernel of the queries has one axis for all heads; see
+    # engine_params.unstack.
+    q_BTNH = apply_flat(self._project((N * size,) if cached else (N, size), 'q'), x_BTD)
+    q_BTNH, gate_BTNH = q_BTNH.reshape(*x_BTD.shape[:2], N, size), None
+    if c.facts.gates:
+      q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
+    q_BTNH = rope.rotate(self._normalise(q_BTNH, 'q'), angles)
+    if scale := c.query_scale or c.facts.query_scale:
+      q_BTNH *= math.sqrt(H / scale)
+    return q_BTNH, gate_BTNH
+
+  @nn.nowrap
+  def _compute_keys(
+    self, x_BTD: Array, angles: tuple[Array, Array]
+  ) -> tuple[Array, Array]:
     """Computes keys, and values or the same again."""
     c, heads = self.config, self.config.get_heads(self.shape.sees_all)
     k_BTKH = v_BTKH = apply_flat(self._project(heads, 'k'), x_BTD)
@@ -143,7 +141,41 @@ class Attention(nn.Module):
       v_BTKH = apply_flat(self._project(heads, 'v'), x_BTD)
     if c.facts.normalizes_values:
       v_BTKH = normalise(v_BTKH, c.norm_eps)
-    return k_BTKH, v_BTKH
+    return rope.rotate(self._normalise(k_BTKH, 'k'), angles), v_BTKH
+
+  @nn.nowrap
+  def _get_sinks(self) -> Array | None:
+    """Returns the attention sink of each head in the engine's type, if there are any."""
+    c = self.config
+    if not c.facts.has('attn/sinks'):
+      return None
+    sinks_N = self.param('sinks', nn.initializers.zeros, (c.num_heads,))
+    return sinks_N.astype(c.dtype)
+
+  @nn.nowrap
+  def _attend_rows(self, q_BTNH, k_BTKH, v_BTKH, rows, kind) -> Array:
+    """Attends to what the tokens of packed rows see."""
+    c, sinks_N, local = self.config, self._get_sinks(), None
+    if self.is_initializing():  # It has no parameters; no mesh can split one token.
+      return q_BTNH
+    if self.attend:
+      return self.attend(q_BTNH, k_BTKH, v_BTKH)
+    if c.window and kind.slides is not False:
+      local = attention.Local(jnp.asarray(kind.slides), rows.positions)
+    rules = attention.Rules(c.window, c.attention_cap)
+    return attention.packed(q_BTNH, k_BTKH, v_BTKH, rows.sees, local, rules, sinks_N)
+
+  @nn.nowrap
+  def _attend_slots(self, q_BTNH, k_BTKH, v_BTKH, rows, kind, cache):
+    """Writes keys and values, unless an earlier layer has, and attends to the cache."""
+    c, sinks_N, slides = self.config, self._get_sinks(), bool(kind and kind.slides)
+    if self.shape.shares:
+      read = kind.shared
+    else:
+      read = cache = kv_cache.write(cache, k_BTKH, v_BTKH, rows.positions, slides)
+    rules = attention.Rules(c.window if slides else 0, c.attention_cap)
+    slots = read.keys, read.values, rows.positions, rules, read.scales, sinks_N
+    return attention.cached(q_BTNH, *slots), cache
 
 
 class Block(nn.Module):
