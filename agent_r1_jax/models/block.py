@@ -28,17 +28,17 @@ from agent_r1_jax.models.layers import (
   normalise,
 )
 
-# Queries [B, T, N, H], keys and values [B, T, K, H] -> what is attended to [B, T, N, H].
+# Queries [B, T, N, H], keys and values [B, T, K, H] -> attention output [B, T, N, H].
 Attend = Callable[[Array, Array, Array], Array]
 
 
 def _clamped_swiglu(gate: Array, up: Array) -> Array:
-  """That of gpt-oss: large numbers are cut off, and the linear part begins at 1."""
+  """gpt-oss's SwiGLU: clips both inputs and adds 1 to the linear one."""
   gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
   return gate * nn.sigmoid(1.702 * gate) * (up + 1.0)
 
 
-# (gate, up) -> the inputs of a feed-forward's last product.
+# (gate, up) -> the input of the down projection.
 _ACTIVATIONS = {
   'silu': lambda gate, up: nn.silu(gate) * up,
   'gelu_pytorch_tanh': lambda gate, up: nn.gelu(gate) * up,
@@ -47,15 +47,14 @@ _ACTIVATIONS = {
 
 
 def make_norm(c: DecoderConfig, name: str | None = None, axes: int = 1) -> RMSNorm:
-  """Makes a norm of the family."""
+  """Makes the family's RMSNorm over the last `axes` axes."""
   return RMSNorm(c.norm_eps, c.facts.norm_offset, axes, name=name)
 
 
 class Attention(nn.Module):
-  """Grouped-query attention with RoPE; biases and q/k norms as the family has them.
+  """Grouped-query attention with RoPE, and the family's biases and q/k norms.
 
-  `attend`, a function of queries, keys and values, replaces the products of attention
-  over packed rows.
+  `attend`, a function of queries, keys and values, replaces attention over packed rows.
   """
 
   config: DecoderConfig
@@ -64,9 +63,9 @@ class Attention(nn.Module):
 
   @nn.compact
   def __call__(self, x_BTD, rows, angles, kind, cache):
-    """Attends to what rows see, or to the cache where there is one.
+    """Attends within packed rows or, given a cache, to its slots.
 
-    What is returned too is the cache, or of packed rows keys and values.
+    Returns the output with the new cache or, for packed rows, with keys and values.
     """
     c = self.config
     angles = self._choose_angles(angles, kind)
@@ -96,7 +95,7 @@ class Attention(nn.Module):
   def _choose_angles(self, angles: tuple[Array, Array], kind) -> tuple[Array, Array]:
     """Takes the sin and cos of this layer's rotation, [B, T, 1, H / 2] or fewer."""
     angles = jax.tree.map(lambda x: x[kind.rotation if kind else 0], angles)
-    if self.config.full_head_dim:  # Those of the largest heads are longer.
+    if self.config.full_head_dim:  # Angles are computed for the largest heads.
       angles = jax.tree.map(lambda x: x[..., : self._head_dim // 2], angles)
     return angles
 
@@ -116,7 +115,7 @@ class Attention(nn.Module):
   def _compute_queries(
     self, x_BTD: Array, angles: tuple[Array, Array], cached: bool
   ) -> tuple[Array, Array | None]:
-    """Computes queries, and the gates of what they attend to if the family has them."""
+    """Computes queries, and the gates of the attention output if the family has them."""
     c, H, N = self.config, self._head_dim, self.config.num_heads
     size = H * (2 if c.facts.gates else 1)
     # The engine's kernel of the queries has one axis for all heads; see
@@ -134,7 +133,7 @@ class Attention(nn.Module):
   def _compute_keys(
     self, x_BTD: Array, angles: tuple[Array, Array]
   ) -> tuple[Array, Array]:
-    """Computes keys, and values or the same again."""
+    """Computes keys and values, which are equal before the norms in some families."""
     c, heads = self.config, self.config.get_heads(self.shape.sees_all)
     k_BTKH = v_BTKH = apply_flat(self._project(heads, 'k'), x_BTD)
     if not (self.shape.sees_all and c.keys_are_values):
@@ -154,9 +153,11 @@ class Attention(nn.Module):
 
   @nn.nowrap
   def _attend_rows(self, q_BTNH, k_BTKH, v_BTKH, rows, kind) -> Array:
-    """Attends to what the tokens of packed rows see."""
+    """Attends within packed rows, as rows.sees allows."""
     c, sinks_N, local = self.config, self._get_sinks(), None
-    if self.is_initializing():  # It has no parameters; no mesh can split one token.
+    if (
+      self.is_initializing()
+    ):  # Attention has no parameters, and no mesh can split one token.
       return q_BTNH
     if self.attend:
       return self.attend(q_BTNH, k_BTKH, v_BTKH)
@@ -167,7 +168,7 @@ class Attention(nn.Module):
 
   @nn.nowrap
   def _attend_slots(self, q_BTNH, k_BTKH, v_BTKH, rows, kind, cache):
-    """Writes keys and values, unless an earlier layer has, and attends to the cache."""
+    """Writes keys and values, unless the layer shares them, and attends to the cache."""
     c, sinks_N, slides = self.config, self._get_sinks(), bool(kind and kind.slides)
     if self.shape.shares:
       read = kind.shared
@@ -179,12 +180,12 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-  """One layer. `cache` is None in training, else this layer's.
+  """One layer of the decoder.
 
-  `shape` says what it has; `kind` is this layer's, or None if all are alike; `route_BTk`
-  names the experts to take, if they are known; `attend` is as in Attention. What is
-  returned beside the residual stream is the cache, or in training the loads of the
-  experts, if there are any; where layers share keys and values, with these.
+  `shape` lists its parts, `kind` is this layer's LayerKind (None if all layers are
+  alike), `route_BTk` names the experts to use if they are known, and `cache` is this
+  layer's, None in training. Returns the residual stream with the new cache or, in
+  training, with the loads of any experts (and with keys and values if layers share them).
   """
 
   config: DecoderConfig
@@ -226,7 +227,7 @@ class Block(nn.Module):
   def _feed_forward(
     self, x_BTD: Array, route_BTk: Array | None
   ) -> tuple[Array, Array | None]:
-    """Computes the feed-forward, experts, or both; returns each token's experts too."""
+    """Computes the feed-forward, experts, or both; also returns each token's experts."""
     c, normed = self.config, self._normalise('mlp_norm', x_BTD)
     if c.num_experts and not c.facts.has('mlp/gate/kernel'):
       return self._mix_experts(normed, route_BTk)
@@ -244,7 +245,7 @@ class Block(nn.Module):
   def _mix_experts(
     self, x_BTD: Array, route_BTk: Array | None, routed_BTD: Array | None = None
   ) -> tuple[Array, Array]:
-    """Computes the experts of each token, and the one that is shared, if any."""
+    """Computes each token's experts, and the shared expert if there is one."""
     c = self.config
     mixture = experts.Experts(
       num_experts=c.num_experts,
