@@ -1,4 +1,4 @@
-"""Sends the replies to one request, in whatever dialect it was asked."""
+"""Sends the replies to one request, in the dialect of that request."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -15,13 +15,13 @@ from agent_r1_jax.serve import dialect as dialect_lib
 from agent_r1_jax.serve import replies, sources
 from agent_r1_jax.web import http
 
-_SEND_SECONDS = 30.0  # For an answer that is complete.
-# Log-probs of prompts that are written at once, the likeliest tokens among them.
+_SEND_SECONDS = 30.0  # To send a complete answer.
+# More prompt log-probs than this, top tokens included, are written in a thread.
 _MAX_LOGPROBS = 1 << 11
 
 
 class Metrics:
-  """What a server counts, in prometheus_client's registry."""
+  """The server's counters, in prometheus_client's registry."""
 
   def __init__(self):
     import prometheus_client as prometheus
@@ -51,25 +51,25 @@ class Metrics:
     )
 
   def refuse(self, dialect: dialect_lib.Dialect, error: http.RefusedError) -> Any:
-    """Makes the answer to a request that is refused, and counts it."""
+    """Makes and counts the answer to a rejected request."""
     self.answers.labels(error.status).inc()
     return http.answer_json(dialect.describe(error), error.status, error.headers)
 
 
 @dataclasses.dataclass(eq=False)
 class Answer:
-  """Sends the replies to one request, unless its client goes before that.
+  """Sends the replies to one request; stops if its client disconnects.
 
   Attributes:
-    dialect: How it is written.
-    head: What is known of the answer.
+    dialect: The format of the answer.
+    head: What is known before the first token.
     source: Where the replies come from.
-    generations: The replies, which have begun.
-    chat: Decodes them.
-    metrics: What is counted.
-    seconds: The most seconds of them.
-    began: When the request came, of time.perf_counter.
-    on_end: Is called when no reply is under way any longer.
+    generations: The replies, already submitted.
+    chat: Decodes the replies.
+    metrics: The server's counters.
+    seconds: Time limit for the replies.
+    began: When the request arrived, by time.perf_counter.
+    on_end: Called once no reply is running any longer.
   """
 
   dialect: dialect_lib.Dialect
@@ -85,13 +85,13 @@ class Answer:
   def __post_init__(self):
     self._sampled, self._api_request = 0, self.head.asked.request
     asked = self._api_request
-    # Whether the answer has the log-probs of prompts, and so many that it takes long.
+    # Whether the answer has the prompt's log-probs, and so many that writing takes long.
     self._echoes = asked.echo and asked.top_logprobs is not None
     count = self.head.prompt_tokens * asked.n * (1 + (asked.top_logprobs or 0))
     self._is_long = self._echoes and count > _MAX_LOGPROBS
 
   async def __call__(self, scope, receive, send):
-    """Sends the answer; in the end no reply is left under way."""
+    """Sends the answer; leaves no reply running."""
     send_answer = self._send_stream if self._api_request.stream else self._send_whole
     work = asyncio.ensure_future(send_answer(scope, receive, send))
     disconnected = asyncio.ensure_future(_wait_until_disconnected(receive))
@@ -101,7 +101,7 @@ class Answer:
         timeout=self.seconds + _SEND_SECONDS,
         return_when=asyncio.FIRST_COMPLETED,
       )
-      # It is cancelled where its time is up and the client does not read.
+      # `work` is cancelled if it times out while the client does not read.
       if work.done() and not work.cancelled():
         work.result()
       else:
@@ -115,8 +115,8 @@ class Answer:
   async def _follow(self) -> AsyncGenerator[dialect_lib.ReplyPart, None]:
     """Yields parts of the replies.
 
-    All replies are sampled at the same time; they are yielded one after the other. So
-    only the first is timed: tokens of the others are here late.
+    All replies are sampled concurrently but yielded one after the other, so only the
+    first is timed: the tokens of the others were ready before they were read.
     """
     metrics, prompt = self.metrics, []
     async with asyncio.timeout(self.seconds):
@@ -130,7 +130,7 @@ class Answer:
           is_first, text = not choice.tokens, choice.add(chunk)
           logprobs = choice.write_logprobs(chunk)
           if self._echoes and is_first:
-            if index % self._api_request.n == 0:  # The others have the same prompt.
+            if index % self._api_request.n == 0:  # The others share this prompt.
               options = generation, self.chat, self._api_request.tokens_as_ids
               prompt = await self._write(
                 functools.partial(replies.write_prompt, *options)
@@ -142,14 +142,14 @@ class Answer:
           metrics.each.observe((time.perf_counter() - first) / more)
         reply, rest = choice.finish()
         self._sampled += len(choice.tokens)
-        # Before the client hears of it, and asks for more.
+        # Before the client sees the reply and sends its next request.
         self.source.accept(generation, reply)
         yield dialect_lib.ReplyPart(index, rest, None, reply)
     metrics.tokens.labels('prompt').inc(self.head.prompt_tokens)
     metrics.tokens.labels('reply').inc(self._sampled)
 
   async def _write(self, fn: Callable[[], Any]) -> Any:
-    """Calls what writes a part of the answer, in a thread where it takes long."""
+    """Runs a function that writes part of the answer, in a thread if it takes long."""
     return await http.run_in_thread(fn) if self._is_long else fn()
 
   async def _send_whole(self, scope, receive, send):
@@ -205,7 +205,7 @@ async def _wait_until_disconnected(receive):
 
 
 def _encode(write: Callable[..., Sequence[dialect_lib.Event]], *args: Any) -> bytes:
-  """Encodes the events that a stream writes."""
+  """Encodes the events that a stream writes, as server-sent events."""
   return b''.join(map(_encode_event, write(*args)))
 
 

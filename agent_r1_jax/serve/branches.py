@@ -1,4 +1,4 @@
-"""The texts of an episode's requests, and the place in them where a request goes on."""
+"""The token sequences of an episode's requests, and where a request continues them."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -15,24 +15,23 @@ from agent_r1_jax.serve import requests
 
 @dataclasses.dataclass(eq=False)
 class Branch:
-  """A text and the segment that it is trained as.
+  """A token sequence and the segment that trains on it.
 
   Attributes:
     tools: The tools that its prompt describes, as JSON.
-    messages: All messages of the text, as the client has them.
-    rendered: The same as they are logged and encoded again; replies are as they were
-      sampled.
-    shared_messages: The number of messages that the text shares with the one that it was
-      forked from.
+    messages: All its messages, as the client has them.
+    rendered: The same messages as they are logged and encoded again; replies are as
+      they were sampled.
+    shared_messages: The number of messages shared with the sequence it was forked from.
     ends: For each reply, the number of messages and of tokens up to its end.
     passage: Its tokens and replies in the episode's transcript.
-    text: What the engine holds of it; it may have tokens that no client got.
-    key: The randomness of its replies.
-    key_id: What the key was made of: the digest of the tokens that the text began with,
-      and its number among the texts that began with them.
-    pending: The request that is being answered: its messages, as they came
-      and as they are rendered, and its prompt.
-    session: The session of the request that was made last.
+    text: The engine's sequence; it may have tokens that no client received.
+    key: The random key of its replies.
+    key_id: What the key was made from: the digest of the first prompt's tokens, and this
+      sequence's number among those with the same first prompt.
+    pending: The request being answered: its messages, as received and as rendered, and
+      its prompt.
+    session: The session of the latest request.
   """
 
   tools: str
@@ -49,13 +48,13 @@ class Branch:
 
 
 class ForkPoint(NamedTuple):
-  """A place in a text.
+  """A position in a sequence.
 
   Attributes:
-    branch: The text; None if messages begin a text of their own.
-    count: How many messages come before it.
-    length: How many tokens come before it.
-    is_end: Whether it is the text's end.
+    branch: The sequence; None if the messages start a new one.
+    count: The number of messages before the position.
+    length: The number of tokens before the position.
+    is_end: Whether the position is the end of the sequence.
   """
 
   branch: Branch | None
@@ -67,7 +66,7 @@ class ForkPoint(NamedTuple):
 def find_place(
   branches: Sequence[Branch], tools: str, messages: list[types.Message]
 ) -> ForkPoint:
-  """Finds the text that messages go on from, and where."""
+  """Finds the sequence that the messages continue, and the position in it."""
   candidates = [
     (count, not branch.pending and (count, length) == branch.ends[-1], -i, length)
     for i, branch in enumerate(branches)
@@ -87,10 +86,10 @@ def render(
   branches: Sequence[Branch],
   call_format: calls.CallFormat,
 ) -> list[types.Message]:
-  """Makes the messages to encode.
+  """Renders messages for encoding.
 
-  What the task's own messages mark as control text is control text again, and a reply
-  that the policy gave in another text is as it was sampled.
+  Restores the control text that the task's own messages mark as such, and replies that
+  the policy gave in other sequences as they were sampled.
   """
   task_contents = {str(m.get('content')): m.get('content') for m in task.messages}
   sampled = [

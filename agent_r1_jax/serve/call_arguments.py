@@ -1,6 +1,6 @@
-"""The arguments of calls as clients get them and send them back.
+"""The arguments of calls, as clients receive them and send them back.
 
-Those of a malformed call are its text, as it was sampled.
+The arguments of a malformed call are its text as it was sampled.
 """
 
 import json
@@ -8,12 +8,12 @@ from typing import Any
 
 from agent_r1_jax.web import http
 
-# Where arguments must be an object, a text is the value of this key.
+# The key that holds a malformed call's text where arguments must be an object.
 MALFORMED = 'malformed_arguments'
 
 
 def read(text: str) -> dict[str, Any] | str:
-  """Undoes `write`; no text is two kinds of arguments."""
+  """Reads what `write` or `make_object` wrote."""
   value = _read_object(text or '{}')
   if value is None:
     return text
@@ -30,14 +30,14 @@ def _read_object(text: str) -> dict[str, Any] | None:
 
 
 def write(arguments: dict[str, Any] | str) -> str:
-  """Writes the arguments of a call as chat completions have them, a text."""
+  """Writes a call's arguments as a string, as chat completions do."""
   if isinstance(arguments, str) and arguments and _read_object(arguments) is None:
     return arguments
   return json.dumps(make_object(arguments))
 
 
 def make_object(arguments: dict[str, Any] | str) -> dict[str, Any]:
-  """Makes an object of the arguments of a call, from which they can be read again."""
+  """Makes a call's arguments an object; `read` restores malformed ones."""
   if isinstance(arguments, dict) and [*arguments] != [MALFORMED]:
     return arguments
   return {MALFORMED: arguments}

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and completions: how their answers are written."""
+"""OpenAI's chat completions and completions: how answers are written."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -12,13 +12,13 @@ from agent_r1_jax.web import http
 
 @dataclasses.dataclass(frozen=True)
 class _Completions(dialect_lib.Dialect):
-  """One of the two.
+  """Chat completions, or completions.
 
   Attributes:
     path: See dialect.Dialect.
-    model: What the body of a request is read as.
-    name: What the kind is called in answers.
-    choice: (text, calls, log-probs, whether it is a part of one that is streamed) -> the
+    model: The pydantic model of a request's body.
+    name: The name of the API in answers.
+    choice: (text, calls, log-probs, whether it is part of a streamed choice) -> the
       fields of a choice.
   """
 
@@ -28,7 +28,7 @@ class _Completions(dialect_lib.Dialect):
   choice: Callable[..., dict[str, Any]]
 
   def read(self, fields, memory, counts=False):
-    """The body is the request."""
+    """Reads the body, which is the request itself."""
     request = http.check_fields(self.model, fields)
     return dialect_lib.Asked(request, request)
 
@@ -38,11 +38,11 @@ class _Completions(dialect_lib.Dialect):
     return self.frame(head, choices, self.name, usage=_count_usage(head, sampled))
 
   def stream(self, head: dialect_lib.Head) -> dialect_lib.EventStream:
-    """Begins a stream of choices' parts."""
+    """Begins a stream of parts of choices."""
     return _ChatStream(self, head)
 
   def frame(self, head: dialect_lib.Head, choices: list, kind: str, **more: Any):
-    """Surrounds choices with the fields of an answer, or of a part of one."""
+    """Wraps choices in the fields of an answer, or of a part of one."""
     fields = {'id': f'reply-{head.number}', 'object': kind, 'created': int(time.time())}
     return fields | {'model': head.model, 'choices': choices} | more
 
@@ -61,7 +61,7 @@ class _ChatStream(dialect_lib.EventStream):
 
   def add(self, part: dialect_lib.ReplyPart):
     choice = self.dialect._number(part, is_part=True)
-    if part.index in self._begun:  # Clients join the parts, and would join the roles.
+    if part.index in self._begun:  # Clients concatenate the parts, roles included.
       choice.get('delta', {}).pop('role', None)
     self._begun.add(part.index)
     return [self._frame([choice])]
@@ -90,7 +90,7 @@ def _count_usage(head: dialect_lib.Head, sampled: int) -> dict[str, int]:
 
 
 def _write_calls(tool_calls: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
-  """Writes tool calls, with an id for each."""
+  """Writes tool calls, each with an id."""
   return [
     {
       'id': f'call_{next(replies.numbers)}',
@@ -115,7 +115,7 @@ def _write_chat_choice(
 
 
 def _name_token(item: dict[str, Any]) -> str:
-  r"""Names a token of a text completion: a part of a character is 'bytes:\xc3'."""
+  r"""Names a token of a text completion; a partial character is 'bytes:\xc3'."""
   try:
     bytes(item['bytes']).decode()
   except UnicodeDecodeError:
@@ -128,7 +128,7 @@ def _write_text_choice(
 ) -> dict[str, Any]:
   columns = None
   if logprobs is not None:
-    # Nothing tells what the first token of a prompt may be.
+    # The first token of a prompt has no prediction.
     named = lambda tops: tops and {_name_token(top): top['logprob'] for top in tops}
     tops = [
       None if item['logprob'] is None else named(item['top_logprobs'])

@@ -1,22 +1,22 @@
-"""The requests of one episode, and the tokens that are trained of them.
+"""The requests of one episode, and the tokens of them that are trained on.
 
-Each request is matched to the texts that the episode has so far. Where it goes on from
-one of them, its new messages are appended to that text, token by token: what the policy
-sampled is what it sees and what is trained, whatever the client's library made of it.
+Each request is matched to the token sequences of the episode so far. If it continues
+one, its new messages are appended token by token: the policy sees, and is trained on,
+the tokens that it sampled, whatever the client's library made of them.
 
-- It goes on from a text's last reply: the segment goes on.
-- It goes on from an earlier reply, or the text is being sampled just now: a fork of the
-  text begins a new segment. What the policy sampled before the fork is trained in the
-  segment where it was sampled, and in no other.
-- It begins a text of its own, as a sub-agent does: a new segment.
-- It contains replies that the policy never gave, which 'rewritten' counts. After a text's
-  last reply they are appended as any other message, and the segment goes on. A reply that
-  was changed is where the request leaves the text: a fork, or a text of its own. Examples
-  in the episode's first prompt are not counted; those in a sub-agent's prompt are.
+- It continues a sequence's last reply: the segment continues.
+- It continues an earlier reply, or a sequence that is being sampled: the sequence is
+  forked and a new segment begins. Replies before the fork are trained on once, in the
+  segment where they were sampled.
+- It starts a conversation of its own, as a sub-agent does: a new segment.
+- It contains replies that the policy never gave, which 'rewritten' counts. After a
+  sequence's last reply they are appended like any other message. A changed reply is
+  where the request leaves the sequence: a fork, or a new sequence. Examples in the
+  episode's first prompt are not counted; examples in a sub-agent's prompt are.
 
-A reply's randomness depends on (seed, draw, task, sample) and on the text before it, not
-on when it is asked for, with two exceptions: requests for the same text are told apart by
-their order, and of several that go on from one reply, the first goes on in its segment.
+A reply's randomness depends on (seed, draw, task, sample) and on the tokens before it,
+not on when it is requested, with two exceptions: identical requests are told apart by
+their order, and of several that continue one reply, the first stays in its segment.
 """
 
 import asyncio
@@ -40,18 +40,18 @@ from agent_r1_jax.host import moments
 from agent_r1_jax.serve import branches, replies, requests, sources
 from agent_r1_jax.web import http
 
-MAX_TURNS = 'max_turns'  # The code of a refusal for want of replies.
+MAX_TURNS = 'max_turns'  # The error code when the episode is out of replies.
 
 
 class EpisodeSource(sources.ReplySource):
-  """The requests of one episode; the policy replies, whatever a request calls it.
+  """Answers the requests of one episode with the policy, whatever model they name.
 
   Attributes:
-    metrics: Counts of tool_calls, format_errors, forks, rewritten pasts, and, where there
-      were any, unrestricted requests: a schema or a required call was not applied.
-    refused: The status that a budget gave the episode, when it refused a request.
-    error: Why there was no room for the first prompt.
-    reports: The rewards that the program reported, with the turn that each belongs to.
+    metrics: Counts of tool_calls, format_errors, forks, rewritten pasts, and, if any
+      occurred, unrestricted requests: a schema or a required call was not enforced.
+    refused: The status that a budget gave the episode when it refused a request.
+    error: Why the first prompt did not fit.
+    reports: The rewards that the program reported, each with its turn.
   """
 
   def __init__(
@@ -63,15 +63,15 @@ class EpisodeSource(sources.ReplySource):
     max_turns: int,
     max_turn_tokens: int,
   ):
-    """Begins without a text.
+    """Starts with no sequences.
 
     Args:
       chat: Encodes messages with the policy's tokenizer.
       task: The episode's task.
       context: The episode's Context (rollout/context.py), which makes requests.
-      transcript: The episode's, to which the replies are added.
-      max_turns: The most replies.
-      max_turn_tokens: The most tokens of a reply.
+      transcript: The episode's transcript; replies are added to it.
+      max_turns: The maximum number of replies.
+      max_turn_tokens: The maximum number of tokens in a reply.
     """
     super().__init__(context.slots)
     self._chat, self._task, self._context = chat, task, context
@@ -79,8 +79,8 @@ class EpisodeSource(sources.ReplySource):
     self._max_turns, self._max_turn_tokens = max_turns, max_turn_tokens
     self._branches: list[branches.Branch] = []
     self._sampled: dict[request_lib.Generation, branches.Branch] = {}
-    # The moments of replies that are being sampled, and what ends each. The requests
-    # come in another context than the episode's, whose moment these are inside.
+    # The moments of replies that are being sampled, and what ends each. Requests run in
+    # another context than the episode, whose moment should contain theirs.
     self._context_of_moments = contextvars.copy_context()
     self._moments: dict[
       request_lib.Generation, tuple[moments.Reply, Callable[[], None]]
@@ -88,7 +88,7 @@ class EpisodeSource(sources.ReplySource):
     self._last_reply_truncated = False
     self._last_turns: dict[str, types.Turn] = {}  # By session.
     self._closed = False
-    # Requests whose texts are encoded in a thread stay in the order of their arrival.
+    # Keeps requests that are encoded in threads in order of arrival.
     self._in_order = asyncio.Lock()
     self.metrics = collections.Counter(
       tool_calls=0, format_errors=0, forks=0, rewritten=0
@@ -99,7 +99,7 @@ class EpisodeSource(sources.ReplySource):
 
   @property
   def status(self) -> types.Status:
-    """How the episode ended, if its program just ended."""
+    """The episode's status, if its program ended now."""
     return self.refused or (
       types.Status.OUT_OF_TOKENS if self._last_reply_truncated else types.Status.DONE
     )
@@ -109,8 +109,8 @@ class EpisodeSource(sources.ReplySource):
   ) -> list[request_lib.Generation]:
     """Begins the replies to a request; see the module.
 
-    The policy is sampled as it is trained: temperature, top_p, seed and the like of the
-    client are not used, and neither a schema nor a required call restricts the reply.
+    Sampling is the training run's: the client's temperature, top_p, seed and the like are
+    ignored, and neither a schema nor a required call restricts the reply.
     """
     if api_request.messages is None:
       raise http.RefusedError(400, 'an episode asks for replies to messages only')
@@ -145,7 +145,7 @@ class EpisodeSource(sources.ReplySource):
   def _sample(
     self, branch: branches.Branch, api_request, automata
   ) -> request_lib.Generation:
-    """Begins the reply that a text waits for."""
+    """Begins the pending reply of a sequence."""
     assert branch.pending
     _, _, prompt = branch.pending
     length = len(branch.passage)
@@ -173,21 +173,21 @@ class EpisodeSource(sources.ReplySource):
   def _end_moment(
     self, generation: request_lib.Generation, chunk: request_lib.Chunk | None = None
   ):
-    """Ends the moment of a reply, of which `chunk` is trained, unless it has ended."""
+    """Ends the moment of a reply, unless it has ended; `chunk` will be trained on."""
     if generation in self._moments:
       moment, end = self._moments.pop(generation)
       moment.chunk = chunk
       end()
 
   async def count(self, api_request: requests.ApiRequest) -> int:
-    """Counts the tokens before the reply that a request would get; begins nothing."""
+    """Counts a request's prompt tokens, without starting a reply."""
     tools, messages = _make_comparable(api_request)
     place = branches.find_place(self._branches, tools, messages)
     _, prompt = await self._encode(api_request, place)
     return place.length + len(prompt)
 
   def note_refusal(self, error: http.RefusedError):
-    """Notes that a budget refused a reply: that is how the episode ends."""
+    """Notes that a budget refused a reply, which determines the episode's status."""
     if error.code == MAX_TURNS:
       self.refused = self.refused or types.Status.OUT_OF_TURNS
     elif error.code == sources.TOO_LONG:
@@ -197,10 +197,10 @@ class EpisodeSource(sources.ReplySource):
       )
 
   async def _find(self, api_request: requests.ApiRequest) -> branches.Branch:
-    """Finds the text that a request goes on from, or begins one.
+    """Finds the sequence that a request continues, or begins one.
 
-    While its messages are encoded, a reply may end or be dropped, and the request then
-    goes on from another place.
+    While the messages are being encoded, another reply may end or be dropped; the
+    position is then looked up again.
     """
     tools, messages = _make_comparable(api_request)
     find = lambda: branches.find_place(self._branches, tools, messages)
@@ -220,7 +220,7 @@ class EpisodeSource(sources.ReplySource):
     return branch
 
   async def _encode(self, api_request, place) -> tuple[list[types.Message], types.Prompt]:
-    """Renders and encodes the messages after a place in a text."""
+    """Renders and encodes the messages after a position in a sequence."""
     parent, count, length, _ = place
     given: dict[str, Any] = {'tools': api_request.tools}
     rendered = branches.render(
@@ -241,8 +241,8 @@ class EpisodeSource(sources.ReplySource):
     return rendered, prompt
 
   def _begin(self, api_request, tools: str, ids: np.ndarray) -> branches.Branch:
-    """Begins a text of its own."""
-    # The key of the task's own prompt is that of a native environment's first segment.
+    """Begins a new sequence."""
+    # The task's own prompt gets the key of a native environment's first segment.
     contents = lambda messages: [str(m.get('content')) for m in messages]
     same = contents(self._task.messages) == contents(api_request.messages)
     key = self._make_key(ids, own=same)
@@ -253,7 +253,7 @@ class EpisodeSource(sources.ReplySource):
   def _fork(
     self, parent: branches.Branch, count: int, length: int, ids: np.ndarray
   ) -> branches.Branch:
-    """Begins a text with so many messages and tokens of another one."""
+    """Begins a sequence with the first messages and tokens of another one."""
     branch = branches.Branch(
       parent.tools,
       parent.messages[:count],
@@ -270,10 +270,10 @@ class EpisodeSource(sources.ReplySource):
   def _make_key(
     self, ids: np.ndarray, own: bool = False
   ) -> tuple[np.ndarray, tuple[bytes, int]]:
-    """Makes the key of a new text, and what identifies it: its tokens and a number.
+    """Makes the key of a new sequence, and its identity: its tokens and a number.
 
-    The number is the lowest that no text of the same tokens has. So a request that was
-    dropped and is made again gets its old key, and no two texts have the same.
+    The number is the lowest that no sequence with the same tokens has. So keys are
+    unique, and a request that was dropped and is made again gets its old key.
     """
     digest = hashlib.sha256(np.asarray(ids, np.int32).tobytes()).digest()
     taken = {branch.key_id for branch in self._branches}
@@ -282,7 +282,7 @@ class EpisodeSource(sources.ReplySource):
     return self._context.make_key(*named), (digest, number)
 
   def accept(self, generation: request_lib.Generation, reply: replies.Reply):
-    """Notes a reply that its client gets: it will be trained."""
+    """Records a reply that is about to be sent to its client; it will be trained on."""
     branch = self._sampled.pop(generation, None)
     if branch is None or branch.pending is None or self._closed:
       return
@@ -300,7 +300,7 @@ class EpisodeSource(sources.ReplySource):
     branch.ends.append((len(branch.messages), len(branch.passage)))
     self._last_reply_truncated = reply.reason == 'length'
     rewritten = [message for message in messages if message['role'] == 'assistant']
-    # Before the first reply of all they are examples.
+    # Replies in the very first prompt are examples.
     self.metrics['rewritten'] += bool(rewritten) and not is_first
     self.metrics['forks'] += begins_fork
     malformed = sum(isinstance(arguments, str) for _, arguments in reply.calls)
@@ -308,14 +308,14 @@ class EpisodeSource(sources.ReplySource):
     self.metrics['format_errors'] += malformed
 
   def close(self, generation: request_lib.Generation):
-    """Forgets a reply that no client waits for; the request can be asked again."""
+    """Forgets a reply that its client abandoned; the request can be made again."""
     self._end_moment(generation)
     branch = self._sampled.pop(generation, None)
     if branch is not None:
       self._drop(branch)
 
   def _drop(self, branch: branches.Branch):
-    """Drops a request; whoever makes it again gets the same reply."""
+    """Drops a pending request; the same request gets the same reply later."""
     branch.pending = None
     if not branch.passage.turns:
       self._branches.remove(branch)
@@ -323,14 +323,14 @@ class EpisodeSource(sources.ReplySource):
       self._close_unused(branch.text)
 
   def _close_unused(self, text: request_lib.Text | None):
-    """Lets others have the row of a text that nothing goes on from any longer."""
+    """Frees the row of a sequence that no branch uses any longer."""
     if text is not None and all(branch.text is not text for branch in self._branches):
       text.close()
 
   def report(self, step: types.Step, session: str):
-    """Takes a reward that the program reports; it belongs to the last reply.
+    """Records a reward that the program reports, for the last reply.
 
-    That is the last one of the session; of all, if it has none.
+    It is the session's last reply, or the episode's if `session` is empty.
 
     Raises:
       RefusedError: The episode is over, or has no reply yet.
@@ -346,7 +346,7 @@ class EpisodeSource(sources.ReplySource):
       raise http.RefusedError(410, 'the episode is over', 'episode_over')
 
   def end(self):
-    """Ends the episode: what is being sampled is cancelled, and rows are freed."""
+    """Ends the episode: cancels replies that are being sampled, and frees rows."""
     self._closed = True
     for generation in [*self._sampled]:
       generation.cancel()
@@ -355,7 +355,7 @@ class EpisodeSource(sources.ReplySource):
         branch.text.close()
 
   def list_messages(self) -> list[types.Message]:
-    """Returns the messages of all texts that have a reply, in the transcript's order."""
+    """Returns the messages of all sequences that have a reply, in transcript order."""
     messages = []
     of_passage = {branch.passage: branch for branch in self._branches}
     for branch in map(of_passage.get, self._transcript.list_played()):
@@ -370,7 +370,7 @@ class EpisodeSource(sources.ReplySource):
 
 
 def _make_comparable(api_request) -> tuple[str, list[types.Message]]:
-  """Makes the tools and messages of a request as those of branches are."""
+  """Puts a request's tools and messages in the form that branches store."""
   if api_request.continue_final_message:
     text = 'a reply of an episode cannot go on from a given beginning (prefill), for all '
     text += 'of it is trained; end with a message of the user'

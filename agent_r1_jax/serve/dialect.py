@@ -1,7 +1,7 @@
-"""What a dialect is: how requests are read and their answers are written.
+"""What a dialect is: how requests are read and answers written.
 
 serve/server.py and serve/answer.py know no dialect by name: CHAT and TEXT of
-serve/completions.py are always served, and further ones are given by the caller.
+serve/completions.py are always served; the caller passes any others.
 """
 
 import abc
@@ -13,11 +13,11 @@ from agent_r1_jax.web import http
 
 
 class Asked(NamedTuple):
-  """A request.
+  """A parsed request.
 
   Attributes:
-    request: What it asks for, whatever the dialect.
-    body: The same as the dialect has it.
+    request: The request in a form common to all dialects.
+    body: The request as the dialect has it.
   """
 
   request: requests.ApiRequest
@@ -30,8 +30,8 @@ class Head(NamedTuple):
   Attributes:
     asked: The request.
     model: The name of the policy or adapter that answers.
-    number: A number that this process gives once.
-    prompt_tokens: The number of tokens before the replies, over all prompts.
+    number: A number that is unique in this process.
+    prompt_tokens: The number of prompt tokens, summed over all prompts.
   """
 
   asked: Asked
@@ -41,13 +41,13 @@ class Head(NamedTuple):
 
 
 class ReplyPart(NamedTuple):
-  """Further text of one of the replies to a request.
+  """The next part of one of a request's replies.
 
   Attributes:
-    index: The reply's number.
-    text: The text.
-    logprobs: The log-probs of its tokens, of replies.write_logprobs, if they are wanted.
-    reply: The whole reply, in its last part; else None.
+    index: The reply's index.
+    text: The new text.
+    logprobs: The log-probs of its tokens, from replies.write_logprobs, if requested.
+    reply: The complete reply in its last part; else None.
   """
 
   index: int
@@ -57,7 +57,7 @@ class ReplyPart(NamedTuple):
 
 
 class Event(NamedTuple):
-  """An event of a stream: its name, if it has one, and JSON, or a text as it is."""
+  """An event of a stream: its name, if it has one, and JSON or plain text."""
 
   name: str | None
   data: Any
@@ -67,7 +67,7 @@ class EventStream(abc.ABC):
   """Writes the events of one answer."""
 
   def begin(self) -> Sequence[Event]:
-    """Writes what comes before the first part; by default nothing."""
+    """Writes what precedes the first part; nothing by default."""
     return ()
 
   @abc.abstractmethod
@@ -76,16 +76,16 @@ class EventStream(abc.ABC):
 
   @abc.abstractmethod
   def finish(self, sampled: int) -> Sequence[Event]:
-    """Writes the end, when `sampled` tokens were sampled in all."""
+    """Writes the end, after `sampled` tokens in total."""
 
   @abc.abstractmethod
   def fail(self, error: http.RefusedError) -> Sequence[Event]:
-    """Writes the end of an answer that cannot go on."""
+    """Writes the end of an answer that failed."""
 
   def write(self, sampled: int) -> dict[str, Any]:
-    """Writes the whole answer when all parts have come, if it was not streamed.
+    """Writes the complete answer from all parts, if it was not streamed.
 
-    A dialect that writes whole answers by a `write` of its own needs none here.
+    Not needed if the dialect overrides `Dialect.write`.
     """
     raise NotImplementedError
 
@@ -94,8 +94,8 @@ class Dialect(abc.ABC):
   """A dialect.
 
   Attributes:
-    path: Where it is served.
-    count_path: Where it counts the tokens of a request; None if nowhere.
+    path: The path it is served at.
+    count_path: The path that counts a request's tokens; None if there is none.
     conversation: The field of a body that has the conversation.
   """
 
@@ -111,15 +111,15 @@ class Dialect(abc.ABC):
 
     Args:
       fields: The body.
-      memory: What dialects keep for later requests of the client, by names of their own.
-      counts: Whether the request is for the number of its tokens alone.
+      memory: What dialects store for later requests of the client, under their own names.
+      counts: Whether the request only asks for its number of tokens.
 
     Raises:
       RefusedError: A field is wrong.
     """
 
   def write(self, head: Head, parts: Sequence[ReplyPart], sampled: int) -> dict[str, Any]:
-    """Writes an answer: a part for each reply, with its whole text and log-probs."""
+    """Writes an answer; each reply has one part, with all its text and log-probs."""
     stream = self.stream(head)
     for part in parts:
       stream.add(part)
@@ -127,13 +127,13 @@ class Dialect(abc.ABC):
 
   @abc.abstractmethod
   def stream(self, head: Head) -> EventStream:
-    """Begins an answer that is sent as it is sampled."""
+    """Begins an answer that is sent while it is sampled."""
 
   def write_count(self, tokens: int) -> dict[str, Any]:
-    """Writes the number of tokens of a request, if there is a `count_path`."""
+    """Writes the token count of a request, if there is a `count_path`."""
     raise NotImplementedError
 
   def describe(self, error: http.RefusedError) -> dict[str, Any]:
-    """Writes the body of an error; by default as OpenAI's API has it."""
+    """Writes the body of an error; by default in OpenAI's form."""
     kind = 'server_error' if error.status >= 500 else 'invalid_request_error'
     return {'error': {'message': str(error), 'type': kind, 'code': error.code}}

@@ -1,14 +1,14 @@
-"""The endpoint of the episodes that are being played: each has an address of its own.
+"""The endpoint of running episodes: each has its own address.
 
-  {url}/chat/completions  as serve/server.py has it, and so the given dialects
+  {url}/chat/completions  as in serve/server.py, and the given dialects
   {url}/reward  POST {"reward": 1.0, "metrics": {"steps": 3}}; the reward may be
-                          a dict of the named parts of a sum, and metrics may be left out.
-                          With the header X-Session-ID of requests it belongs to the
-                          last reply to these, else to the last one of the episode
+                          a dict of named parts, which are summed; metrics are
+                          optional. With a session's header X-Session-ID it belongs
+                          to the session's last reply, else to the episode's
 
-An address holds a key that cannot be guessed; the same key serves as API key at the
-address without it. The server listens on the loopback, in the engine's event loop, for as
-long as that runs.
+An address contains a key that cannot be guessed; the same key works as API key at the
+address without it. The server listens on the loopback interface, in the engine's event
+loop, and stops with it.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class _Endpoint:
 
   Attributes:
     url: Its address.
-    episodes: The episodes that are being played, by key.
+    episodes: The running episodes, by key.
   """
 
   def __init__(
@@ -78,7 +78,7 @@ class _Endpoint:
     server = http.make_server(self._app, shutdown_seconds=1, lifespan='off')
     try:
       await server.serve([listener])
-    finally:  # The event loop ends.
+    finally:  # The event loop is shutting down.
       on_end()
       server.force_exit = True
       await server.shutdown([listener])
@@ -116,7 +116,7 @@ async def open(
   vocab_size: int,
   dialects: Sequence[dialect_lib.Dialect],
 ) -> AsyncIterator[str]:
-  """Gives the address of an episode; what is asked there afterwards gets 410."""
+  """Yields the address of an episode; later requests to it get HTTP 410."""
   place = asyncio.get_running_loop(), chat, *dialects
   if place not in _endpoints:
     end = lambda: _endpoints.pop(place)

@@ -1,7 +1,7 @@
 """Agents that are programs: they talk to an OpenAI-compatible endpoint.
 
 make_env may make a Program instead of an environment. Its `run` gets the task and the
-address of an endpoint for this episode alone, at which the policy answers:
+address of an endpoint, for this episode alone, where the policy answers:
 
   async def play(task, url):
     client = openai.AsyncOpenAI(base_url=url, api_key='none')
@@ -34,25 +34,25 @@ from agent_r1_jax.serve import conversation as conversation_lib
 from agent_r1_jax.serve import dialect as dialect_lib
 from agent_r1_jax.serve import endpoint
 
-# The last bytes of a program's output that are kept.
+# How many bytes of a program's output are kept, from the end.
 _MAX_OUTPUT = 1 << 16
 # How long to wait for a program's last output after it has ended, in seconds.
 _CLOSE_SECONDS = 1.0
 Output = env_lib.Score | None
-# The variables that every program inherits; none of them is an API key.
+# The variables that every program inherits. None may be an API key.
 _INHERITED = ('HOME', 'LANG', 'LOGNAME', 'PATH', 'SHELL', 'TERM', 'TMPDIR', 'USER')
 
 
 @dataclasses.dataclass(frozen=True)
 class Program(sockets.Player):
-  """An agent that asks an endpoint for the policy's replies.
+  """An agent that gets the policy's replies from an endpoint.
 
-  The reward of an episode is the sum of what `run` returns, of what it reports by
-  `POST {url}/reward {"reward": 1.0, "metrics": {...}}`, and of `reward`, which is called
-  when `run` has ended.
+  An episode's reward is the sum of three: what `run` returns, what the program reports by
+  `POST {url}/reward {"reward": 1.0, "metrics": {...}}`, and `reward`, which is called
+  once `run` has ended.
 
   Attributes:
-    run: (task, url) -> None, a number, or a dict of the named parts of a sum.
+    run: (task, url) -> None, a number, or a dict of named parts, which are summed.
     reward: (task, messages) -> score, as for a ToolEnv.
     metrics: (task, messages) -> further numbers of the episode.
     dialects: APIs of the endpoint besides chat completions.
@@ -64,14 +64,14 @@ class Program(sockets.Player):
   dialects: Sequence[dialect_lib.Dialect] = ()
 
   def least_limits(self, task: types.Task) -> Mapping[str, float]:
-    """Says which limits a task needs, if `run` does; see agent/env.py."""
+    """Returns the limits that a task needs, if `run` has any; see agent/env.py."""
     inner = getattr(self.run, 'least_limits', None)
     return inner(task) if inner else {}
 
   async def play(self, episode: episode_lib.Episode, task: types.Task) -> types.Status:
-    """Runs the program against an endpoint of its own; returns the episode's status.
+    """Runs the program against its own endpoint; returns the episode's status.
 
-    If the endpoint refused a reply because tokens or turns ran out, an error that the
+    If the endpoint refused a reply because tokens or turns ran out, an exception that the
     program then raises counts as that status, not as an error.
     """
     t, limits = episode.trajectory, episode.limits
@@ -94,7 +94,7 @@ class Program(sockets.Player):
         raise faults.EnvironmentFaultError(text)
       return conversation.status
     finally:
-      # A metric that the program reported itself has precedence.
+      # Metrics that the program reported take precedence.
       counts = {name: float(n) for name, n in conversation.metrics.items()}
       t.metrics = counts | t.metrics
 
@@ -108,8 +108,7 @@ class Program(sockets.Player):
     try:
       async with address as url:
         with faults.of_environment():
-          # The episode cancels it before these seconds are over; the pool of threads
-          # needs a bound, and the log names it.
+          # The episode cancels it earlier; the pool needs a bound, which the log names.
           return await workers.call_on_user_loop(
             self.run, env_lib.copy_containers(task), url, name='run', seconds=seconds
           )
@@ -121,7 +120,7 @@ class Program(sockets.Player):
       t.messages = conversation.list_messages()
 
   async def _score(self, episode, conversation, task, output: Output):
-    """Adds the rewards that the program reported and that the functions return."""
+    """Adds the rewards that the program reported and those of the functions."""
     t, transcript = episode.trajectory, episode.transcript
     for turn, step in conversation.reports:
       episode.add_reward(step, turn)
@@ -144,10 +143,10 @@ class Program(sockets.Player):
   async def judge(
     self, task: types.Task, messages: list[types.Message], status: str, output: Output
   ) -> types.Step:
-    """Scores an episode that has ended with `status`; `output` is what `run` returned.
+    """Scores an episode that ended with `status`; `output` is what `run` returned.
 
     Raises:
-      ValueError: A score is no finite number, or `metrics` gave no dict.
+      ValueError: A score is not a finite number, or `metrics` did not return a dict.
     """
     step = types.Step([], done=True)
     await env_lib.judge(step, task, messages, status, self.reward, self.metrics)
@@ -157,10 +156,10 @@ class Program(sockets.Player):
 
 
 def read_last_line(status: int, output: str) -> Output:
-  """Scores a program by the last line that it printed, if that is a number or an object.
+  """Scores a program by its last line of output, if that is a number or an object.
 
   Raises:
-    RuntimeError: It ended with another status than 0.
+    RuntimeError: The exit status is not 0.
   """
   if status:
     raise RuntimeError(f'the program ended with status {status}: {output[-2000:]}')
@@ -179,21 +178,21 @@ def process(
   cwd: str | None = None,
   env: Sequence[str] = (),
 ) -> Callable[[types.Task, str], Awaitable[Output]]:
-  """Makes a Program's `run` of a command.
+  """Makes a Program's `run` from a command.
 
-  The process finds the endpoint in OPENAI_BASE_URL and ANTHROPIC_BASE_URL and a key in
-  OPENAI_API_KEY and ANTHROPIC_API_KEY, as the official clients expect it, and on its
-  standard input one line of JSON with the task's id and messages. If somebody watches the
-  run, the headers of host/moments.py are variables, too, such as TRACEPARENT. When it
-  ends, is late or the run is stopped, all processes of its group are killed.
+  The process gets the endpoint in OPENAI_BASE_URL and ANTHROPIC_BASE_URL and a key in
+  OPENAI_API_KEY and ANTHROPIC_API_KEY, as the official clients expect, and on its
+  standard input one line of JSON with the task's id and messages. If the run has
+  observers, the headers of host/moments.py, such as TRACEPARENT, are variables too. Its
+  process group is killed when it ends, times out, or the run stops.
 
   Args:
     command: The program and its arguments.
-    read: Scores (exit status, the end of what it printed, standard output last); what
-      it raises makes the episode an error.
+    read: Scores (exit status, the end of the output, standard output last); an exception
+      makes the episode an error.
     cwd: The directory that it runs in.
-    env: Names of environment variables that it gets, too. Without them it gets HOME,
-      LANG, LOGNAME, PATH, SHELL, TERM, TMPDIR and USER alone, and so no API key.
+    env: Names of further environment variables to pass on. By default it gets only HOME,
+      LANG, LOGNAME, PATH, SHELL, TERM, TMPDIR and USER, and so no API key.
 
   Raises:
     ValueError: A variable of `env` is not set.
@@ -215,7 +214,7 @@ async def _run_process(
     stdin.seek(0)
     stdout, stdout_end = await _open_pipe(stack)
     stderr, stderr_end = await _open_pipe(stack)
-    with stdout_end, stderr_end:  # The program has them once it is started.
+    with stdout_end, stderr_end:  # The program inherits them when it starts.
       child = await asyncio.create_subprocess_exec(
         *command,
         stdin=stdin,
@@ -234,13 +233,13 @@ async def _run_process(
       with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
       await child.wait()
-    # What the program has left behind may hold the pipes open for ever.
+    # Processes that the program left behind may hold the pipes open forever.
     await asyncio.wait([stdout.closed, stderr.closed], timeout=_CLOSE_SECONDS)
     return read(status, f'{stderr.text}\n{stdout.text}')
 
 
 async def _open_pipe(stack: contextlib.AsyncExitStack) -> tuple['_OutputEnd', IO[bytes]]:
-  """Opens a pipe; returns what is read from it, and the end to write to."""
+  """Opens a pipe; returns the reader of its output and the end to write to."""
   reader, writer = (
     os.fdopen(fd, mode, 0) for fd, mode in zip(os.pipe(), ('rb', 'wb'), strict=True)
   )
@@ -251,10 +250,10 @@ async def _open_pipe(stack: contextlib.AsyncExitStack) -> tuple['_OutputEnd', IO
 
 
 class _OutputEnd(asyncio.Protocol):
-  """Keeps the end of what a program prints, however much it is.
+  """Keeps the end of a program's output, however long it is.
 
   Attributes:
-    closed: A future; it is done when nobody can write any more.
+    closed: A future; done when nobody can write any more.
   """
 
   def __init__(self):

@@ -1,4 +1,4 @@
-"""Replies: what of them a stream shows, what is a call, and their log-probs."""
+"""Replies: what a stream shows of them, their calls and their log-probs."""
 
 from collections.abc import Iterable
 import itertools
@@ -12,17 +12,17 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import request
 from agent_r1_jax.serve import requests
 
-# Replies and calls have names that this process gives once.
+# For names of replies and calls that are unique in this process.
 numbers = itertools.count()
 
 
 class Reply(NamedTuple):
-  """A reply that is complete.
+  """A complete reply.
 
   Attributes:
-    text: What the client is shown of it, besides its calls.
-    calls: The calls in it, pairs of name and arguments; the arguments of a call that
-      could not be parsed are its text as it was sampled, with its tags.
+    text: The text that the client is shown, without calls.
+    calls: Its calls, as pairs of name and arguments; the arguments of a malformed call
+      are its text as it was sampled, tags included.
     reason: Why it ended: 'stop', 'tool_calls' or 'length'.
     stop: The client's stop string that ended it, if one did.
   """
@@ -38,11 +38,11 @@ class Reply(NamedTuple):
 
 
 class PartialReply:
-  """One of the replies to a request, while it is sampled.
+  """One of a request's replies, while it is sampled.
 
   Attributes:
-    index: Its number.
-    generation: What the engine samples.
+    index: Its index.
+    generation: The engine's generation.
     tokens: The tokens so far.
   """
 
@@ -53,16 +53,16 @@ class PartialReply:
     api_request: requests.ApiRequest,
     chat: chat_lib.Chat,
   ):
-    """Begins with the generation."""
+    """Wraps a generation that has begun."""
     self.index, self.generation, self.tokens = index, generation, []
     self._api_request, self._chat = api_request, chat
     self._decode = tokenizer.make_stream_decoder(chat.tokenizer)
-    # How many characters `add` has returned, and the text after them.
+    # The number of characters that `add` has returned, and the text after them.
     self._sent, self._unsent, self._ended = 0, '', False
     self._held_back = tuple(api_request.stop)
     if api_request.tools:
       self._held_back += chat.format.openings
-    # The text of the prompt, where it is a part of the answer.
+    # The text of the prompt, if the answer includes it.
     self._echo = ''
     if api_request.echo:
       given: Any = api_request.prompts
@@ -70,7 +70,7 @@ class PartialReply:
       self._echo = prompt if isinstance(prompt, str) else chat.decode_exactly(prompt)
 
   def add(self, chunk: request.Chunk) -> str:
-    """Adds tokens; returns further text that is surely part of the answer's."""
+    """Adds tokens; returns the new text that is certain to be part of the answer."""
     is_first, tokens = not self.tokens, chunk.tokens.tolist()
     self.tokens += tokens
     return self._echo * is_first + self._show(tokens)
@@ -81,7 +81,7 @@ class PartialReply:
     self._unsent += self._decode([i for i in tokens if i not in self._chat.stop_ids])
     starts = [i for s in self._held_back if (i := self._unsent.find(s)) >= 0]
     self._ended = bool(starts)
-    # What may be the beginning of a stop string or of a call is held back.
+    # Hold back what may be the beginning of a stop string or of a call.
     begun = count_beginning(self._unsent, self._held_back)
     length = min(starts, default=len(self._unsent) - begun)
     text, self._unsent = self._unsent[:length], self._unsent[length:]
@@ -89,10 +89,10 @@ class PartialReply:
     return text
 
   def finish(self) -> tuple[Reply, str]:
-    """Returns the reply, and what of its text `add` has not returned."""
+    """Returns the reply, and the text that `add` has not returned."""
     text = str(self._chat.decode(self.tokens))
     stopped = self.generation.chunks[-1].stopped
-    if self._api_request.max_tokens == 0:  # What the engine sampled is not asked for.
+    if self._api_request.max_tokens == 0:  # The client asked for no tokens.
       self.tokens = []
       return Reply(self._echo, [], 'length'), ''
     ends = [(i, s) for s in self._api_request.stop if (i := text.find(s)) >= 0]
@@ -109,7 +109,7 @@ class PartialReply:
     return Reply(self._echo + text, named, reason, stop), text[self._sent :]
 
   def write_logprobs(self, chunk: request.Chunk) -> list[dict[str, Any]] | None:
-    """Writes the log-probs of the tokens that `add` took last, if they are wanted."""
+    """Writes the log-probs of the tokens last passed to `add`, if requested."""
     if self._api_request.top_logprobs is None:
       return None
     if self._api_request.max_tokens == 0:
@@ -118,13 +118,13 @@ class PartialReply:
 
 
 def count_beginning(text: str, strings: Iterable[str]) -> int:
-  """Counts the characters at a text's end that may begin one of some strings."""
+  """Counts the characters at a text's end that may begin one of the strings."""
   beginnings = (s[:n] for s in strings for n in range(1, len(s)))
   return max((len(begun) for begun in beginnings if text.endswith(begun)), default=0)
 
 
 def _name_call(call: calls.Call, reply: str) -> tuple[str, dict[str, Any] | str]:
-  """Returns name and arguments of a call; a client sees for itself what is malformed."""
+  """Returns a call's name and arguments; a client checks itself what is malformed."""
   if isinstance(call, calls.ToolCall):
     return call.name, call.arguments
   name = re.search(r'"name"\s*:\s*"([\w.-]+)"', call.text)
@@ -136,8 +136,8 @@ def write_logprobs(
 ) -> list[dict[str, Any]]:
   """Writes the log-probs of tokens, as chat completions have them.
 
-  The bytes of tokens that make up one character together are that character's. If
-  `as_ids`, a token is named by its id, as vLLM does it: 'token_id:9'.
+  Tokens that form one character together get the bytes of that character. With `as_ids`,
+  a token is named by its id, as in vLLM: 'token_id:9'.
   """
   columns = (chunk.tokens, chunk.logprobs, chunk.top_tokens, chunk.top_logprobs)
   return _write_columns(chat, as_ids, *columns)
@@ -146,7 +146,7 @@ def write_logprobs(
 def write_prompt(
   generation: request.Generation, chat: chat_lib.Chat, as_ids: bool
 ) -> list[dict[str, Any]]:
-  """Writes the log-probs of the prompt of a reply that has begun, if it was scored."""
+  """Writes the log-probs of a begun reply's prompt, if the prompt was scored."""
   if generation.prompt is None:
     return []
   columns = (generation.request.prompt.tokens, *generation.prompt)
@@ -156,7 +156,7 @@ def write_prompt(
 def _write_columns(
   chat: chat_lib.Chat, as_ids: bool, *columns: Iterable
 ) -> list[dict[str, Any]]:
-  """Writes log-probs: tokens, theirs, the likeliest tokens, theirs; null for NaN."""
+  """Writes log-probs: tokens, log-probs, top tokens, their log-probs; NaN is null."""
 
   def one(token, logprob):
     number = None if math.isnan(logprob) else float(logprob)

@@ -1,7 +1,6 @@
-"""The automata of requests: stop strings, schemas, calls that are required.
+"""The automata of requests: stop strings, schemas, required calls.
 
-They are made in processes with limits (grammars/compiler.py), each once while it is
-known.
+They are made in processes with limits (grammars/compiler.py) and cached.
 """
 
 import asyncio
@@ -18,12 +17,12 @@ from agent_r1_jax.host import workers
 from agent_r1_jax.serve import requests
 from agent_r1_jax.web import fairness, http
 
-_SECONDS = 60.0  # That a request waits for its grammar, others' before it included.
-# Seconds of a processor that each grammar gets first; one that takes longer is made again
-# after those that do not.
+_SECONDS = 60.0  # How long a request waits for its grammar, queueing included.
+# CPU-seconds that each grammar gets at first; one that needs more starts again after all
+# that do not.
 _QUICK_SECONDS = 0.3
-_MOST_UNDER_WAY = 32  # Grammars that wait or are made; further ones get 429.
-_MOST_KEPT, _MOST_BYTES = 64, 1 << 28  # Of automata that later requests may ask for.
+_MOST_UNDER_WAY = 32  # Grammars queued or in progress; further ones get HTTP 429.
+_MOST_KEPT, _MOST_BYTES = 64, 1 << 28  # Of the cache of automata.
 
 
 class Grammars:
@@ -31,7 +30,7 @@ class Grammars:
 
   def __init__(self, chat: chat_lib.Chat, vocab_size: int):
     self._chat, self._vocab_size = chat, vocab_size
-    # What makes each automaton, by a digest of what it is made of; last used, last.
+    # The task that makes each automaton, by a digest of its inputs; last used, last.
     self._made: dict[bytes, asyncio.Task[types.Automaton]] = {}
     self._turns = fairness.Turns(compiler.PROCESSES)
     self._shares = fairness.Shares()
@@ -39,14 +38,14 @@ class Grammars:
   async def make(
     self, api_request: requests.ApiRequest, restrict: bool
   ) -> list[types.Automaton]:
-    """Returns them; waits for those that are not there yet.
+    """Returns the automata of a request, once they are made.
 
     Args:
       api_request: The request.
       restrict: Whether schemas and required calls restrict the reply.
 
     Raises:
-      RefusedError: A grammar is none, takes too much, or has to wait too long.
+      RefusedError: A grammar is invalid, too large, or has to wait too long.
     """
     chat, size = self._chat, self._vocab_size
     result = [chat.stop_automaton(size)]
@@ -54,7 +53,7 @@ class Grammars:
     if api_request.tools and not api_request.parallel_tool_calls:
       strings.append(self._find_closing())
     if strings:
-      # The first time, this reads the bytes of all tokens.
+      # The first call reads the bytes of all tokens.
       stops = await asyncio.to_thread(chat.find_stops, size, strings)
       ids, _, strings, pieces = stops
       result = [await self._find(byte_automata.find_any, [strings], (ids, pieces, size))]
@@ -76,7 +75,7 @@ class Grammars:
     return [*result, await restricted]
 
   def _find_closing(self) -> str:
-    """Returns the text at which a reply ends that may have one call."""
+    """Returns the text that ends a reply restricted to one call."""
     if self._chat.format.closing is None:
       text = f'calls in the format {self._chat.format.name} have no end tag at which a '
       text += 'reply could end: parallel calls cannot be forbidden; leave it out'
@@ -86,14 +85,14 @@ class Grammars:
   async def _find(
     self, make: Callable, args: Sequence, vocabulary: tuple[Sequence[int], Any, int]
   ) -> types.Automaton:
-    """Returns an automaton of compiler.compile_grammar, which is made at most once."""
+    """Returns an automaton of compiler.compile_grammar, from the cache if possible."""
     try:
       text = json.dumps([make.__name__, args, vocabulary[0]])
       key = hashlib.sha256(text.encode()).digest()
       work = self._made.pop(key, None) or self._begin(make, args, vocabulary)
       self._made[key] = work
       async with asyncio.timeout(_SECONDS):
-        # Others may wait for it, too.
+        # Other requests may wait for it too.
         return await asyncio.shield(work)
     except TimeoutError:
       text = f'the grammar was not made within {_SECONDS:g} seconds; ask again later'
@@ -109,7 +108,7 @@ class Grammars:
     self._shares.take(owner, 1, _MOST_UNDER_WAY, 'grammars are being made')
     work = asyncio.create_task(self._compile(make, args, vocabulary))
     work.add_done_callback(lambda _: self._shares.give(owner, 1))
-    # Nobody may be left to learn that it failed.
+    # Retrieves the exception if no request is left to await it.
     work.add_done_callback(lambda work: work.cancelled() or work.exception())
     return work
 
@@ -120,12 +119,12 @@ class Grammars:
     except compiler.TooMuchError:
       async with self._turns.take(slow=True):
         automaton = await compiler.compile_grammar(make, args, vocabulary)
-    # Up to a second's work, which the next decode would do.
+    # Computed here, since it takes up to a second and would block the next decode.
     await asyncio.to_thread(lambda: automaton.kinds)
     return automaton
 
   def _forget(self):
-    """Drops those that failed, and the oldest where they are too many or too large."""
+    """Drops failed automata, and the oldest if there are too many or too large."""
     count, size = 0, 0
     for key, work in reversed(list(self._made.items())):
       if not work.done():

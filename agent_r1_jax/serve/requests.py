@@ -1,8 +1,7 @@
 """Requests of OpenAI's API, as pydantic models.
 
-Fields that are not known are ignored, as clients send many; null stands for a field that
-is left out. What is known and cannot be done is refused, and never left out without a
-word.
+Unknown fields are ignored, since clients send many; null means that a field is left out.
+A known field that cannot be honoured is an error, never silently ignored.
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Annotated, Any, ClassVar, NotRequired
 import numpy as np
 import pydantic
 from pydantic import AfterValidator, AliasChoices, AliasPath, BeforeValidator, Field
-from typing_extensions import TypedDict  # Not typing's: pydantic asks for it below 3.12.
+from typing_extensions import TypedDict  # Not typing's: pydantic requires it below 3.12.
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
@@ -32,7 +31,7 @@ def _refuse(value: Any) -> Any:
 
 
 def _join_parts(content: Any) -> Any:
-  """Makes a text of parts that are texts; with pictures they stay parts."""
+  """Joins parts that are all texts into one text; with pictures they stay parts."""
   if not isinstance(content, list):
     return '' if content is None else content
   parts = [_read_part(part) for part in content]
@@ -54,7 +53,7 @@ def _read_part(part: Any) -> dict[str, Any]:
 
 
 def _read_prompts(prompt: Any) -> list[str | list[int]]:
-  """Makes a list of prompts, each a text or a list of tokens."""
+  """Makes a list of prompts, each a text or a list of token ids."""
   is_tokens = lambda x: isinstance(x, list) and all(type(i) is int for i in x)
   prompts = [prompt] if isinstance(prompt, str) or is_tokens(prompt) else prompt
   if not isinstance(prompts, list) or not 0 < len(prompts) <= _MAX_PROMPTS:
@@ -65,7 +64,7 @@ def _read_prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _has_types(schema: Any) -> bool:
-  """Whether a schema says as JSON Schema does of what types a value may be."""
+  """Whether a schema's `type` is valid JSON Schema."""
   if not isinstance(schema, dict):
     return isinstance(schema, bool)
   names, others = schema.get('type', []), schema.get('anyOf', [])
@@ -79,9 +78,9 @@ def _has_types(schema: Any) -> bool:
 
 
 def _has_readable_parameters(function: dict[str, Any]) -> bool:
-  """Whether what the parsers of calls read of a schema can be read; not all is checked.
+  """Checks the parts of a schema that call parsers read.
 
-  The whole check of a large schema would take seconds.
+  Checking all of a large schema would take seconds.
   """
   parameters = {} if (given := function.get('parameters')) is None else given
   if not isinstance(parameters, dict):
@@ -123,11 +122,11 @@ Unsupported = Annotated[Any, AfterValidator(_refuse)]
 _Schema = Annotated[dict[str, Any] | None, BeforeValidator(_read_schema)]
 
 
-# Of a long list, one wrong item is enough: each error would take memory and time.
+# Stop at a long list's first wrong item: each error would take memory and time.
 _Items = functools.partial(Field, fail_fast=True)
 
 
-# Dictionaries, because models of 30,000 messages and calls take 8 times as long to make.
+# Dictionaries: models of 30,000 messages and calls take 8 times as long to make.
 class _Function(TypedDict):
   name: str
   arguments: NotRequired[str | None]
@@ -148,7 +147,7 @@ class _Message(TypedDict):
 
 
 class Body(pydantic.BaseModel):
-  """The body of a request; null stands for a field that is left out."""
+  """The body of a request; null means that a field is left out."""
 
   model_config = pydantic.ConfigDict(strict=True)
 
@@ -159,20 +158,20 @@ class Body(pydantic.BaseModel):
 
 
 class _SampledRequest(Body):
-  """What both kinds of requests ask for.
+  """The fields that both kinds of requests share.
 
   Attributes:
-    model: The name of the policy or of an adapter, if the client says.
-    max_tokens: The most tokens of the reply, if the client says.
-    stop: Strings that end the reply, and are no part of its text.
+    model: The name of the policy or of an adapter, if given.
+    max_tokens: The maximum number of tokens in the reply, if given.
+    stop: Strings that end the reply and are not part of its text.
     seed: Equal seeds give equal replies; None is random.
     n: The number of replies.
-    stream: Whether the reply is sent as it is sampled.
-    usage: Whether the stream ends with the numbers of tokens.
-    json_schema: What the reply must be, as a JSON schema.
-    session: Which of a client's conversations it belongs to, by its X-Session-ID.
-    tokens_as_ids: Whether log-probs name tokens by their ids, for programs that train on
-      them: 'token_id:9' (vLLM's field).
+    stream: Whether to stream the reply.
+    usage: Whether the stream ends with token counts.
+    json_schema: The JSON schema that the reply must match.
+    session: The client's conversation that the request belongs to, by X-Session-ID.
+    tokens_as_ids: Whether log-probs name tokens by id, for programs that train on them:
+      'token_id:9' (vLLM's field).
   """
 
   model: str | None = None
@@ -202,11 +201,11 @@ class _SampledRequest(Body):
 
   @property
   def sampling(self) -> config_lib.Sampling:
-    """How tokens are chosen."""
+    """The sampling settings."""
     return config_lib.Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
   def make_key(self, index: int) -> np.ndarray:
-    """Makes the randomness of the reply with this number."""
+    """Makes the random key of the reply with this index."""
     seed = self.seed if self.seed is not None else os.urandom(16).hex()
     return request.make_key('seed', seed, index)
 
@@ -216,10 +215,11 @@ class ChatRequest(_SampledRequest):
 
   Attributes:
     tools: The schemas of the tools that may be called.
-    tool_choice: Which of them may or must be called, as the client says.
+    tool_choice: Which tools may or must be called, in OpenAI's form.
     parallel_tool_calls: Whether a reply may have several calls.
     continue_final_message: Whether the last message is the beginning of the reply.
-    top_logprobs: The likeliest tokens to report with each one; None reports no log-probs.
+    top_logprobs: The number of top tokens to report for each token; None reports no
+      log-probs.
   """
 
   prompts: ClassVar[None] = None
@@ -295,10 +295,10 @@ class ChatRequest(_SampledRequest):
   def messages(self) -> list[types.Message]:
     """The conversation in a form that can be compared.
 
-    All messages have a role and a text, or parts with pictures, as content. Those of the
-    assistant have its calls under 'calls', as pairs of name and arguments, and those of
-    tools the name of the tool and the id of the call, by its place in the reply. The
-    arguments of a malformed call are a text.
+    Every message has a role and content: a text, or parts with pictures. Assistant
+    messages have their calls under 'calls', as pairs of name and arguments; tool messages
+    have the tool's name, and the call's id as its index in the reply. The arguments of a
+    malformed call are a text.
     """
     result, names = [], {}
     for given in self.given:
@@ -324,9 +324,10 @@ class TextRequest(_SampledRequest):
   """A request for completions; names of control tokens in it are control tokens.
 
   Attributes:
-    prompts: The texts or tokens to go on from, each of which gets `n` replies.
-    echo: Whether a prompt is a part of its answers, with log-probs if there are any.
-    top_logprobs: The likeliest tokens to report with each one; None reports no log-probs.
+    prompts: The texts or tokens to continue; each gets `n` replies.
+    echo: Whether answers include the prompt, with its log-probs if log-probs are on.
+    top_logprobs: The number of top tokens to report for each token; None reports no
+      log-probs.
   """
 
   messages: ClassVar[None] = None
@@ -362,7 +363,7 @@ ApiRequest = ChatRequest | TextRequest
 def to_chat(
   messages: Sequence[types.Message], call_format: calls.CallFormat
 ) -> list[types.Message]:
-  """Makes messages that a chat encodes; where a call is malformed, all are text."""
+  """Makes messages for a chat to encode; if a call is malformed, all are text."""
   written = []
   for message in messages:
     message = dict(message)
@@ -383,9 +384,9 @@ def to_chat(
 
 
 def make_comparable(message: types.Message) -> types.Message:
-  """What of a message must be equal for it to be the same one.
+  """Returns the parts of a message that must be equal for it to be the same message.
 
-  Clients strip the text of replies. A tool's name may be missing.
+  Clients strip the text of replies, and may leave out a tool's name.
   """
   if message['role'] == 'assistant':
     return {**message, 'content': message['content'].strip()}

@@ -6,18 +6,18 @@
   GET  /health               200 while the engine's event loop runs
   GET  /metrics              counts and times in Prometheus's text format
 
-Further dialects are given by the caller (serve/dialect.py).
+The caller may pass further dialects (serve/dialect.py).
 
-An error is {"error": {"message", "type", "code"}}, or what its dialect has: 400 for what
-cannot be done, 401 for a wrong key, 404 for an unknown adapter or path, 405 for a wrong
-method, 413 for a body that is too long, 429 with Retry-After where too many replies are
-under way, 504 for a reply that took too long.
+An error is {"error": {"message", "type", "code"}}, or the dialect's own form: 400 for an
+invalid request, 401 for a wrong key, 404 for an unknown adapter or path, 405 for a wrong
+method, 413 for a body that is too long, 429 with Retry-After if too many replies are in
+progress, 504 for a reply that took too long.
 
-If the engine has adapters, a request's `model` names the policy or one of them. Else it
-is ignored.
+If the engine has adapters, a request's `model` names the policy or one of them. Otherwise
+it is ignored.
 
-The handlers run in the engine's own event loop. A reply whose client has gone is
-cancelled, and its row is free at the next decode.
+The handlers run in the engine's own event loop. If a client disconnects, its reply is
+cancelled, and the row is free at the next decode.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -41,16 +41,16 @@ from agent_r1_jax.serve import (
 from agent_r1_jax.serve import dialect as dialect_lib
 from agent_r1_jax.web import fairness, http
 
-_MAX_BODY = 1 << 22  # Bytes of a request.
-_SHUTDOWN_SECONDS = 30  # What SIGTERM leaves to replies that have begun.
+_MAX_BODY = 1 << 22  # Of a request, in bytes.
+_SHUTDOWN_SECONDS = 30  # How long running replies may take after SIGTERM.
 
 
 class Server:
-  """The handlers of requests, for whoever `find` says that a client is.
+  """The HTTP handlers; `find` authenticates clients.
 
   Attributes:
-    metrics: What is counted.
-    replies: Those that are under way.
+    metrics: The server's counters.
+    replies: The replies in progress, by client.
   """
 
   def __init__(
@@ -73,10 +73,10 @@ class Server:
       chat: Encodes messages with the policy's tokenizer.
       vocab_size: Tokens of the policy.
       name: The policy's name.
-      max_replies: How many replies may wait or be sampled; further ones get 429.
-      seconds: The most seconds of a reply.
+      max_replies: How many replies may be queued or sampled; further ones get HTTP 429.
+      seconds: Time limit of a reply.
       restrict: Whether schemas and required calls restrict replies.
-      dialects: What is spoken besides chat completions and completions.
+      dialects: The dialects besides chat completions and completions.
     """
     self._find, self.metrics = find, answer_lib.Metrics()
     self._chat, self._name, self._seconds = chat, name, seconds
@@ -86,7 +86,7 @@ class Server:
     self._grammars = request_grammars.Grammars(chat, vocab_size)
 
   async def answer(self, dialect: dialect_lib.Dialect, request: Any) -> Any:
-    """Begins the replies to one request; returns what sends them."""
+    """Begins the replies to one request; returns the answer that sends them."""
     began, source = time.perf_counter(), self.find_source(request)
     asked, generations = await self._begin(dialect, source, request)
     name = generations[0].request.adapter or self._name
@@ -104,13 +104,13 @@ class Server:
     )
 
   async def count_tokens(self, dialect: dialect_lib.Dialect, request: Any) -> Any:
-    """Answers how many tokens a request has."""
+    """Answers with a request's number of tokens."""
     source = self.find_source(request)
     asked = await self._read(dialect, source, request, counts=True)
     return http.answer_json(dialect.write_count(await source.count(asked.request)))
 
   async def _begin(self, dialect, source, request):
-    """Begins the replies to a request; the source is told if they are refused."""
+    """Begins the replies to a request; tells the source if they are refused."""
     try:
       asked = await self._read(dialect, source, request)
       automata = await self._grammars.make(asked.request, self._restrict)
@@ -123,7 +123,7 @@ class Server:
     def read(fields: dict[str, Any]) -> dialect_lib.Asked:
       sources.check_count(source, fields, dialect.conversation)
       asked = dialect.read(fields, source.memory, counts)
-      _ = asked.request.messages  # They are made where they are read first.
+      _ = asked.request.messages  # Cached on first access: make them here.
       return asked
 
     asked = await http.read_json(request, _MAX_BODY, read)
@@ -131,7 +131,7 @@ class Server:
     return asked
 
   async def _submit(self, source, api_request, automata) -> list[request_lib.Generation]:
-    """Begins replies, which count from now on: their texts may have to be encoded."""
+    """Begins replies; they count before they are encoded, which may take a while."""
     client, count = http.client.get(), api_request.count
     self.replies.take(client, count, self._max_replies)
     self.metrics.replies.set(self.replies.total)
@@ -146,7 +146,7 @@ class Server:
     self.metrics.replies.set(self.replies.total)
 
   def find_source(self, request: Any) -> sources.ReplySource:
-    """Finds the source of the client that asks."""
+    """Finds the source of the client that sent a request."""
     scheme, _, key = request.headers.get('Authorization', '').partition(' ')
     if scheme.lower() != 'bearer':
       key = request.headers.get('x-api-key', '')
@@ -160,7 +160,7 @@ class Server:
     method: str,
     dialect: dialect_lib.Dialect = completions.CHAT,
   ) -> Any:
-    """Makes a route, whose refusals are answered in a dialect."""
+    """Makes a route; its errors are answered in the dialect."""
     from starlette import routing
 
     refuse = functools.partial(self.metrics.refuse, dialect)
@@ -192,7 +192,7 @@ class Server:
     return routes
 
   def make_app(self, routes: list[Any], **options: Any) -> Any:
-    """Makes an ASGI application, which answers other paths and methods as OpenAI does."""
+    """Makes an ASGI application; unknown paths and methods get OpenAI's errors."""
     from starlette import applications
 
     async def refuse(request, error):
@@ -201,7 +201,7 @@ class Server:
       )
       refused = http.RefusedError(error.status_code, text, 'unknown_url')
       answer = self.metrics.refuse(completions.CHAT, refused)
-      answer.headers.update(error.headers or {})  # Such as the methods that there are.
+      answer.headers.update(error.headers or {})  # Such as Allow.
       return answer
 
     missing = {404: refuse, 405: refuse}
@@ -209,10 +209,10 @@ class Server:
 
 
 def read_keys(text: str) -> list[str]:
-  """Reads keys that are separated by commas; an empty text has none.
+  """Reads comma-separated keys; an empty text has none.
 
   Raises:
-    ValueError: The text is not empty and has none: a server would ask for no key.
+    ValueError: The text is not empty but has no key: the server would be open.
   """
   keys = [key.strip() for key in text.split(',') if key.strip()]
   if text and not keys:
@@ -239,10 +239,10 @@ def make_app(
     engine: The engine, with the policy's weights.
     chat: Encodes messages with the policy's tokenizer.
     name: What clients call the policy.
-    keys: The keys of which a client must have one; none asks for none.
-    max_waiting: How many replies may wait for a row; further ones get 429.
-    seconds: The most seconds of a reply.
-    dialects: What is spoken besides chat completions and completions.
+    keys: The accepted keys; if empty, no key is needed.
+    max_waiting: How many replies may wait for a row; further ones get HTTP 429.
+    seconds: Time limit of a reply.
+    dialects: The dialects besides chat completions and completions.
   """
   from starlette import middleware, routing
   from starlette.middleware import cors
@@ -266,7 +266,7 @@ def make_app(
   async def health(request):
     return http.answer_json({'status': 'ok', 'replies': server.replies.total})
 
-  # Pages of any origin may ask, as programs may; a key is in a header, never in a cookie.
+  # Any origin is safe: a key is in a header, never in a cookie.
   anyone: Any = {f'allow_{x}': ['*'] for x in ('origins', 'methods', 'headers')}
   return server.make_app(
     [
@@ -279,20 +279,20 @@ def make_app(
 
 
 def serve(engine: engine_lib.Engine, app: Any, host: str = '127.0.0.1', port: int = 8000):
-  """Serves until SIGTERM or SIGINT, and prints the address once it accepts requests.
+  """Serves until SIGTERM or SIGINT; prints the address once it accepts requests.
 
-  Replies under way then have _SHUTDOWN_SECONDS to end.
+  Running replies then have _SHUTDOWN_SECONDS to finish.
 
   Args:
     engine: The engine that `app` was made with.
     app: The application of `make_app`.
-    host: The address to listen at; 0.0.0.0 is reached from other machines.
-    port: 0 takes a free one.
+    host: The address to listen on; 0.0.0.0 accepts other machines.
+    port: The port; 0 chooses a free one.
   """
   server = http.make_server(app, _SHUTDOWN_SECONDS, lifespan='off')
 
   def stop(number, frame):
-    # A second signal ends the replies, too.
+    # A second signal ends running replies too.
     server.force_exit, server.should_exit = server.should_exit, True
 
   with engine.open(), http.listen(host, port) as listener:

@@ -1,8 +1,8 @@
-"""Where the replies to a client's requests come from, and who encodes their texts.
+"""Where the replies to a client's requests come from, and where messages are encoded.
 
-The server's event loop is the engine's, so nothing here may hold it up. What no row can
-hold is refused before it is encoded. Of the rest, short texts are encoded at once, and
-long ones in threads; these are few, because encoding takes many times a text's memory.
+The server shares the engine's event loop, so nothing here may block it. A request that
+cannot fit a row is refused before it is encoded. Short texts are encoded at once, long
+ones in a few threads, since encoding takes many times a text's memory.
 """
 
 import abc
@@ -21,9 +21,9 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.serve import replies, requests
 from agent_r1_jax.web import fairness, http
 
-TOO_LONG = 'context_length_exceeded'  # The code of such a refusal.
-_MAX_CHARACTERS = 1 << 14  # Of texts that are encoded at once, which takes milliseconds.
-# For texts that are encoded in threads: those of each event loop.
+TOO_LONG = 'context_length_exceeded'  # The error code.
+_MAX_CHARACTERS = 1 << 14  # Texts up to this are encoded at once, in milliseconds.
+# The queue for texts that are encoded in threads, by event loop.
 _TURNS: MutableMapping[Any, fairness.Turns] = weakref.WeakKeyDictionary()
 
 
@@ -31,8 +31,8 @@ class ReplySource(abc.ABC):
   """Where the replies to a client's requests come from.
 
   Attributes:
-    slots: The most tokens of a conversation and its reply.
-    memory: What dialects keep for later requests, by names of their own.
+    slots: The maximum number of tokens of a conversation and its reply.
+    memory: What dialects store for later requests, under their own names.
   """
 
   def __init__(self, slots: int):
@@ -41,53 +41,53 @@ class ReplySource(abc.ABC):
 
   @property
   def adapters(self) -> Sequence[str]:
-    """The names of the policy's adapters, which requests may ask; by default none."""
+    """The names of the adapters that requests may name; none by default."""
     return ()
 
   def note_refusal(self, error: http.RefusedError) -> None:
-    """Is called when a request for replies is refused; a count of tokens is none."""
+    """Called when a request for replies is refused; not for token counts."""
     return None
 
   @abc.abstractmethod
   async def submit(
     self, api_request: requests.ApiRequest, automata: Sequence[types.Automaton]
   ) -> list[request_lib.Generation]:
-    """Begins `api_request.n` replies; raises RefusedError if there can be none."""
+    """Begins `api_request.n` replies; raises RefusedError if that is impossible."""
 
   @abc.abstractmethod
   async def count(self, api_request: requests.ApiRequest) -> int:
-    """Counts the tokens before the reply that a request would get."""
+    """Counts a request's prompt tokens."""
 
   def accept(self, generation: request_lib.Generation, reply: replies.Reply) -> None:
-    """Is called with a complete reply, before the client gets it."""
+    """Called with a complete reply, before the client gets it."""
     return None
 
   def close(self, generation: request_lib.Generation) -> None:
-    """Is called when a reply has ended, in whatever way."""
+    """Called when a reply has ended, for whatever reason."""
     return None
 
   def cancel(self, generations: Sequence[request_lib.Generation]):
-    """Ends replies, if they have not ended, and closes them."""
+    """Cancels replies that are still running, and closes them."""
     for generation in generations:
       generation.cancel()
       self.close(generation)
 
 
 class StatelessSource(ReplySource):
-  """Answers each request by itself, whoever asks."""
+  """Answers each request on its own, for any client."""
 
   def __init__(self, engine: engine_lib.Engine, chat: chat_lib.Chat, name: str):
-    """Makes a source; clients call the policy without an adapter by its name."""
+    """Makes a source; `name` is the policy without an adapter."""
     super().__init__(engine.sizes.slots)
     self._engine, self._chat, self._name = engine, chat, name
 
   @property
   def adapters(self) -> Sequence[str]:
-    """The adapters that the engine has now."""
+    """The engine's current adapters."""
     return self._engine.adapters.names
 
   async def submit(self, api_request, automata):
-    """Encodes the conversation; what the cache holds of it is not computed again."""
+    """Encodes the conversation; the engine reuses cached prefixes."""
     adapter = self._find_adapter(api_request.model)
     scored = api_request.echo and api_request.top_logprobs is not None
     prompts = await self._encode(api_request)
@@ -114,13 +114,13 @@ class StatelessSource(ReplySource):
             client=http.client.get(),
           )
           begun.append(self._engine.submit(request))
-    except ValueError:  # One of several prompts has what the policy does not know.
+    except ValueError:  # One of several prompts has tokens unknown to the policy.
       self.cancel(begun)
       raise
     return begun
 
   async def count(self, api_request):
-    """Encodes the conversation, and nothing else."""
+    """Encodes and counts the conversation."""
     return sum(map(len, await self._encode(api_request)))
 
   async def _encode(self, api_request) -> list[types.Prompt]:
@@ -146,8 +146,8 @@ class StatelessSource(ReplySource):
     return [self._chat.encode_text(text, max_tokens=max_tokens) for text in texts]
 
   def _find_adapter(self, model: str | None) -> str | None:
-    """Finds the adapter that a client means by a model; None is the policy alone."""
-    # Without adapters, clients may call the policy whatever they like.
+    """Finds the adapter that `model` names; None is the policy without one."""
+    # Without adapters, any model name is accepted.
     if not self._engine.adapters.count or model in (None, self._name):
       return None
     if model not in self.adapters:
@@ -157,20 +157,20 @@ class StatelessSource(ReplySource):
     return model
 
   def close(self, generation):
-    """Lets others have the row; the next request may still copy from it."""
+    """Frees the row; the next request may still copy from it."""
     generation.text.close()
 
 
 def refuse_length(text: str) -> http.RefusedError:
-  """Makes the refusal of a conversation that no row can hold."""
+  """Makes the error for a conversation that does not fit a row."""
   return http.RefusedError(400, text, TOO_LONG)
 
 
 def check_count(source: ReplySource, fields: dict[str, Any], conversation: str):
-  """Refuses more messages, parts, calls and tools than a row has slots.
+  """Rejects requests with more messages, parts, calls and tools than a row has slots.
 
-  Each has a token at least, as far as it says something. The messages are those of the
-  field `conversation`.
+  Each takes at least one token if it is not empty. The messages are in the field
+  `conversation`.
   """
   size = lambda some: len(some) if isinstance(some, list) else 0
   count = 0
@@ -189,12 +189,12 @@ async def encode(source: ReplySource, fn: Callable[..., Any], *args: Any) -> Any
   """Encodes the texts of a request, in a thread if they are long or have pictures.
 
   Args:
-    source: Whose texts they are.
+    source: The source of the request's replies.
     fn: Encodes, such as a method of a Chat; it gets the source's slots as `max_tokens`.
-    *args: Its arguments.
+    *args: Arguments for `fn`.
 
   Raises:
-    RefusedError: No row can hold so long a text, or no thread was free in time.
+    RefusedError: The text does not fit a row, or no thread was free in time.
   """
   fn = functools.partial(fn, *args, max_tokens=source.slots)
   try:
