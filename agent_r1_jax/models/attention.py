@@ -19,29 +19,29 @@ from agent_r1_jax.models import kv_cache, sharding
 from agent_r1_jax.models.kernels import attention_kernels as kernels
 from agent_r1_jax.models.kernels import block_attention
 
-# A block of causal attention has at least this many queries.
+# The least number of queries in a block of causal attention.
 _MIN_BLOCK = 64
-# With fewer queries for each key-value head than this, a call is a decoding step.
+# A call with fewer queries per key-value head is a decoding step.
 _FEW = 16
-# No two positions of a text are as far apart.
+# Larger than any distance between two positions.
 _FAR = 1 << 30
 
 
 class Rules(NamedTuple):
-  """What a model's attention has besides causality; the same for all layers."""
+  """A model's attention options besides causality, the same for all layers."""
 
-  window: int = 0  # The tokens that one attends to in a layer that slides; 0 for all.
-  cap: float | None = None  # A cap c makes c · tanh(x / c) of each score.
+  window: int = 0  # The width of sliding layers in tokens; 0 for no limit.
+  cap: float | None = None  # A cap c turns each score x into c · tanh(x / c).
 
 
 _PLAIN = Rules()
 
 
 class Local(NamedTuple):
-  """A layer of a model in which some layers slide."""
+  """A layer's part in a model with sliding layers."""
 
-  slides: Any  # Whether this layer does; a bool, or an array of one.
-  positions: Int[Array, 'B T']  # The tokens' positions in their texts.
+  slides: Any  # Whether this layer slides; a bool, or a scalar array.
+  positions: Int[Array, 'B T']  # The tokens' positions in their sequences.
 
   def since(self, window: int) -> Int[Array, 'B T']:
     """Returns the first position that each token attends to."""
@@ -57,18 +57,18 @@ def packed(
   rules: Rules = _PLAIN,
   sinks_N: Float[Array, 'N'] | None = None,
 ) -> Float[Array, 'B T N H']:
-  """Causal attention inside each segment of a packed row, or along the paths of trees.
+  """Computes causal attention inside segments of packed rows, or along paths of trees.
 
-  In a layer that slides, the positions of a query and its keys in their text differ by
-  less than rules.window. A sink is a score of each head that no key has: what its weight
-  takes is lost (gpt-oss; arXiv 2309.17453).
+  In a sliding layer, a query attends to keys less than rules.window positions before it.
+  A sink is one more score per head in the softmax, without a key; its weight is lost
+  (gpt-oss; arXiv 2309.17453).
 
-  Where a mesh is set, a chip computes some heads for all tokens of its rows. Chips that
-  share a row hold all heads of some of its tokens, and exchange tokens for heads before
-  and after (all to all: DeepSpeed-Ulysses, arXiv 2309.14509). Memory is then that of T /
-  context tokens, each chip computes an equal part of the causal triangle, and the kernel
-  is the same. A ring of keys and values would need a kernel that can continue another's
-  partial sums, and an order of tokens that shares the triangle evenly.
+  On a mesh, a chip computes some heads for all tokens of its rows. Chips that share a row
+  hold all heads of some of its tokens, and exchange tokens for heads before and after
+  (all-to-all as in DeepSpeed-Ulysses, arXiv 2309.14509). A chip then needs memory for T /
+  context tokens, computes an equal part of the causal triangle, and uses the same kernel.
+  Ring attention would need a kernel that continues another's partial sums, and an order
+  of tokens that balances the triangle.
   """
   trees = isinstance(sees, types.Tree)
   spans_BT = sees.ends if trees else sees.ids
@@ -98,7 +98,7 @@ def packed(
 
 
 def _attend_across_chips(q_BUNH, k_BUKH, v_BUKH, spans_BT, local, sinks_N, **options):
-  """Attends, on one chip, from its U = T / context tokens to those of the whole row."""
+  """Computes on one chip the attention of its U = T / context tokens to the full row."""
   exchange = functools.partial(jax.lax.all_to_all, axis_name='context', tiled=True)
   chips = jax.lax.axis_size('context')
   heads = _split_heads(q_BUNH, k_BUKH, v_BUKH, chips)
@@ -112,7 +112,7 @@ def _attend_across_chips(q_BUNH, k_BUKH, v_BUKH, spans_BT, local, sinks_N, **opt
 
 
 def _pad_sinks(sinks_N: Any, chips: int) -> Any:
-  """Appends the sinks of the heads that `_split_heads` appends."""
+  """Pads the sinks for the heads that `_split_heads` appends."""
   return None if sinks_N is None else jnp.pad(sinks_N, (0, -len(sinks_N) % chips))
 
 
@@ -120,8 +120,8 @@ def _split_heads(q_BTNH, k_BTKH, v_BTKH, chips: int) -> tuple[Array, Array, Arra
   """Repeats and pads heads so that each chip gets the same number of each kind.
 
   Key-value heads are repeated: twice for 16 query heads, 2 key-value heads and 4 chips.
-  Where query heads that share keys cannot be on one chip, each gets its own copy of them,
-  and heads of zeros are appended: 28 query heads become 32 on 8 chips.
+  If query heads that share keys cannot all be on one chip, each gets its own copy of the
+  keys, and heads of zeros are appended: 28 query heads become 32 on 8 chips.
   """
   N, K = q_BTNH.shape[2], k_BTKH.shape[2]
   times = math.lcm(K, chips) // K
@@ -133,9 +133,9 @@ def _split_heads(q_BTNH, k_BTKH, v_BTKH, chips: int) -> tuple[Array, Array, Arra
 
 
 def supports_trees() -> bool:
-  """Whether rows of trees are computed as fast, for a token, as rows of whole segments.
+  """Whether rows of trees take the same time per token as rows of segments.
 
-  With `context` above 1 they are not: the chips that share a row would have to exchange
+  With `context` above 1 they take longer: chips that share a row would have to exchange
   the hidden states of parents.
   """
   return not sharding.uses_context_parallelism()
@@ -152,9 +152,9 @@ def _packed(
   trees: bool,
   rules: Rules,
 ) -> Float[Array, 'B T N H']:
-  """Computes `packed` on one chip, by the fastest kernel that supports the shapes.
+  """Computes `packed` on one chip with the fastest kernel that supports the shapes.
 
-  spans_BT holds the ends of trees, or else numbers of segments.
+  spans_BT is types.Tree.ends with trees, else types.Segments.ids.
   """
   T, sinks = q_BTNH.shape[1], sinks_N is not None
   plain = local is None and rules.cap is None and not sinks
@@ -179,10 +179,10 @@ def _packed(
   blocks = count_blocks(T)
   ends = [T * (i + 1) // blocks for i in range(blocks)]
   k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
-  # The gradient of a split is one concatenation, that of slices a sum over all of them.
+  # The gradient of a split is one concatenation; the gradient of slices sums them all.
   blocks_q, out = jnp.split(q_BTNH, ends[:-1], axis=1), []
   for q_BUNH, begin, end in zip(blocks_q, [0, *ends[:-1]], ends, strict=True):
-    # A block of queries reads the keys before its end only: half the work of the square.
+    # A block of queries reads only the keys before its end: half the work of the square.
     queries_T1, keys_B1S = jnp.arange(begin, end)[:, None], spans_BT[:, None, :end]
     causal_TS = queries_T1 >= jnp.arange(end)[None]
     queries = queries_T1[None] if trees else spans_BT[:, begin:end, None]
@@ -201,9 +201,9 @@ def _packed(
 def _let_sinks_take(
   out_BTNH: Array, lse_BTN: Array, sinks_N: Array | None
 ) -> Float[Array, 'B T N H']:
-  """Scales what is attended to by the part of a softmax that the sinks leave.
+  """Scales attention outputs by the softmax weight that the sinks leave to the keys.
 
-  lse_BTN is ln Σ exp(scores) of the keys that a token sees.
+  lse_BTN is ln Σ exp(scores) over the keys that a token sees.
   """
   if sinks_N is None:
     return out_BTNH
@@ -220,10 +220,10 @@ def cached(
   scales: kv_cache.Scales | None = None,
   sinks_N: Float[Array, 'N'] | None = None,
 ) -> Float[Array, 'B T N H']:
-  """Attends to every slot at or before the query's position: the cache's only mask.
+  """Attends to every slot up to the query's position, without any other mask.
 
-  With a window, to the last tokens of them, its own included, in a cache that may be a
-  ring (kv_cache.py). Keys and values that are int8 have scales.
+  With a window, attends to that many last tokens, the query's own included; the cache may
+  then be a ring (kv_cache.py). int8 keys and values come with scales.
   """
   slots = k_BKSH.shape[2]
   plain = rules.cap is None and not 0 < rules.window < slots and sinks_N is None
@@ -241,12 +241,12 @@ def cached(
 
 
 def count_blocks(tokens: int) -> int:
-  """Returns the number of blocks in which attention over a packed row is computed."""
+  """Returns the number of query blocks for attention over a packed row."""
   return min(kernels.MAX_BLOCKS, tokens // _MIN_BLOCK) or 1
 
 
 def cap_scores(x: Array, cap: float | None) -> Array:
-  """Makes c · tanh(x / c) of x, or leaves it where there is no cap (Gemma 2)."""
+  """Returns c · tanh(x / c) for a cap c (Gemma 2), or x without a cap."""
   return x if cap is None else cap * jnp.tanh(x / cap)
 
 
@@ -259,13 +259,13 @@ def _attend(
   scales: kv_cache.Scales | None = None,
   sinks_N: Array | None = None,
 ) -> Float[Array, 'B T N H']:
-  """Computes masked attention by XLA; scores and softmax are float32."""
+  """Computes masked attention with XLA; scores and softmax are float32."""
   B, T, N, H = q_BTNH.shape
   K = k_BKSH.shape[1]
   q_BKGTH = jnp.transpose((q_BTNH * H**-0.5).reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
-  # G and T are merged so that both products are plain matrix products a (row, kv head).
+  # G and T are merged so that both products are plain matmuls per (row, kv head).
   q_BKMH = q_BKGTH.reshape(B, K, (N // K) * T, H)
-  if scales:  # Every integer is exact in the type of the queries.
+  if scales:  # int8 values are exact in the queries' dtype.
     k_BKSH, v_BKSH = (x.astype(q_BTNH.dtype) for x in (k_BKSH, v_BKSH))
   scores = _scores(q_BKMH, k_BKSH)
   scores = scores * scales[0][:, :, None] if scales else scores
@@ -286,7 +286,7 @@ def _attend(
 def _scores(q_BKMH, k_BKSH) -> Float[Array, 'B K M S']:
   dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
   if q_BKMH.shape[2] < _FEW and sharding.platform() == 'cpu':
-    # Otherwise XLA repacks all keys for a few queries: three times the time.
+    # Otherwise XLA repacks all keys for a few queries, which takes three times as long.
     scores_BKSM = jax.lax.optimization_barrier(dot('bksh,bkmh->bksm', k_BKSH, q_BKMH))
     return jnp.swapaxes(scores_BKSM, 2, 3)
   return dot('bkmh,bksh->bkms', q_BKMH, k_BKSH)

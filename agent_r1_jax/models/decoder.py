@@ -38,7 +38,7 @@ Params = dict[str, Any]
 
 
 def compute_angles(rows: types.Rows, c: DecoderConfig) -> tuple[Array, Array]:
-  """Sin and cos [R, B, T, 1, P] of all rotations that layers have."""
+  """Computes sin and cos [R, B, T, 1, P] of every rotation that some layer uses."""
   size = int(c.head_dim * c.rope_fraction)
   factor = (c.rope_scaling or {}).get('attention_factor', 1.0)
   full = c.full_head_dim or size
@@ -55,19 +55,19 @@ def compute_angles(rows: types.Rows, c: DecoderConfig) -> tuple[Array, Array]:
 
 
 def scale_embeddings(x_BTD: Array, config: DecoderConfig) -> Array:
-  """Multiplies embeddings by sqrt(D) where a family does; rounds as transformers does."""
+  """Multiplies embeddings by sqrt(D) in families that do; rounds as transformers does."""
   scale = jnp.asarray(config.embed_dim**0.5, x_BTD.dtype)
   return x_BTD * scale if config.facts.scaled_embeddings else x_BTD
 
 
 class Decoder(nn.Module):
-  """The model over packed rows; `init` makes its parameters."""
+  """The model over packed rows; `init` creates its parameters."""
 
   config: DecoderConfig
 
   @nn.compact
   def __call__(self, rows):
-    """Final hidden states [B, T, D]; the loads of any experts [L, E]."""
+    """Returns the final hidden states [B, T, D] and the experts' loads [L, E], if any."""
     c = self.config
     init = nn.initializers.normal(0.02)
     embed = nn.Embed(
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
       layers = mixed_layers.Layers(c, name='layers')
       x_BTD, loads_LE = layers(*given, inputs_LBTi, route_LBTk)
     else:
-      # All layers get the same arguments, but for their kinds and routes.
+      # All layers get the same arguments, except their kinds and routes.
       all_get = nn.broadcast
       layers = scan_layers(Block, c.remat, c.num_layers, all_get, all_get, 0, 0)
       kinds = layer_kinds(c)
@@ -101,7 +101,7 @@ class Decoder(nn.Module):
 
 
 def init(config: DecoderConfig, key: Array) -> Params:
-  """Random float32 parameters."""
+  """Initialises random float32 parameters."""
   one = jnp.zeros((1, 1), jnp.int32)
   rows = types.Rows(one, one, types.Segments(one))
   params = dict(Decoder(config).init(key, rows)['params'])
@@ -111,7 +111,7 @@ def init(config: DecoderConfig, key: Array) -> Params:
 
 
 def add_value_head(params: Params) -> Params:
-  """Adds a critic's value head of zeros, on the mesh that is set: V = 0 everywhere."""
+  """Adds a critic's value head of zeros (V = 0 everywhere), on the active mesh."""
   dim = params['embed']['embedding'].shape[1]
   leaves = lambda: {'kernel': jnp.zeros((dim, 1)), 'bias': jnp.zeros(1)}
   return params | sharding.init_sharded(lambda: {'value_head': leaves()})
@@ -120,9 +120,9 @@ def add_value_head(params: Params) -> Params:
 def hidden(
   params: Params, config: DecoderConfig, rows: types.Rows
 ) -> Float[Array, 'B T D']:
-  """Final hidden states of packed rows; a token sees those up to it of its segment.
+  """Computes final hidden states of packed rows, causal within each segment.
 
-  Where texts share prefixes (types.Tree) it sees those of its path.
+  In rows of shared prefixes (types.Tree) a token sees the tokens on its path.
   """
   return hidden_and_loads(params, config, rows)[0]
 
@@ -130,7 +130,7 @@ def hidden(
 def hidden_and_loads(
   params: Params, config: DecoderConfig, rows: types.Rows
 ) -> tuple[Float[Array, 'B T D'], Float[Array, 'L E'] | None]:
-  """Computes `hidden`, and how many tokens of the rows each expert has computed."""
+  """Computes `hidden`, and how many tokens of the rows each expert computed."""
   rows = rows_lib.look(params, config, rows)
   params = sharded_params.constrain_params(params)
   out: Any = Decoder(config).apply({'params': params}, rows)
@@ -142,8 +142,8 @@ def extend(
 ) -> tuple[Float[Array, 'B T D'], kv_cache.Cache]:
   """Writes tokens at their positions and returns their final hidden states.
 
-  A token at kv_cache.NOWHERE is computed but not written; nor is one at or past the last
-  slot, but by a layer that slides.
+  Tokens at kv_cache.NOWHERE, or past the last slot, are computed but not written. Sliding
+  layers write the latter, in a ring.
   """
   tokens = rows_lib.find_vocabulary_ids(rows)
   x: Any = params['embed']['embedding'].astype(config.dtype)[tokens]
@@ -173,7 +173,7 @@ def extend(
 
 
 def head_kernel(params: Params, config: DecoderConfig) -> Float[Array, 'D V']:
-  """The output layer's kernel in config.dtype; with tied embeddings, their transpose."""
+  """Returns the output kernel in config.dtype; if tied, the transposed embeddings."""
   if config.tie_embeddings:
     return params['embed']['embedding'].T.astype(config.dtype)
   return params['lm_head']['kernel'].astype(config.dtype)
@@ -181,7 +181,7 @@ def head_kernel(params: Params, config: DecoderConfig) -> Float[Array, 'D V']:
 
 @jax.named_scope('head')
 def logits(params: Params, config: DecoderConfig, x: Float[Array, '*B D']) -> Array:
-  """Unnormalised next-token scores, float32 [*B, V]."""
+  """Computes next-token logits, float32 [*B, V]."""
   kernel_DV = head_kernel(params, config)
   logits = jnp.matmul(x, kernel_DV, preferred_element_type=jnp.float32)
   return attention.cap_scores(logits, config.logit_cap)
@@ -195,7 +195,7 @@ def logprobs(
   wanted: Bool[Array, 'B T'],
   temperature: float,
 ) -> tuple[Float[Array, 'B T'], Float[Array, 'B T']]:
-  """Log-probs of tokens and entropies, from the hidden states before each token.
+  """Computes tokens' log-probs and entropies from the hidden states before each token.
 
   Both are 0 where a token is not `wanted`; see head.logprobs.
   """
@@ -205,7 +205,7 @@ def logprobs(
 
 
 def values(params: Params, x: Float[Array, '*B D']) -> Float[Array, '*B']:
-  """The critic's value of the state after each position, float32."""
+  """Computes the critic's value of the state after each position, float32."""
   leaves = params['value_head']
   kernel, bias = leaves['kernel'][:, 0], leaves['bias'][0]
   return jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32)) + bias

@@ -15,15 +15,15 @@ from jaxtyping import Bool, Float, Int
 
 from agent_r1_jax.models import sharding
 
-# Logits of one block: about 512 MiB on an accelerator, so that reading the kernel costs
+# Logits per block: about 512 MiB on an accelerator, so that reading the kernel costs
 # little.
 BLOCK_LOGITS = 2**27
 
 
 def block_tokens(vocab_size: int) -> int:
-  """Returns the number of tokens of a block on the present platform, a power of 2.
+  """Returns the tokens per block on the current platform, a power of 2.
 
-  A kernel's tiles and the tokens of a row are then whole blocks.
+  A power of 2 fits a kernel's tiles and divides the tokens of a row.
   """
   if sharding.platform() == 'cpu':
     return 256
@@ -44,8 +44,8 @@ def logprobs(
 
   The logits are z = x · kernel, or with a cap c (Gemma 2) c · tanh(z / c).
 
-  Logits are computed in blocks and dropped, and computed again in the backward pass. Only
-  as many blocks are computed as the wanted tokens fill.
+  Logits are computed in blocks, discarded, and recomputed in the backward pass. Only the
+  blocks that the wanted tokens fill are computed.
 
   Args:
     x: Hidden states before each token; [B, T, D] if a mesh is set.
@@ -64,14 +64,14 @@ def logprobs(
     return tuple(y_M.reshape(tokens.shape) for y_M in out)
 
   def shard(x, kernel_DV, tokens, wanted):
-    # The kernel is gathered once; the transpose scatters its gradient over these chips.
+    # The kernel is gathered once; the transpose reduce-scatters its gradient.
     kernel_DV = jax.lax.all_gather(kernel_DV, sharding.PARAM_AXES, axis=0, tiled=True)
     return flat(x, kernel_DV, tokens, wanted)
 
   mesh = sharding.active_mesh()
   if mesh is None or mesh.size == mesh.shape['tensor']:
     return flat(x, kernel_DV, tokens, wanted)
-  # Each chip sorts its own tokens: sorting all would gather them on every chip.
+  # Each chip sorts its own tokens; a global sort would gather all tokens on every chip.
   split = PartitionSpec(sharding.PARAM_AXES)
   return jax.shard_map(
     shard,
@@ -113,8 +113,8 @@ def _backward(temperature, block, cap, saved, cotangents):
   def body(i, carry):
     dx_MD, dkernel_DV = carry
     at_C = jax.lax.dynamic_slice_in_dim(order, i * block, block)
-    # The index of padding is M, which plain indexing would clip to the last token: with a
-    # logsumexp below -88 there, exp(0 - logsumexp) is infinite, and 0 times that is NaN.
+    # Padding has index M, which plain indexing would clip to the last token. If the
+    # logsumexp there is below -88, exp(0 - logsumexp) is infinite, and 0 · inf is NaN.
     of_C1 = lambda y_M: y_M.at[at_C].get(mode='fill', fill_value=0)[:, None]
     logits_CV, slope_CV = _logits(x_MD, kernel_DV, at_C, temperature, cap)
     logp_CV = logits_CV - of_C1(lse_M)
@@ -138,7 +138,7 @@ _logprobs.defvjp(_forward, _backward)
 
 
 def _order(wanted_M: Array, block: int) -> tuple[Array, Array]:
-  """Indices of the wanted tokens first, then M; and the number of blocks they fill.
+  """Returns the wanted tokens' indices, padded with M, and how many blocks they fill.
 
   With wanted = 0 1 0 1 1 and blocks of 2: 1 3 4 5 5 5, and 2 blocks. Writes at index M
   are dropped.
@@ -151,7 +151,7 @@ def _order(wanted_M: Array, block: int) -> tuple[Array, Array]:
 
 
 def _logits(x_MD, kernel_DV, at_C, temperature, cap):
-  """The logits of a block, divided by the temperature; and the cap's slope, or 1."""
+  """Returns a block's logits divided by the temperature, and the cap's slope (or 1)."""
   x_CD = x_MD.at[at_C].get(mode='fill', fill_value=0)
   logits_CV = jnp.matmul(x_CD, kernel_DV, preferred_element_type=jnp.float32)
   if cap is None:

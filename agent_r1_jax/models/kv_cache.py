@@ -1,25 +1,25 @@
-"""The key-value cache: what each layer keeps of the tokens, and how it is written.
+"""The key-value cache: its contents per layer, and how they are written.
 
-With the numbers 'int8' (config.engine.cache), keys and values have 8 bits, and each slot
-of each head has a scale, its largest number divided by 127. k ≈ keys · scale, so that
-q · k = (q · keys) · scale: attention multiplies scores by the scales of keys, and weights
-by those of values, and nothing of the cache's size is written in a wider type.
+With config.engine.cache='int8', keys and values have 8 bits, and each slot of each head
+has a scale: the largest magnitude divided by 127. k ≈ keys · scale, so q · k =
+(q · keys) · scale: attention multiplies scores by the keys' scales and weights by the
+values' scales, and nothing of the cache's size is written in a wider type.
 
-Keys are rounded after their rotation, when they are written, and never again. A chunk of
-a prefill reads its own rounded keys, as later tokens do.
+Keys are rounded once, after their rotation, when they are written. A prefill chunk reads
+its own rounded keys, as later tokens do.
 
-A layer that slides needs of a text no more than its window, and may have fewer slots than
-the others: a ring, in which a token takes the place of the one that many before it. Where
-a call begins, the window before its first token must be there, and the call's tokens fit
-behind it (engine/sizes.py and rows.py see to both).
+A sliding layer needs only its window of a sequence, and may have fewer slots than other
+layers: a ring, in which each token overwrites the token that many positions before it.
+When a call begins, the ring must hold the window before the call's first token and have
+room for the call's tokens (engine/sizes.py and engine/rows.py ensure both).
 
-A layer with a state (delta_net.py) keeps it in place of slots, and cannot go back: beside
-the state that calls go on with, it has room for a few from earlier in the text, which
+A recurrent layer (delta_net.py) has a state instead of slots and cannot rewind: besides
+the current state it has room for a few copies from earlier in the sequence, which
 engine/rows.py chooses.
 
 Letters: B rows, S slots of a row, T tokens, K key-value heads, H head dim, k experts of a
-token. Of a layer with a state: n states of a row, U heads, Z tokens of its convolutions;
-the rest as in delta_net.py.
+token. In a recurrent layer: n states of a row, U heads, Z tokens of its convolutions; the
+rest as in delta_net.py.
 """
 
 import functools
@@ -33,33 +33,34 @@ from jaxtyping import Float, Int
 from agent_r1_jax.models import quantization
 from agent_r1_jax.models.decoder_config import DecoderConfig, LayerShape
 
-# The numbers that keys and values may have: those of the activations, or integers.
+# The formats of keys and values: the activations' dtype, or integers.
 NUMBERS = ('model', 'int8')
 # The position of a token that is computed and not written.
 NOWHERE = 1 << 30
-# The states of a row (n): the one that calls go on with, and those that are saved.
+# The states of a row (n): the current state, and saved copies.
 STATES = 4
-# Of keys and of values that are int8, float32 [B, K, S] each.
+# Scales of int8 keys and of int8 values, float32 [B, K, S] each.
 Scales = tuple[Array, Array]
 
 
 class LayerCache(NamedTuple):
-  """What a layer keeps of each slot.
+  """The cache of one attention layer.
 
-  Numbers of which a slot has few are laid out with the slots last: a TPU would fill a
-  last axis of k, or of K, up to 128.
+  Experts and scales have the slots last, because a TPU would pad a last axis of k, or of
+  K, to 128.
   """
 
-  # [B, K, S, H] of the model's dtype, or int8; None where an earlier layer's are read.
+  # [B, K, S, H] in the model's dtype or int8; None in a layer that reads an earlier
+  # layer's.
   keys: Any
   values: Any
-  # The experts that have computed each slot; None where there are none.
+  # The experts that computed each slot; None in a dense model.
   experts: Int[Array, 'B k S'] | None = None
   scales: Scales | None = None
 
 
 class StateCache(NamedTuple):
-  """What a layer with a state keeps of each row; its first state is that of now."""
+  """The cache of one recurrent layer; state 0 of each row is the current one."""
 
   states: Float[Array, 'B U n X Y']  # float32.
   # The last inputs of the convolutions of queries, keys and values, each
@@ -82,10 +83,10 @@ def empty(
 
   Args:
     config: The model's shape.
-    rows: Texts (B).
-    slots: The most tokens of a text (S).
+    rows: Number of sequences (B).
+    slots: Most tokens of a sequence (S).
     numbers: One of NUMBERS.
-    window_slots: The slots of a layer that slides; as many as others have by default.
+    window_slots: Slots of a sliding layer, by default as many as other layers have.
   """
   ring = slots if window_slots is None else min(window_slots, slots)
   layer = functools.partial(_empty_layer, config, rows, slots, numbers)
@@ -111,7 +112,7 @@ def _empty_states(c: DecoderConfig, rows: int, slots: int) -> StateCache:
 
 
 def _empty_experts(c: DecoderConfig, rows: int, slots: int) -> Array | None:
-  """Of all tokens: the learner takes the same (engine.read_routes)."""
+  """Makes room for every token's experts: the learner replays them (read_routes)."""
   dtype = jnp.int8 if c.num_experts <= 128 else jnp.int16
   return jnp.zeros((rows, c.experts_per_token, slots), dtype) if c.num_experts else None
 
@@ -145,9 +146,9 @@ def write(
   positions_BT: Int[Array, 'B T'],
   slides: bool = False,
 ) -> LayerCache:
-  """Writes keys and values to the tokens' slots, none past the last.
+  """Writes keys and values to the tokens' slots; tokens past the last are dropped.
 
-  The layer of a ring slides; there, only tokens NOWHERE are past the last slot.
+  A sliding layer (`slides`) writes in a ring, and drops only tokens at NOWHERE.
   """
   if slides:
     S = cache.keys.shape[2]
@@ -161,15 +162,15 @@ def write(
 
 
 class Slots(NamedTuple):
-  """Which of a row's states (n) a call reads and writes; n stands for none."""
+  """The indices of a row's states that a call reads and writes; n stands for none."""
 
-  begin: Int[Array, 'B']  # It goes on from this one.
-  keep: Int[Array, 'B'] | None = None  # It first copies it here,
-  save: Int[Array, 'B'] | None = None  # and in the end that of now here.
+  begin: Int[Array, 'B']  # The state that the call continues from.
+  keep: Int[Array, 'B'] | None = None  # Where the call first copies that state.
+  save: Int[Array, 'B'] | None = None  # Where the call copies the state at its end.
 
 
 def resume(cache: Cache, slots: Slots | None) -> Cache:
-  """Makes states those of now, and keeps copies, in layers that have states."""
+  """Makes `begin` the current state of each recurrent layer, and copies it to `keep`."""
   if slots is None:
     return cache
 
@@ -181,7 +182,7 @@ def resume(cache: Cache, slots: Slots | None) -> Cache:
 
 
 def save(cache: Cache, slot_B: Int[Array, 'B'] | None) -> Cache:
-  """Copies the state of now to another place of each row's."""
+  """Copies each row's current state to another of its places."""
   if slot_B is None:
     return cache
 
@@ -192,12 +193,12 @@ def save(cache: Cache, slot_B: Int[Array, 'B'] | None) -> Cache:
 
 
 def take_now(cache: Cache) -> Cache:
-  """Leaves out the copies of states, which a loop of calls would copy at each."""
+  """Drops saved copies of states, which a loop would otherwise copy at every call."""
   return tuple(_change_states(layer, lambda x: x[:, :, :1]) for layer in cache)
 
 
 def put_now(cache: Cache, now: Cache) -> Cache:
-  """Returns what calls have made of `take_now`, with the copies of `cache`."""
+  """Returns `now`, which calls have updated since `take_now`, with the saved copies."""
 
   def put(layer, new):
     if isinstance(layer, LayerCache):
@@ -218,9 +219,9 @@ def _change_states(layer: LayerCache | StateCache, change) -> LayerCache | State
 
 
 def find_held(positions_BT: Int[Array, 'B T'], slots: int) -> Int[Array, 'B S']:
-  """Finds which position each slot of a ring holds, after these tokens are written.
+  """Finds the position that each slot of a ring holds after these tokens are written.
 
-  It is below 0 where the text has none for it.
+  A slot that holds no token has a position below 0.
   """
   last_B1 = jnp.where(positions_BT < NOWHERE, positions_BT, -1).max(1, keepdims=True)
   return last_B1 - (last_B1 - jnp.arange(slots)[None]) % slots
@@ -229,7 +230,7 @@ def find_held(positions_BT: Int[Array, 'B T'], slots: int) -> Int[Array, 'B S']:
 def round_heads(
   x: Float[Array, '*B H'],
 ) -> tuple[Int[Array, '*B H'], Float[Array, '*B']]:
-  """Rounds each head of each token to int8, and returns the scales too."""
+  """Rounds each head of each token to int8; returns integers and scales."""
   values_HB, scale_1B = quantization.quantize(jnp.moveaxis(x, -1, 0), 1, 'int8')
   return jnp.moveaxis(values_HB, 0, -1), scale_1B[0]
 
@@ -239,17 +240,17 @@ def write_experts(
   expert_BTk: Int[Array, 'B T k'],
   positions_BT: Int[Array, 'B T'],
 ) -> LayerCache | StateCache:
-  """Writes the experts of tokens likewise."""
+  """Writes the tokens' experts, as `write` does keys; recurrent layers have them too."""
   assert cache.experts is not None
   taken_BTk = expert_BTk.astype(cache.experts.dtype)
   return cache._replace(experts=_write_slots(cache.experts, taken_BTk, positions_BT))
 
 
 def _write_slots(cache_BKSH: Array, x_BTKH: Array, positions_BT: Array) -> Array:
-  """Writes tokens to their slots, none past the last; there may be no H."""
+  """Writes tokens to their slots, dropping any past the last; H may be missing."""
   B, K = cache_BKSH.shape[:2]
-  # Each head has an index. If the heads were a slice, a TPU's compiler would lay them out
-  # behind the slots, and copy the whole cache for the kernel that reads it.
+  # Heads are indexed explicitly. With a slice, the TPU compiler would lay heads out after
+  # slots, and copy the whole cache for the kernel that reads it.
   rows_B11, heads_11K = jnp.arange(B)[:, None, None], jnp.arange(K)[None, None]
   where = rows_B11, heads_11K, positions_BT[..., None]
   return cache_BKSH.at[where].set(x_BTKH, mode='drop')

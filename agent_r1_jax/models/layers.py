@@ -1,4 +1,4 @@
-"""Layers of which the decoder's blocks are made. Letters as in decoder.py."""
+"""Building blocks of the decoder's layers. Letters as in decoder.py."""
 
 from collections.abc import Callable
 import math
@@ -12,26 +12,26 @@ import jax.numpy as jnp
 
 from agent_r1_jax.models import lora, quantization, sharded_params, sharding
 
-# The policies of jax.checkpoint for the activations of a layer, by DecoderConfig.remat;
-# None stores all.
+# jax.checkpoint policies for a layer's activations, by DecoderConfig.remat; None stores
+# all activations.
 REMAT_POLICIES: dict[str, Any] = {
   'none': None,
   'full': jax.checkpoint_policies.nothing_saveable,
   'dots': jax.checkpoint_policies.save_only_these_names('projection'),
 }
 
-# The scan over at most this many layers is unrolled: a scan copies its residuals into one
-# array and out of it, which takes 15 % of a small model's gradient.
+# A scan over at most this many layers is unrolled: a scan copies its residuals into and
+# out of a stacked array, which takes 15 % of a small model's gradient.
 UNROLLED_LAYERS = 8
 
 
 def scan_layers(block: type[nn.Module], remat: str, count: int, *in_axes: Any) -> Any:
-  """Applies a block `count` times, with parameters that are stacked over the layers.
+  """Scans a block over `count` layers with stacked parameters.
 
   Args:
     block: A module of (x, *arguments) -> (x, a result for each layer).
-    remat: Which activations are computed again, a key of REMAT_POLICIES.
-    count: How many layers there are.
+    remat: Which activations are recomputed, a key of REMAT_POLICIES.
+    count: Number of layers.
     *in_axes: For each argument nn.broadcast, or the axis along which layers differ.
   """
   policy = REMAT_POLICIES[remat]
@@ -48,10 +48,10 @@ def scan_layers(block: type[nn.Module], remat: str, count: int, *in_axes: Any) -
 
 
 def apply_flat(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
-  """Applies a layer to all tokens as one axis.
+  """Applies a layer to rows and tokens merged into one axis.
 
-  The gradient of a kernel then contracts one axis, which takes half the time of two on a
-  CPU. Rows and tokens that a mesh splits cannot become one axis.
+  A kernel's gradient then contracts one axis, in half the time of two on a CPU. Under
+  context parallelism both axes are sharded and cannot be merged.
   """
   if sharding.uses_context_parallelism():
     return layer(x_BTX)
@@ -63,8 +63,9 @@ def apply_flat(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
 class Projection(nn.Module):
   """x · kernel (+ bias) in `dtype`, [*M, *inputs] to [*M, *outputs], with any adapter.
 
-  The engine's kernel may have 8 bits, and one under an adapter; see quantization.py. With
-  the collection 'adapters', lora.Adapters.get_layer, each row adds its own one.
+  Kernels in the engine, and frozen kernels under an adapter, may have 8 bits; see
+  quantization.py. The collection 'adapters' (lora.Adapters.get_layer) gives each row its
+  own adapter.
   """
 
   outputs: tuple[int, ...]
@@ -127,20 +128,20 @@ class RMSNorm(nn.Module):
 
 
 def normalise(x: Array, eps: float) -> Array:
-  """Computes RMSNorm without a scale."""
+  """Applies RMSNorm without a scale."""
   x32 = x.astype(jnp.float32)
   x32 *= jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
   return x32.astype(x.dtype)
 
 
 class Scale(nn.Module):
-  """Numbers that begin at 1, by which something is multiplied."""
+  """A multiplicative parameter, initialised to 1."""
 
   shape: tuple[int, ...]
 
   @nn.compact
   def __call__(self):
-    """Returns them."""
+    """Returns the parameter, of `shape`."""
     return self.param('scale', nn.initializers.ones, self.shape)
 
 
@@ -149,8 +150,8 @@ class MLP(nn.Module):
 
   dim: int
   dtype: str
-  activate: Callable[[Array, Array], Array]  # (gate, up) -> what down is given.
-  out_scale: float  # The variance of down's kernel at the beginning, times its inputs.
+  activate: Callable[[Array, Array], Array]  # (gate, up) -> the input of down.
+  out_scale: float  # The initial variance of down's kernel, times its fan-in.
 
   @nn.compact
   def __call__(self, x_BTD):
@@ -164,7 +165,7 @@ class MLP(nn.Module):
     def feed_forward(x_MD):
       hidden_MF = self.activate(gate(x_MD), up(x_MD))
       if x_BTD.shape[1] == 1 and sharding.platform() == 'tpu':
-        # Otherwise one kernel computes up and down, and is expected to read them slower.
+        # Otherwise one kernel computes up and down, which probably reads them slower.
         hidden_MF = jax.lax.optimization_barrier(hidden_MF)
       return down(hidden_MF)
 

@@ -1,31 +1,31 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): W + s · A · B, with A and B trained.
 
-An adapter is three leaves beside the kernel that it adapts:
+An adapter is three leaves next to the kernel that it adapts:
 
   {'kernel': [L, D, N, H], 'lora_a': [L, D, R], 'lora_b': [L, R, N, H], 'lora_scale': [L]}
 
-so that sharding, checkpoints and optimizers see ordinary parameters. `merge` gives plain
-ones, for export and for the engine.
+so sharding, checkpoints and optimizers see ordinary parameters. `merge` returns plain
+parameters, for export and for the engine.
 
 The sampler and the learner must compute with the same numbers, so `project` computes the
-same merged kernel as `merge`, one projection at a time, and not x · W + s x · A · B. The
-costs, for M tokens and a kernel of D x F:
+same merged kernel as `merge`, one projection at a time, instead of x · W + s x · A · B.
+The costs, for M tokens and a kernel of D x F:
 
-- forward: 2 R D F operations beside the projection's 2 M D F, and one kernel of D x F as
-  a temporary. x · A · B would be 2 M R (D + F): more, as soon as M > D F / (D + F);
-- backward: the kernel is merged again and not kept. The frozen kernel has no gradient:
-  dA = s xᵀ (dy Bᵀ) and dB = s (x A)ᵀ dy are 6 M R (D + F) operations in place of the
-  2 M D F of its own, and nothing of the size of a kernel is made or summed.
+- forward: 2 R D F operations on top of the projection's 2 M D F, and one temporary kernel
+  of D x F. x · A · B would take 2 M R (D + F), which is more once M > D F / (D + F);
+- backward: the kernel is merged again rather than stored. The frozen kernel has no
+  gradient: dA = s xᵀ (dy Bᵀ) and dB = s (x A)ᵀ dy take 6 M R (D + F) operations instead
+  of its 2 M D F, and no array of a kernel's size is made or summed.
 
-A frozen kernel of 8 bits (quantization.py) is merged in exports only: else the sampler
-would write and read a kernel of 16 bits for every token. Sampler and learner both compute
-x · W + s x · A · B there (`project_alone`).
+A frozen 8-bit kernel (quantization.py) is merged only for export; otherwise the sampler
+would write and read a 16-bit kernel for every token. Sampler and learner both compute
+x · W + s x · A · B for it (`project_alone`).
 
 The engine can also decode rows of several adapters at once: `Adapters` and
 `project_rows`, which compute x · W + s x · A · B.
 
-Letters: L layers, R rank, D inputs, F outputs of a projection, N, H as in the decoder; B
-rows, T tokens of each, n adapters, I all inputs and O all outputs as one axis.
+Letters: L layers, R rank, D inputs and F outputs of a projection, N, H as in the decoder;
+B rows, T tokens per row, n adapters, I all inputs and O all outputs as one axis.
 """
 
 from collections.abc import Sequence
@@ -44,19 +44,19 @@ from agent_r1_jax.models.decoder_config import DecoderConfig
 from agent_r1_jax.models.family import Parameter
 
 LEAVES = ('lora_a', 'lora_b', 'lora_scale')
-# What is learned where kernels have adapters.
+# The learned parameters of a model with adapters.
 _LEARNED = {'lora_a', 'lora_b', 'value_head'}
 
 
 class Adapters(NamedTuple):
-  """Several adapters, and which of them each row uses; see engine/adapters.py."""
+  """Several adapters, and the index of each row's; see engine/adapters.py."""
 
   # For each layer {'attn': {'q': {'a': [n, R, I], 'b': [n, R, O]}, ...}, ...}.
   layers: tuple[dict[str, Any], ...]
   index: Int[Array, 'B']  # The adapter of each row; 0 is none.
 
   def get_layer(self, layer: int) -> dict[str, Any]:
-    """Returns a layer's, with the index beside each 'a' and 'b'."""
+    """Returns one layer's adapters, with the index next to each 'a' and 'b'."""
     return {
       place: {name: leaf | {'index': self.index} for name, leaf in kernels.items()}
       for place, kernels in self.layers[layer].items()
@@ -64,14 +64,14 @@ class Adapters(NamedTuple):
 
 
 def check_targets(targets: Sequence[str]) -> None:
-  """Raises ValueError if there is no target, or one that no kernel has."""
+  """Raises ValueError if targets are missing or unknown."""
   names = tuple(dict.fromkeys(x.target for x in families.KERNELS.values()))
   if not targets or set(targets) - {*names}:
     raise ValueError(f'lora_targets is {tuple(targets)}; give one or more of {names}.')
 
 
 def list_targets(config: DecoderConfig) -> list[Parameter]:
-  """Lists the kernels of layers that can have an adapter."""
+  """Lists the layers' kernels that can have an adapter."""
   own = {parameter.path: parameter for parameter in config.facts.parameters}
   paths = [path for path in families.KERNELS if path in own]
   return [own[path] for path in paths if config.list_layers(path)]
@@ -97,15 +97,15 @@ def add(
   alpha: float,
   key: Array,
 ) -> dict[str, Any]:
-  """Adds adapters to parameters; B is 0, so that the policy stays the same.
+  """Adds adapters to parameters; B is 0, so the policy stays the same.
 
-  A is normal with variance 1 / inputs, and does not depend on the other targets. The
-  scale s is alpha / rank; `targets` are names of families.KERNELS, in any order. Other
-  arrays are shared, not copied.
+  A is normal with variance 1 / inputs, independent of the other targets. The scale s is
+  alpha / rank; `targets` are names in families.KERNELS, in any order. Other arrays are
+  shared, not copied.
 
   Raises:
     ValueError: The rank is below 1, alpha is not above 0, targets are missing, unknown or
-      not in the model, or there are adapters already.
+      not in the model, or the parameters already have adapters.
   """
   if rank < 1:
     raise ValueError(f'lora_rank is {rank}; it must be at least 1 for adapters.')
@@ -134,14 +134,14 @@ def add(
 
 
 def is_in(params: dict[str, Any]) -> bool:
-  """Whether LoRA has been added to some kernel of the parameters."""
+  """Whether any kernel has an adapter."""
   return any(path[-1] in LEAVES for path in traverse_util.flatten_dict(params))
 
 
 def merge(params: dict[str, Any]) -> dict[str, Any]:
   """Merges the adapters into their kernels; other arrays are shared, not copied.
 
-  Kernels of 8 bits become float32.
+  8-bit kernels become float32.
   """
   if 'lora_a' in params or quantization.SCALE in params:
     kernel = params['kernel']
@@ -155,10 +155,10 @@ def merge(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def take(params: dict[str, Any]) -> dict[str, Any]:
-  """Takes the leaves of the adapters alone, {'layers': {'attn': {'q': {...}}}}.
+  """Returns only the adapters' leaves, {'layers': {'attn': {'q': {...}}}}.
 
   Raises:
-    ValueError: There are none.
+    ValueError: There are no adapters.
   """
   if not is_in(params):
     raise ValueError('params have no adapters; lora.add adds them.')
@@ -174,7 +174,7 @@ def get_rank(params: dict[str, Any]) -> int:
 
 
 def split(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Splits parameters into learned and frozen ones.
+  """Splits parameters into learned and frozen parameters.
 
   With adapters, A, B and a value head are learned; without, all parameters are.
   """
@@ -194,10 +194,10 @@ def join(learned: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
 
 
 def project_alone(x: Array, a: Array, b: Array, scale: Array) -> Array:
-  """s x · A · B, [*M, *inputs] to float32 [*M, *outputs]; products are of x's type.
+  """s x · A · B, [*M, *inputs] to float32 [*M, *outputs], from operands in x's dtype.
 
-  The barrier keeps XLA from making one product of x · A and x · W, for which it would
-  write W and A into a new kernel.
+  The barrier keeps XLA from fusing x · A and x · W into one product, for which it would
+  concatenate W and A into a new kernel.
   """
   x = jax.lax.optimization_barrier(x)
   product = functools.partial(jnp.tensordot, preferred_element_type=jnp.float32)
@@ -211,10 +211,10 @@ def project_rows(
   b: Float[Array, 'n R O'],
   index: Int[Array, 'B'],
 ) -> Float[Array, '*BT O']:
-  """x · A · B with each row's own A and B, float32; A is multiplied with its scale.
+  """x · A · B with each row's own A and B, float32; A includes the scale.
 
-  First x · A, then that with B. A row's sums do not depend on the other rows' adapters,
-  nor on where its own one is stacked. Rows of adapter 0, which is zeros, get zeros.
+  Computes x · A first. A row's sums depend neither on other rows' adapters nor on the
+  index of its own. Rows of adapter 0, which is all zeros, get zeros.
   """
   wide: Any = {'preferred_element_type': jnp.float32}
   x_BTI = x.reshape(len(index), -1, x.shape[-1])
@@ -229,9 +229,9 @@ def project(
 ) -> Array:
   """x · (W + s · A · B) in x's type, [*M, *inputs] to [*M, *outputs].
 
-  x, A and B have gradients; W and s are frozen. W must be the caller's very array: a scan
-  over layers that saves any other one for the backward pass stacks all kernels anew. Its
-  name is that of sharded_params.gather_kernel.
+  x, A and B have gradients; W and s are frozen. W must be the caller's own array: a scan
+  over layers that saves a derived array for the backward pass stacks a copy of all
+  kernels. `name` is passed to sharded_params.gather_kernel.
   """
   merged = _merge_kernel(kernel, a, b, scale).astype(x.dtype)
   merged = sharded_params.gather_kernel(merged, name)
@@ -251,8 +251,8 @@ def _backward(name, saved, dy):
   last = lambda y, n: tuple(range(y.ndim - n, y.ndim))
   dx = jnp.tensordot(dy, merged, (last(dy, outputs), last(merged, outputs)))
 
-  # XLA's CPU back end compiles some of these products of bfloat16 and then cannot run
-  # them; float32 has the same products and sums.
+  # XLA's CPU backend compiles some of these bfloat16 products but cannot run them;
+  # float32 gives the same products and sums.
   wide = jnp.float32 if sharding.platform() == 'cpu' else x.dtype
 
   def product(left, right, axes):
@@ -273,8 +273,8 @@ project.defvjp(_forward, _backward)
 def _merge_kernel(kernel, a, b, scale):
   """W + s · A · B in W's type, for one layer or for a stack of them.
 
-  The product is computed in float32 on every chip, so that the sum is rounded in the same
-  way wherever it is compiled.
+  Every chip computes the product in float32, so the sum is rounded the same way in every
+  program.
   """
   if scale.ndim:
     return jax.lax.map(lambda layer: _merge_kernel(*layer), (kernel, a, b, scale))
@@ -283,7 +283,7 @@ def _merge_kernel(kernel, a, b, scale):
 
 
 def _adapter(shape, inputs: int, rank: int, scale: float, key: Array) -> dict[str, Array]:
-  """Makes the three leaves for a stacked kernel of this shape."""
+  """Makes the three leaves for a stacked kernel of `shape`."""
   L, into, out = shape[0], shape[1 : inputs + 1], shape[inputs + 1 :]
   noise = jax.random.normal(key, (L, *into, rank))
   return {

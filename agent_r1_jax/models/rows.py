@@ -1,6 +1,6 @@
-"""What the decoder's layers ask of the rows that they read (types.Rows).
+"""What the decoder derives from its input rows (types.Rows).
 
-Letters as in decoder.py, and F features of pictures' tokens.
+Letters as in decoder.py; here F is features of pictures' tokens.
 """
 
 from typing import Any
@@ -20,10 +20,10 @@ def continue_text(
   positions: Int[Array, 'B T'],
   saved: Int[Array, 'B'] | None,
 ) -> types.Rows:
-  """Makes rows of the next tokens of cached texts.
+  """Makes rows of the next tokens of cached sequences.
 
-  `saved` is how far the coordinates of each text are behind its positions; None if no
-  text can have pictures.
+  `saved` is how far each sequence's coordinates lag behind its positions; None if no
+  sequence can have pictures.
   """
   if saved is None:
     return types.Rows(tokens, positions)
@@ -33,27 +33,27 @@ def continue_text(
 
 
 def look(params: dict[str, Any], config: DecoderConfig, rows: types.Rows) -> types.Rows:
-  """Replaces the patches of pictures by their features, from the vision tower."""
+  """Replaces pictures' patches by their features, computed by the vision tower."""
   if rows.pictures is None or rows.pictures.patches is None:
     return rows
   coordinates, index, _, patches = rows.pictures
   assert index is not None
   features_FD = vision.features(params, config, patches)
-  # Each row of patches has as many features.
+  # Each row of patches has the same number of features.
   before_B1 = jnp.arange(len(index))[:, None] * (len(features_FD) // len(index))
   index_BT = jnp.where(index < 0, -1, index + before_B1)
   return rows._replace(pictures=types.Pictures(coordinates, index_BT, features_FD))
 
 
 def find_vocabulary_ids(rows: types.Rows) -> Int[Array, 'B T']:
-  """Replaces tokens of pictures, which lie outside the vocabulary, by token 0."""
+  """Replaces pictures' tokens, which lie outside the vocabulary, by token 0."""
   if rows.pictures is None or rows.pictures.index is None:
     return rows.tokens
   return jnp.where(rows.pictures.index < 0, rows.tokens, 0)
 
 
 def put_features(x_BTD: Float[Array, 'B T D'], rows: types.Rows) -> Float[Array, 'B T D']:
-  """Puts the features of pictures in the place of their tokens' embeddings."""
+  """Replaces the embeddings of pictures' tokens by the pictures' features."""
   pictures = rows.pictures
   if pictures is None or pictures.index is None or pictures.features is None:
     return x_BTD
@@ -65,9 +65,10 @@ def put_features(x_BTD: Float[Array, 'B T D'], rows: types.Rows) -> Float[Array,
 def add_features(
   x_BTD: Float[Array, 'B T D'], rows: types.Rows, layer: Any
 ) -> Float[Array, 'B T D']:
-  """Adds the features that one of the first layers has for pictures' tokens (DeepStack).
+  """Adds a layer's features of pictures' tokens to the hidden states (DeepStack).
 
-  `layer` is its number, which a scan does not know beforehand; None where none adds any.
+  Only the first layers have such features. `layer` is the layer's number, traced inside a
+  scan; None if no layer has any.
   """
   pictures = rows.pictures
   if layer is None or not pictures or pictures.index is None or pictures.features is None:
@@ -82,24 +83,24 @@ def add_features(
   adds = layer + 1 < features_FnD.shape[1]
   if isinstance(adds, bool):
     return add(x_BTD) if adds else x_BTD
-  # All other layers neither gather nor scatter.
+  # Other layers skip the gather, and its scatter in the backward pass.
   return jax.lax.cond(adds, add, lambda x_BTD: x_BTD, x_BTD)
 
 
 def get_coordinates(rows: types.Rows) -> Int[Array, 'B T 3'] | None:
-  """Returns the three numbers by which M-RoPE turns each token, if they may differ."""
+  """Returns the three M-RoPE coordinates of each token; None if they cannot differ."""
   return rows.pictures.coordinates if rows.pictures else None
 
 
 def leave_to_layers(rows: types.Rows, config: DecoderConfig) -> types.Rows:
-  """Drops what is read before the layers, and what differs from layer to layer."""
+  """Drops the fields that are used before the layers or differ between layers."""
   deep = config.vision is not None and config.vision.deep_count > 0
   pictures = rows.pictures if deep else None
   return types.Rows(rows.tokens, rows.positions, rows.sees, pictures)
 
 
 def find_text(rows: types.Rows) -> Bool[Array, 'B T']:
-  """Finds the tokens of packed rows that are no padding."""
+  """Marks the tokens of packed rows that are not padding."""
   if isinstance(rows.sees, types.Segments):
     return rows.sees.ids > 0
   assert rows.sees is not None
@@ -111,9 +112,9 @@ def find_text(rows: types.Rows) -> Bool[Array, 'B T']:
 def take_previous(
   x_BTD: Float[Array, 'B T D'], rows: types.Rows
 ) -> Float[Array, 'B T D']:
-  """Takes the hidden state of the token before each, which predicts it.
+  """Gathers for each token the hidden state of the token before it, which predicts it.
 
-  Those of a segment's first tokens have no meaning.
+  A segment's first token has no predecessor; its entry is meaningless.
   """
   if isinstance(rows.sees, types.Tree):
     return jnp.take_along_axis(x_BTD, rows.sees.parents[:, :, None], axis=1)

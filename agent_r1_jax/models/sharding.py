@@ -1,4 +1,4 @@
-"""Shards arrays over several chips: the mesh, and the axes that shard each parameter.
+"""Shards arrays over chips: the mesh, and each parameter's mesh axes.
 
   mesh = sharding.make_mesh(fsdp=8)
   config, params = weights.load(directory, place=sharding.make_placer(mesh))
@@ -12,12 +12,14 @@ A batch's rows are sharded over `data` and `fsdp`, and a row's tokens over `cont
 Parameters are replicated over `data`, sharded over `fsdp` and `context` (XLA gathers a
 layer where it is used), and their heads, feed-forward, experts and vocabulary over
 `tensor`.
+
 `context` is for rows that are too long for one chip. Only two computations mix tokens:
 attention, for which the chips of a row exchange tokens for heads, and the learner's shift
-by one. It is the last axis, so that these chips are neighbours. XLA derives most of the
-computation from the shardings of its arguments. What it does not derive is written in the
-models, where a mesh is set: what becomes of parameters in sharded_params.py, and what a
-chip computes in attention and the vocabulary head.
+by one. It is the last axis, so that these chips are neighbours.
+
+XLA derives most of the computation from the shardings of its arguments. The models state
+the rest explicitly when a mesh is set: how parameters are gathered (sharded_params.py),
+and what each chip computes in attention and the vocabulary head.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,14 +38,14 @@ from agent_r1_jax.models import families
 AXES = ('data', 'fsdp', 'tensor', 'context')
 ROW_AXES = ('data', 'fsdp')
 TOKEN_SPEC = PartitionSpec(ROW_AXES, 'context')  # B T
-PARAM_AXES = ('fsdp', 'context')  # of a parameter's dimension D
+PARAM_AXES = ('fsdp', 'context')  # These shard a parameter's dimension D.
 
-# The mesh axes of a parameter's dimensions, by their letters in models/families.py. Other
-# dimensions are replicated; so is LoRA's rank, so that merging is local.
+# Mesh axes of parameter dimensions, by their letters in models/families.py. Other
+# dimensions are replicated; LoRA's rank is, so that merging is local.
 _SPLIT_BY = dict.fromkeys('DWQl', PARAM_AXES) | dict.fromkeys('VNKkFfESGU', ('tensor',))
 # Adafactor's statistics of a kernel are thousands of times smaller and have fewer axes.
 _FACTORED = re.compile(r'\bv_(row|col)/')
-# The engine's parameters stand in one dict for each layer, and have no dimension L.
+# The engine's parameters are one dict per layer, without the dimension L.
 _ONE_LAYER = re.compile(r'\blayers/\d+/')
 
 
@@ -55,7 +57,7 @@ def make_mesh(
   context: int = 1,
   devices: Sequence[Any] | None = None,
 ) -> Mesh:
-  """Makes a mesh of (data, fsdp, tensor, context) over `devices`, by default over all.
+  """Makes a mesh of (data, fsdp, tensor, context) over `devices`, by default all.
 
   Raises:
     ValueError: The axes do not multiply to the number of devices.
@@ -69,13 +71,13 @@ def make_mesh(
     )
   types = (AxisType.Auto,) * len(AXES)
   if len(devices) < jax.device_count():
-    # jax.make_mesh needs a whole block of chips, and a part of a slice may be none.
+    # jax.make_mesh needs a contiguous block of chips, which part of a slice may not be.
     return Mesh(np.reshape(devices, shape), AXES, axis_types=types)
   return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
 
 
 def split_devices(samplers: int) -> tuple[list[Any], list[Any]]:
-  """Splits the chips into those that train and those that only sample.
+  """Splits the chips into training chips and chips that only sample.
 
   Returns:
     The training chips of all processes, and the sampling chips of this process.
@@ -107,14 +109,14 @@ def map_named(change: Callable[..., Any], params: Any, *others: Any) -> Any:
 
 
 def make_shardings(state: Any, mesh: Mesh | AbstractMesh) -> Any:
-  """Gives each leaf of parameters, optimizer state or a TrainState a NamedSharding.
+  """Returns a NamedSharding for each leaf of parameters, optimizer state or TrainState.
 
-  Scalars are replicated. A leaf that cannot be sharded raises: if it were replicated, one
-  would notice it when memory runs out, if at all.
+  Scalars are replicated. A leaf that cannot be sharded raises: silent replication would
+  be noticed only when memory runs out, if at all.
 
   Raises:
     ValueError: models/families.py does not list a leaf, or an axis does not divide one of
-      its dimensions.
+      a leaf's dimensions.
   """
   return map_named(lambda p, x: NamedSharding(mesh, make_spec(p, x.shape, mesh)), state)
 
@@ -132,7 +134,7 @@ def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
 def make_placer(mesh: Mesh | None) -> Callable[[str, np.ndarray], jax.Array]:
   """Makes a function (path, host array) -> the sharded array, for weights.load.
 
-  Each process must have the whole array. Without a mesh, it is put on JAX's default
+  Each process must have the whole array. Without a mesh, arrays go to JAX's default
   device.
   """
   if mesh is None:
@@ -146,7 +148,7 @@ def make_placer(mesh: Mesh | None) -> Callable[[str, np.ndarray], jax.Array]:
 
 
 def shard_params(params: Any, mesh: Mesh | None) -> Any:
-  """Shards the leaves that are not on the mesh yet; each process has their data."""
+  """Shards the leaves that are not on the mesh yet; each process must have their data."""
   if mesh is None:
     return params
   place = make_placer(mesh)
@@ -158,7 +160,7 @@ def shard_params(params: Any, mesh: Mesh | None) -> Any:
 
 
 def shard_batch(batch: Any) -> Any:
-  """Shards a batch of host arrays over the mesh that is set; without one, returns it.
+  """Shards a batch of host arrays over the active mesh; without a mesh, returns it.
 
   Each process must have the whole batch.
   """
@@ -180,7 +182,7 @@ def replicate(x: Any) -> Any:
 
 
 def init_sharded(make: Callable[..., Any], *args: Any) -> Any:
-  """Computes make(*args), whose leaves are sharded if a mesh is set."""
+  """Computes make(*args), and shards its leaves if a mesh is set."""
   mesh = active_mesh()
   if mesh is None:
     return make(*args)
@@ -189,9 +191,9 @@ def init_sharded(make: Callable[..., Any], *args: Any) -> Any:
 
 
 def make_replica_meshes(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
-  """Groups this process's chips into meshes of `tensor` chips, one for each replica.
+  """Groups this process's chips into meshes of `tensor` chips, one per replica.
 
-  If this process has sampling chips, they are grouped instead of those of the mesh.
+  If this process has sampling chips (`chips`), groups those instead of the mesh's.
 
   Raises:
     ValueError: `tensor` spans processes, or does not divide the number of chips.
@@ -221,7 +223,7 @@ def make_replica_meshes(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
 
 
 def gather_params(params: Any, mesh: Mesh) -> Any:
-  """Gathers parameters on the mesh, so that only `tensor` shards them."""
+  """Gathers parameters on the mesh; only `tensor` still shards the result."""
   with jax.set_mesh(mesh):
     return _gather(params)
 
@@ -232,7 +234,7 @@ def take_replica_params(params: Any, replica: Mesh) -> Any:
   def leaf(x: jax.Array) -> jax.Array:
     spread: Any = x.sharding
     named = NamedSharding(replica, spread.spec)
-    # The copies of each shard, by its index in the array and then by their chips.
+    # The copies of each shard, by the shard's index in the array and the copy's chip.
     shards: dict[str, dict[Any, jax.Array]] = {}
     for shard in x.addressable_shards:
       shards.setdefault(str(shard.index), {})[shard.device] = shard.data
@@ -247,9 +249,9 @@ def take_replica_params(params: Any, replica: Mesh) -> Any:
 
 
 def cache_sharding(heads: int, replica: Mesh | AbstractMesh) -> NamedSharding:
-  """Returns the sharding of a KV cache [B, K, S, H] with so many heads (K).
+  """Returns the sharding of a KV cache [B, K, S, H] with K = `heads`.
 
-  `tensor` shards the heads; fewer than its chips are replicated.
+  `tensor` shards the heads if it divides their number; otherwise they are replicated.
   """
   split = heads % replica.shape['tensor'] == 0
   return NamedSharding(replica, PartitionSpec(*(None, 'tensor') if split else ()))
@@ -282,25 +284,25 @@ def _gather(params: Any) -> Any:
 
 
 def keep_tensor(spec: Iterable[Any]) -> PartitionSpec:
-  """Returns what `tensor` shards of a leaf."""
+  """Drops all mesh axes but `tensor` from a leaf's spec."""
   return PartitionSpec(*(axis if axis == 'tensor' else None for axis in spec))
 
 
 def to_host(state: Any) -> Any:
   """Moves arrays to pinned host memory, sharded over the same devices.
 
-  Programs may copy them from there and to there, but not compute with them.
+  Programs can copy arrays to and from host memory, but not compute with them there.
   """
   return jax.tree.map(lambda x: _move(x, 'pinned_host'), state)
 
 
 def to_device(state: Any) -> Any:
-  """The inverse of `to_host`; arrays that are on devices already are not copied."""
+  """The inverse of `to_host`; arrays already on devices are not copied."""
   return jax.tree.map(lambda x: _move(x, 'device'), state)
 
 
 def match_memory_kind(state: Any, before: Any) -> Any:
-  """Moves the leaves to the kind of memory that the leaves of `before` are in."""
+  """Moves the leaves to the memory kind of the leaves of `before`."""
   return jax.tree.map(lambda x, y: _move(x, y.sharding.memory_kind), state, before)
 
 
@@ -311,25 +313,25 @@ def _move(x, kind):
 
 
 def active_mesh() -> AbstractMesh | None:
-  """Returns the mesh that jax.set_mesh has set, or None if it lacks our axes."""
+  """Returns the mesh set by jax.set_mesh, or None if it lacks our axes."""
   mesh = jax.sharding.get_abstract_mesh()
   return mesh if set(AXES) <= set(mesh.axis_names) else None
 
 
 def uses_context_parallelism() -> bool:
-  """Whether a mesh is set that shards the tokens of a row."""
+  """Whether the active mesh shards the tokens of a row."""
   mesh = active_mesh()
   return mesh is not None and mesh.shape['context'] > 1
 
 
 def platform() -> str:
-  """Returns the platform of the mesh, else of this machine: 'cpu', 'gpu' or 'tpu'."""
+  """Returns the platform, 'cpu', 'gpu' or 'tpu', of the mesh or else of this machine."""
   device = _abstract_device()
   return device.platform if device else jax.default_backend()
 
 
 def device_kind() -> str:
-  """Returns what the maker calls the chips, for example 'NVIDIA H100 80GB HBM3'."""
+  """Returns the vendor's name of the chips, for example 'NVIDIA H100 80GB HBM3'."""
   return (_abstract_device() or jax.local_devices()[0]).device_kind
 
 
@@ -341,8 +343,8 @@ def _abstract_device() -> Any:
 def make_spec(
   name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-  """Returns the mesh axes of a leaf whose name ends with the path of a parameter."""
-  # Optimizers have a single number where they need no array.
+  """Returns the mesh axes of a leaf whose name ends with a parameter's path."""
+  # Optimizers store a single number where they need no array.
   if math.prod(shape) == 1 or _FACTORED.search(name):
     return PartitionSpec()
   letters = _letters(_ONE_LAYER.sub('layers/', name))
@@ -353,8 +355,8 @@ def make_spec(
     axes = _SPLIT_BY.get(letter, ())
     chips = math.prod(mesh.shape[axis] for axis in axes)
     # The scales of 8-bit moments have size 1 in the last axis. Key-value heads are
-    # replicated where there are fewer than `tensor` and their number divides it: they are
-    # small, and attention takes those that a chip's query heads need.
+    # replicated if their number is below `tensor` and divides it: they are small, and
+    # attention picks those that a chip's query heads need.
     if size == 1 or (letter in 'Kk' and size < chips and chips % size == 0):
       axes = ()
     elif size % chips:
@@ -365,12 +367,12 @@ def make_spec(
       )
     spec.append(axes if len(axes) > 1 else next(iter(axes), None))
   while spec and spec[-1] is None:
-    spec.pop()  # XLA's own specs end so; else equal shardings would differ.
+    spec.pop()  # As in XLA's own specs; otherwise equal shardings would differ.
   return PartitionSpec(*spec)
 
 
 def _letters(name: str) -> str:
-  """Returns the dimensions of the parameter whose path a leaf's name ends with."""
+  """Returns the dimension letters of the parameter whose path ends a leaf's name."""
   parts = name.split('/')
   paths = ('/'.join(parts[start:]) for start in range(len(parts)))
   letters = next((families.DIMS[path] for path in paths if path in families.DIMS), None)
