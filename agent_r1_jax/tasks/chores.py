@@ -1,16 +1,16 @@
-"""Chores in a terminal: files in a workspace, a shell, and an end state that is checked.
+"""Chores in a terminal: files in a workspace, a shell, and a checked end state.
 
-A task has the texts of the workspace's first files by path in `info['files']`, the chore
-in words in `info['question']`, and in `answer` how the episode has to end, which the
-agent cannot reach:
+A task has the workspace's initial files as texts by path in `info['files']`, the chore in
+words in `info['question']`, and in `answer`, which the agent cannot reach, how the
+episode has to end:
 
   'reply': The text that the last reply has inside <answer> and </answer>.
-  'files': Texts by path, or None where nothing may be.
-  'edited': Paths of first files whose text `test` judges.
-  'test': {'command', 'files'}: a command that has to end with status 0, in another
-    workspace that has the files of the end, with these in place of the agent's.
+  'files': Texts by path; None means that the path must not exist.
+  'edited': Paths of initial files whose text `test` judges.
+  'test': {'command', 'files'}: a command that must exit with status 0 in another
+    workspace, which has the final files, with these replacing the agent's.
 
-Any part may be missing. First files that no part names have to be as they were; further
+Any part may be missing. Initial files that no part names must be unchanged; additional
 files are allowed.
 """
 
@@ -37,29 +37,29 @@ def agent_task(task: Task) -> Task:
 
 
 class TerminalEnv(env.ToolEnv):
-  """A shell in a workspace of the episode; the reward is 1.0 where the chore is done.
+  """A shell in a workspace of the episode; the reward is 1.0 if the chore is done.
 
-  That is the metric 'reward/done', too.
+  The metric 'reward/done' is the same number.
 
   make_env = chores.TerminalEnv
 
-  A workspace that holds more than can be read, or a shell that a command has ended, has
-  no reward: else an agent could escape a bad one by it.
+  A workspace too large to read, or a shell that a command has ended, earns nothing:
+  otherwise an agent could escape a bad reward by it.
   """
 
   def __init__(self, *, seconds: float = 10.0, limits: shell.ShellLimits = shell.LIMITS):
     """Starts the shell.
 
     Args:
-      seconds: Seconds of the clock that a command may take.
-      limits: What the shell may use.
+      seconds: Time limit of a command, in seconds of wall time.
+      limits: The shell's resource limits.
 
     Raises:
       RuntimeError: This machine cannot confine a shell; says what to install.
     """
     self._session, self._limits = shell.Shell(limits), limits
     tool = shell.shell_tool(self._session, seconds=seconds)
-    # Calls of one reply that ran at a time would end in any order.
+    # Parallel calls of one reply would finish in any order.
     super().__init__([tool], self._score, max_parallel_calls=1)
 
   async def reset(self, task: Task) -> list[Message]:
@@ -68,7 +68,7 @@ class TerminalEnv(env.ToolEnv):
     return await super().reset(task)
 
   def close(self) -> None:
-    """Ends the shell and all that it started, and removes the workspace."""
+    """Ends the shell and its processes, and removes the workspace."""
     self._session.close()
 
   def _score(self, task: Task, messages: Sequence[Message]) -> dict[str, float]:
@@ -82,11 +82,11 @@ class TerminalEnv(env.ToolEnv):
 
 
 def is_done(task: Task, reply: str | None, files: dict[str, str | None]) -> bool:
-  """Whether a reply and the files of the end are as the answer wants them.
+  """Whether a reply and the final files match the answer.
 
   Args:
     task: The task.
-    reply: What the last reply gave as its answer.
+    reply: The answer in the last reply.
     files: As `shell.Shell.read_files` returns them.
   """
   goal = task.answer
@@ -106,7 +106,7 @@ def is_done(task: Task, reply: str | None, files: dict[str, str | None]) -> bool
 def passes_test(
   task: Task, files: dict[str, str | None], limits: shell.ShellLimits = shell.LIMITS
 ) -> bool:
-  """Whether the test of the answer, if it has one, passes in another workspace."""
+  """Whether the answer's test, if it has one, passes in another workspace."""
   if not (test := task.answer.get('test')):
     return True
   session = shell.Shell(limits)

@@ -1,11 +1,12 @@
 """Context strategies: how much of a growing conversation the policy sees.
 
-Without a strategy, the context is the whole conversation and only grows. A strategy wraps
-an environment and is one itself: `make_env=lambda: SlidingWindow(ToolEnv(...), turns=4)`.
-Where it drops messages, its Step is `fresh`: a new prompt begins a new segment. Earlier
-replies are trained on in the segment where the policy sampled them.
+Without a strategy, the context is the complete conversation and only grows. A strategy
+is an environment that wraps another:
+`make_env=lambda: SlidingWindow(ToolEnv(...), turns=4)`. When it drops messages, its Step
+is `fresh`: a new prompt begins a new segment. Earlier replies are trained on in the
+segment where the policy sampled them.
 
-A strategy passes on reward, done and metrics of a step, and adds the metric
+A strategy passes on a step's reward, done and metrics, and adds the metric
 'context/fresh', which is 1 for a step that begins a new context. If the environment
 begins a new context itself, its messages become the opening. A turn is a reply and the
 environment's answer to it.
@@ -33,7 +34,7 @@ class _Strategy:
   """An environment that wraps another.
 
   Attributes:
-    env: The environment.
+    env: The wrapped environment.
     keeps_opening: Whether its first messages are those of `env`.
   """
 
@@ -51,12 +52,12 @@ class _Strategy:
     await env_lib.call_optional(self.env, 'set_seed', number)
 
   async def finish(self, status: str, reply: str | None = None) -> types.Step:
-    """Passes the end by a budget on to the environment."""
+    """Passes on that a budget ended the episode."""
     step = await env_lib.call_optional(self.env, 'finish', status, reply)
     return step or types.Step([], done=True)
 
   def least_limits(self, task: types.Task) -> Mapping[str, float]:
-    """Those of what it wraps, if there are any."""
+    """The limits of the wrapped environment, if it has any."""
     inner = env_lib.find_method(self.env, 'least_limits')
     return inner(task) if inner else {}
 
@@ -66,10 +67,10 @@ class _Strategy:
 
 
 class SlidingWindow(_Strategy):
-  """Keeps the opening and the last turns, and drops earlier ones.
+  """Keeps the opening and the last turns, and drops earlier turns.
 
-  After `turns` turns, every step begins a new context, so that an episode of K turns
-  trains on up to K prompts of that length.
+  After `turns` turns every step begins a new context, so an episode of K turns trains on
+  up to K prompts of that length.
   """
 
   def __init__(self, env: env_lib.Env, *, turns: int):
@@ -90,7 +91,7 @@ class SlidingWindow(_Strategy):
     return _copy(self._opening)
 
   async def step(self, reply: str) -> types.Step:
-    """Returns the environment's answer, or a new context where a turn is dropped."""
+    """Returns the environment's answer, or a new context if a turn is dropped."""
     step = await workers.call(self.env.step, reply)
     if step.fresh:
       self._turns.clear()
@@ -107,12 +108,12 @@ class SlidingWindow(_Strategy):
 
 
 class Summary(_Strategy):
-  """Asks the policy for a summary after some turns; the context goes on with it alone.
+  """Asks the policy for a summary after some turns, and continues from it alone.
 
   The request follows the environment's answer. The summary is a turn like any other: it
   is sampled, trained on, and counted by the rollout's max_turns. The environment does not
-  see it, so no call in it is run, and its reward is 0: its value is what the episode
-  earns after it. The new context is the opening and the summary, without the part up to
+  see it, so calls in it are not run and its reward is 0: it is worth what the episode
+  earns afterwards. The new context is the opening and the summary, without the part up to
   </think>.
   """
 
@@ -165,8 +166,8 @@ class Rebuilt(_Strategy):
 
     Args:
       env: The environment.
-      render: Makes the messages of a whole prompt from the environment, also of the first
-        prompt. The policy sees nothing else, so the environment must keep its answers.
+      render: Makes all messages of a prompt from the environment, for the first prompt
+        too. The policy sees nothing else, so the environment must store its answers.
     """
     super().__init__(env)
     self._render = render

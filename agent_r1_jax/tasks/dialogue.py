@@ -1,11 +1,11 @@
-"""Dialogue with a simulated user, whom another policy plays.
+"""Dialogue with a simulated user, played by another policy.
 
   user = dialogue.endpoint_user('http://localhost:8000/v1', 'model')
   make_env = lambda: dialogue.DialogueEnv([], reward, user)
 
-A task's messages are what the agent is told, such as a system message; info['user'] is
-what the user is told: who they are and what they want. What the user says is a message's
-content like any other text: control tokens in it stay text.
+A task's messages are the agent's instructions, such as a system message; info['user'] is
+the user's: who they are and what they want. The user's words are a message's content like
+any other text: control tokens in them stay text.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,7 +20,7 @@ from agent_r1_jax.agent import env
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.host import workers
 
-# Gets the conversation as the user sees it, and returns what the user says next.
+# Gets the conversation as the user sees it, and returns the user's next message.
 User = Callable[[list[types.Message]], str | Awaitable[str]]
 
 STOP = '[END]'
@@ -33,10 +33,10 @@ PROMPT = (
 class DialogueEnv(env.ToolEnv):
   """The agent talks with a user, and may use tools before it answers.
 
-  A reply without a tool call goes to the user. The episode ends where the user says the
-  stop mark; what they say before it is the last message, and the reward judges the whole
-  conversation. If no message of the task is the user's, the user speaks first. A user
-  that fails or takes too long makes the trajectory an error.
+  A reply without a tool call goes to the user. The episode ends when the user says the
+  stop mark; the text before the mark is the last message, and the reward judges the
+  complete conversation. If the task has no user message, the user speaks first. If the
+  user fails or takes too long, the trajectory is an error.
   """
 
   def __init__(
@@ -55,11 +55,11 @@ class DialogueEnv(env.ToolEnv):
     Args:
       tools: The agent's tools.
       reward: Scores the conversation when it ends.
-      user: Plays the user, sync or async: gets messages, where the user's own ones have
-        the role 'assistant' and the agent's 'user', and returns a text.
-      prompt: What the user is told first, before the task's info['user'].
+      user: Plays the user, sync or async: gets messages in which the user's have the role
+        'assistant' and the agent's the role 'user', and returns a text.
+      prompt: The user's first instructions, before the task's info['user'].
       stop: The mark with which the user ends the conversation.
-      user_seconds: The most seconds that the user may take.
+      user_seconds: Time limit of each user message.
       **kwargs: Further arguments of ToolEnv.
     """
     super().__init__(tools, reward, **kwargs)
@@ -69,7 +69,7 @@ class DialogueEnv(env.ToolEnv):
     self._prompt, self._stop = prompt, stop
 
   async def reset(self, task: types.Task) -> list[types.Message]:
-    """Begins the conversation; without a message of the user's, the user does."""
+    """Begins the conversation; the user speaks first if the task has no user message."""
     opening = await super().reset(task)
     if not any(message['role'] == 'user' for message in opening):
       message, _ = await self._ask_user()
@@ -86,13 +86,13 @@ class DialogueEnv(env.ToolEnv):
     return [message]
 
   async def _ask_user(self) -> tuple[types.Message, bool]:
-    """Returns what the user says, and whether that ends the conversation."""
+    """Returns the user's message, and whether it ends the conversation."""
     conversation = [
       {'role': 'system', 'content': self._prompt + self.task.info.get('user', '')}
     ]
     roles = {'user': 'assistant', 'assistant': 'user'}
     for message, after in itertools.pairwise([*self.messages, {'role': ''}]):
-      # The user sees nothing of the tools, their calls, and the agent's instructions.
+      # The user does not see tools, their calls, or the agent's instructions.
       if after['role'] != 'tool' and (role := roles.get(message['role'])):
         conversation.append({'role': role, 'content': message['content']})
     seconds = self._user_seconds
@@ -101,7 +101,7 @@ class DialogueEnv(env.ToolEnv):
     )
     if not isinstance(text, str):
       raise ValueError(f'the user said {text!r:.100}; it must be a text.')
-    # What follows the mark is not said.
+    # The text after the mark is dropped.
     spoken, mark, _ = text.partition(self._stop)
     return {'role': 'user', 'content': spoken.strip()}, bool(mark)
 
@@ -114,8 +114,8 @@ def endpoint_user(
   Args:
     url: The endpoint, such as 'http://localhost:8000/v1'.
     model: The model's name there.
-    key: The name of the environment variable that holds the API key, if it needs one.
-    seconds: The most seconds of one request.
+    key: The name of the environment variable that holds the API key, if one is needed.
+    seconds: Time limit of one request.
     **sampling: Further fields of the request, such as temperature.
   """
   headers = {'Content-Type': 'application/json'}

@@ -1,9 +1,8 @@
 """Text games: environments with Gymnasium's API whose observations and actions are text.
 
-An agent names its action in its reply, as <action>go north</action>; the last such mark
-counts. It is answered with the game's text, until the game is over or the turns of
+An agent names its action in its reply, as <action>go north</action>; the last such tag
+counts. The game's text answers it, until the game is over or the turns of
 `config.Limits.max_turns` are used up:
-
   train.run(..., make_env=lambda: games.GameEnv(make_game))
 """
 
@@ -20,21 +19,21 @@ PROMPT = (
 )
 NO_ACTION = 'Your reply names no action. Give one as <action>...</action>.'
 
-# The innermost pair: an action holds no other tag of its kind.
+# Matches the innermost pair of nested tags.
 _ACTION = re.compile(r'<action>((?:(?!</?action>).)*)</action>', re.DOTALL)
 
 
 def find_action(reply: str) -> str | None:
-  """Returns what the last <action>...</action> holds, its spaces made one; or None.
+  """Returns the content of the last <action>...</action>, or None.
 
-  What stands in a closed thought does not count.
+  Runs of spaces become one space. Closed thoughts are ignored.
   """
   actions = _ACTION.findall(calls.remove_thoughts(reply))
   return ' '.join(actions[-1].split()) or None if actions else None
 
 
 def is_offered(action: str, commands: list[str]) -> bool:
-  """Whether an action is one of the commands, of which `search[...]` is any search."""
+  """Whether an action is one of the commands; `search[...]` allows any search."""
   name, bracket, rest = action.partition('[')
   return action in commands or (
     f'{name}[...]' in commands and bool(bracket) and rest.endswith(']')
@@ -45,18 +44,18 @@ class GameEnv:
   """Plays a game that has Gymnasium's API; the methods of games may block.
 
   A turn's reward is the game's. A reply without an action is not played. If the game's
-  info has `admissible_commands`, they are shown; an action that is none of them is played
-  all the same, and the game says what comes of it. Metrics of a step are no_action,
-  inadmissible, and at the end won, if the info has it.
+  info has `admissible_commands`, they are shown; other actions are played all the same,
+  and the game answers them. Metrics of a step are no_action, inadmissible, and at the end
+  won, if the info has it.
   """
 
   def __init__(self, make_game: Callable[[types.Task], Any], *, show: int = 30):
-    """Makes nothing yet.
+    """Starts no game yet.
 
     Args:
       make_game: Makes the game of a task, an object with reset(seed=...) -> text, info
         and step(action) -> text, reward, terminated, truncated, info, and maybe close.
-      show: The most admissible commands that are shown.
+      show: The maximum number of admissible commands to show.
     """
     self._make_game, self._show = make_game, show
     self._game: Any = None
@@ -64,7 +63,7 @@ class GameEnv:
     self._admissible: list[str] = []
 
   def set_seed(self, number: int) -> None:
-    """Takes the episode's randomness, for games of which the task fixes no seed."""
+    """Sets the episode's randomness, for games whose task fixes no seed."""
     self._seed = number
 
   def reset(self, task: types.Task) -> list[types.Message]:
@@ -79,7 +78,7 @@ class GameEnv:
     if action is None:
       message = {'role': 'user', 'content': NO_ACTION}
       return types.Step([message], metrics={'no_action': 1.0})
-    # Only a metric says so: many games take more commands than they list.
+    # Only a metric: many games accept more commands than they list.
     missed = float(bool(self._admissible) and not is_offered(action, self._admissible))
     text, reward, terminated, truncated, info = self._game.step(action)
     metrics = {'no_action': 0.0, 'inadmissible': missed}

@@ -1,8 +1,8 @@
-r"""Mathematics: GSM8K and MATH, asked with a calculator or alone, graded by math-verify.
+r"""Mathematics: GSM8K and MATH, with or without a calculator, graded by math-verify.
 
-A task's `answer` is the golden answer: a number of GSM8K, LaTeX of MATH. A reply answers
-by the last \boxed{...} of the agent's last message, outside its thoughts, and is right
-where math-verify finds that both mean the same: 1/2, 0.5 and \frac{1}{2} are one answer.
+A task's `answer` is the golden answer: a number for GSM8K, LaTeX for MATH. A reply's
+answer is the last \boxed{...} of the agent's last message, outside its thoughts. It is
+right if math-verify finds it equal to the golden one: 1/2, 0.5 and \frac{1}{2} are equal.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ DIRECT = (
   '\\boxed{42}.\n\nProblem: '
 )
 
-# MiB that a grading may allocate: a power such as 9^{9^9} would take all memory. Of 1,500
-# answers of MATH none needed more than 55.
+# MiB that a grading may allocate: a power such as 9^{9^9} would take all memory. None of
+# 1,500 answers of MATH needed more than 55.
 _MEMORY_MB = 1024
 _GSM8K_ANSWER = re.compile(r'####\s*(\S.*)')
 _BOX = re.compile(r'\\(?:boxed|fbox)(?![A-Za-z])\s*')
@@ -38,15 +38,15 @@ _BASE = re.compile(r'(?<=[\dA-Z}])_\{?(\d+)')
 _REPEATING = re.compile(
   r'(?<!\d)(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\))'
 )
-# It begins where a run of them does: else a long run would take quadratic time.
+# Matches only from the start of a run, else a long run would take quadratic time.
 _END = r'(?<![.,;:\s\\])(?<!(?<!\\)\$)(?:[.,;:]|(?<!\\)\$|\\[,;: ]|\s)+$'
 _THOUSANDS = r'(?<![\d.])(\d{1,3}(?:(?:\\[,;:! ]|~|\{,\}|\s)+\d{3})+)(?!\d)'
 _TEXT = r'\\(?:text|mbox|math)(?:rm|bf|it)?\s*\{'
-# What math-verify does not read, and what it reads in its place, in turn.
+# What math-verify cannot read and its replacement, applied in order.
 _REWRITTEN = [
   (re.compile(pattern), form)
   for pattern, form in (
-    (r'(\s)\s+', r'\1'),  # Its own patterns take quadratic time of a long run.
+    (r'(\s)\s+', r'\1'),  # math-verify takes quadratic time for a long run.
     (_END, ''),
     (r'^\s*(?:\$\$?|\\[(\[])(.*?)(?:\\[)\]])?$', r'\1'),
     (_END, ''),
@@ -60,7 +60,7 @@ _REWRITTEN = [
 ]
 _SIGNS = {'−': '-', '–': '-', '÷': r'\div ', 'π': r'\pi ', '∞': r'\infty '}
 _SIGNS |= dict.fromkeys('×·⋅', r'\times ') | dict.fromkeys('°º', r'^\circ')
-# Relative differences of equal numbers: where one is a decimal, and where none is.
+# Relative tolerances of equal numbers: if one is a decimal, and if none is.
 _ROUNDING, _EXACT = 1e-5, 1e-40
 
 
@@ -72,8 +72,8 @@ def load(path: str | os.PathLike) -> list[Task]:
   \boxed{} of the solution. Worked solutions are not in the tasks.
 
   Returns:
-    Tasks whose only message is the problem, as info['question'] is; info also has MATH's
-    level and type. MATH's rows without an answer are left out with a warning.
+    Tasks whose only message is the problem, also in info['question']; info also has
+    MATH's level and type. Rows of MATH without an answer are skipped with a warning.
 
   Raises:
     ValueError: A row lacks a field or the file is damaged; names the file and the row.
@@ -83,7 +83,7 @@ def load(path: str | os.PathLike) -> list[Task]:
   for number, (where, row) in enumerate(documents.read_rows(path)):
     if 'problem' in row:
       question = documents.read_text(where, row, 'problem')
-      answer = row.get('answer')  # 0 is one.
+      answer = row.get('answer')  # 0 is an answer.
       if answer is None or answer == '':
         answer = find_boxed(row.get('solution') or '')
     else:
@@ -116,9 +116,9 @@ def direct_task(task: Task) -> Task:
 
 
 def find_boxed(text: str) -> str | None:
-  r"""Returns what the last \boxed{...} or \fbox{...} of a text holds, braces matched.
+  r"""Returns the content of a text's last \boxed{...} or \fbox{...}, braces matched.
 
-  What stands in a closed thought does not count.
+  Closed thoughts are ignored.
   """
   text = calls.remove_thoughts(text)
   start = max((box.end() for box in _BOX.finditer(text)), default=len(text))
@@ -134,13 +134,13 @@ def find_boxed(text: str) -> str | None:
 
 
 def is_equal(answer: str, golden: str) -> bool:
-  """Whether two answers, as LaTeX or as plain numbers, mean the same.
+  """Whether two answers, as LaTeX or plain numbers, mean the same.
 
-  Numbers are compared exactly, or relative to their size where one of them is rounded.
-  The base of a number may be left out, but not be another one.
+  Numbers are compared exactly, or by relative difference if one is rounded. The base of a
+  number may be left out, but not differ.
 
-  A hostile answer may compute for ever or take all memory: where a model's answers are
-  graded, use `Grader`, which runs this function in a process.
+  A hostile answer may compute forever or take all memory: to grade a model's answers, use
+  `Grader`, which runs this function in a process.
   """
   math_verify = _import_math_verify()
   answer, golden = _rewrite(answer), _rewrite(golden)
@@ -159,9 +159,9 @@ def _import_math_verify():
   import math_verify  # Imports sympy, which takes a second.
   from math_verify import grader
 
-  # Without its own time-outs, which need the main thread; it warns of that at each call.
+  # math-verify's time-outs need the main thread; it warns at each call without them.
   logging.getLogger('math_verify').setLevel(logging.CRITICAL)
-  # It compares numbers below an absolute tolerance, at which all small ones are equal.
+  # math-verify's absolute tolerance makes all small numbers equal.
   is_near = grader.sympy_numeric_eq
   grader.sympy_numeric_eq = lambda a, b, *precision: (
     is_near(a, b, *precision) and _is_relatively_near(a, b)
@@ -170,18 +170,18 @@ def _import_math_verify():
 
 
 def _is_relatively_near(a, b) -> bool:
-  """Whether what is equal to an absolute tolerance is so relative to its size, too."""
+  """Whether two numbers within an absolute tolerance are relatively near, too."""
   import sympy
 
   exact = not (a.has(sympy.Float) or b.has(sympy.Float))
   if a.free_symbols or b.free_symbols:
-    return not exact  # Exact ones are compared by their symbols, which comes after this.
+    return not exact  # Exact ones are compared symbolically afterwards.
   tolerance = _EXACT if exact else _ROUNDING
   try:
     a, b = (value.doit().evalf(60) for value in (a, b))
     difference = abs(a - b)
     return not tolerance * max(abs(a), abs(b)) < difference < _ROUNDING
-  except TypeError:  # Of matrices, whose numbers are compared one by one.
+  except TypeError:  # Matrices: their entries are compared one by one.
     return True
 
 
@@ -212,8 +212,8 @@ class Grader:
     """Starts no process yet.
 
     Args:
-      seconds: Seconds that one grading may take; what is late counts as wrong.
-      processes: The most gradings that run at a time.
+      seconds: Time limit of one grading; a late one counts as wrong.
+      processes: The maximum number of concurrent gradings.
 
     Raises:
       ImportError: math-verify is missing. The processes would grade all answers as wrong.
@@ -221,7 +221,7 @@ class Grader:
     import math_verify  # noqa: F401
 
     limits = {'seconds': seconds, 'processes': processes, 'memory_mb': _MEMORY_MB}
-    # Importing it takes a second of a processor, which is none of an answer's.
+    # Importing takes a CPU-second, which should not count towards an answer's time.
     limits['imports'] = ['math_verify']
     self._is_equal = isolated.in_subprocess(is_equal, **limits)
     self._find_equal = isolated.in_subprocess(find_equal, **limits)
@@ -233,9 +233,9 @@ class Grader:
   async def metrics(self, task: Task, messages: Sequence[Message]) -> dict[str, float]:
     """Returns accuracy, answered, and grading_failed.
 
-    grading_failed is 1.0 where the answer could not be graded in the time and memory that
-    a grading has. Such an answer is wrong, not an error: else an agent could escape its
-    reward by an answer that nobody can compute.
+    grading_failed is 1.0 if grading exceeded its time or memory. Such an answer is wrong,
+    not an error: otherwise an agent could escape its reward by an answer that nobody can
+    compute.
     """
     answer = find_boxed(messages_lib.last_reply(messages))
     values = {
@@ -252,10 +252,10 @@ class Grader:
     return values
 
   async def canonical_answers(self, replies: Sequence[str]) -> list[str | None]:
-    """Returns the answers, those that mean the same in the words of the first of them.
+    """Returns the answers; equal ones have the text of the first of them.
 
-    Answers that cannot be compared in time are equal where their texts are; None stands
-    for a reply without an answer.
+    Answers whose comparison takes too long are equal if their texts are. None stands for
+    a reply without an answer.
     """
     answers = [find_boxed(reply) for reply in replies]
     texts = list(dict.fromkeys(answer for answer in answers if answer is not None))
@@ -268,10 +268,10 @@ class Grader:
 
 
 def find_equal(answers: Sequence[str]) -> list[int]:
-  """Finds for each answer the first one that means the same; hostile ones as above."""
+  """Finds each answer's first equal, as an index; hostile answers as in `is_equal`."""
   firsts: list[int] = []
   for i, answer in enumerate(answers):
-    # Only the first of equal ones is compared with, which saves most gradings.
+    # Compare only with the first of each group of equals, which saves most gradings.
     equals = (j for j in range(i) if firsts[j] == j and is_equal(answer, answers[j]))
     firsts.append(next(equals, i))
   return firsts

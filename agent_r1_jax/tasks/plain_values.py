@@ -1,15 +1,15 @@
 """Python values as JSON, between the judge of programs and the sandbox that runs them.
 
-Values of the built-in types travel, of `collections`, numbers and arrays of numpy,
-fractions, decimals, dates and times, exceptions, and what iterators give. An instance of
-another subclass becomes one of the type itself; anything else becomes a handle: a number
-that stands for the object where it lives. So nothing that untrusted code returns can
-bring methods along, such as an `__eq__` that is always true.
+Values of built-in types are passed, and so are those of `collections`, numpy's numbers
+and arrays, fractions, decimals, dates and times, exceptions, and the items of iterators.
+An instance of any other subclass becomes an instance of the type itself; anything else
+becomes a handle: a number that stands for the object where it lives. So untrusted code
+cannot return methods, such as an `__eq__` that is always true.
 
-What can be changed has a number by which both sides know it: what a function does to an
-argument is done to the original.
+Mutable values have a number that both sides know: what a function does to an argument is
+done to the original.
 
-The sandbox runs this file's own text in each session. It imports nothing of the package.
+The sandbox runs the text of this file in each session. It imports nothing of the package.
 """
 
 import builtins
@@ -34,7 +34,7 @@ _ITERABLES = {
   'dict_values': (type({}.values()), lambda items: dict(enumerate(items)).values()),
   'dict_items': (type({}.items()), lambda items: dict(items).items()),
 }
-# What can be changed; subclasses come first.
+# Mutable types; subclasses come first.
 _CHANGEABLE: dict[str, Any] = {
   'Counter': collections.Counter,
   'OrderedDict': collections.OrderedDict,
@@ -42,8 +42,8 @@ _CHANGEABLE: dict[str, Any] = {
   **{kind.__name__: kind for kind in (dict, list, set, bytearray)},
 }
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
-# Types of modules, made anew from their text or numbers. The module is imported where one
-# comes.
+# Types from modules, made from their text or numbers. The module is imported on first
+# use.
 _FROM_TEXT = {
   ('fractions', 'Fraction'): 'Fraction',
   ('decimal', 'Decimal'): 'Decimal',
@@ -52,14 +52,14 @@ _FROM_TEXT = {
   ('datetime', 'time'): 'time.fromisoformat',
   ('datetime', 'timedelta'): 'timedelta',
 }
-# An iterator may never end: so many of its items travel.
+# An iterator may never end, so only this many items are passed.
 _MOST_ITEMS = 10_000
-# Fraction would also read '1e999999999', whose digits fill the memory.
+# Fraction would also accept '1e999999999', whose digits fill the memory.
 _FRACTION_CHARS = {*'-/0123456789'}
 
 
 class Handle:
-  """Stands for an object on the other side; equal to itself alone."""
+  """Stands for an object on the other side; equal only to itself."""
 
   def __init__(self, number):
     vars(self)['_number'] = number
@@ -70,8 +70,8 @@ def encode(value, objects, shared=None):
 
   Args:
     value: The value.
-    objects: A list, to which is added what has no form in JSON.
-    shared: The objects that can be changed and that both sides know; new ones are added.
+    objects: A list; objects that have no form in JSON are appended.
+    shared: The mutable objects that both sides know; new ones are appended.
   """
   shared = [] if shared is None else shared
   numbers = {id(item): number for number, item in enumerate(shared)}
@@ -84,7 +84,7 @@ def encode(value, objects, shared=None):
       shared.append(value)
     return {'shared': numbers[id(value)]}
 
-  # The contents of one may add others.
+  # Writing the contents of one may append others.
   return {'value': write(value), 'shared': [_write_content(x, write) for x in shared]}
 
 
@@ -135,17 +135,17 @@ def decode(
   """The inverse of `encode`; handles of `objects` are the objects themselves.
 
   Args:
-    data: What `encode` has made.
-    objects: What the other side's handles stand for.
-    longest_range: The most items of a range; None is any number.
-    shared: As in `encode`; what is there already gets the items that `data` gives it.
-    sent: The content that each of these had when it was sent.
-    types: Name -> type, those of exceptions included.
-    handle: Makes a handle of its number.
+    data: The result of `encode`.
+    objects: The objects that the other side's handles stand for.
+    longest_range: The maximum number of items of a range; None allows any.
+    shared: As in `encode`; objects already there get the items that `data` gives them.
+    sent: The content of each shared object when it was sent.
+    types: Types by name, exceptions included.
+    handle: Makes a handle from its number.
 
   Raises:
     ValueError, TypeError, KeyError, IndexError, ArithmeticError, AttributeError: `data`
-      is not what `encode` makes, or a range is longer.
+        is not a result of `encode`, or a range is too long.
   """
   known: Any = [] if shared is None else shared
 
@@ -197,7 +197,7 @@ def call(function, data, objects):
   """Calls a function with (arguments, named arguments), in the sandbox.
 
   Returns:
-    What `encode` makes of (whether it raised, what it returned or raised).
+    The result of `encode` for (whether it raised, what it returned or raised).
   """
   args, kwargs = decode(data, objects, shared=(shared := []))
   try:
@@ -210,7 +210,7 @@ def call(function, data, objects):
 
 
 def list_names(scope, before):
-  """Lists the new names of a program, with the types of each that is an exception's."""
+  """Lists a program's new names, with the base types of those that are exceptions."""
   is_error = lambda value: isinstance(value, type) and issubclass(value, BaseException)
   return {
     name: [kind.__name__ for kind in type.mro(value)] if is_error(value) else []
@@ -220,7 +220,7 @@ def list_names(scope, before):
 
 
 def _make_error(types, names, args):
-  """Makes an exception of the first type that is known here and takes the arguments."""
+  """Makes an exception of the first type that exists here and accepts the arguments."""
   for kind in (types.get(name) for name in names):
     if isinstance(kind, type) and issubclass(kind, BaseException):
       try:
@@ -232,7 +232,7 @@ def _make_error(types, names, args):
 
 def _make_range(longest, start, stop, step):
   value = range(start, stop, step)
-  if longest is not None and value[longest:]:  # `len` does not know large ones.
+  if longest is not None and value[longest:]:  # `len` fails on large ones.
     raise ValueError(f'the range has more than {longest} items')
   return value
 

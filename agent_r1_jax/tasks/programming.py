@@ -3,11 +3,11 @@
 A task's `answer` has the tests. An agent tries its code with the Python tool, and answers
 with the last block of Python (```python ... ```) of its last message.
 
-The judge runs the tests in a process of its own and the program in a sandbox. Each call
-of a function of the program crosses between them, and only plain values come back, or
-what stands for an object (plain_values). So a program cannot pass by ending the process,
-by patching builtins, by printing what the judge expects, by reading the tests, or by
-returning an object that equals everything.
+The tests run in one process and the program in a sandbox. Each call of one of its
+functions crosses between them, and only plain values, or handles of objects, come back
+(plain_values). So a program cannot pass by ending the process, patching builtins,
+printing what the judge expects, reading the tests, or returning an object that equals
+everything.
 """
 
 import ast
@@ -39,21 +39,20 @@ DIRECT = (
   '```python and ends with ```.\n\n'
 )
 
-# A block's label and content; ```this``` within a line is none. Fences come in pairs.
+# A block's label and content; ```this``` within a line is no block. Fences come in pairs.
 _BLOCK = re.compile(r'```(?:[^\n`]+```|([^\n`]*)\n(.*?)```)', re.DOTALL)
 _LABELS = 'python', 'py', 'python3'
 _MAX_RESULT = 1 << 20  # Bytes of a returned value.
-_LONGEST_TEXT = 1000  # Characters of an error, in which a returned value may stand.
-_LONGEST_RANGE = 1_000_000  # Items of a returned range, which are few bytes.
-# MiB that the tests may allocate: of a short value that a program returns they may make
-# a long one.
+_LONGEST_TEXT = 1000  # Characters of an error, which may quote a returned value.
+_LONGEST_RANGE = 1_000_000  # Items of a returned range, which is written in few bytes.
+# MiB that the tests may allocate: they may turn a short returned value into a long one.
 _MEMORY_MB = 1024
-# Seconds of one call; the process of the judge has the limit of all of them.
+# Time limit of one call; the limit of all tests is on the judge's process.
 _SECONDS = 3600.0
-# What tests of MBPP use, and leave to the program to import.
+# Modules that MBPP's tests use without importing them.
 _MODULES = ('collections', 'datetime', 'itertools', 'math', 're', 'sys')
-# Methods of plain values that say yes or no, such as str.startswith: an object of the
-# program that had them would say what the test asks of a value.
+# Predicates of plain values, such as str.startswith: if a program's object had them, it
+# could answer the test's questions itself.
 _VERDICTS = {'startswith', 'endswith', 'is_integer'}
 _VERDICTS |= {name for name in dir(str) + dir(set) if name.startswith('is')}
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
@@ -86,8 +85,8 @@ def load_mbpp(path: str | os.PathLike) -> list[Task]:
   The prompt shows the first test, which names the function; the others are hidden.
 
   Raises:
-    ValueError: A row lacks a field, or its first test is no Python or calls no function
-      by its name; names the file and the row.
+    ValueError: A row lacks a field, or its first test is not Python or calls no function
+      by name; names the file and the row.
   """
   tasks = []
   for where, row in documents.read_rows(path):
@@ -109,9 +108,9 @@ def make_mbpp_task(task_id: str, text: str, tests: list[str], entry: str) -> Tas
 
   Args:
     task_id: The task's id.
-    text: What the function does, in words.
-    tests: What is run before all tests, which may be empty; the test that the prompt
-      shows; the hidden ones.
+    text: A description of the function.
+    tests: Set-up code, which may be empty; the test that the prompt shows; the hidden
+      tests.
     entry: The name of the function.
   """
   question = f'{text}\nYour code must pass this test:\n\n```python\n{tests[1]}\n```'
@@ -130,7 +129,7 @@ def direct_task(task: Task) -> Task:
 
 
 def extract_program(text: str) -> str | None:
-  """Returns the last block of a reply that says it is Python, or else the last plain one.
+  """Returns a reply's last block labelled Python, else its last unlabelled block.
 
   None if there is no such block outside thoughts, or it is blank.
   """
@@ -152,22 +151,22 @@ class Tester:
     """Starts no process yet.
 
     Args:
-      seconds: Seconds that all tests of a program may take; what is late has failed.
-      processes: The most programs that are judged at a time.
+      seconds: Time limit of all tests of a program; exceeding it is a failure.
+      processes: The maximum number of programs judged at a time.
     """
     self._run_tests = isolated.in_subprocess(
       run_tests, seconds=seconds, processes=processes, memory_mb=_MEMORY_MB
     )
 
   async def reward(self, task: Task, messages: Sequence[Message]) -> env.Score:
-    """Returns 1.0 where all tests pass, else 0.0."""
+    """Returns 1.0 if all tests pass, else 0.0."""
     return (await self.metrics(task, messages))['passed']
 
   async def metrics(self, task: Task, messages: Sequence[Message]) -> dict[str, float]:
     """Returns passed, answered (there was a program), and late (it took too long).
 
-    A program by which the judge's own process ends, such as for want of memory, has
-    failed: else an agent could escape its reward by it. That process may allocate 1 GiB.
+    A program that brings down the judge's process, for example by its memory, has failed:
+    otherwise an agent could escape its reward that way. The process may allocate 1 GiB.
     """
     program = extract_program(messages_lib.last_reply(messages))
     values = {'passed': 0.0, 'answered': float(program is not None), 'late': 0.0}
@@ -189,14 +188,14 @@ def _get_sandbox() -> sandbox.Sandbox:
 
 
 def run_tests(program: str, answer: dict[str, Any]) -> str | None:
-  """Runs a task's tests on a program; None if they pass, or else what failed.
+  """Runs a task's tests on a program; returns None if they pass, else what failed.
 
-  The tests are trusted and run here, so call it in a process where they may hang, and
-  which has a limit of memory.
+  The tests are trusted and run here, so call this in a process that may hang and has a
+  memory limit.
 
   Args:
-    program: Python that defines what the tests call. Of HumanEval's functions the body
-      alone is enough: it is put after the prompt.
+    program: Python that defines what the tests call. For HumanEval, the function's body
+      is enough: it is appended to the prompt.
     answer: The answer of a task.
 
   Raises:
@@ -210,11 +209,11 @@ def run_tests(program: str, answer: dict[str, Any]) -> str | None:
       if entry not in remote.names:
         return f'there is no function {entry}'
       if prompt:
-        # Its helpers, which tests call too, are not the program's to define anew.
+        # The program must not redefine the prompt's helpers, which tests call too.
         exec(_finish_prompt(prompt), scope)
       else:
-        # Tests of MBPP call what the program defines. Its builtins and modules are this
-        # process's own, so that a program cannot replace them.
+        # Tests of MBPP call what the program defines. Builtins and modules are this
+        # process's, so that a program cannot replace them.
         known = {*_MODULES, *dir(builtins)}
         new = [n for n in remote.names if n not in known and not n.startswith('__')]
         scope |= {name: remote.function(name) for name in new}
@@ -230,12 +229,12 @@ def run_tests(program: str, answer: dict[str, Any]) -> str | None:
         return 'a test failed' + text.removeprefix(type(error).__name__)
       return text
     finally:
-      scope.clear()  # Its functions hold it, and it holds what the program returned.
+      scope.clear()  # A reference cycle, which holds what the program returned.
   return None
 
 
 def _find_tested_name(test: Any) -> str | None:
-  """Finds the function that a test of MBPP calls; a builtin if there is no other."""
+  """Finds the function that a test of MBPP calls; a builtin only if there is no other."""
   try:
     nodes = [*ast.walk(ast.parse(test))]
   except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
@@ -246,9 +245,9 @@ def _find_tested_name(test: Any) -> str | None:
 
 
 def _split(program: str, prompt: str, entry: str) -> list[str]:
-  """Returns what is run, in turn: the prompt, whose helpers may be needed; the program.
+  """Returns the texts to run: the prompt, whose helpers may be needed; the program.
 
-  A program may begin with an import of __future__, so it is a text of its own.
+  A program may begin with an import of __future__, so it needs a text of its own.
   """
   if not prompt:
     return [program]
@@ -258,7 +257,7 @@ def _split(program: str, prompt: str, entry: str) -> list[str]:
 
 
 def _finish_prompt(prompt: str) -> str:
-  """Gives the function at the end of a prompt a body, so that it compiles."""
+  """Adds a body to the function at the end of a prompt, so that it compiles."""
   return f'{prompt}    pass\n'
 
 
@@ -266,17 +265,17 @@ class _LoadedProgram:
   """A program in the sandbox, whose functions can be called from here.
 
   Attributes:
-    names: Names that it defines or imports.
+    names: The names that it defines or imports.
   """
 
   def __init__(self, session: sandbox.Interpreter, texts: list[str]):
-    """Runs the program's own code once, as a module that is imported.
+    """Runs the program once, as an imported module.
 
     Raises:
       ProgramError: It raised or ended.
     """
     self._session = session
-    # The prefix makes names that no program uses for something else.
+    # The prefix avoids names that programs use.
     self._run(
       '_judge_values = {}\n'
       f'exec({inspect.getsource(plain_values)!r}, _judge_values)\n'
@@ -304,10 +303,10 @@ class _LoadedProgram:
     return self._errors.get(name) or functools.partial(self.call, name)
 
   def call(self, function: str, /, *args, **kwargs) -> Any:
-    """Calls what an expression of the program gives; raises what that raises.
+    """Calls the value of an expression of the program; raises what the call raises.
 
     Raises:
-      ProgramError: It ended, or what it gave cannot be read.
+      ProgramError: The interpreter ended, or the result cannot be read.
     """
     sent = plain_values.encode((args, kwargs), objects := [], shared := [])
     if objects:
@@ -333,7 +332,7 @@ class _LoadedProgram:
     raise value if isinstance(value, Exception | SystemExit) else ProgramError(function)
 
   def _run_for_json(self, expression: str) -> Any:
-    """The value of an expression, from the last line that is printed."""
+    """Returns the value of an expression, from the last printed line."""
     text = self._run(
       f'_judge_values["print"]("\\n" + _judge_values["json"].dumps({expression}))'
     )
@@ -351,7 +350,7 @@ class _LoadedProgram:
 
 
 class _Object(plain_values.Handle):
-  """An object of the program; equal to no value that is not the program's."""
+  """An object of the program; never equal to a value of this process."""
 
   def __init__(self, program: _LoadedProgram, number: int):
     vars(self).update(_program=program, _number=number)
@@ -377,7 +376,7 @@ class _Object(plain_values.Handle):
 
 def _make_method(name: str) -> Callable[..., Any]:
   def method(self, *args):
-    # Of the right answer, the program could say that it differs by 0.
+    # Otherwise the program could claim to differ from the right answer by 0.
     if name in ('__add__', '__sub__') and not isinstance(args[0], _Object):
       return NotImplemented
     return self.__getattr__(name)(*args)
@@ -385,7 +384,7 @@ def _make_method(name: str) -> Callable[..., Any]:
   return method
 
 
-# What gives values that are then compared here; not what says itself that it is right.
+# Methods whose results are compared here; none that could claim to be right.
 for _name in ('len', 'iter', 'getitem', 'setitem', 'str', 'add', 'sub', 'mul'):
   setattr(_Object, f'__{_name}__', _make_method(f'__{_name}__'))
 

@@ -1,7 +1,7 @@
 """Multi-hop question answering: prompts, scores and rewards.
 
 A task's `answer` is the list of golden answers (aliases); `info['question']` is the
-question itself. Scores depend on the last assistant message alone.
+question itself. Scores depend on the last assistant message only.
 """
 
 import collections
@@ -16,8 +16,8 @@ from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Hit
 from agent_r1_jax.types import ControlText, Message, Task
 
-# A tag in these prompts is encoded as one token if the tokenizer has it, as the policy
-# writes it.
+# A tag in these prompts is encoded as one token if the tokenizer has it, since the policy
+# writes it so.
 AGENT = ControlText(
   'Answer the question. Use the search tool to find the facts you need: search for one '
   'fact at a time, as often as necessary, and read the passages before you go on. When '
@@ -37,7 +37,7 @@ RAG = ControlText(
 
 Scores = dict[str, float]
 
-# The innermost pair: an answer holds no other tag of its kind.
+# Matches the innermost pair of nested tags.
 _ANSWER = re.compile(r'<answer>((?:(?!</?answer>).)*)</answer>', re.DOTALL)
 _PUNCTUATION = str.maketrans('', '', string.punctuation)
 # HotpotQA gives these no credit for shared words.
@@ -55,7 +55,7 @@ def direct_task(task: Task) -> Task:
 
 
 def rag_task(task: Task, hits: Sequence[Hit]) -> Task:
-  """Asks the question after passages found for it, in the form of the search tool."""
+  """Asks the question after its retrieved passages, in the form of the search tool."""
   return _ask(task, RAG, passages=documents.render(hits))
 
 
@@ -78,8 +78,8 @@ def exact_match(prediction: str, golden: str | Sequence[str]) -> float:
 def cover_exact_match(prediction: str, golden: str | Sequence[str]) -> float:
   """Cover-EM: 1.0 if any normalised golden answer is a substring of the prediction.
 
-  Search-R1's `subem`. It is generous ('unknown' covers 'no'), so no substitute for EM. A
-  golden answer of articles and punctuation alone is covered by an equal one only.
+  Search-R1's `subem`. It is lenient ('unknown' covers 'no') and does not replace EM. A
+  golden answer of only articles and punctuation must be equal to be covered.
   """
   prediction = normalize_answer(prediction)
   covers = (normalize_answer(g) for g in _list_aliases(golden))
@@ -87,7 +87,7 @@ def cover_exact_match(prediction: str, golden: str | Sequence[str]) -> float:
 
 
 def f1(prediction: str, golden: str | Sequence[str]) -> float:
-  """Computes HotpotQA's F1 of words, the best over the golden answers.
+  """Computes HotpotQA's F1 of words, the maximum over the golden answers.
 
   Where either side is yes, no or noanswer, only equality scores.
   """
@@ -105,42 +105,42 @@ def _f1(prediction, golden):
 
 
 def _list_aliases(golden):
-  """Lists golden answers as text: one alone, which may be a number, or several."""
+  """Lists golden answers as texts: a single one, which may be a number, or several."""
   alone = isinstance(golden, str | int | float)
   aliases = [golden] if alone else golden or ()
-  # A point is lost as punctuation, which would make 420 of 42.0.
+  # Normalising removes the point, which would turn 42.0 into 420.
   whole = lambda alias: isinstance(alias, float) and alias.is_integer()
   return [str(int(alias) if whole(alias) else alias) for alias in aliases]
 
 
 def extract_answer(text: str) -> str | None:
-  """Finds the last <answer>...</answer> outside closed thoughts; None without one."""
+  """Returns the content of the last <answer>...</answer> outside thoughts, or None."""
   answers = _ANSWER.findall(calls.remove_thoughts(text))
   return answers[-1].strip() if answers else None
 
 
 def canonical_answer(reply: str) -> str | None:
-  """Returns a reply's answer as `exact_match` compares it; None without one."""
+  """Returns a reply's answer as `exact_match` compares it; None if there is none."""
   answer = extract_answer(reply)
   return normalize_answer(answer) if answer else None
 
 
 def em_reward(task: Task, messages: Sequence[Message]) -> float:
-  """Scores the final answer by strict EM; 0.0 without one."""
+  """Scores the final answer by strict EM; 0.0 if there is none."""
   return metrics(task, messages)['em']
 
 
 def paper_reward(task: Task, messages: Sequence[Message]) -> float:
   """r_f = EM if r_format = 1, else r_format - 1 (arXiv 2511.14460, eq. 6).
 
-  r_format is the mean of two binaries: the last assistant message holds exactly one
-  <answer>...</answer> outside its thoughts; no assistant message holds a malformed call.
+  r_format is the mean of two binaries: the last assistant message has exactly one
+  <answer>...</answer> outside its thoughts; no assistant message has a malformed call.
 
   Returns:
-    1.0 or 0.0 where the format is right; -0.5 and -1.0 for one and two faults.
+    1.0 or 0.0 if the format is right; -0.5 and -1.0 for one and two faults.
   """
   last = calls.remove_thoughts(messages_lib.last_reply(messages))
-  # Exactly one pair: with two, a policy could bet on two answers.
+  # Exactly one: with two, a policy could bet on two answers.
   presented = last.count('<answer>') == last.count('</answer>') == 1
   presented = presented and extract_answer(last) is not None
   parse = call_formats.chat_format.get().parse
@@ -154,7 +154,7 @@ def paper_reward(task: Task, messages: Sequence[Message]) -> float:
 def found_share(task: Task, messages: Sequence[Message]) -> float:
   """Computes the share of info['supporting_titles'] that the tools have shown.
 
-  It can be a dense part of a hybrid reward; 0.0 if the task names no passages.
+  Use it as a dense part of a hybrid reward. 0.0 if the task names no passages.
   """
   gold = task.info.get('supporting_titles') or ()
   passages = '\n'.join(m['content'] for m in messages if m['role'] == 'tool')
@@ -165,7 +165,7 @@ def supporting_facts(predicted: Collection[Any], golden: Collection[Any]) -> Sco
   """Computes em, precision, recall and f1 of supporting facts, as HotpotQA does.
 
   A fact is (title, sentence) in HotpotQA and 2Wiki, and a paragraph in MuSiQue, whose
-  script gives the same f1.
+  script computes the same f1.
   """
   predicted, golden = {*predicted}, {*golden}
   right = len(predicted & golden)
@@ -178,7 +178,7 @@ def supporting_facts(predicted: Collection[Any], golden: Collection[Any]) -> Sco
 
 
 def _find_shown_passages(task: Task, messages: Sequence[Message]) -> set[str]:
-  """Returns the passages that the tools have shown: gold titles, and lines of others."""
+  """Returns the passages that the tools have shown: gold titles, and other lines."""
   passages = '\n'.join(m['content'] for m in messages if m['role'] == 'tool')
   lines = {line for line in passages.splitlines() if '(Title: ' in line}
   marks = {f'(Title: {title})': title for title in task.info['supporting_titles']}
@@ -192,7 +192,7 @@ def metrics(task: Task, messages: Sequence[Message]) -> dict[str, float]:
 
   A blank answer counts as none. If the task names its supporting passages, support_em,
   support_precision, support_recall and support_f1 compare them with the passages that the
-  tools have shown; an agent names none.
+  tools have shown, since an agent names none itself.
   """
   answer = extract_answer(messages_lib.last_reply(messages))
   support = {}

@@ -1,11 +1,11 @@
-"""Question files: JSON lines of our own, and as the authors of the data sets ship them.
+"""Question files: JSON lines of our own, and files as the data sets' authors ship them.
 
-To train and test: HotpotQA, 2WikiMultihopQA, MuSiQue. To evaluate, too: Bamboogle,
-Natural Questions (the open version), TriviaQA, PopQA.
+For training and testing: HotpotQA, 2WikiMultihopQA, MuSiQue. For evaluation also:
+Bamboogle, Natural Questions (the open version), TriviaQA, PopQA.
 
-Every task holds the bare question as its messages (`qa.agent_task` and the like put the
+Every task has the bare question as its messages (`qa.agent_task` and the like add the
 prompt), the golden answers as its answer, and in info the question, the supporting
-titles and what else the row says.
+titles and all other fields of the row.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +18,10 @@ from typing import Any
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.types import Task
 
-# What `--data=` takes: a folder of passages and questions. Where it has a TFDS data set
-# besides (`qa_tfds.write`), questions are read from that.
+# The value of `--data=`: a folder of passages and questions. If it also has a TFDS data
+# set (`qa_tfds.write`), questions are read from that.
 CORPUS, QUESTIONS = 'corpus.jsonl.gz', 'train.jsonl.gz'
-# Where `agent-r1-jax fetch` makes such a folder, seen from where it is run.
+# Where `agent-r1-jax fetch` makes such a folder, relative to where it is run.
 FETCHED = 'third_party/downloads/{}'
 
 # Makes a row's task; the first argument says where the row is, for errors.
@@ -29,7 +29,7 @@ Layout = Callable[[str, dict[str, Any]], Task]
 
 
 def find(directory: str | os.PathLike) -> tuple[pathlib.Path, pathlib.Path]:
-  """Finds the files of passages and of questions in a folder that `--data=` names.
+  """Finds the files of passages and questions in a folder that `--data=` names.
 
   Raises:
     FileNotFoundError: A file is missing; the message says what the folder must hold, and
@@ -53,8 +53,8 @@ def read_questions(directory: str | os.PathLike, split: str = 'train') -> Sequen
   """Reads the questions of a folder that `find` accepts.
 
   Returns:
-    The tasks of its TFDS data set, each read when it is needed, if it has one; else a
-    list of those in SPLIT.jsonl.gz, in any layout.
+    The tasks of its TFDS data set, if it has one, each read on access; else a list of
+    the tasks in SPLIT.jsonl.gz, in any layout.
   """
   from agent_r1_jax.tasks import qa_tfds  # Slow to import.
 
@@ -69,7 +69,7 @@ def load(path: str | os.PathLike, layout: Layout | None = None) -> list[Task]:
   Args:
     path: The file.
     layout: `jsonl_row`, `hotpotqa_row`, another function named so, or your own; None
-      decides by the fields of the first row.
+      chooses by the fields of the first row.
 
   Raises:
     ValueError: A row is broken or repeats an id, the layout is unknown, the file is
@@ -109,7 +109,7 @@ def two_wiki_row(where: str, row: dict[str, Any]) -> Task:
 def musique_row(where: str, row: dict[str, Any]) -> Task:
   """{id, question, answer, answer_aliases, paragraphs, question_decomposition, ...}.
 
-  Unanswerable questions, which MuSiQue-Full adds, are refused.
+  Raises ValueError for unanswerable questions, which MuSiQue-Full adds.
   """
   if not row.get('answerable', True):
     raise ValueError(f'{where}: is unanswerable; take the musique_ans files')
@@ -182,7 +182,7 @@ def add_aliases(tasks: Sequence[Task], path: str | os.PathLike) -> list[Task]:
 
 
 def contexts(where: str, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
-  """Yields the paragraphs of a row of an official file as (title, text), if not blank."""
+  """Yields the non-blank paragraphs of an official file's row as (title, text)."""
   if 'paragraphs' in row:
     for paragraph in _read_paragraphs(where, row):
       title = documents.read_text(where, paragraph, 'title')

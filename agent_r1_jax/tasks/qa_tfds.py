@@ -12,7 +12,7 @@ from agent_r1_jax.types import Task
 
 
 class Questions(tfds.core.GeneratorBasedBuilder):
-  """Questions, golden answers and the rest of a row as JSON, in the given order."""
+  """Questions, golden answers and the other fields as JSON, in the given order."""
 
   VERSION = tfds.core.Version('1.0.0')
   RELEASE_NOTES = {'1.0.0': 'First.'}
@@ -32,7 +32,7 @@ class Questions(tfds.core.GeneratorBasedBuilder):
           'id': tfds.features.Text(),
           'question': tfds.features.Text(),
           'golden_answers': tfds.features.Sequence(tfds.features.Text()),
-          # As text: nested ragged features need TensorFlow.
+          # As text, since nested ragged features need TensorFlow.
           'info': tfds.features.Text(),
         }
       ),
@@ -51,15 +51,15 @@ class Questions(tfds.core.GeneratorBasedBuilder):
 def write(
   tasks: Mapping[str, Iterable[Task]], directory: str | os.PathLike, *, name: str
 ) -> pathlib.Path:
-  """Builds a data set; returns the directory that `read` and other TFDS users take.
+  """Builds a data set; returns the directory for `read` and other TFDS users.
 
   Args:
-    tasks: Split name ('train', 'validation', ...) to its questions.
+    tasks: The questions by split name ('train', 'validation', ...).
     directory: TFDS's data_dir.
     name: Name of the configuration, for example 'hotpotqa'.
 
   Raises:
-    ValueError: The data set was built before.
+    ValueError: The data set already exists.
   """
   config = tfds.core.BuilderConfig(name=name, version=Questions.VERSION)
   builder = Questions(tasks=tasks, data_dir=directory, config=config)
@@ -79,8 +79,8 @@ def read(directory: str | os.PathLike, split: str = 'train') -> Sequence[Task]:
   """Opens a split, or a sub-split such as 'train[:80%]'.
 
   Returns:
-    A grain.MapDataset: it has a length, and each task is read from the disk when it is
-    asked for. Every process can read any task, so that each reads only what it plays.
+    A grain.MapDataset, which has a length and reads each task from disk on access. Every
+    process can read any task, so each reads only the tasks it plays.
 
   Raises:
     ValueError: The directory holds no data set, or no such split.

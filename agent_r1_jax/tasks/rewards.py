@@ -13,7 +13,7 @@ from agent_r1_jax.host import workers
 Messages = list[types.Message]
 # The value Φ of a conversation; it must be deterministic.
 Potential = Callable[[types.Task, Messages], float | Awaitable[float]]
-# A weight, or its schedule: from the number of rollouts learned from to the weight.
+# A weight, or its schedule: from the number of rollouts trained on to the weight.
 Weight = float | Callable[[int], float]
 
 
@@ -24,9 +24,9 @@ def hybrid(**parts: tuple[Weight, env_lib.Reward]) -> env_lib.Reward:
 
   A weight may be a schedule over the run, such as one of optax's:
 
-    hybrid(outcome=(1.0, em), model=(optax.linear_schedule(0.3, 0.0, 40), model))
+      hybrid(outcome=(1.0, em), model=(optax.linear_schedule(0.3, 0.0, 40), model))
 
-  The parts are computed at the same time.
+    The parts are computed concurrently.
 
   Args:
     **parts: A weight and a reward function, sync or async, which returns a number.
@@ -52,7 +52,7 @@ def hybrid(**parts: tuple[Weight, env_lib.Reward]) -> env_lib.Reward:
     try:
       values = await asyncio.gather(*calls)
     finally:
-      for call in calls:  # Where one fails, nobody needs the others.
+      for call in calls:  # If one fails, the others are not needed.
         call.cancel()
     weights = [weigh(weight) for weight, _ in parts.values()]
     return {n: w * v for n, w, v in zip(parts, weights, values, strict=True)}
@@ -68,12 +68,12 @@ def well_formed(
 ) -> float:
   """Returns the share of the agent's tool calls that can be parsed; 1 without calls.
 
-  By default calls are parsed in the chat's format. Schemas are not known here, so a bare
-  string as arguments is malformed, even if a ToolEnv understands it.
+  By default calls are parsed in the chat's format. Schemas are not known here, so bare
+  string arguments are malformed, even if a ToolEnv understands them.
   """
   calls = []
   parse = parse or call_formats.chat_format.get().parse
-  # A call in the task's own messages is an example.
+  # Calls in the task's own messages are examples.
   for message in messages[len(task.messages) :]:
     if message['role'] == 'assistant':
       calls += parse(message['content'])
@@ -86,19 +86,19 @@ def potential_based(potential: Potential, gamma: float = 1.0) -> env_lib.Process
 
     ToolEnv(tools, reward, process_reward=potential_based(found_share))
 
-  Ng, Harada and Russell (ICML 1999) show that this is the only shaping that does not
-  change the best policy, whatever Φ. The last turn gets -Φ(s), so that an episode's
-  Σ γᵗ F is -Φ(s₀), whatever the agent did; only the time of each reward differs:
+  Ng, Harada and Russell (ICML 1999) show that this is the only shaping that preserves the
+  optimal policy for every Φ. The last turn gets -Φ(s), so that an episode's Σ γᵗ F is
+  -Φ(s₀), whatever the agent did; only the timing of rewards differs:
 
   - With γ = 1, estimators that use only an episode's sum (GRPO, RLOO) see no difference
-    in a group. It helps estimators with a return for each turn.
+    within a group. It helps estimators with a return per turn.
   - An episode that a budget ended (truncated, max_turns) gets no last reward and keeps Φ
-    of its last state: bound Φ, or give an ample budget.
+    of its last state: bound Φ, or set an ample budget.
   - γ discounts turns. If an estimator discounts tokens, only γ = 1 is exact.
 
   Args:
     potential: Φ of the task and the conversation, sync or async. It is called twice per
-      turn, so it needs no memory.
+      turn, so it needs no state.
     gamma: The discount per turn of the return that is maximised.
   """
 
@@ -107,7 +107,7 @@ def potential_based(potential: Potential, gamma: float = 1.0) -> env_lib.Process
     # The messages before the turn's reply are the state s, all messages now are s'.
     acted = max(i for i, m in enumerate(messages) if m['role'] == 'assistant')
     before = await _call_reward(potential, env.task, messages[:acted])
-    # The turn without a call is the last one.
+    # A turn without a call is the last one.
     after = await _call_reward(potential, env.task, messages[:]) if calls else 0.0
     return gamma * after - before
 
@@ -117,7 +117,7 @@ def potential_based(potential: Potential, gamma: float = 1.0) -> env_lib.Process
 async def _call_reward(
   reward: env_lib.Reward, task: types.Task, messages: Sequence[types.Message]
 ) -> float:
-  """Calls a reward function with copies, a plain function in a thread."""
+  """Calls a reward function with copies; plain functions run in a thread."""
   value = await workers.call(
     reward, env_lib.copy_containers(task), env_lib.copy_containers(messages)
   )

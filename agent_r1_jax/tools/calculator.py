@@ -40,7 +40,7 @@ def evaluate(expression: str) -> int | float:
   """Evaluates + - * / // % **, parentheses, pi, e, and common functions.
 
   Raises:
-    ValueError: It is no such expression, or too large.
+    ValueError: The expression is invalid or too large.
     ArithmeticError: It divides by zero or overflows.
   """
   if len(expression) > MAX_LENGTH:
@@ -107,7 +107,7 @@ def _check_number(value):
 
 
 def _check_power(base, exponent) -> None:
-  """Refuses a power before it is computed: 9**9**9 would take all memory."""
+  """Rejects a power before it is computed: 9**9**9 would take all memory."""
   if isinstance(base, int) and isinstance(exponent, int):
     if abs(base) > 1 and base.bit_length() * max(exponent, 0) > 2 * MAX_BITS:
       raise ValueError('the number is too large')

@@ -1,4 +1,4 @@
-"""The Python tool: runs the code that an agent writes in a sandbox, here or elsewhere."""
+"""The Python tool: runs an agent's code in a sandbox, local or remote."""
 
 import threading
 from typing import Protocol
@@ -7,7 +7,7 @@ from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent import tool_schema
 from agent_r1_jax.tools import sandbox
 
-# A call's time-out is the code's, and what starting an interpreter may take.
+# A call may take the code's time limit, and this for starting an interpreter.
 _START_SECONDS = 30.0
 _FAILURES = {
   'timeout': 'the code was stopped after {seconds:g} seconds',
@@ -17,14 +17,14 @@ _FAILURES = {
 
 
 class CodeError(ValueError):
-  """The agent's code is to blame, not the sandbox."""
+  """The fault is in the agent's code, not in the sandbox."""
 
 
 class CodeRunner(Protocol):
-  """Runs code: a sandbox of this machine, or a client of a server."""
+  """Runs code: a sandbox on this machine, or a client of a server."""
 
   def run(self, code: str, seconds: float) -> sandbox.CodeOutput:
-    """Runs code in an interpreter of its own, which ends with it."""
+    """Runs code in an interpreter of its own, which ends with the code."""
     ...
 
 
@@ -36,15 +36,15 @@ def python_tool(
 ) -> tool_lib.Tool:
   """Makes a tool `python(code: str)` that runs code in a sandbox.
 
-  What the code prints is the tool's text, a traceback included. Code that is late, ends
-  its interpreter or prints too much is an error of the call.
+  The tool's text is the code's output, tracebacks included. Code that times out, ends its
+  interpreter or prints too much is an error of the call.
 
   Args:
     box: The sandbox; one serves all episodes.
-    seconds: Seconds of the clock that a call's code may take.
-    stateful: Whether variables last from call to call. Each episode then needs a tool of
-      its own: make it in `make_env`. Its interpreter ends with the tool. Only a
-      sandbox of this machine has a state.
+    seconds: Time limit of a call's code, in seconds of wall time.
+    stateful: Whether variables persist between calls. Each episode then needs its own
+      tool: make it in `make_env`. The interpreter ends with the tool. Only a sandbox on
+      this machine has state.
   """
   here = isinstance(box, sandbox.Sandbox)
   if not stateful:
@@ -69,12 +69,12 @@ def python_tool(
 
   schema = tool_schema.describe(python, 'python')
   timeout = seconds + _START_SECONDS
-  # A server may be reached by another try.
+  # A retry may reach a server.
   return tool_lib.Tool('python', schema, python, timeout, idempotent=not here)
 
 
 class _Stateful:
-  """Runs all calls in one interpreter, one after the other; starts another if it ends."""
+  """Runs all calls in one interpreter, in turn; starts a new one if it ends."""
 
   def __init__(self, box: sandbox.Sandbox):
     self._box, self._session = box, None

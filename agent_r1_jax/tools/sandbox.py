@@ -1,4 +1,4 @@
-"""Runs Python that a model wrote, confined by the kernel.
+"""Runs model-written Python, confined by the kernel.
 
   box = sandbox.Sandbox()
   with box.open_session() as session:
@@ -6,11 +6,11 @@
     print(session.run('x').text)  # 42
 
 One worker process, a fresh interpreter with an empty environment, forks an interpreter
-for each session, which takes a few milliseconds. That one is confined by resource limits,
-Landlock and seccomp (sandbox_worker.confine): it reads the interpreter's own files and
-nothing else, writes no file, has no network, starts no process, signals nobody. Where
-`bwrap` (bubblewrap) is installed and allowed, the worker also has namespaces of its own,
-where no other files are; without them `stat` tells which files exist, and their sizes.
+for each session, which takes a few milliseconds. The fork is confined by resource limits,
+Landlock and seccomp (sandbox_worker.confine): it can read the interpreter's own files and
+nothing else, write no file, use no network, start no process and signal no one. If
+`bwrap` (bubblewrap) is installed and allowed, the worker also has its own namespaces,
+without any other files; otherwise `stat` reveals which files exist, and their sizes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,19 +34,19 @@ import weakref
 
 LAYERS = ('landlock', 'seccomp')
 _WORKER = pathlib.Path(__file__).with_name('sandbox_worker.py')
-# What namespaces show of the system, beside the interpreter: programs and libraries, and
-# how the linker finds these. All else, such as homes and data, is not there.
+# What namespaces show of the system besides the interpreter: programs, libraries, and how
+# the linker finds them. Everything else, such as homes and data, is absent.
 _SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib64')
 _LINKER = ('/etc/ld.so.cache', '/etc/alternatives')
 _SECCOMP = 'pyseccomp'  # The module that the worker imports for this layer.
-# A program that fails unless there are all modules that it is given.
+# A program that fails unless all the modules in its arguments exist.
 _FIND = (
   'import sys, importlib.util as u\nsys.exit(None in map(u.find_spec, sys.argv[1:]))'
 )
 _START_SECONDS = 60.0
 _PROBE_SECONDS = 10.0
 _LONGEST_SECONDS = 1e6  # Of a cell.
-# The kernel ends bubblewrap with the thread that started it, so that one never ends.
+# The kernel kills bubblewrap with the thread that started it, so this thread never ends.
 _STARTER = futures.ThreadPoolExecutor(1, 'sandbox-starter')
 
 
@@ -54,10 +54,10 @@ class CodeOutput(NamedTuple):
   """The result of a cell.
 
   Attributes:
-    text: What it printed, its traceback included; cut where it was too long.
-    status: 'ok'; 'error' where it raised; 'timeout'; 'output' where it printed far too
-      much; 'ended' where its interpreter ended, such as by os._exit or a crash.
-    seconds: Seconds that it took.
+    text: What it printed, tracebacks included; cut if it was too long.
+    status: 'ok'; 'error' if it raised; 'timeout'; 'output' if it printed far too much;
+      'ended' if its interpreter ended, such as by os._exit or a crash.
+    seconds: The seconds it took.
   """
 
   text: str
@@ -66,7 +66,7 @@ class CodeOutput(NamedTuple):
 
 
 class Sandbox:
-  """A worker process that starts confined interpreters; it may be shared by threads."""
+  """A worker process that starts confined interpreters; it is thread-safe."""
 
   def __init__(
     self,
@@ -80,10 +80,10 @@ class Sandbox:
 
     Args:
       memory_mb: MiB that a session may allocate.
-      max_output: Bytes of a cell's output that are kept; a cell that prints sixteen times
-        as much is ended.
-      preload: Modules that are imported once, before any session, such as 'numpy'.
-      without: Layers of confinement (LAYERS) to do without where the machine lacks them.
+      max_output: Maximum bytes of a cell's output; a cell that prints sixteen times as
+        much is ended.
+      preload: Modules to import once, before any session, such as 'numpy'.
+      without: Layers of confinement (LAYERS) to waive if the machine lacks them.
 
     Raises:
       RuntimeError: The machine lacks a layer that is not waived; says which, and what it
@@ -97,8 +97,8 @@ class Sandbox:
     self._start()
 
   def _start(self) -> None:
-    """Starts the worker, and refuses a machine that cannot confine what it runs."""
-    # What is here keeps numpy from starting a thread a core in each interpreter.
+    """Starts the worker; raises if the machine cannot confine it."""
+    # Keeps numpy from starting a thread per core in each interpreter.
     variables = {'OPENBLAS_NUM_THREADS': '1', 'OMP_NUM_THREADS': '1'}
     process, self._socket = start_worker(
       _isolate(self._preload), _WORKER, variables, kind=socket.SOCK_SEQPACKET
@@ -129,10 +129,10 @@ class Sandbox:
     self._end_worker()
 
   def open_session(self) -> 'Interpreter':
-    """Starts an interpreter, whose variables last until it is closed.
+    """Starts an interpreter, whose variables persist until it is closed.
 
     Raises:
-      RuntimeError: The sandbox was closed, or the worker cannot be started again.
+      RuntimeError: The sandbox is closed, or the worker cannot be restarted.
     """
     return Interpreter(self)
 
@@ -142,7 +142,7 @@ class Sandbox:
       return session.run(code, seconds)
 
   def _fork(self, descriptors: list[int]) -> tuple[socket.socket, int]:
-    """Forks an interpreter; returns its worker's socket, and its number there."""
+    """Forks an interpreter; returns the worker's socket and the fork's process id."""
     request = {'fork': self._limits}
     with self._lock:
       try:
@@ -150,7 +150,7 @@ class Sandbox:
       except (OSError, ValueError):
         if self._closed:
           raise RuntimeError('the sandbox was closed; make another one.') from None
-        self._end_worker()  # It has ended, or does not answer: another takes its place.
+        self._end_worker()  # It has ended or does not answer: replace it.
         self._start()
         return self._socket, self._ask(request, descriptors)['pid']
 
@@ -160,7 +160,7 @@ class Sandbox:
 
 
 class Interpreter:
-  """One confined interpreter; for one thread at a time."""
+  """One confined interpreter; not thread-safe."""
 
   def __init__(self, box: Sandbox):
     """Forks the interpreter."""
@@ -177,7 +177,7 @@ class Interpreter:
       raise
     finally:
       _close_all(worker_ends)
-    # Its code can open these pipes again, and take what `poll` announced here.
+    # The interpreter can reopen these pipes, and consume what `poll` announced here.
     for descriptor in own_ends:
       os.set_blocking(descriptor, False)
     self.close = weakref.finalize(self, _close_session, worker, pid, own_ends)
@@ -189,10 +189,10 @@ class Interpreter:
     self.close()
 
   def run(self, code: str, seconds: float = 10.0) -> CodeOutput:
-    """Runs a cell of code; after any status but 'ok' and 'error' the session is closed.
+    """Runs a cell of code; any status except 'ok' and 'error' closes the session.
 
-    It may take so many seconds of the clock; the value of a last expression is printed,
-    as in a notebook.
+    `seconds` limit the wall time; the value of a last expression is printed, as in a
+    notebook.
     """
     if not self.close.alive:
       return CodeOutput('', 'ended', 0.0)
@@ -208,14 +208,14 @@ class Interpreter:
     return CodeOutput(shown_text, status, time.monotonic() - start)
 
   def _exchange(self, data: bytes, deadline: float) -> tuple[bytes, str]:
-    """Sends a cell, and reads output until it is done; (output, status)."""
+    """Sends a cell, and reads output until it is done; returns (output, status)."""
     text, status = bytearray(), ''
-    poll = select.poll()  # Not `select`, which knows descriptors below 1,024 alone.
+    poll = select.poll()  # `select` only accepts descriptors below 1,024.
     for descriptor in (self._output, self._done):
       poll.register(descriptor, select.POLLIN)
     poll.register(self._code, select.POLLOUT)
     while (left := deadline - time.monotonic()) > 0:
-      # After the word that it is done only what the cell had printed is read.
+      # Once the cell is done, read only what it has already printed.
       wait = 0 if status else math.ceil(left * 1000)
       ready = {descriptor for descriptor, _ in poll.poll(wait)}
       if data and self._code in ready:
@@ -228,7 +228,7 @@ class Interpreter:
         if not data:
           poll.unregister(self._code)
       if self._done in ready and (word := _read(self._done, 1)) is not None:
-        # With data left it is no word of the worker, which has not read the cell.
+        # With data left the worker has not read the cell, and cannot have sent this.
         known = {} if data else {b'0': 'ok', b'1': 'error'}
         status = known.get(word, 'ended')
         poll.unregister(self._done)
@@ -250,9 +250,9 @@ def start_worker(
   variables: Mapping[str, str],
   kind: socket.SocketKind = socket.SOCK_STREAM,
 ) -> tuple[subprocess.Popen, socket.socket]:
-  """Starts a script, inside bubblewrap's command if there is one, and a socket to it.
+  """Starts a script, prefixed by `isolation` (bubblewrap's command), and its socket.
 
-  Nothing of the trainer's environment, where API keys are, comes along but `variables`.
+  Of the trainer's environment, which holds API keys, it gets only `variables`.
   """
   here, there = socket.socketpair(socket.AF_UNIX, kind)
   command = [*isolation, sys.executable, '-I', str(script), str(there.fileno())]
@@ -271,7 +271,7 @@ def start_worker(
 
 
 def _isolate(preload: Sequence[str] = ()) -> list[str]:
-  """Returns the command that gives the worker namespaces; empty where there is none."""
+  """Returns the command that gives the worker namespaces; empty if unavailable."""
   options = ['--unshare-all', '--dev', '/dev', '--proc', '/proc', '--tmpfs', '/tmp']
   return make_namespaces(options, [str(_WORKER)], preload)
 
@@ -279,14 +279,14 @@ def _isolate(preload: Sequence[str] = ()) -> list[str]:
 def make_namespaces(
   options: Sequence[str], files: Sequence[str], modules: Sequence[str] = ()
 ) -> list[str]:
-  """Returns the command of bubblewrap before which nothing but the system is seen.
+  """Returns a bubblewrap command that shows nothing but the system.
 
-  It is empty where bubblewrap is missing or not allowed, or where a module that the
-  worker imports is not among what the namespaces show.
+  It is empty if bubblewrap is missing or not allowed, or if the namespaces would hide a
+  module that the worker imports.
 
   Args:
     options: Options of bwrap, before those that show the system.
-    files: Paths that are shown beside the system and the interpreter, to be read.
+    files: Further paths to show, read-only.
     modules: Names of modules that the worker imports.
   """
   program = shutil.which('bwrap')
@@ -294,12 +294,10 @@ def make_namespaces(
     return []
   command = [program, '--die-with-parent', *options]
   needed = [*modules]
-  if importlib.util.find_spec(
-    _SECCOMP
-  ):  # Else its layer is missing with or without them.
+  if importlib.util.find_spec(_SECCOMP):  # Else its layer is missing either way.
     needed.append(_SECCOMP)
   prefixes = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)}
-  # Parents first: what is mounted later covers what was mounted in its place.
+  # Parents first: a later mount covers an earlier one below it.
   for path in (*_SYSTEM, *_LINKER, *sorted(prefixes), *files):
     command += ['--ro-bind-try', path, path]
   try:
@@ -311,26 +309,26 @@ def make_namespaces(
 
 
 def _end(process: subprocess.Popen, there: socket.socket) -> None:
-  """Ends the worker; the kernel then kills the interpreters that it forked."""
+  """Ends the worker; the kernel then kills the interpreters it forked."""
   there.close()
   process.kill()
   process.wait()
 
 
 def _close_session(worker: socket.socket, pid: int, descriptors: tuple[int, ...]) -> None:
-  """Has the worker kill an interpreter.
+  """Makes the worker kill an interpreter.
 
-  The garbage collector may call this in any thread, at any line: also in one that holds
-  the lock and awaits an answer. So there is no lock here, and no answer.
+  The garbage collector may call this in any thread, at any line: even in a thread that
+  holds the lock and awaits an answer. So this takes no lock and awaits no answer.
   """
   _close_all(descriptors)
-  # Where the worker has ended, so has the interpreter; the next has its own numbers.
+  # If the worker has ended, so has the interpreter; a new worker has its own process ids.
   with contextlib.suppress(OSError):
     worker.send(json.dumps({'kill': pid}).encode())
 
 
 def _read(descriptor: int, size: int) -> bytes | None:
-  """Reads without waiting; None if there is nothing yet, b'' if nothing can come."""
+  """Reads without blocking; None if there is nothing yet, b'' at the end."""
   try:
     return os.read(descriptor, size)
   except BlockingIOError:

@@ -1,15 +1,15 @@
 """The worker process of sandbox.py, which forks a confined interpreter for each session.
 
 It runs as a script (`python -I sandbox_worker.py FD`) with an empty environment and never
-imports the package, so that nothing of the trainer is in its memory or in that of the
-interpreters that it forks. Requests come over a Unix socket, one JSON object each:
+imports the package, so that its memory, and that of the interpreters it forks, has
+nothing of the trainer. Requests come over a Unix socket, one JSON object each:
 
   {"fork": {...limits}} with three descriptors: code, output, done  -> {"pid": n}
   {"kill": pid}                                                     -> nothing
 
 A forked interpreter reads cells of code (a length of 4 bytes, then UTF-8), writes what
-they print to `output`, and after each of them one byte to `done`: b'0' where it returned
-and b'1' where it raised. It is confined four times over, see `confine`.
+they print to `output`, and after each cell one byte to `done`: b'0' if it returned, b'1'
+if it raised. Four layers confine it, see `confine`.
 """
 
 import ast
@@ -31,14 +31,14 @@ import traceback
 import types
 from typing import Any
 
-# Bits of Landlock's access rights (linux/landlock.h), by the first version of the
-# interface that knows them. A right that is handled and not granted is denied.
-READ = 1 << 2 | 1 << 3  # READ_FILE and READ_DIR: all that an interpreter is granted.
+# Landlock's access rights (linux/landlock.h), by the ABI version that introduced them. A
+# right that is handled and not granted is denied.
+READ = 1 << 2 | 1 << 3  # READ_FILE and READ_DIR: an interpreter's only rights.
 _RIGHTS_OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
 _FILE_RIGHTS = {1: (1 << 13) - 1, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
 _NETWORK_RIGHTS = {4: 1 << 0 | 1 << 1}  # TCP: bind and connect.
 _SCOPES = {6: 1 << 0 | 1 << 1}  # Abstract Unix sockets and signals.
-# The numbers of its system calls are the same on every architecture.
+# The system call numbers of Landlock, which are the same on every architecture.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 
 # Calls that an interpreter needs. Everything else fails with EPERM: sockets, fork, exec,
@@ -55,11 +55,11 @@ ALLOWED = """
   gettimeofday time times
 """.split()
 _CLONE_THREAD = 0x10000
-# What `open` must not be asked for: to write, create, truncate or make a nameless file.
-# Landlock knows truncation since its third version only, and may be waived.
+# Flags that `open` must not have: to write, create, truncate or make a nameless file.
+# Landlock handles truncation only since version 3, and may be waived.
 _NOT_TO_READ = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | (os.O_TMPFILE & ~os.O_DIRECTORY)
-# Not F_SETOWN, which has any signal sent to any process, and not F_SETPIPE_SZ, whose
-# memory no limit of the process counts.
+# Not F_SETOWN, which can send any signal to any process, and not F_SETPIPE_SZ, whose
+# memory no process limit counts.
 FCNTL_COMMANDS = (
   fcntl.F_DUPFD,
   fcntl.F_DUPFD_CLOEXEC,
@@ -94,7 +94,7 @@ def main(descriptor: int) -> None:
     if not data:
       return
     request = json.loads(data)
-    # Not waited for: what a killed interpreter leaves takes longer to clear than a fork.
+    # Without blocking: clearing a killed interpreter takes longer than a fork.
     killed = {pid for pid in killed if os.waitpid(pid, os.WNOHANG)[0] == 0}
     if 'fork' in request:
       _prepare(request['fork'])
@@ -106,7 +106,7 @@ def main(descriptor: int) -> None:
       for descriptor in descriptors:
         os.close(descriptor)
       server.sendall(json.dumps({'pid': pid}).encode())
-    # Nobody else's: a number may belong to another process when its own has ended.
+    # Only children: a process id may be reused once its process has ended.
     elif (pid := request['kill']) in children:
       children.remove(pid)
       os.kill(pid, signal.SIGKILL)
@@ -114,7 +114,7 @@ def main(descriptor: int) -> None:
 
 
 def find_missing_layers() -> list[str]:
-  """Names the layers of confinement that this machine cannot give, each with a remedy."""
+  """Lists the layers that this machine cannot provide, each with a remedy."""
   missing = []
   if landlock_version() < 1:
     missing.append('landlock: it needs Linux 5.13 with Landlock enabled')
@@ -126,12 +126,12 @@ def find_missing_layers() -> list[str]:
 
 
 def confine(limits: dict) -> None:
-  """Takes from this process all that untrusted code must not have, for good.
+  """Irrevocably takes from this process everything that untrusted code must not have.
 
   1. Resource limits: address space, size of files (0), open files, no core dump.
-  2. no_new_privs, not dumpable (no ptrace by its kin), killed when the worker ends; of
-     root's capabilities none but that to read.
-  3. Landlock: of the file system only the interpreter and its libraries, to be read.
+  2. no_new_privs; not dumpable (siblings cannot ptrace it); killed when the worker ends;
+     of root's capabilities only the one to read.
+  3. Landlock: of the file system only the interpreter and its libraries, read-only.
   4. seccomp: an allow-list of system calls, without sockets, processes and signals.
 
   Args:
@@ -157,7 +157,7 @@ def confine(limits: dict) -> None:
 
 
 def _prepare(limits: dict) -> None:
-  """Makes what all interpreters are confined by; otherwise each would make its own."""
+  """Makes what confines all interpreters, so that each need not make its own."""
   if 'landlock' not in limits['without']:
     _make_ruleset()
   if 'seccomp' not in limits['without']:
@@ -182,7 +182,7 @@ def _address_space() -> int:
 
 
 def landlock_version() -> int:
-  """Returns the version of Landlock's interface; below 1 where there is none."""
+  """Returns the version of Landlock's ABI; below 1 if there is none."""
   return libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
 
 
@@ -192,18 +192,18 @@ def _make_ruleset() -> int:
 
 
 def make_ruleset(grants: dict[str, int]) -> int:
-  """Returns the descriptor of Landlock's rules, which grant rights by path.
+  """Returns the descriptor of a Landlock ruleset that grants rights by path.
 
   Args:
-    grants: Paths and the rights there, such as READ; a path that is not there grants
-      nothing, and of a file only the rights that files have.
+    grants: The rights, such as READ, by path; missing paths are skipped, and files get
+      only the rights that files have.
   """
   version = landlock_version()
   handled = [
     sum(bits for first, bits in table.items() if first <= version)
     for table in (_FILE_RIGHTS, _NETWORK_RIGHTS, _SCOPES)
   ]
-  # Older kernels know a shorter struct.
+  # Older kernels have a shorter struct.
   fields = 1 if version < 4 else 2 if version < 6 else 3
   attributes = struct.pack(f'{fields}Q', *handled[:fields])
   ruleset = _checked(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
@@ -218,7 +218,7 @@ def make_ruleset(grants: dict[str, int]) -> int:
 
 
 def restrict_self(ruleset: int) -> None:
-  """Restricts this thread, and whatever it starts, by Landlock's rules."""
+  """Restricts this thread and its descendants by a Landlock ruleset."""
   _checked(_RESTRICT_SELF, ruleset, 0)
   os.close(ruleset)
 
@@ -226,7 +226,7 @@ def restrict_self(ruleset: int) -> None:
 def _readable_paths() -> set[str]:
   """The interpreter's modules, shared libraries, time zones and harmless devices.
 
-  Not all of sys.path: an editable installation puts a checkout there, data and all.
+  Not all of sys.path: an editable installation adds a checkout, data included.
   """
   kinds = ('stdlib', 'platstdlib', 'purelib', 'platlib')
   modules = {sysconfig.get_path(kind) for kind in kinds}
@@ -245,10 +245,10 @@ def _checked(number: int, *arguments) -> int:
 def make_filter(
   names: Iterable[str], requests: Iterable[int], commands: Iterable[int]
 ) -> Any:
-  """Makes a filter of seccomp by which all other system calls fail with EPERM.
+  """Makes a seccomp filter that fails all other system calls with EPERM.
 
-  `names` are allowed whatever their arguments; of `ioctl` some requests are, and of
-  `fcntl` some commands.
+  `names` are allowed with any arguments, `ioctl` only with `requests`, `fcntl` only with
+  `commands`.
   """
   import pyseccomp
 
@@ -265,7 +265,7 @@ def make_filter(
 
 
 def allow(rules: Any, name: str, argument: int, value: int, mask: int = -1) -> None:
-  """Allows a system call where its argument of that number, masked, has the value."""
+  """Allows a system call if its argument at that index, masked, has the value."""
   import pyseccomp
 
   bits = mask & (1 << 64) - 1
@@ -275,7 +275,7 @@ def allow(rules: Any, name: str, argument: int, value: int, mask: int = -1) -> N
 
 
 def refuse(rules: Any, names: Iterable[str], code: int) -> None:
-  """Lets system calls fail with a code other than EPERM."""
+  """Makes system calls fail with a code other than EPERM."""
   import pyseccomp
 
   for name in names:
@@ -293,7 +293,7 @@ def _make_filter() -> Any:
 
 
 def _run_interpreter(descriptors: list[int], limits: dict, worker: int) -> None:
-  """Runs in the forked process, and never returns."""
+  """Runs an interpreter in the forked process; never returns."""
   try:
     code, output, done = descriptors
     os.dup2(output, 1)
@@ -304,7 +304,7 @@ def _run_interpreter(descriptors: list[int], limits: dict, worker: int) -> None:
     os.chdir('/')
     os.setsid()
     confine(limits)
-    if os.getppid() == worker:  # Else it ended before this one was to end with it.
+    if os.getppid() == worker:  # Else it ended before `confine`.
       _run_cells(code, done)
   except BaseException:
     traceback.print_exc()
@@ -313,7 +313,7 @@ def _run_interpreter(descriptors: list[int], limits: dict, worker: int) -> None:
 
 
 def _run_cells(code: int, done: int) -> None:
-  # Pickle, dataclasses and unittest look there for what a cell defines.
+  # Pickle, dataclasses and unittest look up a cell's definitions there.
   module = sys.modules['__main__'] = types.ModuleType('__main__')
   names = module.__dict__
   names['__builtins__'] = __builtins__
@@ -330,7 +330,7 @@ def _run_cell(cell: str, names: dict) -> bool:
   """Runs a cell, and prints the value of its last expression as a notebook does.
 
   Returns:
-    Whether it raised; its traceback is printed then.
+    Whether it raised; the traceback has then been printed.
   """
   try:
     tree = ast.parse(cell, '<cell>')
@@ -346,7 +346,7 @@ def _run_cell(cell: str, names: dict) -> bool:
   except SystemExit:
     return False
   except BaseException as error:
-    # Without the frames of this file.
+    # Skip the frames of this file.
     trace = error.__traceback__
     while trace and trace.tb_frame.f_code.co_filename != '<cell>':
       trace = trace.tb_next

@@ -17,19 +17,19 @@ def search_tool(
   """Makes a tool `search(query: str)` over a retriever.
 
   Queries that arrive within a window, or while the retriever is busy, go to it in one
-  call, in a thread, one call at a time. An exception of the retriever is an error of each
-  of these queries.
+  call, in a thread, one call at a time. If the retriever raises, each of these queries
+  gets the error.
 
-  A call of the retriever that takes longer than `timeout` is abandoned and counted as
+  A retriever call that takes longer than `timeout` is abandoned and counted as
   'abandoned/search'; later queries do not wait for it.
 
   Args:
     retriever: The retriever. It need not be thread-safe: two calls overlap only if the
-      first one was abandoned.
-    k: Number of passages for a query.
+      first was abandoned.
+    k: Number of passages per query.
     template: The template of one passage, for `documents.render`.
     window: Seconds to wait for further queries.
-    timeout: Seconds that a query may take, including the window.
+    timeout: Time limit of a query in seconds, including the window.
   """
   documents.check_k(k)
   _check_template(template)

@@ -5,15 +5,15 @@ r"""A shell for an agent, in a workspace of its episode, confined by the kernel.
   print(session.run('wc -l < names.txt').text)  # 2
   tool = shell.shell_tool(session)
 
-Each command is a shell of its own, and whatever it started is ended with it. What lasts
-from call to call are the files and the directory: a shell that lasted could be hung,
-stopped or flooded by what runs beside it, and a call's end would be a guess.
+Each command is a shell of its own, and everything it started ends with it. Only files and
+the directory persist between calls: a shell that persisted could be hung, stopped or
+flooded by its background processes, and the end of a call would be a guess.
 
 A command may write the workspace and a directory for temporary files, and read the
-system's programs. It has no network and no environment of the trainer, sees and signals
-no other process, and is bounded in processes, memory, disk, files, output and time. This
-needs seccomp, and bubblewrap's namespaces or, where they are missing, Landlock of Linux
-6.12; docs/tools.md says which layer does what.
+system's programs. It has no network and no environment of the trainer, cannot see or
+signal other processes, and is limited in processes, memory, disk, files, output and time.
+This needs seccomp, and bubblewrap's namespaces or, without them, Landlock of Linux 6.12;
+docs/tools.md says which layer does what.
 """
 
 from collections.abc import Mapping
@@ -37,28 +37,28 @@ from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent import tool_schema
 from agent_r1_jax.tools import sandbox
 
-# The first is run, and imports the others from its own folder.
+# The first is run, and imports the others from its folder.
 _FILES = ('shell_worker.py', 'shell_layers.py', 'sandbox_worker.py')
 _FOLDER = pathlib.Path(__file__).parent
 _LONGEST = 100_000  # Bytes of a command; the kernel takes 128 KiB as one argument.
 _START_SECONDS = 60.0
 _END_SECONDS = 10.0
-# Beyond a command's own time: for its end, and for what it left.
+# Allowed beyond a command's own time limit, for ending it and cleaning up.
 _GRACE_SECONDS = 30.0
-# Where the trainer is root, shells get these users, which no system gives to others.
+# If the trainer is root, shells get these users, which no system gives to others.
 _USERS = itertools.cycle(range(60_100, 64_900))
 
 
 class ShellLimits(NamedTuple):
-  """What a session may use.
+  """The resource limits of a session.
 
   Attributes:
-    processes: Processes and threads at a time.
-    memory_mb: MiB of memory of each process, and of all of them.
-    disk_mb: MiB of files in the workspace, and of temporary ones.
+    processes: Concurrent processes and threads.
+    memory_mb: MiB of memory, for each process and for all of them together.
+    disk_mb: MiB of files in the workspace, and of temporary files.
     files: Files and directories.
-    max_output: Bytes of a command's output that are kept; one that prints 256 times as
-      much is ended. The chat then cuts it to chat.max_tool_tokens.
+    max_output: Maximum bytes of a command's output; one that prints 256 times as much is
+      ended. The chat then cuts it to chat.max_tool_tokens.
   """
 
   processes: int = 64
@@ -75,9 +75,9 @@ class CommandOutput(NamedTuple):
   """The result of a command.
 
   Attributes:
-    text: What it printed, errors among it; cut where it was too long.
+    text: Its output, errors included; cut if it was too long.
     code: Its exit status.
-    reason: Why it was ended, in words; empty where it ended by itself.
+    reason: Why it was ended, in words; empty if it ended by itself.
   """
 
   text: str
@@ -86,7 +86,7 @@ class CommandOutput(NamedTuple):
 
 
 class CommandError(ValueError):
-  """The agent's command is to blame, not the shell."""
+  """The fault is in the agent's command, not in the shell."""
 
 
 class Shell:
@@ -100,9 +100,9 @@ class Shell:
     """Starts its process, which takes about a tenth of a second.
 
     Args:
-      limits: What commands may use.
-      packages: Whether commands find this interpreter first, with the packages that are
-        installed for it, such as pytest; they can be read and not written.
+      limits: The resource limits of commands.
+      packages: Whether commands find this interpreter first, with its installed packages,
+        such as pytest, read-only.
 
     Raises:
       RuntimeError: This machine cannot confine a shell; says what to install.
@@ -134,7 +134,7 @@ class Shell:
       )
 
   def write_files(self, files: Mapping[str, str]) -> None:
-    """Writes new files: texts by relative path; what begins with #! can be executed.
+    """Writes new files: texts by relative path; texts with #! become executable.
 
     Raises:
       ValueError: A path leads out of the workspace.
@@ -146,10 +146,10 @@ class Shell:
     self._ask(_GRACE_SECONDS, ['write', dict(files)])
 
   def run(self, command: str, seconds: float = 10.0) -> CommandOutput:
-    """Runs a command within so many seconds of the clock; one at a time.
+    """Runs a command, limited to `seconds` of wall time; one at a time.
 
     Raises:
-      CommandError: It is no command, or this one or an earlier has ended the session.
+      CommandError: The command is invalid, or it or an earlier one ended the session.
     """
     command = command.encode(errors='replace').decode()
     if '\0' in command or len(command.encode()) > _LONGEST:
@@ -161,11 +161,11 @@ class Shell:
   ) -> dict[str, str | None]:
     """Returns the texts of the workspace's files by their relative paths.
 
-    What is no regular file, such as a link, is None; so is a directory, whose name ends
-    with a slash. Bytes that are no UTF-8 are surrogates (os.fsencode gives them back).
+    Links and other special files are None; so are directories, whose names end with a
+    slash. Bytes that are not UTF-8 become surrogates (os.fsencode restores them).
 
     Raises:
-      CommandError: There are more, or the session has been ended.
+      CommandError: There are more files or bytes, or the session has ended.
     """
     found = self._ask(_GRACE_SECONDS, ['read', most_files, most_bytes])
     if found is None:
@@ -186,12 +186,12 @@ class Shell:
 def shell_tool(session: Shell, *, seconds: float = 10.0) -> tool_lib.Tool:
   """Makes a tool `shell(command: str)` that runs commands in a session.
 
-  What a command prints is the tool's text, with its exit status where that is not 0. A
-  command that is late or exceeds a limit is an error of the call, which says why. Calls
-  of one reply would run in any order: give `ToolEnv` max_parallel_calls=1.
+  The tool's text is the command's output, with its exit status if that is not 0. A
+  command that times out or exceeds a limit is an error of the call, which says why. Calls
+  of one reply would run in any order: set max_parallel_calls=1 in `ToolEnv`.
 
-  The session is that of the episode, made in `make_env`; it ends with the tool. A command
-  may take so many seconds of the clock.
+  Make the session in `make_env`, one per episode; it ends with the tool. `seconds` limit
+  a command's wall time.
   """
 
   def shell(command: str) -> str:
@@ -215,9 +215,9 @@ def shell_tool(session: Shell, *, seconds: float = 10.0) -> tool_lib.Tool:
 
 @functools.cache
 def _isolate(disk_mb: int) -> list[str]:
-  """Returns the command of bubblewrap for a session; empty where there is none."""
+  """Returns a session's bubblewrap command; empty if unavailable."""
   options = ['--unshare-ipc', '--unshare-pid', '--unshare-net', '--unshare-uts']
-  # In a namespace of users, root could not take a user of its own (_USERS).
+  # In a user namespace, root could not switch to one of _USERS.
   options = ['--unshare-all'] if os.getuid() else [*options, '--unshare-cgroup-try']
   options += [
     '--as-pid-1',
@@ -228,7 +228,7 @@ def _isolate(disk_mb: int) -> list[str]:
     '--proc',
     '/proc',
   ]
-  # bubblewrap makes directories above what it shows such that only root may enter them.
+  # bubblewrap makes parent directories that only root may enter.
   prefixes = (sys.base_prefix, os.path.join(sys.prefix, 'x'))
   above = dict.fromkeys(
     str(p) for f in prefixes for p in [*pathlib.Path(f).parents][::-1]
@@ -238,7 +238,7 @@ def _isolate(disk_mb: int) -> list[str]:
   for path in ('/workspace', '/tmp'):
     options += ['--size', str(disk_mb << 20), '--tmpfs', path]
   found = sandbox.make_namespaces(options, [str(_FOLDER / name) for name in _FILES])
-  # What bubblewrap itself made could be written otherwise, and would count nowhere.
+  # bubblewrap's own directories would be writable, and escape the disk limit.
   return [*found, '--remount-ro', '/dev', '--remount-ro', '/'] if found else []
 
 
@@ -254,7 +254,7 @@ def _end(process: subprocess.Popen, there: socket.socket, lines: Any, root: str 
   except subprocess.TimeoutExpired:
     process.kill()
     process.wait()
-  with contextlib.suppress(OSError):  # What was not sent is lost, as it should be.
+  with contextlib.suppress(OSError):  # Unsent data may be lost.
     lines.close()
   there.close()
   if root:

@@ -1,6 +1,6 @@
-"""What the kernel lets a shell's commands do: their system calls, and where.
+"""What the kernel allows a shell's commands: their system calls and paths.
 
-Imported by shell_worker.py alone, in its own process.
+Only shell_worker.py imports this, in its own process.
 """
 
 import errno
@@ -12,8 +12,8 @@ from typing import Any
 sys.path.append(os.path.dirname(__file__))  # `-I` leaves it out.
 import sandbox_worker
 
-# What a shell and common programs need beside an interpreter's calls. Sockets, mounts,
-# namespaces, ptrace, keys, io_uring, shared memory and files in memory are not here.
+# What a shell and common programs need besides an interpreter's calls. Excludes sockets,
+# mounts, namespaces, ptrace, keys, io_uring, shared memory and files in memory.
 _CALLS = """
   fork vfork execve execveat wait4 waitid kill tkill tgkill getpgrp getpgid setpgid getsid
   setsid getgroups getresuid getresgid getpriority umask pause alarm setitimer getitimer
@@ -23,31 +23,31 @@ _CALLS = """
   readahead fsync fdatasync chdir fchdir sendfile copy_file_range statfs fstatfs
   close_range
 """.split()
-# They change any file of the user, which Landlock does not hold: only where no others are
-# there, or the user is the shell's own.
+# These change any file of the user, which Landlock does not prevent: allowed only if no
+# other files are there, or the user is the shell's own.
 _CALLS_OF_OWNERS = """
   chmod fchmod fchmodat fchmodat2 chown lchown fchown fchownat utime utimes futimesat
   utimensat
 """.split()
-# Programs that find no such attributes go on without; they do not where it is forbidden.
+# Programs do without these attributes if there are none, but not if access is forbidden.
 _ATTRIBUTES = """
   getxattr lgetxattr fgetxattr setxattr lsetxattr fsetxattr listxattr llistxattr
   flistxattr removexattr lremovexattr fremovexattr
 """.split()
 _REQUESTS = (0x540F, 0x541B, 0x40049409)  # TIOCGPGRP, FIONREAD, FICLONE
-_COMMANDS = (5, 6, 7, 36, 37, 38)  # The locks of a range.
+_COMMANDS = (5, 6, 7, 36, 37, 38)  # Locks of a byte range.
 _NEW_NAMESPACES = 0x7E020080  # Flags of clone.
 _EXECUTE, _WRITE = 1 << 0, 1 << 1 | 1 << 14
 _SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib64')
 _SYSTEM += ('/etc/ld.so.cache', '/etc/alternatives')
 _DEVICES = ('/dev/null', '/dev/zero', '/dev/full', '/dev/random', '/dev/urandom')
-# Everything but devices, sockets and the requests of devices.
+# All rights except devices, sockets and device ioctls.
 _OWN = ((1 << 15) - 1) & ~(1 << 6 | 1 << 9 | 1 << 11)
-_SCOPED = 6  # The version of Landlock since which it confines signals.
+_SCOPED = 6  # The version of Landlock that first confines signals.
 
 
 def find_missing(namespaces: bool) -> list[str]:
-  """Names what the machine lacks to confine a shell, with the remedy."""
+  """Lists what the machine lacks to confine a shell, with the remedy."""
   layers = sandbox_worker.find_missing_layers()
   missing = [text for text in layers if text.startswith('seccomp')]
   if not namespaces and sandbox_worker.landlock_version() < _SCOPED:
@@ -65,17 +65,17 @@ def make_rulesets(
   shares_user: bool,
   packages: list[str],
 ) -> list[int]:
-  """Returns Landlock's rules for commands, and for the process that starts them.
+  """Returns Landlock's rulesets for commands, and for the process that starts them.
 
-  The second may also see processes, and remove the workspace. There are none where
-  Landlock does not confine signals.
+  The latter may also see processes, and remove the workspace. There are none if Landlock
+  does not confine signals.
 
   Args:
     workspace: The directories that commands may write.
-    root: The directory that has them.
-    namespaces: Whether nothing is there that they must not read.
-    shares_user: Whether they have the trainer's user, who may own the interpreter; the
-      times of what it can open are then not safe from its owner.
+    root: Their parent directory.
+    namespaces: Whether namespaces already hide everything that commands must not read.
+    shares_user: Whether commands run as the trainer's user, who may own the interpreter
+      and could change the times of any file that commands can open.
     packages: The directories of an interpreter's packages, if they may be read.
   """
   if sandbox_worker.landlock_version() < _SCOPED:
@@ -90,10 +90,10 @@ def make_rulesets(
 
 
 def make_filter(of_owners: bool) -> Any:
-  """Makes the filter of commands.
+  """Makes the seccomp filter of commands.
 
   Args:
-    of_owners: Whether they may change rights, owners and times of files.
+    of_owners: Whether they may change modes, owners and times of files.
   """
   names = [*sandbox_worker.ALLOWED, *_CALLS, *(_CALLS_OF_OWNERS if of_owners else ())]
   requests = (*sandbox_worker.TERMINAL_REQUESTS, *_REQUESTS)
@@ -103,9 +103,9 @@ def make_filter(of_owners: bool) -> Any:
   allow = sandbox_worker.allow
   allow(rules, 'clone', 0, 0, _NEW_NAMESPACES)
   allow(rules, 'prlimit64', 0, 0)  # Its own limits, which can only be lowered.
-  for name in ('mknod', 'mknodat'):  # Pipes with names.
+  for name in ('mknod', 'mknodat'):  # Only named pipes.
     allow(rules, name, 1 + (name == 'mknodat'), stat.S_IFIFO, 0o170000)
   allow(rules, 'prctl', 0, 15)  # PR_SET_NAME
   if not of_owners:
-    allow(rules, 'utimensat', 1, 0)  # Of a file that it could open.
+    allow(rules, 'utimensat', 1, 0)  # Only of a file that it could open.
   return rules

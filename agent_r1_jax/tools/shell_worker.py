@@ -1,10 +1,10 @@
 """The process of an episode's shell (shell.py), which runs its commands one by one.
 
 It runs as a script (`python -I shell_worker.py FD`) with an empty environment, inside
-bubblewrap's namespaces where there are any, and never imports the package. It confines
-itself (`_enter`), each command further (`_start`), ends whatever a command leaves behind,
-and itself as soon as the other end of its socket is closed. Requests and answers are
-lines of JSON; bytes that are no UTF-8 travel as surrogates.
+bubblewrap's namespaces if available, and never imports the package. It confines itself
+(`_enter`), confines each command further (`_start`), ends whatever a command leaves
+behind, and exits when the other end of its socket is closed. Requests and answers are
+lines of JSON; bytes that are not UTF-8 become surrogates.
 """
 
 from collections.abc import Iterator
@@ -25,19 +25,19 @@ sys.path.append(os.path.dirname(__file__))  # `-I` leaves it out.
 import sandbox_worker
 import shell_layers
 
-# The directory that the command ends in is told at the end, whichever it is.
+# The command's final directory is reported at its end.
 _SCRIPT = 'trap "pwd -P >&{} 2>/dev/null" EXIT; eval " $1"'
 _PATH = '/usr/local/bin:/usr/bin:/bin'
 _OWN_PATH = f'{sys.base_prefix}/bin'
-# Below level 1 bash takes the refusal of `getpeername` for a login from afar.
+# Below level 1 bash takes the refusal of `getpeername` for a remote login.
 _VARIABLES = {
   'PATH': f'{_PATH}:{_OWN_PATH}',
   'LANG': 'C.UTF-8',
   'TERM': 'dumb',
   'SHLVL': '1',
 }
-_TICK = 0.05  # Seconds between two looks at what a command uses.
-_FLOOD = 256  # A command ends that prints so many times what is kept.
+_TICK = 0.05  # Seconds between two checks of a command's usage.
+_FLOOD = 256  # A command that prints this many times max_output is ended.
 
 
 def main(descriptor: int) -> None:
@@ -60,7 +60,7 @@ def main(descriptor: int) -> None:
 
 
 class _CommandRunner:
-  """Runs commands, and says what they leave in the workspace."""
+  """Runs commands, and reports what they leave in the workspace."""
 
   def __init__(self, settings: dict, server: socket.socket):
     self.settings, self.server = settings, server
@@ -74,24 +74,24 @@ class _CommandRunner:
       self._enter()
 
   def _enter(self) -> None:
-    """Confines this process, which commands can then neither signal nor trace."""
+    """Confines this process so that commands can neither signal nor trace it."""
     uid = os.geteuid()
     libc = sandbox_worker.libc
     libc.prctl(sandbox_worker.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become its children.
-    # As the first of its namespace, it gets no signal but those it waits for.
+    # As process 1 of its namespace, it gets only the signals it handles.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not self.namespaces:
       os.mkdir(self.workspace)
       os.mkdir(self.scratch)
-    # These are made before the user changes, who may not be able to reach the paths.
+    # Made before the user changes, since the new user may not reach the paths.
     paths = [self.workspace, self.scratch]
     self.shares_user = uid != 0 and not self.namespaces
     self.rulesets = shell_layers.make_rulesets(
       paths, self.root, self.namespaces, self.shares_user, self.settings['packages']
     )
-    # A user of its own, so that the kernel counts its processes, which it does not for
-    # root, and no file or process is its own but what the shell made.
+    # Switch to a user of its own: the kernel counts the processes of users except root,
+    # and that user owns only the shell's files and processes.
     if uid == 0:
       user = self.settings['user']
       for path in paths if self.namespaces else [*paths, self.root]:
@@ -101,8 +101,8 @@ class _CommandRunner:
       os.setresuid(user, user, user)
     self.filter = shell_layers.make_filter(of_owners=not self.shares_user)
     libc.prctl(sandbox_worker.PR_SET_DUMPABLE, 0, 0, 0, 0)
-    # `end_all` signals everything that it may: here, before it ever does, is checked that
-    # this is nothing of the machine.
+    # `end_all` signals everything that it may. Check first that this excludes the
+    # machine's other processes.
     if self.namespaces and os.getpid() != 1:
       raise RuntimeError('the shell is not the first of its namespace')
     if self.rulesets:
@@ -113,7 +113,7 @@ class _CommandRunner:
         raise RuntimeError('the shell could signal processes of the machine')
 
   def write(self, files: dict[str, str]) -> None:
-    """Writes files into the workspace; those that begin with #! can be executed."""
+    """Writes files into the workspace; texts with #! become executable."""
     for name, text in files.items():
       path = os.path.join(self.workspace, name)
       os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -129,7 +129,7 @@ class _CommandRunner:
     output, output_end = os.pipe()
     place, place_end = os.pipe()
     size, count = self._measure_disk()
-    # Who has too much can still remove it.
+    # A workspace over the limit can still be cleaned up.
     allowed = size if size < float('inf') else 0.0, count
     pid = self._start(command, output_end, place_end)
     os.close(output_end)
@@ -143,10 +143,10 @@ class _CommandRunner:
     while not reason:
       ready = {descriptor for descriptor, _ in poll.poll(_TICK * 1000)}
       if output in ready:
-        with contextlib.suppress(BlockingIOError):  # The command has taken it back.
+        with contextlib.suppress(BlockingIOError):  # The command has read it back.
           piece = os.read(output, 1 << 16)
           text, size = text + piece[: kept - len(text)], size + len(piece)
-          if not piece:  # Closed by all.
+          if not piece:  # All writers have closed it.
             poll.unregister(output)
       if ended in ready:
         break
@@ -158,7 +158,7 @@ class _CommandRunner:
         reason = f'it took longer than {seconds:g} seconds'
       elif now > next_look:
         reason = self._find_excess(allowed)
-        # At most a fifth of the time is spent on looking.
+        # Spend at most a fifth of the time on checks.
         next_look = time.monotonic() + max(_TICK, 4 * (time.monotonic() - now))
     os.close(ended)
     self.end_all()
@@ -175,8 +175,8 @@ class _CommandRunner:
     return shown, code if code >= 0 else 128 - code, reason
 
   def _start(self, command: str, output: int, place: int) -> int:
-    """Forks a shell for a command, and confines it; returns its number."""
-    processes = self.settings['processes'] + 2  # This one, and the shell.
+    """Forks and confines a shell for a command; returns its process id."""
+    processes = self.settings['processes'] + 2  # This process, and the shell.
     if self.shares_user:
       processes += _count_threads()
     if pid := os.fork():
@@ -198,7 +198,7 @@ class _CommandRunner:
         resource.setrlimit(name, (value, value))
       try:
         os.chdir(self.place)
-      except OSError:  # It is gone.
+      except OSError:  # It has gone.
         os.chdir(self.workspace)
       if self.rulesets:
         sandbox_worker.restrict_self(*self.rulesets)
@@ -215,10 +215,10 @@ class _CommandRunner:
       os._exit(126)
 
   def end_all(self) -> None:
-    """Kills all that it may signal, and waits for it.
+    """Kills every process that it may signal, and waits for them.
 
-    The kernel lets no process escape by a fork while it signals all. It may signal what
-    is in its namespace, or in its domain of Landlock, and nothing else.
+    The kernel signals all at once, so no process escapes by forking. It may signal only
+    processes in its namespace, or in its Landlock domain.
     """
     while True:
       with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -227,7 +227,7 @@ class _CommandRunner:
         return
 
   def _reap(self, options: int) -> bool:
-    """Notes how a child ended; whether there was one."""
+    """Records how a child ended; returns whether there was one."""
     try:
       pid, status = os.waitpid(-1, options)
     except ChildProcessError:
@@ -237,8 +237,8 @@ class _CommandRunner:
     return bool(pid)
 
   def _find_excess(self, allowed: tuple[float, int]) -> str:
-    """Says which limit that the kernel does not keep is exceeded; or nothing."""
-    while self._reap(os.WNOHANG):  # Orphans that ended count as processes until then.
+    """Returns which limit that the kernel does not enforce is exceeded, or ''."""
+    while self._reap(os.WNOHANG):  # Ended orphans count as processes until then.
       pass
     memory, deleted = self._measure_processes()
     if memory > self.memory:
@@ -251,7 +251,7 @@ class _CommandRunner:
     return ''
 
   def _measure_processes(self) -> tuple[int, int]:
-    """Bytes of memory of all processes, and of their files that are deleted."""
+    """Returns the bytes of all processes' memory, and of their deleted files."""
     memory, deleted, parents = 0, {}, [os.getpid()]
     while parents:
       parent = parents.pop()
@@ -263,7 +263,7 @@ class _CommandRunner:
           continue
         _, resident, shared, *_ = _read_text(f'/proc/{parent}/statm').split()
         memory += (int(resident) - int(shared)) * resource.getpagesize()
-        # Where there are namespaces, the kernel counts them as all files.
+        # With namespaces, the kernel counts them like all files.
         for entry in [] if self.namespaces else os.scandir(f'/proc/{parent}/fd'):
           status = entry.stat()
           if stat.S_ISREG(status.st_mode) and not status.st_nlink:
@@ -271,7 +271,7 @@ class _CommandRunner:
     return memory, sum(deleted.values())
 
   def _measure_disk(self) -> tuple[float, int]:
-    """Bytes and number of the files that commands made; no bytes if the kernel counts."""
+    """Returns size and number of the commands' files; size 0 if the kernel limits it."""
     size, count = 0.0, 0
     for path in (self.workspace, self.scratch):
       if self.namespaces:
@@ -283,17 +283,17 @@ class _CommandRunner:
           with contextlib.suppress(FileNotFoundError):
             size += entry.stat(follow_symlinks=False).st_blocks * 512
           count += 1
-      except OSError:  # Nested too deeply, or shut.
+      except OSError:  # Nested too deeply, or unreadable.
         return float('inf'), count
     return size, count
 
   def read(self, most_files: int, most_bytes: int) -> dict[str, str | None] | None:
-    """Reads the workspace: texts by path; None for what is no regular file.
+    """Reads the workspace: texts by path; None for anything but regular files.
 
     The names of directories end with a slash.
 
     Returns:
-      None if there is more than it may read.
+      None if there is more than `most_files` or `most_bytes`.
     """
     found: dict[str, str | None] = {}
     try:
@@ -317,7 +317,7 @@ class _CommandRunner:
 
 
 def _walk(top: str) -> Iterator[os.DirEntry]:
-  """Yields all entries below a directory, and opens directories that are shut."""
+  """Yields all entries below a directory; makes unreadable directories readable."""
   directories = [top]
   while directories:
     path = directories.pop()
@@ -332,10 +332,10 @@ def _walk(top: str) -> Iterator[os.DirEntry]:
 
 
 def _open_shut(path: str, top: str) -> None:
-  """Gives its owner the rights of a directory, if it is below another.
+  """Restores the owner's rights on a directory, if it is below `top`.
 
-  A command may put links in the place of what is on the way: so the rights are those of
-  what was opened, after it is known where that is.
+  A command may replace parts of the path by links, so this opens the directory first,
+  checks where it is, and changes what it opened.
   """
   descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW)
   opened = f'/proc/self/fd/{descriptor}'
@@ -345,7 +345,7 @@ def _open_shut(path: str, top: str) -> None:
 
 
 def _count_threads() -> int:
-  """The threads of this user, which the kernel counts as processes."""
+  """Counts this user's threads, as the kernel does for its limit of processes."""
   total = 0
   for name in filter(str.isdigit, os.listdir('/proc')):
     with contextlib.suppress(OSError):
