@@ -1,4 +1,4 @@
-"""Requests under way: the arguments of a decode, and what its result adds to each."""
+"""Active requests: makes the arguments of each call, and adds its results to them."""
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from agent_r1_jax.models import kv_cache
 
 
 def take_turns(actives: 'Sequence[ActiveRequest]') -> 'list[ActiveRequest]':
-  """Orders requests: those with a row or without a client, then each client's next."""
+  """Orders requests: those with a row or no client first, others in turns of clients."""
   before, rank = collections.Counter(), {}
   for active in actives:
     client = active.generation.request.client
@@ -27,18 +27,16 @@ def take_turns(actives: 'Sequence[ActiveRequest]') -> 'list[ActiveRequest]':
 
 
 class ActiveRequest:
-  """A request under way.
+  """A request that is queued or being answered.
 
   Attributes:
     generation: The reply, as the client sees it.
-    automata: The state of AUTOMATA in which the request began; `AutomatonPool.release`
-      takes it at the end.
-    slot: The slot of its adapter; `AdapterTable.release` takes it at the end.
-    row: The row of its text; None while it waits for one.
+    automata: The initial state of AUTOMATA, for `AutomatonPool.release` at the end.
+    slot: The slot of its adapter, for `AdapterTable.release` at the end.
+    row: The row of its sequence; None while it waits for a row.
     guide_states: The state of each of the engine's guides after the tokens so far.
     guide_mask: bool [G], whether each guide's `logits` must run for the request.
-    scored: The scores of its tokens so far, if it asks for them: a Scores for each chunk
-      that was prefilled.
+    scored: The prompt's scores so far, one Scores per prefilled chunk, if requested.
   """
 
   def __init__(
@@ -48,7 +46,7 @@ class ActiveRequest:
     automata: guide_lib.State,
     slot: int = 0,
   ):
-    """Makes a request without a row; `guides` are all that the engine has (G)."""
+    """Makes a request without a row; `guides` are all guides of the engine (G)."""
     request = generation.request
     self.generation, self.automata, self.slot = generation, automata, slot
     self.row: rows_lib.Row | None = None
@@ -63,7 +61,7 @@ class ActiveRequest:
     self.guide_mask = np.array([g in used and g.logits is not None for g in guides], bool)
 
   def can_run(self, fits: Callable[[guide_lib.State], bool]) -> bool:
-    """Whether the programs have room for its automata; fails it if they cannot have."""
+    """Whether compiled programs fit its automata; fails the request if none can."""
     try:
       return fits(self.automata)
     except RuntimeError as error:
@@ -82,7 +80,7 @@ class ActiveRequest:
     )
 
   def add_chunk(self, decoded: Any, m: int, policy_step: int, guide_states: list):
-    """Adds the tokens that a decode sampled to the text and the reply.
+    """Adds the tokens that a decode sampled to the sequence and the reply.
 
     Args:
       decoded: The programs.Decoded, in numpy.
@@ -110,7 +108,7 @@ class ActiveRequest:
     self.generation.add(chunk)
 
   def _join_scores(self) -> request_lib.Scores:
-    """Joins the scores of all tokens; before the first, nothing tells what it may be."""
+    """Joins the scores of all chunks; the first token has no prediction and gets NaN."""
     request = self.generation.request
     unknown = np.full((1, request.top_logprobs), np.nan, np.float32)
     none = np.zeros(unknown.shape, np.int32)
@@ -123,15 +121,15 @@ class ActiveRequest:
     )
 
   def add_to(self, index: drafts.Index):
-    """Adds the last chunk to an index, or the whole reply where that was the last."""
+    """Adds the last chunk to an index, or the complete reply once it is done."""
     generation = self.generation
     new = len(generation.chunks[-1].tokens)
-    if generation.done:  # In one piece, since a draft ends where a piece does.
+    if generation.done:  # As one piece: drafts end at the end of a piece.
       new = generation.request.max_tokens - generation.remaining
     index.add(generation.text.tokens, new)
 
   def release_row(self):
-    """Lets other texts have the row."""
+    """Frees the row for other sequences."""
     if self.row is not None and self.row.generation is self.generation:
       self.row.generation = None
 
@@ -142,13 +140,13 @@ def make_prefill_batch(
   """Makes the batch of `programs.prefill`, in numpy.
 
   Returns:
-    The batch, and how many tokens of each entry are prefilled.
+    The batch, and the number of tokens that it prefills for each entry.
 
   Args:
     rows: Rows whose next tokens are prefilled.
     size: Number of entries (M).
-    tokens: The most tokens of a row (T).
-    unused_row: The row of an entry without one.
+    tokens: Maximum number of tokens per row (T).
+    unused_row: The row index of unused entries.
   """
   index, count = np.full(size, unused_row, np.int32), np.zeros(size, np.int32)
   token_ids = np.zeros((size, tokens), np.int32)
@@ -186,7 +184,7 @@ def make_targets(
 
 
 def make_slots(requests: Mapping[int, ActiveRequest], size: int) -> np.ndarray:
-  """Makes the slots of the adapters of a call with `size` entries, int32 [M]."""
+  """Returns the adapter slot of each of a call's `size` entries, int32 [M]."""
   slots = np.zeros(size, np.int32)
   for m, active in requests.items():
     slots[m] = active.slot
@@ -203,14 +201,14 @@ def make_decode_batch(
   """Makes the batch of `programs.decode`, in numpy.
 
   Args:
-    requests: Requests whose rows are prefilled, by their entry in the batch.
+    requests: Requests whose rows are prefilled, by batch entry.
     size: Number of entries (M).
     guides: All guides of the engine (G).
-    unused_row: The row of an entry without a request.
-    sees: Whether the policy sees, so that coordinates may be behind positions.
+    unused_row: The row index of entries without a request.
+    sees: Whether the policy takes pictures, so that coordinates may lag positions.
   """
   rows = np.full(size, unused_row, np.int32)
-  # An entry without a request has a budget of 0, so that it does not run.
+  # Entries without a request have a budget of 0 and do not run.
   length, budget, saved, begin = np.zeros((4, size), np.int32)
   ends = np.full((size, drafts.WIDTH), drafts.NONE, np.int32)
   keys, temperature = np.zeros((size, 2), np.uint32), np.ones(size, np.float32)

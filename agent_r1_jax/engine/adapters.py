@@ -1,16 +1,16 @@
-"""The adapters of an engine: by name, and stacked on the device, where each row uses one.
+"""The named LoRA adapters of an engine, stacked on the device; each row selects one.
 
-A request names an adapter. While the request is under way it uses that adapter's slot,
-which then belongs to no other name: an adapter that is removed answers the requests that
-have begun. New weights under a name come to its slot, and to the requests under way. A
-name that was removed and comes again is another adapter.
+A request names an adapter and holds its slot until it ends. The slot is not reused before
+that, so a removed adapter still answers the requests that have begun. New weights under a
+name replace the old ones in its slot, for active requests too. A name that is removed and
+set again is a different adapter.
 
-Every projection of families.TARGETS has a stack of A and one of B in each layer, so that
-adapters of whatever targets and of lower ranks are rows of the same arrays: those that an
-adapter lacks are zeros. Slot 0 is zeros and stands for no adapter.
+Each layer has one stack of A and one of B for every projection of families.TARGETS. An
+adapter that lacks a target, or has a lower rank, is padded with zeros. Slot 0 is all
+zeros and means no adapter.
 
-A is stored [slots, R, I] and not [slots, I, R]: a TPU stores the last axis in tiles of
-128, and a rank has a few numbers. Letters as in models/lora.py.
+A is stored [slots, R, I], not [slots, I, R]: a TPU tiles the last axis by 128, and R is
+small. Letters as in models/lora.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,22 +34,22 @@ Stacks = tuple[dict[str, Any], ...]
 
 
 class Weights(NamedTuple):
-  """What a slot holds."""
+  """Identifies the weights in a slot."""
 
-  version: int  # A number that differs where the weights do.
+  version: int  # Different weights have different versions.
   step: int  # The policy_step of AdapterTable.set, reported with each token.
-  adapter: int  # The first version of the name; 0 is no adapter.
+  adapter: int  # The name's first version; 0 means no adapter.
 
 
 class Slots(NamedTuple):
-  """What all slots hold at one time; other weights make another one."""
+  """An immutable snapshot of all slots; new weights make a new snapshot."""
 
   weights: tuple[Weights, ...]
-  # The stacks on each chip (or on `tensor` of them); none if there are no adapters.
+  # The stacks on each chip (or each group of `tensor` chips); empty without adapters.
   copies: list[Stacks]
 
   def select(self, copy_index: int, slots: np.ndarray) -> lora.Adapters | None:
-    """Selects the slot of each entry of a call; None if there are no adapters."""
+    """Selects the adapter of each entry of a call; None if the engine has none."""
     index: Any = slots  # jit takes numpy arrays too.
     return lora.Adapters(self.copies[copy_index], index) if self.copies else None
 
@@ -58,9 +58,9 @@ class AdapterTable:
   """The named adapters; any thread may call it.
 
   Attributes:
-    count: The most adapters; 0 leaves them out of all programs.
-    rank: The highest rank of one.
-    slots: What the slots hold now. Slot 0 stands for no adapter.
+    count: Maximum number of adapters; 0 leaves adapters out of all programs.
+    rank: Maximum rank of an adapter.
+    slots: The current snapshot. Slot 0 means no adapter.
   """
 
   def __init__(
@@ -87,43 +87,42 @@ class AdapterTable:
     self._names: dict[str, int] = {}
     self._users = [0] * (count + 1)
     self._versions = itertools.count(1)
-    # The first is held while weights are copied, the second only while names change: the
-    # event loop waits for no copy.
+    # `_setting` is held while weights are copied, `_naming` only while names change: the
+    # event loop takes only `_naming`, so it never waits for a copy.
     self._setting, self._naming = threading.Lock(), threading.Lock()
 
   @property
   def names(self) -> list[str]:
-    """The names in the order in which they came."""
+    """The names, in the order in which they were added."""
     return [*self._names]
 
   @property
   def free(self) -> int:
-    """How many slots neither a name nor a request has."""
+    """The number of slots that no name and no request uses."""
     with self._naming:
       return len(self._list_free_slots())
 
   @property
   def unused(self) -> list[str]:
-    """The names that no request uses, in the order in which they came."""
+    """The names that no request uses, in the order in which they were added."""
     with self._naming:
       return [name for name, slot in self._names.items() if not self._users[slot]]
 
   def set(self, name: str, adapter: dict[str, Any], policy_step: int | None = None):
-    """Adds an adapter, or gives it new weights, even while replies are sampled.
+    """Adds an adapter, or replaces its weights, even while replies are sampled.
 
-    If several processes hold the adapter, all must call it. Requests that name it from
-    then on are sampled with these weights, and so is what is left of those under way. As
-    with Engine.sync_weights, a text keeps the keys and values that older weights of the
-    name have computed, each token records the step of its weights, and nothing else
-    copies from a text of several. For a moment there are two copies of all adapters in
-    memory.
+    If the adapter is sharded over several processes, all must call this. The weights
+    apply to new requests and to the remaining tokens of active ones. As with
+    Engine.sync_weights, a sequence keeps the keys and values that older weights computed,
+    each token records the step of its weights, and no sequence copies a prefix that
+    several versions computed. Two copies of all adapters are briefly in memory.
 
     Args:
-      name: What requests call it.
+      name: The name that requests use.
       adapter: The leaves of lora.take or peft_files.load: projections of
         families.TARGETS, of ranks up to `rank`.
-      policy_step: Is reported with each token that the adapter samples, in place of that
-        of Engine.sync_weights. None: 0 at first, and one more with each new weights.
+      policy_step: Reported with each token that the adapter samples, in place of the
+        engine's policy_step. None: 0 at first, plus 1 with each update.
 
     Raises:
       ValueError: The adapter does not fit the policy, its rank is too high, its numbers
@@ -144,16 +143,16 @@ class AdapterTable:
       step = step + 1 if policy_step is None else policy_step
       weights[slot] = Weights(version, step, first)
       copies = [put(x, slot, values) for x in self.slots.copies]
-      # Before the name, which a request may use from then on.
+      # Set before the name, which requests may use as soon as it exists.
       self.slots = Slots(tuple(weights), copies)
       with self._naming:
         self._names[name] = slot
 
   def remove(self, name: str):
-    """Removes an adapter: new requests cannot name it, those under way are answered.
+    """Removes an adapter: new requests cannot name it; active ones are still answered.
 
-    If the name comes again, it is another adapter: texts that continue are prefilled
-    again.
+    An adapter that is later set under the same name is a different one: sequences that
+    continue with it are prefilled again.
 
     Raises:
       ValueError: No adapter has the name.
@@ -163,7 +162,7 @@ class AdapterTable:
       del self._names[name]
 
   def acquire(self, name: str | None) -> int:
-    """Adds a user to an adapter and returns its slot; `release` takes it in the end.
+    """Adds a user to an adapter and returns its slot; pass it to `release` at the end.
 
     Raises:
       ValueError: No adapter has the name.
@@ -176,7 +175,7 @@ class AdapterTable:
     return slot
 
   def release(self, slot: int):
-    """Removes the user that `acquire` has added."""
+    """Removes the user that `acquire` added."""
     with self._naming:
       self._users[slot] -= 1 if slot else 0
 
@@ -190,7 +189,7 @@ class AdapterTable:
     return self._names[name]
 
   def _find_free_slot(self, name: str) -> int:
-    """Finds a slot that no name and no request has."""
+    """Finds a slot that no name and no request uses."""
     free = self._list_free_slots()
     if not free:
       raise ValueError(
@@ -212,9 +211,9 @@ def make_stacks(
 
   Args:
     config: The policy's shape.
-    slots: Number of slots, slot 0 included.
-    rank: The highest rank of an adapter.
-    mesh: The chips of a replica: `tensor` shards inputs and outputs as the kernel's.
+    slots: Number of slots, including slot 0.
+    rank: Maximum rank of an adapter.
+    mesh: The chips of a replica; `tensor` shards inputs and outputs like the kernel's.
   """
   stacks: Stacks = tuple({} for _ in range(config.num_layers))
   for target in lora.list_targets(config):
@@ -226,24 +225,24 @@ def make_stacks(
         zeros = np.zeros((slots, rank, numbers), jnp.dtype(config.dtype))
         where = NamedSharding(mesh, specs[leaf]) if mesh and specs else None
         stack[leaf] = jax.device_put(zeros, where)
-  # So `put` is compiled, and all stacks ever are what it returns.
+  # Compiles `put`, and gives these stacks the same layout as all later ones.
   none = jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), stacks)
   return put(stacks, 0, none)
 
 
 def prepare(config: DecoderConfig, adapter: dict[str, Any], rank: int) -> Stacks:
-  """Makes what `put` writes to a slot, in numpy: s · A [R, I] and B [R, O] of each layer.
+  """Makes the values that `put` writes: s · A [R, I] and B [R, O] per layer, in numpy.
 
-  If several processes hold the adapter, all must call this.
+  If the adapter is sharded over several processes, all must call this.
 
   Args:
     config: The policy's shape.
     adapter: The leaves of an adapter, as lora.take returns them.
-    rank: That of the stacks. What an adapter of a lower rank lacks is zeros.
+    rank: The rank of the stacks; adapters of a lower rank are padded with zeros.
 
   Raises:
-    ValueError: A leaf is missing, unknown, of a wrong shape or of a higher rank, or not
-      finite; or there is none.
+    ValueError: A leaf is missing, unknown or not finite, or its shape or rank does not
+      fit; or there are no leaves.
   """
   leaves = _check(config, adapter, rank)
   layers: Stacks = tuple({} for _ in range(config.num_layers))
@@ -255,7 +254,7 @@ def prepare(config: DecoderConfig, adapter: dict[str, Any], rank: int) -> Stacks
     if (target.place, name) in leaves:
       a, b, scale = (leaves[target.place, name][leaf] for leaf in lora.LEAVES)
       R = a.shape[-1]
-      # In float32, as when an adapter is merged, and rounded to config.dtype once.
+      # In float32, as when merging an adapter, and rounded to config.dtype once.
       scaled_LIR = a.reshape(L, I, R) * scale[:, None, None]
       a_LRI[:, :R], b_LRO[:, :R] = scaled_LIR.swapaxes(1, 2), b.reshape(L, R, O)
     a_LRI, b_LRO = (x.astype(jnp.dtype(config.dtype)) for x in (a_LRI, b_LRO))
@@ -265,12 +264,12 @@ def prepare(config: DecoderConfig, adapter: dict[str, Any], rank: int) -> Stacks
 
 
 def put(stacks: Stacks, slot: int, values: Stacks) -> Stacks:
-  """Returns stacks with what `prepare` made in a slot; the given ones stay as is."""
+  """Returns copies of the stacks with the values of `prepare` in one slot."""
 
   def put_leaf(stack, value):
     new = _put(stack, np.int32(slot), value)
-    # The result of a sharded update may lie elsewhere. Without a mesh nothing that a
-    # program reads is committed to a device, or it would be compiled for both.
+    # A sharded update may change the sharding. Without a mesh, arguments must stay
+    # uncommitted: programs would be compiled again for committed ones.
     return jax.device_put(new, stack.sharding) if stack.committed else new
 
   return jax.tree.map(put_leaf, stacks, values)
@@ -284,7 +283,7 @@ def _put(stack: Array, slot: Array, value: Array) -> Array:
 def _check(
   config: DecoderConfig, adapter: dict[str, Any], rank: int
 ) -> dict[tuple[str, str], dict[str, np.ndarray]]:
-  """Returns an adapter's leaves in numpy, by place and name; raises as `prepare`."""
+  """Returns an adapter's leaves in numpy, by place and name; raises like `prepare`."""
   targets = {(x.place, x.target): x for x in lora.list_targets(config)}
   found = {}
   for (place, name), node in _list_nodes(adapter):
@@ -327,7 +326,7 @@ def _check(
 
 
 def _list_nodes(adapter: Any) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
-  """Lists what stands under layers/PLACE/NAME; refuses whatever else there is."""
+  """Lists the nodes under layers/PLACE/NAME; raises ValueError for any others."""
   if not isinstance(adapter, dict) or adapter.keys() - {'layers'}:
     kind = sorted(adapter) if isinstance(adapter, dict) else type(adapter).__name__
     raise ValueError(
@@ -340,7 +339,7 @@ def _list_nodes(adapter: Any) -> Iterator[tuple[tuple[str, str], dict[str, Any]]
 
 
 def _count_numbers(shapes: dict[str, tuple[int, ...]]) -> tuple[int, int]:
-  """Counts all inputs and all outputs of a kernel (I and O)."""
+  """Returns the number of inputs and of outputs of a kernel (I and O)."""
   return math.prod(shapes['lora_a'][1:-1]), math.prod(shapes['lora_b'][2:])
 
 
@@ -351,6 +350,6 @@ def _make_specs(
   place, specs = target.path.removesuffix('kernel'), {}
   for name, leaf, axis in (('a', 'lora_a', 1), ('b', 'lora_b', 2)):
     axes = (*sharding.make_spec(place + leaf, shapes[leaf], mesh), None, None, None)
-    # A replica is not sharded over the other axes.
+    # A replica is sharded over `tensor` only.
     specs[name] = PartitionSpec(None, None, 'tensor' if axes[axis] == 'tensor' else None)
   return specs

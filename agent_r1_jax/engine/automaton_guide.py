@@ -1,8 +1,7 @@
 """Automata as a guide: stop ids, stop strings and grammars, run in the jitted loop.
 
-Letters: M entries of a decode, V tokens of the vocabulary, A automata that the engine
-holds, J of them that a request can use, Q states, C classes of tokens, K kinds of states,
-W words of 32 bits.
+Letters: M entries of a decode, V vocabulary, A automata of the engine, J automata per
+request, Q states, C token classes, K kinds of states, W words of 32 bits.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import numpy as np
 from agent_r1_jax import types
 from agent_r1_jax.engine import guide as guide_lib
 
-# How many automata a request can use at a time, such as its stop strings and a grammar.
+# The maximum number of automata per request, such as its stop strings and a grammar.
 PER_REQUEST = 2
 
 
@@ -24,10 +23,10 @@ class Tables(NamedTuple):
   """The automata of a pool, padded to one size; number 0 allows everything."""
 
   classes: Int[Array, 'A V']  # Class of each token in each automaton.
-  # table[a, state, classes[a, token]] is the next state, -1 if it is forbidden.
+  # table[a, state, classes[a, token]] is the next state, -1 if the token is forbidden.
   table: Int[Array, 'A Q C']
   ends: Bool[Array, 'A Q']  # Whether a reply ends in this state.
-  kinds: Int[Array, 'A Q']  # States that allow the same tokens are of one kind.
+  kinds: Int[Array, 'A Q']  # States that allow the same tokens have the same kind.
   # Bit i of masks[a, kind, w] says whether token 32 w + i may follow.
   masks: UInt32[Array, 'A K W']
 
@@ -47,14 +46,14 @@ def _mask_logits(tables, state, logits_MV, hidden):
 def _advance(tables, state, tokens_M):
   a_MJ, q_MJ = state['automaton'], state['state']
   next_MJ = tables.table[a_MJ, q_MJ, tables.classes[a_MJ, tokens_M[:, None]]]
-  # Where another guide let a forbidden token through, the automaton stays in its state.
+  # If another guide let a forbidden token through, the automaton stays in its state.
   next_MJ = jnp.where(next_MJ < 0, q_MJ, next_MJ)
   ended_M = tables.ends[a_MJ, next_MJ].any(-1)
   return {'automaton': a_MJ, 'state': next_MJ}, ended_M
 
 
 # Runs finite automata over tokens: stop ids, stop strings, grammars. Its params are
-# Tables, and a request's state has the numbers of its automata and the state of each.
+# Tables; a request's state holds the numbers of its automata and their current states.
 AUTOMATA = guide_lib.Guide(
   off={
     'automaton': np.zeros(PER_REQUEST, np.int32),
@@ -65,7 +64,7 @@ AUTOMATA = guide_lib.Guide(
 )
 
 
-# The smallest numbers of states, classes and kinds of a table: enough for stop ids and
+# The minimum numbers of states, classes and kinds of a table: enough for stop ids and
 # short stop strings.
 _LEAST_SIZES = (32, 32, 4)
 
@@ -73,12 +72,12 @@ _LEAST_SIZES = (32, 32, 4)
 class AutomatonPool:
   """The automata that the requests of a replica use, by number.
 
-  A number that no request uses any more goes to the next new automaton, so that a server
-  that gets another schema with every request needs few numbers.
+  Unused numbers are given to new automata, so that a server that gets a different schema
+  with every request needs few numbers.
 
   Attributes:
-    entries: The automata by their number; the first, and those of numbers that were never
-      used, allow everything. A new tuple replaces it when an automaton comes in.
+    entries: The automata by number; number 0 and unassigned numbers allow everything.
+      Adding an automaton replaces the tuple.
   """
 
   def __init__(self, vocab_size: int):
@@ -91,12 +90,12 @@ class AutomatonPool:
     self._users = [1, 0, 0, 0]
 
   def acquire(self, automata: Sequence[types.Automaton]) -> guide_lib.State:
-    """Adds a user to each automaton; returns a request's first state of AUTOMATA.
+    """Adds a user to each automaton; returns the request's initial state of AUTOMATA.
 
-    `release` takes the state when the request no longer uses them.
+    Pass the state to `release` when the request ends.
 
     Raises:
-      ValueError: There are more than PER_REQUEST of them, or one has another vocabulary.
+      ValueError: There are more than PER_REQUEST automata, or the vocabularies differ.
     """
     if len(automata) > PER_REQUEST:
       raise ValueError(
@@ -116,13 +115,13 @@ class AutomatonPool:
     return {'automaton': numbers, 'state': np.zeros(PER_REQUEST, np.int32)}
 
   def release(self, state: guide_lib.State):
-    """Removes the users that `acquire` has added."""
+    """Removes the users that `acquire` added."""
     for number in state['automaton']:
       # Number 0, which allows everything, is never reused.
       self._users[number] -= 1 if number else 0
 
   def _find_number(self, automaton: types.Automaton) -> int:
-    """Finds the number of an automaton, or gives it one."""
+    """Finds the number of an automaton, or assigns one."""
     for number, entry in enumerate(self.entries):
       if entry is automaton:
         return number
@@ -130,7 +129,7 @@ class AutomatonPool:
       self.entries += (self._allow_all,) * len(self.entries)
       self._users += [0] * len(self._users)
     free = [number for number, users in enumerate(self._users) if users == 0]
-    # Numbers that were never used come first: an old automaton may be acquired again.
+    # Prefer unassigned numbers: an unused automaton may be acquired again.
     number = min(free, key=lambda number: self.entries[number] is not self._allow_all)
     entries = [*self.entries]
     entries[number] = automaton
@@ -147,11 +146,11 @@ def fits(automaton: types.Automaton, tables: Tables) -> bool:
 def make_tables(
   entries: Sequence[types.Automaton], before: Tables | None = None
 ) -> Tables:
-  """Lays automata side by side, padded to sizes that are powers of two, in numpy.
+  """Stacks automata, padded to sizes that are powers of two, in numpy.
 
-  The sizes never shrink below those of `before`, for which programs are compiled already.
-  For 16 automata of 50,000 tokens this takes some milliseconds, each time an automaton is
-  added; so the thread of the decodes calls it, and not the event loop.
+  The sizes are at least those of `before`, for which programs are already compiled. For
+  16 automata over 50,000 tokens this takes some milliseconds whenever an automaton is
+  added, so it runs in the decode thread and not in the event loop.
   """
   needed = [(*entry.table.shape, len(entry.kinds[1])) for entry in entries]
   least = (*before.table.shape[1:], before.masks.shape[1]) if before else _LEAST_SIZES

@@ -1,6 +1,6 @@
-"""The clients of an engine: the event loop in which they run, and the rows they reserve.
+"""The clients of an engine: the event loop that runs them, and the rows they reserve.
 
-The loop has a thread of its own, in which replicas serve the clients.
+The loop runs in its own thread, together with the replicas that serve the clients.
 """
 
 import asyncio
@@ -11,13 +11,12 @@ import contextlib
 import threading
 from typing import Any
 
-# The main thread waits in steps of this length, since Python handles a signal only
-# between two of them.
+# The main thread waits in steps of this length: Python handles signals only between them.
 _POLL_SECONDS = 0.5
 
 
 def wait(future: futures.Future) -> futures.Future:
-  """Waits until the future is done and returns it; signals are handled meanwhile."""
+  """Waits until the future is done and returns it; handles signals meanwhile."""
   while not future.done():
     futures.wait([future], _POLL_SECONDS)
   return future
@@ -27,7 +26,7 @@ class ClientLoop:
   """Runs clients, and the replicas that serve them, until it is closed."""
 
   def __init__(self, replicas: Sequence[Any]):
-    """Starts the thread; a replica (replica.py) can start, serve and stop."""
+    """Starts the thread; each replica has `start`, `serve` and `stop` (replica.py)."""
     self._replicas = replicas
     self._under_way: set[futures.Future] = set()
     self._groups: set[asyncio.Task] = set()
@@ -40,17 +39,17 @@ class ClientLoop:
 
   @property
   def busy(self) -> bool:
-    """Whether clients are under way."""
+    """Whether any client is running."""
     return any(not future.done() for future in self._under_way)
 
   def start(self, clients: Iterable[Coroutine]) -> futures.Future[list]:
-    """Runs clients; the first exception of one, or of a replica, ends all of them."""
+    """Runs clients; the first exception of a client or replica ends all of them."""
     future = asyncio.run_coroutine_threadsafe(self._run_clients(clients), self._loop)
     self._under_way = {f for f in self._under_way if not f.done()} | {future}
     return future
 
   def close(self):
-    """Cancels the clients that are under way, and waits for their end."""
+    """Cancels the running clients and waits until they have ended."""
     if not self._loop.is_closed():
       self._loop.call_soon_threadsafe(self._closed.set)
     while self._thread.is_alive():
@@ -73,13 +72,13 @@ class ClientLoop:
     for replica in self._replicas:
       replica.start()
     self._serving = asyncio.gather(*(replica.serve() for replica in self._replicas))
-    # Clients raise an error of a replica, see `_watch`. Without clients, reading it here
+    # Clients raise a replica's error, see `_watch`. Without clients, reading it here
     # keeps asyncio from logging that it was never retrieved.
     self._serving.add_done_callback(lambda f: f.cancelled() or f.exception())
     opened.set_result(None)
     await self._closed.wait()
-    # Before asyncio.run cancels all tasks: each client must be cancelled only once, since
-    # a second time would interrupt its clean-up.
+    # Before asyncio.run cancels all tasks: a second cancellation of a client would
+    # interrupt its clean-up.
     for group in self._groups:
       group.cancel()
     if self._groups:
@@ -93,27 +92,27 @@ class ClientLoop:
       async with asyncio.TaskGroup() as group:
         watching = group.create_task(self._watch())
         tasks = [group.create_task(_guard(client)) for client in clients]
-        # Not `gather`, which ends as soon as one of several cancelled clients has ended:
-        # the group would then cancel the others a second time.
+        # Not `gather`: it returns when the first cancelled client has ended, and the
+        # group would then cancel the others a second time.
         if tasks:
           await asyncio.wait(tasks)
         watching.cancel()
     except BaseExceptionGroup as error:
-      # One failure cancels the rest; the exception group around it adds nothing.
+      # The first failure cancels the rest, so the exception group adds nothing.
       raise error.exceptions[0] from None
     finally:
       self._groups.discard(own_task)
     return [task.result() for task in tasks]
 
   async def _watch(self):
-    """Raises what a replica raises."""
-    # Cancelling this task must not cancel the replicas, as awaiting them alone would.
+    """Waits for the replicas and raises their first error."""
+    # Not only `await self._serving`: cancelling this task would cancel the replicas.
     await asyncio.wait([self._serving])
     await self._serving
 
 
 async def _guard(client: Coroutine):
-  """Awaits a client; raises a RuntimeError where it raised what ends a task group."""
+  """Awaits a client; turns exceptions that would end a task group into RuntimeError."""
   try:
     return await client
   except asyncio.CancelledError as error:
@@ -125,25 +124,25 @@ async def _guard(client: Coroutine):
       ) from error
     raise
   except (SystemExit, KeyboardInterrupt) as error:
-    # It would end the event loop, and the process would go on.
+    # It would end the event loop, but not the process.
     raise RuntimeError(
       f'A client of the engine tried to end the process: {error!r}.'
     ) from error
 
 
 class Reservations:
-  """The rows of one replica that clients have reserved; see Engine.reserve.
+  """The rows of one replica that clients have reserved; see AnyEngine.reserve.
 
   Attributes:
-    count: How many clients hold rows.
+    count: The number of clients that hold rows.
   """
 
   def __init__(self, rows: int):
-    """Begins with `rows` free rows."""
+    """Starts with `rows` free rows."""
     self.count = 0
     self._free_rows = asyncio.Semaphore(rows)
-    # The lock at which the clients of each policy's version queue; and the lock at which
-    # the first ones of all queues wait, whose holder takes rows.
+    # Clients queue at the lock of their policy's version; the first client of each queue
+    # waits for `_next_client`, whose holder takes rows.
     self._queues = collections.defaultdict(asyncio.Lock)
     self._next_client = asyncio.Lock()
 
@@ -152,15 +151,15 @@ class Reservations:
     """Waits for `rows` free rows and holds them inside `with`.
 
     Args:
-      version: That of the policy that the client's requests name; None if they name none.
-      rows: The most texts that the client continues at a time.
+      version: The version of the policy that the requests name; None if they name none.
+      rows: How many sequences the client keeps open at once.
     """
     taken = 0
     try:
-      # A lock admits clients in the order in which they came. Only the first of each
-      # policy's queue waits for the second lock, so that the policies take turns. Its
-      # holder takes all its rows before another client takes any: two that each held a
-      # part of theirs would deadlock.
+      # Locks are first come, first served. Only the first client of each policy's queue
+      # waits for the second lock, so that policies take turns. Its holder takes all its
+      # rows before another client takes any: two clients with part of their rows would
+      # deadlock.
       async with self._queues[version], self._next_client:
         while taken < rows:
           await self._free_rows.acquire()

@@ -1,6 +1,6 @@
-"""What a replica has on its chips: the KV cache, and the calls of the jitted programs.
+"""The device side of a replica: its KV cache and the calls of the jitted programs.
 
-The arguments are numpy arrays; the host's record of what the cache holds is in rows.py.
+Arguments are numpy arrays; rows.py is the host's record of the cache's contents.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ class Device:
     cache: The keys and values.
     guides: All guides that requests can use (G).
     pool: The automata that requests use.
-    pictures: The pictures of the texts; None if the policy sees none.
+    pictures: The pictures in the sequences; None if the policy takes no pictures.
   """
 
   def __init__(
@@ -58,12 +58,12 @@ class Device:
       **guides,
     }
     self.guides = tuple(self._guide_params)
-    # Tables of the size that the programs are compiled for, in numpy; and what the tables
-    # on the device were made of: the automata, and tables of this size.
+    # Tables of the size that the programs are compiled for, in numpy; and the automata
+    # and such tables that the tables on the device were made from.
     self._compiled: automaton_guide.Tables | None = None
     self._loaded: tuple[Any, Any] = (None, None)
-    # The arguments of the decodes that were called, without their data, and what compiles
-    # them again for larger automata.
+    # The abstract arguments of all decodes called so far; the executor that compiles them
+    # again for larger automata, and its pending future.
     self._called: dict[Any, tuple[list, dict[str, Any]]] = {}
     self._compiler, self._growing = futures.ThreadPoolExecutor(1), None
 
@@ -76,8 +76,8 @@ class Device:
   ):
     """Compiles every program with calls that use no row; calls `on_done` after each.
 
-    The tables of the decodes are as large as `automata` need. `select` returns the
-    adapters for the slots of entries.
+    Decodes are compiled for tables large enough for `automata`. `select` maps the adapter
+    slots of entries to their adapters.
     """
     sizes = self.sizes
     for bucket in sizes.buckets:
@@ -127,7 +127,7 @@ class Device:
       self.pictures.check(request)
 
   def add(self, text: request_lib.Text, request: request_lib.Request):
-    """Notes what a text shows, to which the tokens of a request were added."""
+    """Records the pictures of a sequence after a request's tokens were appended to it."""
     if self.pictures:
       self.pictures.add(text, request)
 
@@ -138,7 +138,7 @@ class Device:
     cached: Sequence[rows_lib.Row],
     batch: programs_lib.PrefillBatch,
   ) -> programs_lib.PrefillBatch:
-    """Adds the pictures of the next tokens of texts; see RowPictures.look."""
+    """Adds the pictures of a prefill's tokens; see RowPictures.look."""
     if not self.pictures:
       return batch
     rows = self.pictures.look(params, version, cached, batch.rows)
@@ -183,14 +183,14 @@ class Device:
       if called not in self._called:
         self._called[called] = programs_lib.describe(args), options
       self.cache, guide_states, decoded = programs_lib.decode(*args, **options)
-    if not np.any(batch.top):  # Unless asked for, these large arrays are not copied.
+    if not np.any(batch.top):  # These arrays are large: copy them only on request.
       none = np.zeros((*decoded.tokens.shape, 0), np.int32)
       decoded = decoded._replace(top_tokens=none, top_logprobs=np.float32(none))
     guide_states, decoded = jax.device_get((guide_states, decoded))
     return guide_states, decoded._replace(routes=self._read_routes(batch, decoded))
 
   def _read_routes(self, batch, decoded) -> dict[int, np.ndarray]:
-    """Reads the experts of texts whose replies have ended, [tokens, L, k] by entry."""
+    """Reads the experts of the sequences that have ended, [tokens, L, k] by entry."""
     if not self.config.num_experts:
       return {}
     ended = decoded.stopped | (decoded.count == batch.budget)
@@ -202,16 +202,17 @@ class Device:
       with sharding.use_mesh(self.mesh):
         row = int(batch.rows[m])
         read[m] = programs_lib.read_routes(self.cache, row, bucket=bucket)
-    # All of them are under way before the first is waited for.
+    # All reads are dispatched before the first is waited for.
     return {m: x[: lengths[m]] for m, x in jax.device_get(read).items()}
 
   def fits(self, state: guide_lib.State) -> bool:
-    """Whether the programs can run the automata of a request, from AutomatonPool.acquire.
+    """Whether the compiled programs can run the automata of a request.
 
-    If not, those that can are compiled in another thread, while others are served.
+    If not, larger programs are compiled in another thread, while others are served.
+    `state` comes from AutomatonPool.acquire.
 
     Raises:
-      RuntimeError: They do not compile.
+      RuntimeError: The larger programs do not compile.
     """
     entries, tables = self.pool.entries, self._compiled
     if tables is None or all(
@@ -239,12 +240,12 @@ class Device:
     self._compiled = tables
 
   def _load_automata(self):
-    """Copies the automata that fit to the device, if these are others than before."""
+    """Copies the automata that fit to the device, if they have changed."""
     if self._compiled is None:
       self._compiled = automaton_guide.make_tables(self.pool.entries)
     entries, tables = wanted = self.pool.entries, self._compiled
     if not (entries is self._loaded[0] and tables is self._loaded[1]):
-      some = entries[: len(tables.classes)]  # The first of them allows everything.
+      some = entries[: len(tables.classes)]  # The first entry allows everything.
       some = [x if automaton_guide.fits(x, tables) else entries[0] for x in some]
       loaded = automaton_guide.make_tables(some, tables)
       self._guide_params[automaton_guide.AUTOMATA] = jax.device_put(loaded)

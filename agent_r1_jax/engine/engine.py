@@ -1,7 +1,7 @@
-"""The engine: samples replies for many clients at once, from one policy or several.
+"""The engine: samples replies for many clients at once, from one or several policies.
 
 Clients are coroutines in the engine's own event loop: episodes of a rollout, an
-evaluation, a search, a server's handlers. protocol.py says what they ask of it.
+evaluation, a search, a server's handlers. protocol.py has their interface.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,9 +25,9 @@ class Engine(protocol.AnyEngine):
   """The replicas of a policy, each with a cache on its chips.
 
   Attributes:
-    weights: The format of the kernels that sample.
-    sizes: The sizes of everything that is compiled.
-    adapters: The named adapters; its `set` adds one, and `remove` takes one away.
+    weights: The format of the sampling kernels.
+    sizes: The sizes of the compiled programs.
+    adapters: The named adapters; use its `set` and `remove`.
   """
 
   replicas: Sequence[replica_lib.Replica]
@@ -50,24 +50,24 @@ class Engine(protocol.AnyEngine):
 
     Args:
       config: The policy's shape.
-      params: Parameters of the policy; adapters in them are merged into their kernels,
-        unless these have 8 bits.
-      guides: Further guides that requests may use, and the parameters of each.
-      mesh: The mesh that `params` are on. Each of this process's chips then has a
-        replica, or `tensor` of them share one. None: JAX's default device has one.
-      chips: Chips of this process that sample instead of those of the mesh.
-      replicas: How many replicas each chip has.
-      adapters: How many named adapters there may be; see `adapters`. `params` are then
-        those of the base alone.
-      adapter_rank: The highest rank of a named adapter; all take memory for it.
-      weights: 'model', or the format of 8 bits that kernels are rounded to for sampling;
-        see engine_params.unstack.
+      params: Parameters of the policy. Adapters in them are merged into the kernels,
+        unless the kernels have 8 bits.
+      guides: Additional guides that requests may use, with their parameters.
+      mesh: The mesh of `params`. Each of this process's chips has a replica, or `tensor`
+        chips share one. None: one replica on JAX's default device.
+      chips: Chips of this process that sample instead of the mesh's.
+      replicas: Number of replicas per chip.
+      adapters: Maximum number of named adapters. If not 0, `params` must be the base
+        model's alone.
+      adapter_rank: Maximum rank of a named adapter; every slot takes memory for it.
+      weights: 'model', or the 8-bit format that kernels are rounded to for sampling; see
+        engine_params.unstack.
       **sizes: rows, slots and the other sizes of sizes.make.
 
     Raises:
-      ValueError: A size is too small, or does not fit the number of replicas; or the
-        kernels cannot have 8 bits; or there are adapters in `params` beside named ones;
-        or what config.ops excludes.
+      ValueError: A size is too small, or does not fit the number of replicas; the kernels
+        cannot have 8 bits; `params` have adapters and named ones are allowed too; or
+        config.ops does not support the options.
     """
     if weights != 'model':
       quantization.check(weights, config, 'weights')
@@ -80,7 +80,7 @@ class Engine(protocol.AnyEngine):
       cache=sizes.get('cache', 'model'),
     )
     if replicas > 1 and mesh is not None and mesh.shape['tensor'] > 1:
-      # Their collectives would wait for each other.
+      # The collectives of the replicas would deadlock.
       raise ValueError(f'replicas is {replicas}: with tensor > 1 it must be 1.')
     with sharding.use_mesh(mesh):
       self.sizes = sizes_lib.make(config, replicas=replicas, **sizes)
@@ -97,14 +97,14 @@ class Engine(protocol.AnyEngine):
       for _ in range(replicas)
     ]
     super().__init__(config, mesh, own, stats)
-    # The engine's parameters, and those that the replicas' policy was last made from.
+    # The engine's parameters, and the ones that the replicas' policy was made from.
     self._params, self._step = params, 0
     self._synced: decoder.Params | None = None
     self._versions = itertools.count()
 
   @contextlib.contextmanager
   def open(self) -> Iterator[None]:
-    """Gives the replicas the parameters first; see AnyEngine.open."""
+    """Syncs the parameters to the replicas, then opens; see AnyEngine.open."""
     if not self._loop:
       self._sync()
     with super().open():
@@ -113,16 +113,16 @@ class Engine(protocol.AnyEngine):
   def sync_weights(self, params: decoder.Params, policy_step: int):
     """Replaces the engine's policy, even while replies are sampled; from any thread.
 
-    Texts under way keep their cached keys and values; texts that begin later share none
-    of them. While requests are under way, two copies of the policy are in memory.
+    Existing sequences keep their cached keys and values; new sequences do not share them.
+    While requests are active, two copies of the policy are in memory.
     """
     self._params, self._step = params, policy_step
     self._sync()
 
   def make_policy(self, params: decoder.Params, policy_step: int) -> protocol.Policy:
-    """Makes a policy that requests can name; it is freed with the last of them.
+    """Makes a policy that requests can name; it is freed with the last such request.
 
-    Nothing is copied if `params` are those of the engine's own policy.
+    Copies nothing if `params` are the parameters of the engine's current policy.
     """
     synced = self.replicas[0].policy
     if params is self._synced and synced is not None:
@@ -142,9 +142,9 @@ class Engine(protocol.AnyEngine):
       replica.warm_up(lambda: on_done(next(done), programs), automata)
 
   def _sync(self):
-    """Gives the replicas a policy with the engine's parameters."""
+    """Makes a policy from the engine's parameters and gives it to the replicas."""
     if self._params is not self._synced and not self.busy:
-      # The old copy is freed before the new one is made.
+      # Free the old copy before making the new one.
       self._synced = None
       for replica in self.replicas:
         replica.policy = None
@@ -154,7 +154,7 @@ class Engine(protocol.AnyEngine):
       replica.policy = policy
 
   def _copy_params(self, params: decoder.Params) -> list[decoder.Params]:
-    """Copies parameters to each chip (or to `tensor` of them)."""
+    """Copies parameters to each chip (or each group of `tensor` chips)."""
     self._check(params)
     merged = engine_params.unstack(params, self.config, self.weights)
     if self.mesh is None:
@@ -163,7 +163,7 @@ class Engine(protocol.AnyEngine):
     return [sharding.take_replica_params(merged, part) for part in self._meshes if part]
 
   def _check(self, params: decoder.Params):
-    """Raises ValueError for adapters that would be added to others."""
+    """Raises ValueError if `params` have adapters and the engine has named ones."""
     if self.adapters.count and lora.is_in(params):
       raise ValueError(
         'params have adapters, and the engine has named ones, which would be added to '

@@ -1,10 +1,10 @@
-"""Guides: how a request changes the choice of its tokens, inside the jitted loop.
+"""Guides: pure functions that change how a request's tokens are sampled, inside jit.
 
-A guide has a state for each request, and is a pair of pure functions of it: one changes
-the logits, the other advances the state by a token. Stop strings, a grammar of tool
-calls, top-k and top-p, and a value function are all guides. The guides of a request
-compose: logits pass through one after the other, and any of them may end the reply. The
-states are arguments of the jitted loop, so other requests and guides compile nothing.
+A guide keeps a state for each request and is a pair of pure functions: one changes the
+logits, the other advances the state by a token. Stop strings, a grammar of tool calls,
+top-k and top-p, and a value function are all guides. The guides of a request compose:
+logits pass through one after the other, and any guide may end the reply. States are
+arguments of the jitted loop, so that new requests and guide states recompile nothing.
 
 A user-defined guide:
 
@@ -33,24 +33,24 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 
-# Nested arrays: those of one request in Guide.off and Request.guides, and those of all
-# entries, [M, ...], in the functions.
+# A pytree of arrays: of one request in Guide.off and Request.guides; of all entries,
+# [M, ...], in the functions.
 State = Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Guide:
-  """One guide; an engine is made with all guides that its requests may use.
+  """One guide; the engine's constructor takes all guides that requests may use.
 
   Attributes:
-    off: The state of a request that does not use the guide, numpy scalars or arrays; it
-      also fixes the shapes and dtypes of the state.
-    logits: (params, state, logits [M, V], hidden [M, D]) -> logits [M, V]. The logits are
-      scaled by the temperature, and hidden is the policy's last hidden state. The result
-      is only used in the entries that use the guide. None: the guide changes no logits.
+    off: The state of requests that do not use the guide, as numpy scalars or arrays. It
+      fixes the shapes and dtypes of the state.
+    logits: (params, state, logits [M, V], hidden [M, D]) -> logits [M, V]. The input is
+      already scaled by the temperature; hidden is the policy's last hidden state. The
+      result is used only in entries that use the guide. None: changes no logits.
     advance: (params, state, tokens [M]) -> (state, ended [M]): the state after one more
-      token, and whether the reply ends with it. It must not end an entry whose state is
-      `off`. None: the guide has a constant state and ends no reply.
+      token, and whether the reply ends with it. It must not end entries whose state is
+      `off`. None: the state is constant and ends no reply.
   """
 
   off: State
@@ -59,11 +59,11 @@ class Guide:
 
   @property
   def needs_correction(self) -> bool:
-    """Whether training on its tokens needs the algorithm's correction.
+    """Whether training on its tokens needs the algorithm's importance correction.
 
-    A guide with `logits` samples from a distribution other than the trained policy's;
-    importance weights (rl/losses.py) correct the difference. A guide that only ends
-    replies needs none.
+    With `logits`, tokens are not sampled from the trained policy's distribution;
+    importance weights (rl/losses.py) correct for that. A guide that only ends replies
+    needs no correction.
     """
     return self.logits is not None
 
@@ -79,7 +79,7 @@ def apply(
 ) -> Float[Array, 'M V']:
   """Passes scaled logits through the guides, each in the entries that use it.
 
-  The order is AUTOMATA, TRUNCATION, then the others as the engine was given them.
+  The order is AUTOMATA, TRUNCATION, then the engine's `guides` in order.
   """
   for g, guide in enumerate(guides):
     if guide.logits is None:
@@ -101,10 +101,10 @@ def advance(
   states: Sequence[State],
   tokens: Int[Array, 'M'],
 ) -> tuple[tuple[State, ...], Bool[Array, 'M']]:
-  """Advances all states by one token an entry.
+  """Advances all states by one token per entry.
 
   Returns:
-    The new states, and whether a guide ends the reply of each entry.
+    The new states, and whether any guide ends each entry's reply.
   """
   ended, new_states = jnp.zeros(tokens.shape, bool), []
   for guide, guide_params, state in zip(guides, params, states, strict=True):
@@ -116,13 +116,13 @@ def advance(
 
 
 def _truncate(params, state, logits_MV, hidden):
-  """Applies top-k, then top-p to the rest, then min-p; ties are kept or cut together."""
+  """Applies top-k, then top-p to the rest, then min-p; ties stay or go together."""
   p_MV = jax.nn.softmax(logits_MV)
   sorted_MV = -jnp.sort(-p_MV, axis=-1)
   ranks_V = jnp.arange(p_MV.shape[1])
   k_M = jnp.where(state['top_k'] > 0, state['top_k'], p_MV.shape[1])
   top_MV = jnp.where(ranks_V[None] < k_M[:, None], sorted_MV, 0.0)
-  # A token stays if the mass before it is still below top_p of what top-k left.
+  # A token stays if the mass before it is below top_p of the mass that top-k left.
   before_MV = jnp.cumsum(top_MV, axis=-1) - top_MV
   limit_M = jnp.where(state['top_p'] < 1, state['top_p'] * top_MV.sum(-1), jnp.inf)
   stays_MV = (top_MV > 0) & (before_MV < limit_M[:, None])
@@ -131,7 +131,7 @@ def _truncate(params, state, logits_MV, hidden):
   return jnp.where(p_MV >= least_M[:, None], logits_MV, -jnp.inf)
 
 
-# Sampling's top_k, top_p and min_p as a guide, so that other decodes need not sort.
+# Sampling's top_k, top_p and min_p, as a guide: decodes that do not use it need not sort.
 TRUNCATION = Guide(
   off={'top_k': np.int32(0), 'top_p': np.float32(1), 'min_p': np.float32(0)},
   logits=_truncate,
@@ -144,7 +144,7 @@ def truncation_state(sampling: config_lib.Sampling) -> dict[str, np.generic]:
   return {name: off[name].dtype.type(getattr(sampling, name)) for name in off}
 
 
-# The most tokens of a reply that FORCED can force.
+# The maximum length in tokens of a reply that FORCED can force.
 FORCED_TOKENS = 1024
 
 
@@ -154,8 +154,8 @@ def _force(params, state, logits_MV, hidden):
   return jnp.where(jnp.arange(logits_MV.shape[1])[None] == token_M1, logits_MV, -jnp.inf)
 
 
-# Forces the reply to be the tokens in its state. The reply then has their log-probs under
-# the request's policy, and their values.
+# Forces the reply to be the tokens in its state, to get their log-probs and values under
+# the request's policy.
 FORCED = Guide(
   off={'tokens': np.zeros(FORCED_TOKENS, np.int32), 'position': np.int32(0)},
   logits=_force,
@@ -170,7 +170,7 @@ def forced_state(tokens: np.ndarray) -> dict[str, np.generic | np.ndarray]:
   """Returns the state of FORCED that forces these tokens.
 
   Raises:
-    ValueError: There are more than FORCED_TOKENS.
+    ValueError: There are more than FORCED_TOKENS tokens.
   """
   if len(tokens) > FORCED_TOKENS:
     raise ValueError(

@@ -1,14 +1,14 @@
 """The jitted programs: prefill, decode, and copies of prefixes between rows.
 
-The device holds the key-value cache and nothing else. The host knows each row's text and
-how much of it is in the cache, and passes both in every call. The cache stays one token
-behind the text: the last token is known but not yet computed, so that a reply, a tool's
-answer and a prompt all continue a row in the same way. A prefill computes logits only for
-requests that ask for the log-probs of their own tokens (prompt_scores.py).
+The only state on the device is the key-value cache. The host knows each row's sequence
+and how much of it is cached, and passes both in every call. The cache stays one token
+behind the sequence: the last token is known but not yet computed, so that replies, tool
+outputs and prompts all continue a row in the same way. A prefill computes logits only for
+requests that ask for their prompt's log-probs (prompt_scores.py).
 
-Letters: B rows of the cache, M entries of one call (each names its row), T tokens of one
-prefill, or those that a decode computes at once: the last one and a draft of k = T - 1, W
-last tokens of a text, S slots, V tokens of the vocabulary, G guides, n likeliest tokens.
+Letters: B rows of the cache, M entries of one call (each names its row), T tokens per
+entry of a prefill or of one decode step (the last token and a draft of k = T - 1), W last
+tokens of a sequence, S slots, V vocabulary, G guides, n likeliest tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,51 +33,51 @@ TOP = 20
 
 
 class PrefillBatch(NamedTuple):
-  """The next tokens of texts; entry m is the text of row index[m]."""
+  """The next tokens of sequences; entry m is the sequence of row index[m]."""
 
   index: Int[Array, 'M']  # Distinct rows; B or more marks an unused entry.
   rows: types.Rows
-  targets: prompt_scores.Targets | None = None  # What is scored, if anything is.
-  states: kv_cache.Slots | None = None  # What becomes of those of layers that have some.
+  targets: prompt_scores.Targets | None = None  # The tokens to score; None scores none.
+  states: kv_cache.Slots | None = None  # Which recurrent states to read and to save.
 
 
 class DecodeBatch(NamedTuple):
-  """The requests of one decode; entry m continues the text in row rows[m]."""
+  """The requests of one decode; entry m continues the sequence in row rows[m]."""
 
   rows: Int[Array, 'M']  # Distinct rows; B or more marks an unused entry.
-  length: Int[Array, 'M']  # Tokens in the cache; the text is one token longer.
-  ends: Int[Array, 'M W']  # The text's last tokens; drafts.NONE stands before its first.
-  budget: Int[Array, 'M']  # The most tokens to sample; an entry with 0 does not run.
-  keys: UInt32[Array, 'M 2']  # The randomness of each request.
-  temperature: Float[Array, 'M']  # The temperature of sampling; 0 is greedy.
-  top: Bool[Array, 'M']  # Whether log-probs of the likeliest tokens are wanted.
-  replay: Bool[Array, 'M']  # Whether the experts of the text are wanted at its end.
+  length: Int[Array, 'M']  # Tokens in the cache; the sequence is one token longer.
+  ends: Int[Array, 'M W']  # The last tokens; short sequences are padded with drafts.NONE.
+  budget: Int[Array, 'M']  # Maximum number of tokens to sample; 0 does not run.
+  keys: UInt32[Array, 'M 2']  # The random key of each request.
+  temperature: Float[Array, 'M']  # The sampling temperature; 0 is greedy.
+  top: Bool[Array, 'M']  # Whether to report log-probs of the likeliest tokens.
+  replay: Bool[Array, 'M']  # Whether to report the sequence's experts at its end.
   guide_mask: Bool[Array, 'G M']  # Whether guide g changes the logits of entry m.
   guide_states: tuple[guide_lib.State, ...]  # The state of each guide, arrays [M, ...].
-  # How far a text's coordinates are behind its positions, if the policy sees.
+  # How far coordinates lag positions, if the policy takes pictures.
   saved: Int[Array, 'M'] | None = None
   states: kv_cache.Slots | None = None
-  adapters: lora.Adapters | None = None  # The one of each entry, if the engine has any.
+  adapters: lora.Adapters | None = None  # Each entry's adapter, if the engine has any.
 
 
 class Decoded(NamedTuple):
-  """The tokens of one decode; those of entry m are tokens[m, :count[m]]."""
+  """The result of one decode; entry m sampled tokens[m, :count[m]]."""
 
   tokens: Int[Array, 'M steps']  # The sampled tokens.
   # Their log-probs under the policy's temperature-scaled full softmax.
   logprobs: Float[Array, 'M steps']
-  # Their log-probs under the distribution that they were sampled from: with guides or
-  # truncation it differs from the policy's, else the numbers are the same.
+  # Their log-probs under the sampling distribution, after guides and truncation; equal to
+  # `logprobs` without them.
   behaviour_logprobs: Float[Array, 'M steps']
-  # The value of the state in which each was chosen; 0 if the policy has no value head.
+  # The value of the state before each token; 0 if the policy has no value head.
   values: Float[Array, 'M steps']
-  count: Int[Array, 'M']  # The number of tokens that were sampled.
-  calls: Int[Array, 'M']  # The number of calls of the policy that sampled them.
+  count: Int[Array, 'M']  # The number of sampled tokens.
+  calls: Int[Array, 'M']  # The number of policy calls that sampled them.
   stopped: Bool[Array, 'M']  # Whether a guide ended the reply.
-  top_tokens: Int[Array, 'M steps n']  # The likeliest tokens, where they were asked for.
+  top_tokens: Int[Array, 'M steps n']  # The likeliest tokens, if requested.
   top_logprobs: Float[Array, 'M steps n']  # Their log-probs.
-  # Of the entries with `replay` whose reply has ended: the experts that computed their
-  # text, [tokens, L, k]. Device.decode adds them.
+  # The experts that computed each sequence, [tokens, L, k], for the entries with `replay`
+  # whose reply has ended. Device.decode adds them.
   routes: Mapping[int, Any] = {}
 
 
@@ -90,11 +90,11 @@ def prefill(
   config: decoder.DecoderConfig,
   bucket: int,
 ) -> tuple[kv_cache.Cache, prompt_scores.Scored | None]:
-  """Writes the next tokens of texts to the cache; those before them are in it already.
+  """Writes the next tokens of sequences to the cache, after those already cached.
 
-  The first `bucket` slots of each row are read and written: all positions are below it,
-  but for NOWHERE. The cache is donated; the params come from engine_params.unstack. With
-  targets, which is another program, their scores are returned too.
+  Reads and writes the first `bucket` slots of each row; all positions except NOWHERE must
+  be below it. The cache is donated; `params` come from engine_params.unstack. With
+  targets, a separately compiled program also returns their scores.
   """
   index, rows, targets, states = batch
   view = _gather_rows(cache, index, bucket)
@@ -149,33 +149,33 @@ def decode(
   in_place: bool = False,
   k: int = 0,
 ) -> tuple[kv_cache.Cache, tuple[guide_lib.State, ...], Decoded]:
-  """Samples until every entry has stopped, but calls the policy at most `steps` times.
+  """Samples until every entry has stopped, with at most `steps` calls of the policy.
 
-  A token's randomness is (key, position): neither the other rows nor the way a reply is
-  cut into decodes can change it, nor what was drafted. Of a draft, those tokens stay that
-  are sampled where they stand; their keys and values are in the cache already, and those
-  of the others are overwritten before anything reads them.
+  A token's randomness depends on (key, position) only, so that other rows, the split of a
+  reply into decodes, and drafts do not change it. A drafted token is accepted if sampling
+  chooses the same token there. The keys and values of accepted tokens are already in the
+  cache; those of rejected tokens are overwritten before anything reads them.
 
   Args:
     params: The policy's parameters, from engine_params.unstack.
     cache: The cache of all rows; donated.
     batch: The requests.
     guide_params: The parameters of each guide.
-    places: Where drafts are found; None with k = 0.
+    places: The index of drafts; None with k = 0.
     config: The policy's shape.
     guides: All guides of the engine (G).
-    steps: The most calls of the policy.
+    steps: Maximum number of calls of the policy.
     bucket: How many slots of each row are read and written, at least length +
       drafts.count_most(steps, k).
-    in_place: Whether entry m is row m for all rows, with all their slots. The cache is
-      then not copied, so that no second one needs memory.
-    k: How many tokens of each entry are drafted for a call.
+    in_place: Whether entry m is row m, for all rows and slots. The cache is then updated
+      in place and not copied.
+    k: Number of drafted tokens per entry and call.
 
   Returns:
-    The cache, the guides' states after the last token of each entry, and the tokens.
+    The cache, the guides' states after each entry's last token, and the tokens.
   """
   B = len(jax.tree.leaves(cache)[0])
-  # Rows are copied once a decode; attention then reads `bucket` slots in each call.
+  # Rows are copied once per decode; attention then reads `bucket` slots in each call.
   view = cache if in_place else _gather_rows(cache, batch.rows, bucket)
   view = kv_cache.resume(view, batch.states)
   sizes = len(batch.rows), drafts.count_most(steps, k), min(TOP, config.vocab_size)
@@ -205,7 +205,7 @@ def describe(args: Any) -> Any:
 
 
 class _Policy(NamedTuple):
-  """What chooses tokens; see `decode`."""
+  """The policy and its guides; see `decode`."""
 
   params: decoder.Params
   config: decoder.DecoderConfig
@@ -216,7 +216,7 @@ class _Policy(NamedTuple):
 class _Replies(NamedTuple):
   """The replies of a decode so far."""
 
-  ends: Int[Array, 'M W']  # The last tokens of each text.
+  ends: Int[Array, 'M W']  # The last tokens of each sequence.
   states: tuple[guide_lib.State, ...]
   out: Decoded
   alive: Bool[Array, 'M']  # Whether the reply goes on.
@@ -240,20 +240,20 @@ def _no_tokens(M: int, steps: int, n: int) -> Decoded:
 def _extend_replies(
   policy: _Policy, batch: DecodeBatch, view, replies: _Replies, places, *, k
 ) -> tuple[kv_cache.Cache, _Replies]:
-  """Computes each text's last token and a draft; samples 1 to k + 1 tokens of each."""
+  """Computes each sequence's last token and draft; samples 1 to k + 1 tokens of each."""
   out, alive = replies.out, replies.alive
   tokens_MT = replies.ends[:, -1:]
   if k:
     draft_Mk = drafts.propose(places, replies.ends, k)
     tokens_MT = jnp.concatenate([tokens_MT, draft_Mk], axis=1)
-  # A reply that has stopped goes on computing, and nothing of that is written, as of what
-  # a draft has beyond the most tokens that can be sampled.
+  # Stopped replies are still computed but written NOWHERE, as are drafted tokens beyond
+  # the budget.
   steps_1T = jnp.arange(k + 1)[None]
   left_M1 = jnp.minimum(batch.budget, out.tokens.shape[1])[:, None] - out.count[:, None]
   runs_MT = alive[:, None] & (steps_1T < left_M1) & (tokens_MT != drafts.NONE)
   length_M1 = (batch.length + out.count)[:, None]
   positions_MT = jnp.where(runs_MT, length_M1 + steps_1T, kv_cache.NOWHERE)
-  # What a draft copies may be no token of the vocabulary either.
+  # Drafts may copy ids outside the vocabulary, such as those of pictures.
   known_MT = jnp.clip(tokens_MT, 0, policy.config.vocab_size - 1)
   rows = rows_lib.continue_text(known_MT, positions_MT, batch.saved)
   rows = rows._replace(adapters=batch.adapters)
@@ -263,7 +263,7 @@ def _extend_replies(
   replies = replies._replace(out=out._replace(calls=out.calls + alive))
 
   def sample(t, running_M, replies):
-    """Samples after token t; returns which entries have drafted what was sampled."""
+    """Samples the token after token t; returns which entries drafted the same one."""
     x_MD, logits_MV = x_MTD[:, t], logits_MTV[:, t]
     replies = _add_token(policy, batch, replies, running_M, x_MD, logits_MV)
     drafted_M = tokens_MT[:, jnp.minimum(t + 1, k)]
@@ -282,7 +282,7 @@ def _extend_replies(
 def _add_token(
   policy: _Policy, batch: DecodeBatch, replies: _Replies, running, x_MD, logits_MV
 ) -> _Replies:
-  """Samples a token of the replies that are running from hidden states and logits."""
+  """Samples one token of each running reply, from hidden states and logits."""
   params, config, guides, guide_params = policy
   out, states = replies.out, replies.states
   apply_guides = functools.partial(
@@ -312,9 +312,9 @@ def _add_token(
 def _choose(
   logprobs_MV, batch: DecodeBatch, position, apply_guides: Callable
 ) -> tuple[Array, Array]:
-  """Chooses each entry's token at `position`; returns it, and its behaviour log-prob.
+  """Chooses each entry's token at `position`; returns it and its behaviour log-prob.
 
-  `logprobs_MV` are the policy's, and `apply_guides` returns logits.
+  `logprobs_MV` are the policy's; `apply_guides` returns logits.
   """
   u_M = sampling_lib.make_uniforms(batch.keys, position)
 
@@ -322,14 +322,14 @@ def _choose(
     token_M = sampling_lib.choose_tokens(logprobs_MV, u_M, batch.temperature == 0)
     return token_M, _take(logprobs_MV, token_M)
 
-  # Without a guide, the second softmax over the vocabulary is left out.
+  # Without guides, the second softmax over the vocabulary is skipped.
   token_M, behaviour_M = jax.lax.cond(
     batch.guide_mask.any(),
     lambda: choose(jax.nn.log_softmax(apply_guides())),
     lambda: choose(logprobs_MV),
   )
-  # The second softmax may round differently: an entry without a guide keeps the first
-  # one's number, whatever the other entries use.
+  # The second softmax may round differently, so entries without a guide use the first:
+  # the guides of other entries must not change their numbers.
   guided_M = batch.guide_mask.any(0)
   behaviour_M = jnp.where(guided_M, behaviour_M, _take(logprobs_MV, token_M))
   return token_M, behaviour_M
@@ -345,11 +345,11 @@ def _write(
   """Adds a token to the entries that are running."""
   M, steps, n = out.top_tokens.shape
   none = jnp.zeros_like(logprobs_MV[:, :n]), jnp.zeros((M, n), jnp.int32)
-  # top_k takes time, and is skipped where no entry asks for it.
+  # top_k is slow, and skipped if no entry asks for it.
   values_Mn, tokens_Mn = jax.lax.cond(
     top_wanted.any(), lambda: tuple(jax.lax.top_k(logprobs_MV, n)), lambda: none
   )
-  # Compared and not scattered: XLA scatters one number after the other on a CPU.
+  # A select instead of a scatter, which XLA runs serially on a CPU.
   here_MS = running[:, None] & (jnp.arange(steps)[None] == out.count[:, None])
   put = lambda column, x: jnp.where(here_MS, x[:, None], column)
   put_top = lambda column, x: jnp.where(here_MS[..., None], x[:, None], column)
@@ -367,21 +367,21 @@ def _write(
 
 
 def _where(alive: Bool[Array, 'M'], new: Array, old: Array) -> Array:
-  """Selects `new` in the entries that are alive, whatever the arrays' other axes are."""
+  """Selects `new` in the entries that are alive, broadcast over the other axes."""
   return jnp.where(alive.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
 
 def _gather_rows(
   cache: kv_cache.Cache, rows: Int[Array, 'M'], bucket: int
 ) -> kv_cache.Cache:
-  """Copies the first `bucket` slots of M rows out of the cache; a ring has fewer."""
+  """Copies the first `bucket` slots of M rows out of the cache (rings have fewer)."""
   return jax.tree.map(lambda x: x[rows, :, :bucket], cache)
 
 
 def _scatter_rows(
   cache: kv_cache.Cache, rows: Int[Array, 'M'], view: kv_cache.Cache
 ) -> kv_cache.Cache:
-  """Writes what `_gather_rows` copied back into the cache; drops unused entries."""
+  """Writes rows from `_gather_rows` back into the cache; drops unused entries."""
   return jax.tree.map(
     lambda x, v: x.at[rows, :, : v.shape[2]].set(v, mode='drop'), cache, view
   )

@@ -1,4 +1,4 @@
-"""The log-probs of a request's own tokens, from the hidden states of their prefill.
+"""The log-probs of a request's prompt tokens, from the hidden states of the prefill.
 
 Letters: as in programs.py.
 """
@@ -15,18 +15,18 @@ from agent_r1_jax.models import decoder, head
 
 
 class Targets(NamedTuple):
-  """What a prefill scores."""
+  """The tokens that a prefill scores."""
 
-  tokens: Int[Array, 'M T']  # The token after each that is prefilled.
-  temperature: Float[Array, 'M']  # Of each request; 0 is scored as 1.
-  top: Bool[Array, 'M']  # Whether log-probs of the likeliest tokens are wanted.
+  tokens: Int[Array, 'M T']  # The token after each prefilled token.
+  temperature: Float[Array, 'M']  # The temperature of each request; 0 is scored as 1.
+  top: Bool[Array, 'M']  # Whether to report log-probs of the likeliest tokens.
 
 
 class Scored(NamedTuple):
   """The scores of a prefill's targets."""
 
   logprobs: Float[Array, 'M T']  # Under the policy's temperature-scaled full softmax.
-  top_tokens: Int[Array, 'M T n']  # The likeliest tokens, where they were asked for.
+  top_tokens: Int[Array, 'M T n']  # The likeliest tokens, if requested.
   top_logprobs: Float[Array, 'M T n']  # Their log-probs.
 
 
@@ -37,9 +37,9 @@ def score(
   targets: Targets,
   top: int,
 ) -> Scored:
-  """Scores the targets from hidden states, and the `top` likeliest tokens (n).
+  """Scores the targets and the `top` likeliest tokens (n) from hidden states.
 
-  The logits are computed in blocks of tokens, as the learner's head does.
+  Computes logits in blocks of tokens, like the learner's head.
   """
   M, T = targets.tokens.shape
   none = jnp.zeros(top, jnp.float32), jnp.zeros(top, jnp.int32)
@@ -49,7 +49,7 @@ def score(
     scaled_1V = sampling_lib.scale_logits(logits_1V, temperature[None])
     logprobs_V = jax.nn.log_softmax(scaled_1V[0])
     likeliest = lambda: tuple(jax.lax.top_k(logprobs_V, top))
-    # top_k takes time, and is skipped where no entry asks for it.
+    # top_k is slow, and skipped if no entry asks for it.
     return logprobs_V[target], *jax.lax.cond(targets.top.any(), likeliest, lambda: none)
 
   each = x.reshape(M * T, -1), targets.tokens.reshape(-1)

@@ -1,14 +1,14 @@
-"""What a run asks of whatever samples its replies: this engine, or somebody else's.
+"""The interface of engines: this project's, or an external one.
 
   results = engine.run(coroutines)     # Waits until all have ended.
 
   with engine.open():
-    future = engine.start(coroutines)  # They run while this thread does something else.
+    future = engine.start(coroutines)  # They run in the background.
     engine.sync_weights(params, 1)     # From here on these parameters sample.
     results = future.result()
 
-A coroutine requests a reply by `engine.submit(request)`; see request.py. engine.py is the
-engine of this project, and contrib/external reaches those of others over HTTP.
+A coroutine requests a reply with `engine.submit(request)`; see request.py. engine.py is
+this project's engine; contrib/external connects to other engines over HTTP.
 """
 
 import abc
@@ -27,7 +27,7 @@ from agent_r1_jax.models import decoder
 
 
 class PreemptedError(Exception):
-  """The process received a signal to end before all requests were answered."""
+  """The process got a signal to terminate before all requests were answered."""
 
 
 @dataclasses.dataclass
@@ -37,17 +37,16 @@ class Stats:
   prefilled: int = 0  # Tokens that prefills computed.
   shared: int = 0  # Tokens that were copied from another row instead of being computed.
   sampled: int = 0  # Tokens that decodes sampled.
-  # Calls of the policy that sampled them, each of one row; a call samples one token, or
-  # with drafts several.
+  # Policy calls that sampled them, counted per row; with drafts, a call may sample
+  # several tokens.
   calls: int = 0
-  steps: int = 0  # Calls of all rows of all decodes, idle rows included.
+  steps: int = 0  # Policy calls of all decodes, counted per row, idle rows included.
   # Host time of prefills; the device's time is part of the decode that follows.
   prefill_seconds: float = 0.0
   decode_seconds: float = 0.0  # Wall time of decodes.
-  # Wall time without anything to compute, while clients waited for tools.
+  # Wall time with nothing to compute, while clients waited for tools.
   idle_seconds: float = 0.0
-  # Wall time from the end of a decode to the next call to the device, while requests
-  # waited.
+  # Wall time from the end of a decode to the next device call, while requests waited.
   host_seconds: float = 0.0
 
 
@@ -55,19 +54,19 @@ class Stats:
 class Policy:
   """Parameters that requests are sampled with."""
 
-  # The parameters on each chip (or on `tensor` of them), as decoder.extend takes them.
+  # The parameters on each chip (or group of `tensor` chips), for decoder.extend.
   copies: list[decoder.Params]
   step: int  # The policy_step of engine.sync_weights, reported with each token.
-  version: int  # A number that differs where the parameters do.
+  version: int  # Different parameters have different versions.
 
 
 class AnyReplica(abc.ABC):
-  """Samples the replies of some clients, all of whose texts it knows.
+  """Samples replies for a share of the clients, and holds all their sequences.
 
   Attributes:
     config: The policy's shape.
-    sizes: At least `rows`, the texts that clients may continue at a time; `slots`, the
-      most tokens of a text; and `drafts`, the tokens that are drafted.
+    sizes: Has at least `rows`, the maximum number of open sequences; `slots`, the maximum
+      length of a sequence in tokens; and `drafts`, the number of drafted tokens.
     interrupted: Called while it serves; if it returns True, `serve` raises
       PreemptedError.
   """
@@ -77,7 +76,7 @@ class AnyReplica(abc.ABC):
   interrupted: Callable[[], bool] = staticmethod(lambda: False)
 
   def start(self):
-    """Resets what `serve` keeps; call it in the event loop that will run `serve`."""
+    """Resets the state of `serve`; call it in the event loop that will run `serve`."""
     self._reservations = clients_lib.Reservations(self.sizes.rows)
 
   @abc.abstractmethod
@@ -86,23 +85,23 @@ class AnyReplica(abc.ABC):
 
   @abc.abstractmethod
   def stop(self) -> None:
-    """Cancels all requests, and waits for what is under way elsewhere."""
+    """Cancels all requests, and waits for work in other threads."""
 
   @property
   @abc.abstractmethod
   def load(self) -> int:
-    """The number of requests that are waiting or under way."""
+    """The number of requests that are queued or active."""
 
   @abc.abstractmethod
   def submit(self, request: request_lib.Request) -> request_lib.Generation:
-    """Begins a reply; call it only inside the event loop that `serve` runs in.
+    """Starts a reply; call it only inside the event loop that `serve` runs in.
 
     Raises:
       ValueError: The request cannot be answered.
     """
 
   def _extend_text(self, request: request_lib.Request) -> request_lib.Text:
-    """Appends a request's tokens to its text, or begins one with them."""
+    """Appends a request's tokens to its sequence, or begins a new one with them."""
     parent, prompt = request.parent, request.prompt
     if isinstance(parent, request_lib.Text):
       parent.append(prompt)
@@ -112,7 +111,7 @@ class AnyReplica(abc.ABC):
 
   @abc.abstractmethod
   def stop_sharing(self) -> None:
-    """Makes the texts that begin from now on share nothing with those before."""
+    """Stops new sequences from sharing prefixes with existing ones."""
 
   @contextlib.asynccontextmanager
   async def reserve(self, policy: Policy | None = None, rows: int = 1):
@@ -127,12 +126,12 @@ class AnyEngine(abc.ABC):
 
   Attributes:
     config: The policy's shape.
-    mesh: The mesh that the learner's parameters are on.
-    sizes: As those of a replica.
+    mesh: The mesh of the learner's parameters.
+    sizes: The sizes of each replica; see AnyReplica.
     replicas: The replicas.
     stats: Counts since the engine was made, over all replicas.
-    interrupted: Called while requests are served; if it returns True, the clients end
-      with PreemptedError.
+    interrupted: Called while requests are served; if it returns True, clients end with
+      PreemptedError.
   """
 
   sizes: Any
@@ -144,7 +143,7 @@ class AnyEngine(abc.ABC):
     replicas: Sequence[AnyReplica],
     stats: Stats,
   ):
-    """Opens nothing yet."""
+    """Makes an engine that is not open yet."""
     self.config, self.mesh = config, mesh
     self.replicas, self.stats = replicas, stats
     self.interrupted: Callable[[], bool] = lambda: False
@@ -157,12 +156,12 @@ class AnyEngine(abc.ABC):
     """Replaces the engine's policy; from any thread.
 
     `policy_step` is reported with each token; in training it is the number of rollouts
-    that the policy has learned from.
+    that the policy was trained on.
     """
 
   @abc.abstractmethod
   def make_policy(self, params: decoder.Params, policy_step: int) -> Policy:
-    """Makes a policy that requests can name; it is freed with the last of them."""
+    """Makes a policy that requests can name; it is freed with the last such request."""
 
   @abc.abstractmethod
   def warm_up(
@@ -170,17 +169,17 @@ class AnyEngine(abc.ABC):
     on_done: Callable[[int, int], None] = lambda done, all: None,
     automata: Sequence[types.Automaton] = (),
   ) -> None:
-    """Waits until it can sample.
+    """Prepares the engine to sample: compiles its programs, if it has any.
 
-    `on_done` is called with the number of programs compiled so far, and of all. The
-    programs are compiled for tables that are large enough for `automata`: the grammars
-    and long stop strings that requests will use.
+    Calls `on_done` with the number of programs compiled so far and their total number.
+    The programs' tables are made large enough for `automata`, the grammars and long stop
+    strings that requests will use.
     """
 
   def run(self, coroutines: Iterable[Coroutine]) -> list:
     """Runs clients until all have ended, and returns their results in order.
 
-    The first exception of one of them or of the engine cancels the others and is raised.
+    The first exception of a client or of the engine cancels the others and is raised.
     """
     with self.open():
       return clients_lib.wait(self.start(coroutines)).result()
@@ -189,7 +188,7 @@ class AnyEngine(abc.ABC):
   def open(self) -> Iterator[None]:
     """Runs the event loop inside `with`, so that `start` can be called.
 
-    At the end of the block, clients that are still under way are cancelled.
+    Clients that are still running at the end of the block are cancelled.
     """
     if self._loop:
       yield
@@ -203,12 +202,12 @@ class AnyEngine(abc.ABC):
 
   @property
   def busy(self) -> bool:
-    """Whether a client is under way, or a reply is, even if no client awaits it."""
+    """Whether any client is running or any reply is being sampled."""
     clients = self._loop is not None and self._loop.busy
     return clients or any(replica.load for replica in self.replicas)
 
   def start(self, coroutines: Iterable[Coroutine]) -> futures.Future[list]:
-    """Starts clients; the future has their results in order, or the first exception.
+    """Starts clients; returns a future of their results in order, or first exception.
 
     Raises:
       RuntimeError: The engine is not open.
@@ -216,7 +215,7 @@ class AnyEngine(abc.ABC):
     if not self._loop:
       raise RuntimeError('The engine is not open: start inside `with engine.open()`.')
     if not self.busy:
-      # A run's log-probs must not depend, in their last bits, on the runs before.
+      # The last bits of a run's log-probs must not depend on previous runs.
       for replica in self.replicas:
         replica.stop_sharing()
     return self._loop.start(coroutines)
@@ -224,17 +223,16 @@ class AnyEngine(abc.ABC):
   def reserve(self, group: int = 0, policy: Policy | None = None, rows: int = 1):
     """Reserves rows of a replica: an async context manager that yields the replica.
 
-    A client that continues its texts later, as an episode does after a tool's answer,
-    submits inside it, so that there are no more such texts than rows. Clients are served
-    in the order of their calls. Where clients of several policies wait, the policies take
-    turns: an evaluation does not wait until all rollouts have begun, nor they for all of
-    it.
+    A client that will continue its sequences, as an episode does after a tool call,
+    submits inside it, so that there are never more such sequences than rows. Clients are
+    served in the order of their calls; if clients of several policies wait, the policies
+    take turns, so that an evaluation and the rollouts do not wait for each other to end.
 
     Args:
-      group: Clients of one group share a replica, so that the prefix which their texts
-        have in common is computed once.
+      group: Clients of one group share a replica, so that their common prefix is computed
+        once.
       policy: The policy that the client's requests will name.
-      rows: The most texts that the client will continue at a time.
+      rows: How many sequences the client keeps open at once.
 
     Raises:
       ValueError: A replica has fewer rows.
@@ -247,7 +245,7 @@ class AnyEngine(abc.ABC):
     return self.replicas[group % len(self.replicas)].reserve(policy, rows)
 
   def submit(self, request: request_lib.Request) -> request_lib.Generation:
-    """Submits a request from a client that was started here; see AnyReplica.submit."""
+    """Submits a request from a client of this engine; see AnyReplica.submit."""
     parent = request.parent
     if isinstance(parent, request_lib.Fork):
       parent = parent.text

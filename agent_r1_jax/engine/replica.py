@@ -1,9 +1,9 @@
 """A replica: one key-value cache, and the scheduler of the requests that use it.
 
-Clients submit requests, which the engine's policy answers or another one that a request
-names. `serve` gives their texts rows of the cache, prefills the tokens that are not in it
-yet, decodes some tokens of all rows that are prefilled, and adds them to the replies. A
-decode runs in a thread of its own, so that tools run at the same time as the device.
+Clients submit requests to the engine's policy, or to another policy that they name.
+`serve` assigns cache rows to their sequences, prefills the tokens that are not cached
+yet, decodes some tokens for all prefilled rows, and adds them to the replies. Decodes run
+in their own thread, so that tools run at the same time as the device.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from agent_r1_jax.models import decoder, kv_cache
 
 # The interval at which `serve` calls `interrupted` while there is nothing to compute.
 _POLL_SECONDS = 0.5
-# The longest wait for the next requests of clients that have just received a reply.
+# The maximum wait for the next requests of clients that have just received a reply.
 _ANSWER_SECONDS = 0.002
 
 
@@ -40,7 +40,7 @@ class Replica(protocol.AnyReplica):
   Attributes:
     policy: Samples the requests that name no other policy; any thread may assign it.
     device: The cache on the chips, with the guides and automata that requests use.
-    rows: The host's record of which text each row of the cache holds.
+    rows: The host's record of the sequence in each row of the cache.
   """
 
   def __init__(
@@ -53,7 +53,7 @@ class Replica(protocol.AnyReplica):
     mesh: Mesh | None = None,
     copy_index: int = 0,
   ):
-    """Allocates the cache on `mesh`, on which Policy.copies[copy_index] is too."""
+    """Allocates the cache on `mesh`, the chips of Policy.copies[copy_index]."""
     self.config, self.sizes, self.stats = config, sizes, stats
     self._adapters = adapters
     self._copy_index = copy_index
@@ -69,17 +69,17 @@ class Replica(protocol.AnyReplica):
 
   def start(self):
     """Resets the state of `serve`; call it in the event loop that will run `serve`."""
-    # The requests that are waiting or under way, in the order of `submit`; and an event
-    # that is set when one is submitted or cancelled, which ends `_wait`.
+    # The queued and active requests, in the order of `submit`; and an event that ends
+    # `_wait`, set when a request is submitted or cancelled.
     self._active: list[active_request.ActiveRequest] = []
     self._changed = asyncio.Event()
-    # The policy of the last prefill, copy or decode, so that policies take turns; None is
-    # the engine's own.
+    # The policy of the last prefill, copy or decode, so that policies take turns; None
+    # means the engine's own.
     self._last_policy: protocol.Policy | None = None
-    # How many replies ended in the last decode, less the requests submitted since: while
-    # it is above 0, `_wait_for_clients` waits for more.
+    # The number of replies that ended in the last decode, minus the requests submitted
+    # since: while it is above 0, `_wait_for_clients` waits for more.
     self._unanswered_replies = 0
-    # When the last decode ended, for Stats.host_seconds; None once that is counted.
+    # When the last decode ended, for Stats.host_seconds; None once counted.
     self._decode_ended_at: float | None = None
     # Runs decodes and nothing else, so that no user's code delays them.
     self._decode_thread = futures.ThreadPoolExecutor(1, thread_name_prefix='decode')
@@ -87,11 +87,11 @@ class Replica(protocol.AnyReplica):
     self.stop_sharing()
 
   def stop_sharing(self):
-    """Makes the texts that begin from now on share no keys with those before."""
+    """Stops new sequences from sharing keys and values with existing ones."""
     self.rows.stop_sharing()
 
   def stop(self):
-    """Waits for a decode that is under way, and cancels all requests."""
+    """Waits for any running decode, and cancels all requests."""
     self._decode_thread.shutdown()
     for active in self._active:
       active.generation.cancel()
@@ -99,15 +99,15 @@ class Replica(protocol.AnyReplica):
 
   @property
   def load(self) -> int:
-    """The number of requests that are waiting or under way."""
+    """The number of requests that are queued or active."""
     return sum(not active.generation.done for active in self._active)
 
   def submit(self, request: request_lib.Request) -> request_lib.Generation:
     """Queues a request; call it only inside the event loop that `serve` runs in.
 
     Raises:
-      ValueError: The text and the reply would not fit a row, one of them is empty, the
-        text is being sampled, a guide or an adapter is unknown, or an automaton does
+      ValueError: The tokens and the reply would not fit a row, or either is empty; the
+        sequence is being sampled; a guide or an adapter is unknown; or an automaton does
         not fit.
     """
     self.device.check(request)
@@ -166,13 +166,13 @@ class Replica(protocol.AnyReplica):
   async def _work(self):
     """Runs one prefill, copy or decode.
 
-    A function of its own, so that no local variable of `serve` keeps a policy in memory.
+    Separate from `serve`, whose locals would keep old policies in memory.
     """
     slots = self._adapters.slots
     turns = active_request.take_turns(self._active)
     candidates = [active for active in turns if active.can_run(self.device.fits)]
     if not candidates:
-      await self._wait(_POLL_SECONDS)  # Their programs are being compiled.
+      await self._wait(_POLL_SECONDS)  # Larger programs are being compiled for them.
       return
     policy, chosen = self._choose_requests(slots, candidates)
     if not chosen:
@@ -187,17 +187,17 @@ class Replica(protocol.AnyReplica):
   async def _wait_for_clients(self):
     """Waits briefly for the next requests of clients whose replies have just ended.
 
-    Their next requests then share the next prefill and decode.
+    These requests can then be batched in one prefill and decode.
     """
     await asyncio.sleep(0)
-    # Environments answer from another thread, which takes a moment.
+    # Environments answer from another thread, with a short delay.
     deadline = time.perf_counter() + _ANSWER_SECONDS
     while self._unanswered_replies > 0 and time.perf_counter() < deadline:
       await self._wait(deadline - time.perf_counter())
     self._unanswered_replies = 0
 
   async def _wait(self, seconds: float):
-    """Waits until a request is submitted or cancelled, at most this long."""
+    """Waits until a request is submitted or cancelled, or for at most `seconds`."""
     self._changed.clear()
     # Not asyncio.wait_for: in Python 3.11 it may swallow a cancellation.
     poll = asyncio.get_running_loop().call_later(seconds, self._changed.set)
@@ -207,7 +207,7 @@ class Replica(protocol.AnyReplica):
       poll.cancel()
 
   def _drop_done(self):
-    """Frees the rows and automata of requests that have ended or were cancelled."""
+    """Frees the rows, automata and adapters of requests that are done."""
     for active in self._active:
       if active.generation.done:
         active.release_row()
@@ -220,11 +220,11 @@ class Replica(protocol.AnyReplica):
     slots: adapters_lib.Slots,
     candidates: Sequence[active_request.ActiveRequest],
   ) -> tuple[protocol.Policy, list[active_request.ActiveRequest]]:
-    """Chooses the requests of the next prefill, copy or decode, and gives them rows.
+    """Chooses the requests of the next prefill, copy or decode, and assigns rows to them.
 
-    All of them are for one policy; where requests name several, the policies take turns.
-    Those for the same policy are served in their order. (Decoding texts of similar length
-    together was slower: decodes read fewer slots, but prefills became more and smaller.)
+    All chosen requests are for one policy; several policies take turns. Requests for the
+    same policy are served in order. (Batching sequences of similar length was slower:
+    decodes read fewer slots, but prefills became smaller and more frequent.)
     """
     policies = list(dict.fromkeys(a.generation.request.policy for a in candidates))
     last = self._last_policy
@@ -254,7 +254,7 @@ class Replica(protocol.AnyReplica):
     slots: adapters_lib.Slots,
     chosen: list[active_request.ActiveRequest],
   ) -> bool:
-    """Copies prefixes that texts share, or else prefills one chunk of each row.
+    """Copies shared prefixes if there are any, else prefills one chunk of each row.
 
     Returns:
       Whether there was anything to copy or to prefill.
@@ -269,7 +269,7 @@ class Replica(protocol.AnyReplica):
     rows = [row for row in missing if row not in waiting]
     if not rows:
       return False
-    # Those whose tokens are scored have a program of their own.
+    # Requests with score_prompt need a different program, so the batch has one kind.
     is_scored = lambda row: missing[row].generation.request.score_prompt
     scored = is_scored(rows[0])
     rows = [row for row in rows if is_scored(row) == scored][:most]
@@ -290,7 +290,7 @@ class Replica(protocol.AnyReplica):
     adapters = slots.select(self._copy_index, slot_M)
     batch = batch._replace(rows=batch.rows._replace(adapters=adapters))
     call = functools.partial(self.device.prefill, params, batch, bucket)
-    # Only scores are waited for, so only then in a thread.
+    # Only a prefill with scores blocks, so only that one runs in the thread.
     if scores := await self._in_thread(call) if scored else call():
       for m, active in enumerate(actives):
         active.add_scores(scores, m, counts[m])
@@ -301,7 +301,7 @@ class Replica(protocol.AnyReplica):
     """Copies the keys and values of prefixes to other rows."""
     size = self.sizes.prefill_rows[-1]
     source, rows = np.zeros(size, np.int32), np.full(size, self.sizes.rows, np.int32)
-    # All are read before one is written: a row may be a source, and be written itself.
+    # The device reads all sources before it writes: a row may be a source and a target.
     for m, (prefix, row) in enumerate(copies):
       source[m], rows[m] = prefix.row.index, row.index
       self.stats.shared += prefix.length - row.cached
@@ -316,7 +316,7 @@ class Replica(protocol.AnyReplica):
     slots: adapters_lib.Slots,
     chosen: list[active_request.ActiveRequest],
   ):
-    """Samples tokens for the rows that are prefilled, and adds them to the replies."""
+    """Samples tokens for the prefilled rows, and adds them to the replies."""
     start_time, sizes = time.perf_counter(), self.sizes
     rows = {
       active: active.row for active in chosen if active.row and active.row.prefilled
@@ -334,7 +334,7 @@ class Replica(protocol.AnyReplica):
     batch = active_request.make_decode_batch(
       entries, size, guides, sizes.rows, sees=self.config.vision is not None
     )
-    # The call is made in the thread too: on a CPU it returns when it has computed.
+    # The thread makes the call too: on a CPU the call blocks until it has computed.
     places = self.index.offer() if self.index else None
     slot_M = active_request.make_slots(entries, size)
     batch = batch._replace(adapters=slots.select(self._copy_index, slot_M))
@@ -349,7 +349,7 @@ class Replica(protocol.AnyReplica):
       self.index.note(sampled, calls)
     self.stats.steps += int(decoded.calls.max()) * size
     for m, active in entries.items():
-      # A request that was cancelled during the decode gets none of its tokens.
+      # Requests that were cancelled during the decode get none of its tokens.
       if not active.generation.done:
         states = [jax.tree.map(lambda x, m=m: x[m], state) for state in guide_states]
         step = slots.weights[active.slot].step if active.slot else policy_step

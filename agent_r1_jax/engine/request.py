@@ -1,9 +1,9 @@
 """Requests to the engine and their replies: Request, Text, Generation and Chunk.
 
 generation = engine.submit(Request(prompt, max_tokens=200))
-async for chunk in generation:      # As the tokens are sampled, or
+async for chunk in generation:      # Streams tokens as they are sampled; or
   ...
-reply = await generation            # all of them together.
+reply = await generation            # waits for the complete reply.
 generation = engine.submit(Request(answer, parent=generation.text))  # continues it
 generation = engine.submit(Request(answer, parent=Fork(text, length=120)))  # branches
 """
@@ -32,30 +32,30 @@ from agent_r1_jax.engine import programs as programs_lib
 
 
 def make_key(*parts: int | str) -> np.ndarray:
-  """Hashes what identifies a request (seed, task ...) into its random key, uint32 [2]."""
+  """Hashes the identity of a request (seed, task ...) to a random key, uint32 [2]."""
   digest = hashlib.sha256('/'.join(map(str, parts)).encode()).digest()
   return np.frombuffer(digest[:8], np.uint32).copy()
 
 
 class Chunk(NamedTuple):
-  """The n sampled tokens of one decode, or of a whole reply.
+  """The n sampled tokens of one decode, or of a complete reply.
 
   Attributes:
     tokens: The tokens, int32 [n].
     logprobs: Their log-probs, float32 [n], under the policy's temperature-scaled full
-      softmax, which the learner computes too; guides and truncation do not change them.
-      Greedy requests report those of temperature 1.
+      softmax, as the learner computes them; guides and truncation do not change them.
+      Greedy requests report log-probs at temperature 1.
     policy_steps: int32 [n], the policy_step (engine.sync_weights) of each token's policy.
     stopped: Whether a guide ended the reply with the last token.
-    top_tokens: int32 [n, top_logprobs], the likeliest tokens, if the request wants them.
+    top_tokens: int32 [n, top_logprobs], the likeliest tokens, if requested.
     top_logprobs: float32 [n, top_logprobs], their log-probs.
-    values: float32 [n], the critic's value of the state in which each token was chosen;
-      0 if the policy has no value head.
+    values: float32 [n], the critic's value of the state before each token; 0 if the
+      policy has no value head.
     behaviour_logprobs: The tokens' log-probs, float32 [n], under the distribution that
-      they were sampled from, after guides and truncation. Importance weights divide by
-      its probabilities. Equal to `logprobs` if no guide or truncation is used.
-    routes: Of a whole reply to a request with `replay`: the experts that computed the
-      text from its first token on, [m, L, k]. The last tokens may not be computed yet.
+      they were sampled from, after guides and truncation. They are the denominators of
+      importance weights. Equal to `logprobs` without guides and truncation.
+    routes: The experts that computed the sequence from its first token on, [m, L, k], in
+      complete replies to requests with `replay`. The last tokens may be missing.
   """
 
   tokens: np.ndarray
@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
-  """Joins the chunks of one reply, of which there is at least one."""
+  """Joins the chunks of one reply; there must be at least one chunk."""
   column = lambda name: np.concatenate([getattr(chunk, name) for chunk in chunks])
   whole = ('stopped', 'routes')
   columns = {name: column(name) for name in Chunk._fields if name not in whole}
@@ -78,13 +78,13 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
 
 
 class Scores(NamedTuple):
-  """The log-probs of n given tokens, each after those before it.
+  """The log-probs of n prompt tokens, each given the tokens before it.
 
   Attributes:
-    logprobs: float32 [n], under the policy's temperature-scaled full softmax, as those of
-      a Chunk; NaN for the first token and for those outside the vocabulary.
-    top_tokens: int32 [n, top_logprobs], the likeliest tokens there; 0 in the first.
-    top_logprobs: float32 [n, top_logprobs], their log-probs; NaN in the first.
+    logprobs: float32 [n], under the policy's temperature-scaled full softmax, as in
+      Chunk; NaN for the first token and for tokens outside the vocabulary.
+    top_tokens: int32 [n, top_logprobs], the likeliest tokens; 0 for the first token.
+    top_logprobs: float32 [n, top_logprobs], their log-probs; NaN for the first token.
   """
 
   logprobs: np.ndarray
@@ -93,23 +93,22 @@ class Scores(NamedTuple):
 
 
 class Text:
-  """A text in the engine: all tokens that were appended and sampled, in order.
+  """A sequence in the engine: all appended and sampled tokens, in order.
 
-  A text can be continued for as long as a reference to it exists. The engine keeps its
-  keys and values in a row of the cache. When another text needs a row, it gets that of a
-  closed text, or else the least recently used one. A text that lost its row is prefilled
-  again when a request continues it.
+  Requests can continue it while a reference to it exists. The engine keeps its keys and
+  values in a row of the cache. A new sequence takes the row of a closed one, or else the
+  least recently used row. A sequence that lost its row is prefilled again when a request
+  continues it.
 
   Attributes:
-    replica: The replica whose cache holds the text.
-    closed: Whether its row is reused before those of other texts.
-    prompt: All tokens, for a policy to read.
-    saved: How far its last token's coordinates are behind its position; see
-      Device.add.
+    replica: The replica whose cache holds the sequence.
+    closed: Whether its row is reused before those of open sequences.
+    prompt: All tokens and pictures, as a Prompt.
+    saved: How far its last token's coordinates lag its position; see Device.add.
   """
 
   def __init__(self, replica: Any, tokens: np.ndarray | types.Prompt):
-    """Makes a text that has no row yet."""
+    """Makes a sequence that has no row yet."""
     self.replica, self.closed = replica, False
     self.prompt = types.Prompt() + types.Prompt.of(tokens)
     self.saved = 0
@@ -123,16 +122,16 @@ class Text:
     return self.prompt.tokens
 
   def append(self, tokens: np.ndarray | types.Prompt):
-    """Adds tokens at the end; called by the engine only."""
+    """Appends tokens; called by the engine only."""
     self.prompt += types.Prompt.of(tokens)
 
   def close(self):
-    """Marks the text as complete: requests may still fork it, but not continue it."""
+    """Marks it as complete: requests may still fork it, but not continue it."""
     self.closed = True
 
 
 class Fork(NamedTuple):
-  """The first `length` tokens of a text, with which another text begins."""
+  """The first `length` tokens of a sequence, as the start of a new one."""
 
   text: Text
   length: int
@@ -140,33 +139,32 @@ class Fork(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-  """Tokens to append to a text, and how to sample the reply.
+  """Tokens to append to a sequence, and how to sample the reply.
 
   Attributes:
-    tokens: The tokens to append, int32 [n], at least one; or a Prompt, which tells what
-      those outside the vocabulary stand for.
-    parent: The text that they are appended to, or a fork of one; None begins a new text.
-    max_tokens: The most tokens of the reply.
-    sampling: How the tokens of the reply are chosen; by default the policy's own
-      distribution.
-    key: uint32 [2], the randomness of the reply, from `make_key`: the same key, text and
-      policy sample the same tokens.
+    tokens: The tokens to append, int32 [n], at least one; or a Prompt, whose pictures may
+      have ids outside the vocabulary.
+    parent: The sequence to append them to, or a fork of one; None starts a new one.
+    max_tokens: Maximum length of the reply in tokens.
+    sampling: How to choose the tokens of the reply; the default samples from the policy's
+      own distribution.
+    key: uint32 [2], the random key of the reply, from `make_key`: the same key, sequence
+      and policy sample the same tokens.
     automata: Stop ids and strings that end the reply, or a grammar that restricts it; at
-      most automaton_guide.PER_REQUEST of them.
-    guides: The guides that this request uses, of those that the engine was made with, and
-      the state in which each begins.
-    top_logprobs: How many likeliest tokens are reported with each token, with their
+      most automaton_guide.PER_REQUEST.
+    guides: The guides of the engine that this request uses, with their initial states.
+    top_logprobs: How many likeliest tokens to report with each token, with their
       log-probs; at most programs.TOP.
-    policy: The policy that samples, from Engine.make_policy; None is the engine's own,
-      even if that changes while the reply is sampled.
-    adapter: The name of an adapter of Engine.adapters, which is added to the policy;
-      None is the policy alone. Where the parent is a text of another adapter, or a fork
-      of one, its tokens are prefilled again.
-    replay: Whether the reply reports the experts that computed the text, if the policy
-      has any, so that training can use the same.
-    score_prompt: Whether `Generation.prompt` gets the log-probs of the tokens, which then
-      have no parent. All of them are computed, whatever the cache holds.
-    client: Whose request it is: those that wait for a row take turns; '' is nobody's.
+    policy: The policy that samples, from Engine.make_policy; None uses the engine's own,
+      and its updates take effect during the reply.
+    adapter: The name of an adapter of Engine.adapters to add to the policy; None uses the
+      policy alone. If the parent was computed with another adapter, it is prefilled
+      again.
+    replay: Whether to report the experts that computed the sequence, if the policy has
+      experts, so that training can use the same ones.
+    score_prompt: Whether to report the log-probs of `tokens` in `Generation.prompt`;
+      requires parent=None. Recomputes all tokens, even those in the cache.
+    client: An id of the client: clients take turns while they wait for rows; '' opts out.
   """
 
   tokens: np.ndarray | types.Prompt
@@ -187,7 +185,7 @@ class Request:
 
   @property
   def prompt(self) -> types.Prompt:
-    """The tokens, with what they stand for."""
+    """The tokens and their pictures, as a Prompt."""
     return types.Prompt.of(self.tokens)
 
 
@@ -201,8 +199,8 @@ def check(
 ):
   """Raises ValueError for a request that the engine cannot answer.
 
-  An error during a decode would end the requests of all clients. `more_ids` are those
-  outside the vocabulary that the request tells the meaning of.
+  An error during a decode would end the requests of all clients. `more_ids` are the ids
+  outside the vocabulary that stand for the request's pictures.
   """
   request.sampling.check()
   parent, added, most = request.parent, len(request.tokens), request.max_tokens
@@ -210,7 +208,7 @@ def check(
     raise ValueError(f'{added} tokens to append, {most} to sample: at least 1 of each.')
   tokens = request.prompt.tokens
   outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
-  # Most requests have none, and isin takes longer than the rest of the check.
+  # Most requests have no such ids, and isin takes longer than the rest of the check.
   if len(outside) and len(outside := outside[~np.isin(outside, more_ids)]):
     raise ValueError(f'token {outside[0]} is outside the vocabulary of {vocab_size}.')
   if request.score_prompt and parent is not None:
@@ -234,7 +232,7 @@ def check(
       f'the request uses {len(unknown)} guides that the engine was not made with: name '
       'them in Engine(guides={...}).'
     )
-  # The dtypes are those on the device, where 64 bits become 32.
+  # Compare device dtypes: JAX turns 64 bits into 32.
   form = lambda tree: jax.tree.map(lambda x: (np.shape(x), f'{jnp.result_type(x)}'), tree)
   for guide, state in request.guides.items():
     if form(state) != form(guide.off):
@@ -253,18 +251,17 @@ class Generation:
 
   Attributes:
     request: The request.
-    text: The text that the reply continues, with the chunks so far.
+    text: The sequence, including the chunks so far.
     chunks: The chunks so far.
-    number: The number of requests that the replica got before this one.
+    number: The number of requests that the replica received before this one.
     done: Whether the reply is complete, was cancelled or has failed.
-    prompt: The scores of the request's own tokens, if it asked for them; they are there
-      with the first chunk.
+    prompt: The scores of the prompt, if requested; available with the first chunk.
   """
 
   def __init__(
     self, request: Request, text: Text, number: int, on_cancel: Callable[[], None]
   ):
-    """Makes an empty reply; `on_cancel` is called if it is cancelled."""
+    """Makes an empty reply; `on_cancel` is called if it is cancelled or fails."""
     self.request, self.text, self.number = request, text, number
     self.chunks: list[Chunk] = []
     self.done = False
@@ -275,28 +272,28 @@ class Generation:
 
   @property
   def remaining(self) -> int:
-    """The most tokens that can still be sampled."""
+    """How many more tokens can be sampled at most."""
     return self.request.max_tokens - sum(len(chunk.tokens) for chunk in self.chunks)
 
   def cancel(self):
-    """Ends the reply: its text ends with the last chunk, and its row is freed."""
+    """Cancels the reply: the sequence ends with the last chunk, and its row is freed."""
     self.fail(asyncio.CancelledError('The request was cancelled.'))
 
   def fail(self, error: BaseException):
-    """Ends the reply likewise; who waits for it gets the error."""
+    """Ends the reply like `cancel`; awaiting it raises `error`."""
     if not self.done:
       self.done, self._error = True, error
       self._changed.set()
       self._on_cancel()
 
   def add(self, chunk: Chunk):
-    """Adds what a decode has sampled; called by the engine only."""
+    """Adds the tokens of a decode; called by the engine only."""
     self.chunks.append(chunk)
     self.done = chunk.stopped or self.remaining == 0
     self._changed.set()
 
   def __await__(self) -> Generator[Any, None, Chunk]:
-    """Waits for the whole reply; if the wait is cancelled, so is the request."""
+    """Waits for the complete reply; cancelling the wait cancels the request."""
     return self._wait().__await__()
 
   async def _wait(self) -> Chunk:

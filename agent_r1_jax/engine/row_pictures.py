@@ -1,8 +1,8 @@
-"""What an engine's rows see of pictures: features for prefills, and coordinates.
+"""Pictures in the engine: their features and coordinates for prefills.
 
-The features of a picture are computed once for each policy that samples, and then kept
-for the texts that show it too, such as a group's. They pass through the host, which puts
-those of a prefill's tokens in rows: 2 or 4 bytes for each number of an embedding.
+A picture's features are computed once per policy and then cached for all sequences that
+show it, such as a group's. The host copies the features of each prefill's tokens to the
+device: 2 or 4 bytes per number of an embedding.
 
 Letters: M entries of a call, T tokens of one prefill, D embed.
 """
@@ -24,29 +24,29 @@ from agent_r1_jax.engine import rows as rows_lib
 from agent_r1_jax.models import decoder, kv_cache, sharding
 from agent_r1_jax.models.pictures import picture_tokens, vision
 
-_KEPT = 1 << 26  # Numbers of the features that are kept: 256 MiB in float32.
+_KEPT = 1 << 26  # Maximum size of cached features, in numbers: 256 MiB in float32.
 
 
 class RowPictures:
-  """The pictures of a replica's texts."""
+  """The pictures of a replica's sequences."""
 
   def __init__(self, config: decoder.DecoderConfig, mesh: Mesh | None):
-    """Knows no picture yet; the policy's parameters are on `mesh`."""
+    """Starts without pictures; the policy's parameters are on `mesh`."""
     assert config.vision is not None
     self._config, self._mesh, self._side = config, mesh, config.vision.token_size
-    # (version of the policy, first id of a picture) -> [n, D], the last used at the end.
+    # (version of the policy, first id of a picture) -> [n, D], least recently used first.
     self._features = collections.OrderedDict[tuple[Any, int], np.ndarray]()
     self._numbers = 0
-    # The pictures that the tokens of each text may stand for, by their first tokens.
+    # The pictures of each sequence, by their first ids.
     self._shown = weakref.WeakKeyDictionary[request_lib.Text, dict[int, np.ndarray]]()
 
   def list_ids(self, prompt: types.Prompt) -> np.ndarray:
-    """Lists the ids of a prompt's pictures, which it may have as tokens."""
+    """Lists the token ids that stand for a prompt's pictures."""
     ids = [types.make_picture_ids(x, self._side) for x in prompt.pictures]
     return np.concatenate([np.zeros(0, np.int32), *ids])
 
   def check(self, request: request_lib.Request) -> None:
-    """Raises ValueError if a decode would have to compute the last token of a picture."""
+    """Raises ValueError if the tokens end in a picture, which a decode cannot compute."""
     parent, ends = request.parent, [request.prompt.tokens]
     if isinstance(parent, request_lib.Fork):
       ends.append(parent.text.tokens[: parent.length])
@@ -57,7 +57,7 @@ class RowPictures:
       )
 
   def add(self, text: request_lib.Text, request: request_lib.Request) -> None:
-    """Notes the pictures of a text, to which the tokens of a request were added."""
+    """Records the pictures of a sequence after a request's tokens were appended to it."""
     parent = request.parent
     before = parent.text if isinstance(parent, request_lib.Fork) else text
     new = picture_tokens.name(request.prompt.pictures, self._side)
@@ -76,12 +76,12 @@ class RowPictures:
     cached: Sequence[rows_lib.Row],
     rows: types.Rows,
   ) -> types.Rows:
-    """Adds what a prefill sees.
+    """Adds the features and coordinates of pictures to the rows of a prefill.
 
     Args:
       params: The policy's parameters, as decoder.extend takes them.
       version: The policy's version.
-      cached: The rows of the cache that the first entries belong to.
+      cached: The cache rows of the first entries.
       rows: The next tokens, from active_request.make_prefill_batch.
     """
     positions_MT = np.asarray(rows.positions)
@@ -108,7 +108,7 @@ class RowPictures:
     return rows._replace(pictures=types.Pictures(*arrays))
 
   def _compute(self, params, version, text: request_lib.Text) -> np.ndarray:
-    """Computes the features of all pictures of a text, or finds them, [n, D]."""
+    """Returns the features of all pictures of a sequence, [n, D], cached or computed."""
     kept, shown = self._features, self._shown[text]
     names = [(version, name) for name in shown]
     for name, pixels in zip(names, shown.values(), strict=True):

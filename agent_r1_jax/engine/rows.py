@@ -1,11 +1,11 @@
-"""The host's record of the rows of the cache: which text each holds, and how much of it.
+"""The host's record of the cache: which sequence each row holds, and how much of it.
 
-A layer with a state (models/delta_net.py) cannot go back. A row keeps its state at a few
-tokens beside the last one: where a prompt ends, and where a text left another one; texts
-go on from there, and compute the rest.
+It assigns rows to sequences, and finds prefixes that can be copied from other rows
+instead of being computed again. Nothing here touches the device.
 
-It decides which row a text gets, and which prefixes can be copied from other rows instead
-of being computed again. Nothing here touches the device.
+Recurrent layers (models/delta_net.py) cannot rewind. So a row also keeps checkpoints of
+their states after a few earlier tokens, at the end of a prompt and where two sequences
+diverged. Other sequences continue from a checkpoint and compute the rest.
 
 Letters: B rows, S slots of a row.
 """
@@ -18,12 +18,12 @@ import numpy as np
 
 from agent_r1_jax.engine import request as request_lib
 
-# Shorter prefixes are computed again, which is cheaper than waiting for them and copying.
+# Shorter prefixes are recomputed, which is cheaper than waiting for them and copying.
 MIN_SHARED = 16
-# The version of a row whose keys and values nothing may be copied from, because several
-# policies have computed them.
+# The version of rows that several policies have computed; nothing may be copied from
+# them.
 MIXED = -1
-# Stands for a state that a row does not have.
+# Marks a missing state.
 LOST = -1
 
 
@@ -33,23 +33,23 @@ class Row:
 
   index: int  # Its index in the cache.
   tokens: np.ndarray  # The text's tokens, int32 [S], padded with -1.
-  # The text whose keys and values it holds, or held last.
+  # The sequence whose keys and values it holds, or held last.
   text: request_lib.Text | None = None
-  cached: int = 0  # How many of the text's first tokens have keys and values in it.
-  # How many slots were written at most. If a text of 900 tokens was in the row, and one
-  # that begins with 500 of them is now, cached is 500 and written 900; in a layer that
-  # slides and has 768 slots, the first 132 tokens are lost.
+  cached: int = 0  # How many of its first tokens have keys and values in the row.
+  # How many slots were ever written. If the row held 900 tokens, and now holds a sequence
+  # that shares the first 500, cached is 500 and written 900; a sliding layer with 768
+  # slots has lost the first 132 tokens.
   written: int = 0
-  # How many tokens the states have seen that a row keeps in layers with a state, or LOST;
-  # calls go on with the first. Empty if no layer has one.
+  # The number of tokens that each state of recurrent layers has seen, or LOST; the first
+  # is the current state. Empty without recurrent layers.
   states: list[int] = dataclasses.field(default_factory=list)
-  # The token before which the text leaves another one: the state there will be needed.
+  # The token at which the sequence diverges from another one: a checkpoint goes there.
   branch: int = 0
   ended: int = 0  # How many tokens were cached when the last reply, or chunk, ended.
-  # The version of what computed these.
+  # The version of the policy and adapter that computed the keys and values.
   version: Hashable = MIXED
-  origin: int = 0  # Texts of one origin go on from what its earlier versions computed.
-  # The generation that is under way in it.
+  origin: int = 0  # The adapter: its older versions' keys and values may be continued.
+  # The active generation in the row.
   generation: request_lib.Generation | None = None
   # Whether its prefill has started; False while it waits to copy from another row.
   prefill_started: bool = False
@@ -57,33 +57,34 @@ class Row:
 
   @property
   def size(self) -> int:
-    """The number of tokens of the text."""
+    """The length of the sequence in tokens."""
     return 0 if self.text is None else len(self.text)
 
   @property
   def missing(self) -> np.ndarray:
-    """The tokens to prefill next: up to the last, or to where a state is kept.
+    """The tokens to prefill next: up to the branch, or all but the last token.
 
-    The decode computes the last one.
+    The decode computes the last token.
     """
     end = self.branch if self.cached < self.branch < self.size else self.size - 1
     return self.tokens[self.cached : end]
 
   @property
   def prefilled(self) -> bool:
-    """Whether a decode can continue the text."""
+    """Whether a decode can continue the sequence."""
     return self.cached == self.size - 1
 
   @property
   def begin(self) -> int:
-    """Which of its states the next call goes on from; any if the text begins."""
+    """The index of the state that the next call continues from; 0 if there is none."""
     return self.states.index(self.cached) if self.cached in self.states else 0
 
   def plan_states(self, tokens: int) -> 'StatePlan':
-    """Plans what a prefill of so many tokens does with the row's states.
+    """Plans which states a prefill of so many tokens reads and saves.
 
-    It keeps those where the last reply ended, and where the prompt or a branch ends: in
-    place of the oldest, but for the first one, from which others of a group begin.
+    It saves the states at the end of the last reply, of the prompt, and at a branch. A
+    new checkpoint replaces the second-shortest: others of a group begin from the
+    shortest.
     """
     states, keep, save = [*self.states], len(self.states), len(self.states)
     end = self.cached + tokens
@@ -106,14 +107,14 @@ class Row:
   def note_policy(self, version: Hashable):
     """Records the version of the policy that computes the tokens from here on."""
     if self.version != version:
-      # Texts of one policy may not copy what several policies have computed.
+      # Sequences of one policy may not copy keys and values that several have computed.
       self.version = version if self.cached == 0 else MIXED
 
   def note_write(self, tokens: int):
-    """Records that a call writes at most so many tokens behind those that are cached."""
+    """Records that a call writes at most so many tokens after the cached ones."""
     written = min(self.cached + tokens, len(self.tokens))
     self.written = max(self.written, written)
-    # Until it is known how many of them count.
+    # Unknown until the call returns how many tokens it sampled.
     self.states[:1] = [LOST] * len(self.states[:1])
 
   def prefill(self, tokens: int):
@@ -124,7 +125,7 @@ class Row:
     self.states = states
 
   def extend(self, tokens: np.ndarray):
-    """Records that a decode appended tokens to the text and cached all but the last."""
+    """Records that a decode appended tokens and cached all but the last."""
     assert self.text is not None
     self.tokens[self.size : self.size + len(tokens)] = tokens
     self.text.append(tokens)
@@ -133,27 +134,27 @@ class Row:
     self.states[:1] = [self.cached] * len(self.states[:1])
 
   def copy(self, prefix: 'Prefix'):
-    """Records that a prefix is copied from another row."""
+    """Records that a prefix was copied from another row."""
     self.cached, self.written = prefix.length, prefix.written
     self.states = [*prefix.states]
     self.forget_states()
 
   def forget_states(self):
-    """Forgets the states after tokens that are not in the cache."""
+    """Forgets states that have seen more tokens than are cached."""
     self.states = [n if n <= self.cached else LOST for n in self.states]
 
 
 class StatePlan(NamedTuple):
-  """What a prefill does with a row's states; past the last one stands for none."""
+  """The indices of the states that a prefill reads and writes; the length means none."""
 
-  begin: int  # That which it goes on from.
-  keep: int  # That which becomes what it goes on from.
-  save: int  # That which becomes what it comes to.
-  states: list[int]  # How many tokens each has seen then.
+  begin: int  # The state to continue from.
+  keep: int  # Where to copy that state.
+  save: int  # Where to copy the final state.
+  states: list[int]  # How many tokens each state has seen afterwards.
 
 
 class Prefix(NamedTuple):
-  """A prefix of `length` tokens that can be copied from a row, as the row is now."""
+  """A prefix of `length` tokens that can be copied from a row in its present state."""
 
   row: Row
   length: int
@@ -162,14 +163,16 @@ class Prefix(NamedTuple):
 
 
 class _Offer(NamedTuple):
-  """How many of a text's first tokens another row has in the cache."""
+  """How many of a sequence's first tokens another row can provide."""
 
   row: Row
   cached: int  # Tokens whose keys and values it holds now.
-  expected: int  # Tokens that it will hold once prefilled; 0 if no prefill is under way.
+  expected: (
+    int  # Tokens that it will hold once prefilled; 0 if it is not being prefilled.
+  )
 
 
-# What `_find_source` returns if a row that is being prefilled will soon hold more.
+# The result of `_find_source` if a row that is being prefilled will soon hold more.
 _WAIT = 'wait'
 
 
@@ -182,14 +185,14 @@ class CacheRows:
     """Makes empty rows.
 
     Args:
-      rows: Their number (B).
-      slots: The most tokens of a text (S).
-      max_rewind: How many tokens before the last written slot a text may go on, where
-        layers keep a window only; any number by default.
-      states: How many states a row keeps in layers that have them; 0 if none has.
+      rows: Number of rows (B).
+      slots: Maximum length of a sequence in tokens (S).
+      max_rewind: How many tokens before the last written slot a sequence may continue,
+        if layers keep only a window; unlimited by default.
+      states: Number of states per row of recurrent layers; 0 without such layers.
     """
     self._max_rewind = slots if max_rewind is None else max_rewind
-    # One array of all texts, so that one comparison finds all shared prefixes.
+    # One array for all rows, so that one comparison finds all shared prefixes.
     self._tokens = np.full((rows, slots), -1, np.int32)
     self.rows = [Row(i, tokens) for i, tokens in enumerate(self._tokens)]
     for row in self.rows:
@@ -197,23 +200,22 @@ class CacheRows:
     self._row_of: dict[request_lib.Text, Row] = {}
 
   def find(self, text: request_lib.Text) -> Row | None:
-    """Returns the row that holds a text, or None."""
+    """Returns the row that holds a sequence, or None."""
     return self._row_of.get(text)
 
   def stop_sharing(self):
-    """Marks the rows that are idle now, so that no text copies from them."""
+    """Marks the idle rows, so that no sequence copies from them."""
     for row in self.rows:
-      # Other threads call this: a request may be done and not have released its row yet.
+      # Other threads call this, so a done request may not have released its row yet.
       if row.generation is None or row.generation.done:
         row.version = MIXED
 
   def assign(
     self, generation: request_lib.Generation, version: Hashable, origin: int = 0
   ) -> Row | None:
-    """Assigns a row to a generation's text; None if requests run in all of them.
+    """Assigns a row to a generation's sequence; returns None if all rows are busy.
 
-    Of what the row holds, the prefix that the text begins with stays in use, unless
-    it is of another origin.
+    The shared prefix that the row already holds is reused, unless its origin differs.
     """
     text = generation.text
     row = self.find(text)
@@ -225,7 +227,7 @@ class CacheRows:
       if not idle:
         return None
       closed = lambda row: row.text is None or row.text.closed
-      # Rows of closed texts first, then the least recently used.
+      # Rows of closed sequences first, then the least recently used.
       row = min(idle, key=lambda row: (not closed(row), row.last_request))
       shared = _count_shared(row.tokens[None], text.tokens)[0]
       row.cached = min(row.cached, int(shared)) if row.version == version else 0
@@ -236,10 +238,10 @@ class CacheRows:
     row.generation, row.last_request = generation, generation.number
     row.origin = origin
     row.tokens[: len(text)], row.tokens[len(text) :] = text.tokens, -1
-    # The decode computes the last token, to sample what follows it.
+    # The decode computes the last token, to sample the next one.
     row.cached = self._find_usable(row, min(row.cached, len(text) - 1))
     if generation.request.score_prompt:
-      # What is not computed has no log-probs.
+      # Only computed tokens get log-probs.
       row.cached, row.prefill_started = 0, True
     row.written = row.written if row.cached else 0
     row.branch = 0
@@ -247,10 +249,10 @@ class CacheRows:
     return row
 
   def _find_usable(self, row: Row, count: int) -> int:
-    """Returns how many of a row's first `count` tokens can be gone on from.
+    """Returns how many of a row's first `count` tokens a sequence can continue from.
 
-    A layer that slides must still have the window before the next token: all or none. One
-    with a state goes on where the row has it.
+    Sliding layers must still have the window before the next token: it is all or none.
+    Recurrent layers can continue from a saved state only.
     """
     if row.states:
       return max((n for n in row.states if 0 < n <= count), default=0)
@@ -261,22 +263,22 @@ class CacheRows:
   ) -> tuple[list[tuple[Prefix, Row]], set[Row]]:
     """Finds what rows can copy from others now, and which wait for another's prefill.
 
-    An example: while A = system + task 1 is being prefilled, B and C = system + task 2
-    arrive. B waits until A has computed the system's tokens, copies them, and starts to
+    Example: while A = system + task 1 is being prefilled, B and C = system + task 2
+    arrive. B waits until A has computed the system prompt, copies it, and starts to
     prefill its task. C is equal to B: it waits until B has all tokens but the last, and
-    copies these. Without the waits, B and C would compute the system's tokens again.
+    copies these. Without waiting, B and C would compute the system prompt again.
 
     Args:
-      rows: Rows whose texts are not prefilled yet, in the order of their requests.
-      most: The most copies at a time.
+      rows: Rows that are not prefilled yet, in the order of their requests.
+      most: Maximum number of copies per call.
 
     Returns:
       The copies, pairs of source and row, and the rows that wait.
     """
     copies, waiting = [], set()
     prefilling = {row.index for row in rows if row.prefill_started}
-    # Equal texts, such as the prompts of a group, are compared with the rows only twice:
-    # the first text may start its prefill, and from the second on all get one result.
+    # Equal sequences, such as the prompts of a group, are compared with the rows only
+    # twice: the first may start its prefill, and all later ones share one result.
     sources_of: dict[tuple[Hashable, int, bytes], list[Prefix | str | None]] = {}
     for row in rows:
       if row.prefill_started:
@@ -297,22 +299,23 @@ class CacheRows:
     return copies, waiting
 
   def _find_source(self, row: Row, prefilling: set[int]) -> Prefix | str | None:
-    """Finds the row from which most of a text's first tokens can be copied.
+    """Finds the row that has the longest prefix of a sequence to copy.
 
     Args:
-      row: A row whose text is not prefilled yet.
-      prefilling: Indices of rows that are being prefilled, and will hold all their text.
+      row: A row that is not prefilled yet.
+      prefilling: Indices of rows that are being prefilled to their end.
 
     Returns:
-      The source; _WAIT if a row that is being prefilled will hold more; None if no other
-      row has, or will have, at least MIN_SHARED tokens more than the row itself.
+      The source; _WAIT if a row that is being prefilled will hold a longer prefix; None
+      if no other row has, or will have, at least MIN_SHARED tokens more than the row
+      itself.
     """
     offers = self._list_offers(row, prefilling)
     if not offers:
       return None
     future = max(offers, key=lambda offer: (offer.expected, offer.cached))
-    # `future` is compared with the other rows only. Compared with its own cached tokens,
-    # which grow with each prefill, the wait would end within MIN_SHARED of its end.
+    # Compare `future` with other rows only: its own cached tokens grow with each prefill,
+    # and would end the wait up to MIN_SHARED tokens too early.
     others = [offer.cached for offer in offers if offer is not future]
     if future.cached < future.expected >= max(row.cached, *others, 0) + MIN_SHARED:
       return _WAIT
@@ -323,9 +326,9 @@ class CacheRows:
     return None
 
   def _find_branch(self, row: Row) -> int:
-    """Finds the token at which a row's text leaves another one; 0 if it keeps no states.
+    """Finds the token at which a sequence diverges from another; 0 if it keeps no states.
 
-    Where two have parted, a third may: the next of many tasks with one system prompt.
+    Where two have diverged, a third may: the next of many tasks with one system prompt.
     """
     if not row.states or row.version == MIXED:
       return 0
@@ -334,7 +337,7 @@ class CacheRows:
     return int(max(shared[same], default=0))
 
   def _list_offers(self, row: Row, prefilling: set[int]) -> list[_Offer]:
-    """Lists what the other rows of the same policy share with a row's text."""
+    """Lists the prefixes that other rows of the same policy share with a row."""
     if row.version == MIXED:
       return []
     shared = _count_shared(self._tokens, row.tokens[: row.size])
@@ -344,14 +347,14 @@ class CacheRows:
     for other, count in zip(self.rows, shared, strict=True):
       if other is not row and other.version == row.version:
         expected = self._find_expected(other, count) if other.index in prefilling else 0
-        # What it has passed is there now, or lost, and nothing to wait for.
+        # Tokens that the prefill has passed are available now or lost: do not wait.
         expected = expected if other.cached < expected else 0
         cached = self._find_usable(other, min(count, other.cached))
         offers.append(_Offer(other, cached, expected))
     return offers
 
   def _find_expected(self, other: Row, count: int) -> int:
-    """Returns how many of `count` tokens a row can give once it is prefilled."""
+    """Returns how many of `count` tokens a row can provide once it is prefilled."""
     if not other.states:
       return min(count, other.size - 1)
     ends = other.size - 1, other.branch if other.cached < other.branch else 0
@@ -359,6 +362,6 @@ class CacheRows:
 
 
 def _count_shared(texts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-  """Counts how many of the first tokens each row of texts [B, S] shares, int [B]."""
+  """Returns the length of the prefix that each row of texts [B, S] shares, int [B]."""
   equal = texts[:, : len(tokens)] == tokens
   return np.where(equal.all(1), len(tokens), equal.argmin(1))

@@ -1,4 +1,4 @@
-"""Samples tokens from logits: temperature, random numbers, and the inverse CDF or argmax.
+"""Samples tokens from logits: temperature, random numbers, inverse CDF or argmax.
 
 Top-k, top-p and min-p are applied by a guide (guide.TRUNCATION).
 
@@ -10,15 +10,15 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, UInt32
 
-# The width of the blocks that inverse-CDF sampling sums first; the distribution of the
-# tokens does not depend on it.
+# The width of the blocks that inverse-CDF sampling sums first; it does not affect the
+# distribution.
 _BLOCK = 128
 
 
 def make_uniforms(
   keys: UInt32[Array, 'M 2'], positions: Int[Array, 'M']
 ) -> Float[Array, 'M']:
-  """Makes an entry's number in [0, 1) from its key and the token's position alone."""
+  """Makes each entry's number in [0, 1) from only its key and the token's position."""
 
   def one(key, position):
     return jax.random.uniform(jax.random.fold_in(key, position))
@@ -37,13 +37,13 @@ def scale_logits(
 def choose_tokens(
   logprobs: Float[Array, 'M V'], u: Float[Array, 'M'], greedy: Bool[Array, 'M']
 ) -> Int[Array, 'M']:
-  """Chooses a token for each entry: the likeliest in greedy ones, else by inverse CDF.
+  """Chooses a token for each entry: by argmax in greedy entries, else by inverse CDF.
 
-  Log-probabilities are float32, and -inf where a token is forbidden; u comes from
+  Log-probabilities are float32, with -inf for forbidden tokens; u comes from
   `make_uniforms`.
   """
   sampled = _inverse_cdf(jnp.exp(logprobs), u)
-  # argmax takes time, and is skipped where no entry is greedy.
+  # argmax is slow, and skipped if no entry is greedy.
   return jax.lax.cond(
     greedy.any(),
     lambda: jnp.where(greedy, jnp.argmax(logprobs, axis=-1), sampled).astype(jnp.int32),
@@ -54,8 +54,8 @@ def choose_tokens(
 def _inverse_cdf(p_MV: Array, u_M: Array) -> Array:
   """Finds the first token whose cumulative mass exceeds u of the total.
 
-  Two levels (blocks, then inside one block) read the vocabulary once and keep the sums
-  short; one uniform an entry costs V times less than Gumbel noise.
+  Two levels (blocks, then within a block) read the vocabulary once and keep the sums
+  short; one uniform per entry costs V times less than Gumbel noise.
   """
   M, V = p_MV.shape
   p_MNW = jnp.pad(p_MV, ((0, 0), (0, -V % _BLOCK))).reshape(M, -1, _BLOCK)
@@ -70,12 +70,12 @@ def _first_above(mass_MN: Array, target_M: Array) -> tuple[Array, Array]:
   """Finds the first index whose cumulative mass exceeds the target.
 
   Returns:
-    The index, and the target less the mass before the index; both [M].
+    The index, and the target minus the mass before the index; both [M].
   """
   cumulative_MN = jnp.cumsum(mass_MN, axis=-1)
   above_MN = cumulative_MN > target_M[:, None]
-  # By rounding no index may be above the target; then the likeliest one is taken.
+  # Rounding may leave no index above the target; then take the likeliest.
   index_M = jnp.where(above_MN.any(-1), jnp.argmax(above_MN, -1), jnp.argmax(mass_MN, -1))
   before_MN = jnp.take_along_axis(cumulative_MN - mass_MN, index_M[:, None], axis=1)
-  # A negative rest, by rounding, would choose a first token without mass.
+  # A rest that rounding made negative would choose a first token without mass.
   return index_M, jnp.maximum(target_M - before_MN[:, 0], 0.0)
