@@ -1,7 +1,7 @@
 """Agent-R1 in JAX: end-to-end reinforcement learning of language-model agents.
 
-Names of this package that a script needs are imported when they are used, so that whoever
-writes a tool waits for no JAX:
+Names that a script needs are imported lazily, so that a script that only defines a tool
+does not wait for JAX:
 
   from agent_r1_jax import ToolEnv, algorithms, config, fields, tool, train, types
 """

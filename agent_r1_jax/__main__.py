@@ -1,7 +1,7 @@
 """The command `agent-r1-jax`: finds a script and runs it, as `python -m` would.
 
 In a checkout the scripts are in experiments/ and third_party/. A wheel has them in
-agent_r1_jax/scripts/ (setup.py), so that no package of a common name is installed.
+agent_r1_jax/scripts/ (setup.py), so that it installs no package with a common name.
 """
 
 import pathlib
@@ -30,14 +30,14 @@ SCRIPTS = {
 
 
 def find_root() -> pathlib.Path:
-  """Returns the folder that experiments/ and third_party/ are in."""
+  """Returns the folder that contains experiments/ and third_party/."""
   package = pathlib.Path(__file__).resolve().parent
   installed = package / 'scripts'
   return installed if installed.is_dir() else package.parent
 
 
 def find_script(module: str) -> bool:
-  """Says whether there is such a module, or package that runs, of ours."""
+  """Whether the project has such a module, or a package that can be run."""
   folder, *rest = module.split('.')
   path = find_root().joinpath(folder, *rest)
   is_ours = folder in ('experiments', 'third_party')
@@ -47,7 +47,7 @@ def find_script(module: str) -> bool:
 
 
 def describe() -> str:
-  """Returns what the command says of itself."""
+  """Returns the command's help text."""
   width = max(map(len, SCRIPTS))
   lines = (f'  {name:{width}}  {what}' for name, (_, what) in SCRIPTS.items())
   return '\n'.join(
@@ -67,7 +67,7 @@ def main() -> None:
   """Runs the script that the command line names.
 
   Raises:
-    SystemExit: There is no such script; the message lists those that there are.
+    SystemExit: There is no such script; the message lists all scripts.
   """
   name, *flags = sys.argv[1:] or ['--help']
   module, _ = SCRIPTS.get(name, (name, ''))
@@ -76,7 +76,7 @@ def main() -> None:
   elif name == '--version':
     print(agent_r1_jax.__version__)
   elif find_script(module):
-    # As with `python -m`, modules of the current folder are found too.
+    # As with `python -m`, the current folder's modules are found too.
     sys.path[:0] = [str(find_root()), '']
     sys.argv[1:] = flags
     runpy.run_module(module, run_name='__main__', alter_sys=True)

@@ -1,4 +1,4 @@
-"""Plays a policy that is in a directory, and holds the workdir of a run meanwhile."""
+"""Plays a policy from a directory, and locks a run's workdir meanwhile."""
 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
@@ -24,18 +24,18 @@ from agent_r1_jax.train.plan import setup, sizes
 def reserve(
   config: config_lib.Config, workdir: str | os.PathLike, algorithm: algorithms.Algorithm
 ) -> Iterator[None]:
-  """Locks a run's workdir inside `with`, and refuses settings that `run` would refuse.
+  """Locks a run's workdir inside `with`, and rejects settings that `run` would reject.
 
-  For scripts that play something else before they call `run`, or after it: with a wrong
-  setting, or beside another run, they raise before anything is played.
+  For scripts that play episodes before or after calling `run`: with a wrong setting, or
+  if another run has the workdir, they raise before anything is played.
 
   Raises:
     ValueError: The configuration does not fit the workdir, the algorithm or the device's
       memory; or another run holds the workdir.
   """
   preflight.check_config(config, algorithm)
-  # The lock asks JAX for the number of this process, and so starts JAX's threads:
-  # malloc is to be set before the first one.
+  # The lock asks JAX for this process's index, which starts JAX's threads: malloc must be
+  # configured before.
   runtime.initialize()
   made_of = {'algorithm': fingerprint.describe(algorithm)}
   fingerprint.check_hosts(made_of | {'config': dataclasses.asdict(config)}, {})
@@ -58,24 +58,24 @@ def play(
   guides: Mapping[guide.Guide, guide.State] | None = None,
   watcher: sockets.Watcher = sockets.PLAIN,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
-  """Plays the tasks of one or several methods by the policy in a directory.
+  """Plays one or several methods' tasks with the policy in a directory.
 
-  An episode's randomness depends on (config.seed, task id, sample) alone.
+  An episode's randomness depends only on (config.seed, task id, sample).
 
-  The configuration's model.path is replaced by `model`, a directory in HF layout. Each
-  episode is written to `workdir` as it ends; a repeated call, also one with more samples
-  or methods, then plays only the missing ones. `choose` makes, for the engine, the choice
-  among several candidates of each reply; `guides` are as in train.run.
+  `model`, a directory in HF layout, replaces the configuration's model.path. Each episode
+  is written to `workdir` as it ends; a repeated call, even with more samples or methods,
+  plays only the missing episodes. `choose` makes, for the engine, the choice among
+  several candidates of each reply; `guides` are as in train.run.
 
   Returns:
-    Method -> set -> trajectories; those of a task are side by side.
+    Trajectories by method and set; those of one task are adjacent.
 
   Raises:
-    ValueError: The workdir has episodes of another configuration, model, task,
-      environment or tool, and the message lists what differs; or it is in use.
+    ValueError: The workdir is in use, or has episodes of another configuration, model,
+      task, environment or tool; the message lists the differences.
   """
   runtime.quiet_logging()
-  runtime.initialize()  # From here on, the other processes hear of an error.
+  runtime.initialize()  # From here on, an error ends the other processes too.
   config.check()
   config = fields.replace(config, {'model.path': str(model)})
   folder = None if workdir is None else pathlib.Path(workdir)
@@ -91,7 +91,7 @@ def play(
     shape, params, chat = setup.load(config.model, config.chat, mesh)
     used = [*(guides or {}), *([guide.FORCED] if choose else [])]
     engine = setup.make_engine(config, shape, params, mesh, used)
-    # This is the watch that began with `play`.
+    # The same watch that began with `play`.
     signals = stack.enter_context(preemption.watch())
     signals.phase, engine.interrupted = 'an evaluation', signals.is_requested
     options = {'limits': config.limits, 'samples': samples, 'seed': config.seed}
@@ -121,7 +121,7 @@ def play(
 def _report_too_long(
   played: Mapping[str, list[types.Trajectory]], watcher: sockets.Watcher
 ) -> None:
-  """Prints how many episodes have no turn: their prompt left no room for a reply."""
+  """Prints how many episodes have no turn because their prompt left no room for one."""
   trajectories = [t for ts in played.values() for t in ts]
   if too_long := [t for t in trajectories if t.metrics.get('prompt_too_long')]:
     text = f'{len(too_long)} tasks count as unanswered: {too_long[0].error}.'
@@ -129,7 +129,7 @@ def _report_too_long(
 
 
 def _describe(config: config_lib.Config, methods, guides) -> dict[str, dict[str, Any]]:
-  """Describes each method; raises ValueError if the processes were given others."""
+  """Describes each method; raises ValueError if the processes' methods differ."""
   made_of = {}
   for method, (sets, make_env) in methods.items():
     tasks = [task for tasks in sets.values() for task in tasks]

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on conversations, with the learner that RL uses."""
+"""Supervised fine-tuning on conversations, with RL's learner."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
@@ -14,14 +14,14 @@ from agent_r1_jax.models import decoder
 from agent_r1_jax.models.pictures.vision_config import VisionConfig
 from agent_r1_jax.rl import learner, losses, optimizers, packing, spans, table
 
-# Called with the number of finished steps, the last one's metrics and the parameters.
+# Called with the number of finished steps, the last step's metrics and the parameters.
 OnStep = Callable[[int, dict[str, float], decoder.Params], None]
-# After this many consecutive segments that do not fit a row, `batches` gives up.
+# `batches` gives up after this many consecutive segments that do not fit a row.
 _MOST_SKIPPED = 1000
 
 
 class Conversation(NamedTuple):
-  """Messages that end with an assistant's, and the schemas of the tools in the prompt."""
+  """Messages that end with an assistant's, and the schemas of the prompt's tools."""
 
   messages: Sequence[types.Message]
   tools: Sequence[dict] = ()
@@ -33,11 +33,11 @@ class Config:
 
   Attributes:
     steps: Number of optimizer steps.
-    rows: Packed rows of a step.
-    row_tokens: Tokens of a row; longer conversations are left out.
+    rows: Packed rows per step.
+    row_tokens: Tokens per row; longer conversations are left out.
     learning_rate: Peak learning rate, after the warm-up; then a cosine to 0.
     warmup: Steps of linear warm-up.
-    weight_decay: Weight decay of AdamW, of matrices.
+    weight_decay: AdamW's weight decay, for matrices.
     decay_all: Whether scales of norms and biases decay too.
     adam_b1: Decay rate of AdamW's first moment.
     adam_b2: Decay rate of its second moment; PyTorch has .999.
@@ -58,7 +58,7 @@ class Config:
   other_weight: float = 0.02
 
   def check(self) -> None:
-    """Raises ValueError if the warm-up is not over before the last step."""
+    """Raises ValueError unless the warm-up ends before the last step."""
     if self.warmup >= self.steps:
       raise ValueError(
         f'warmup: {self.warmup} steps of warm-up leave nothing of {self.steps} steps; '
@@ -67,12 +67,12 @@ class Config:
 
 
 def _likelihood(stats, batch):
-  """Returns -w log π; the weights w of the tokens are in batch.advantages."""
+  """Returns -w log π; the tokens' weights w are in batch.advantages."""
   return losses.weighted(-batch.advantages * stats.logprobs, batch.weights), {}
 
 
 def segment(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
-  """Encodes a conversation as a rollout would have: prompt, reply, delta, reply, ..."""
+  """Encodes a conversation as a rollout would: prompt, reply, delta, reply, ..."""
   messages = conversation.messages
   if not messages or messages_lib.check(messages[-1])['role'] != 'assistant':
     raise ValueError('A conversation must end with a message of the assistant.')
@@ -99,8 +99,8 @@ def batches(
 ) -> Iterator[types.Batch]:
   """Packs a stream of segments into batches of config.rows rows, in order.
 
-  A segment that is longer than a row is left out. The last batch may have empty rows.
-  `vision` is the shape of the tower that sees their pictures, if they have any.
+  Segments longer than a row are left out. The last batch may have empty rows. `vision` is
+  the shape of the tower that sees their pictures, if they have any.
 
   Raises:
     ValueError: _MOST_SKIPPED consecutive segments are longer than a row; an endless
@@ -135,17 +135,17 @@ def run(
 ) -> decoder.Params:
   """Fits the policy to the action tokens of a stream of segments.
 
-  On several chips: with parameters on a mesh, inside `jax.set_mesh`, and in every process
-  with the same segments.
+  On several chips: with parameters on a mesh, inside `jax.set_mesh`, and with the same
+  segments in every process.
 
   The segments must fill config.steps batches; see `segment`. `params` are donated, and
-  each step donates the parameters of the one before, which `on_step` gets.
+  each step donates the previous step's parameters, which `on_step` receives.
 
   Returns:
     The new parameters.
 
   Raises:
-    ValueError: The stream ended before the last step, or the warm-up is not over by then.
+    ValueError: The stream ended before the last step, or the warm-up does not.
   """
   config.check()
   rate = optax.warmup_cosine_decay_schedule(
@@ -186,8 +186,8 @@ def _take(pool: list[types.Segment], config, vision) -> types.Batch:
   del pool[:count]
   weight = np.where(tokens.action_mask, 1.0, config.other_weight)
   weight[spans.starts(tokens.segment)] = 0.0  # Nothing predicts the first token.
-  weight[tokens.tokens >= types.FIRST_PICTURE_ID] = 0.0  # Nor a picture.
-  # A batch without any reply may have no weight, and then no gradient.
+  weight[tokens.tokens >= types.FIRST_PICTURE_ID] = 0.0  # Nor predicts a picture.
+  # A batch without replies may have no weight, and then no gradient.
   weights = (weight > 0) / (weight.sum() or 1.0)
   weighted = dataclasses.replace(tokens, advantages=weight, weights=weights)
   return packing.pack(weighted, layout, vision)

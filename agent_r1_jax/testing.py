@@ -16,12 +16,12 @@ from agent_r1_jax.host import workers
 async def check_env(
   make_env: Callable[[], env_lib.Env], task: types.Task, replies: Sequence[str]
 ) -> list[types.Step]:
-  """Plays `replies`, of which exactly the last must end the episode.
+  """Plays `replies`; exactly the last must end the episode.
 
   Checks the types of messages and steps; that the task is not changed; that the same
   replies get the same answers, even while a second instance plays; that `finish`, if
-  there is one, scores truncated episodes repeatably; and that `close` works before
-  `reset` and during an episode, and disturbs no other instance.
+  defined, scores truncated episodes repeatably; and that `close` works before `reset` and
+  during an episode, and disturbs no other instance.
 
   There must be at least one reply.
 
@@ -29,8 +29,8 @@ async def check_env(
     The steps, for further checks.
 
   Raises:
-    AssertionError: The message says what the environment does wrong. The environments
-      are closed then, too.
+    AssertionError: The message says what the environment does wrong. The environments are
+      closed in this case too.
   """
   assert replies, 'give at least one reply'
   made = []

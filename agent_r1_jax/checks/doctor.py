@@ -39,11 +39,11 @@ _REQUIREMENTS = 'requirements.txt'
 _SECONDS = 120.0
 _PROBE_BYTES = 32 << 20
 _SLOW_DISK = 50e6
-# Linux's files of accelerators, and the extra that lets JAX use them.
+# Linux's device files of accelerators, and the extra that lets JAX use them.
 _ACCELERATORS = {'/dev/nvidia0': 'cuda', '/dev/accel0': 'tpu', '/dev/vfio/0': 'tpu'}
 _STYLES = {'ok': 'green', 'warn': 'yellow', 'fail': 'bold red'}
 
-# What is checked of a run on chips that are not here.
+# The checks of a run on hardware that this machine lacks.
 _ELSEWHERE = ('versions', 'devices', 'configuration', 'memory')
 
 Finding = environment_check.Finding
@@ -62,10 +62,10 @@ def examine(
 ) -> list[Finding]:
   """Examines the machine, the configuration and the environment.
 
-  Without config.model.path the memory is not estimated; without an algorithm the policy
-  only plays. The workdir, to which the run would write, is not made. For `solve` see
-  environment_check.check_env, for `seconds` sizes.resolve; `machine` has the chips of the
-  run if they are not here, and the memory is that of them.
+  Memory is estimated only if config.model.path is set; without an algorithm the policy
+  only plays. The run's workdir is not created. For `solve` see
+  environment_check.check_env, for `seconds` sizes.resolve. Pass `machine` if the run's
+  chips are elsewhere; memory is then estimated for them.
   """
   folder = pathlib.Path(workdir).resolve()
   if algorithm is not None:
@@ -78,7 +78,7 @@ def examine(
     'isolation': check_isolation,
     'disk': lambda: check_disk(folder, _needed_bytes(config, algorithm)),
   }
-  if machine:  # What is left is of another machine.
+  if machine:  # The other checks would be of this machine.
     checks = {name: checks[name] for name in _ELSEWHERE}
   findings = [_run_check(*named, seconds) for named in checks.items()]
   if make_env is not None:
@@ -89,7 +89,7 @@ def examine(
 
 
 def show(findings: Sequence[Finding]) -> int:
-  """Prints the findings; returns the exit status: 1 if one of them is 'fail'."""
+  """Prints the findings; returns the exit status: 1 if any finding is 'fail'."""
   from rich import console, table, text
 
   screen = console.Console()
@@ -107,7 +107,7 @@ def show(findings: Sequence[Finding]) -> int:
 
 
 def check_versions() -> Finding:
-  """Compares Python and the installed packages with the versions that are tested."""
+  """Compares Python and the installed packages with the tested versions."""
   here = '.'.join(map(str, sys.version_info[:2]))
   if here not in PYTHONS:
     remedy = f'Use one of Python {", ".join(PYTHONS)}.'
@@ -124,7 +124,7 @@ def check_versions() -> Finding:
       bounds.append(f"'{package.name}{package.specifier}'")
   if differing:
     text = f'{len(differing)} packages differ: {", ".join(differing[:4])}'
-    # An installed package has no file of its requirements.
+    # An installed package has no requirements file.
     is_checkout = (_ROOT / _REQUIREMENTS).exists()
     what = f'-r {_REQUIREMENTS}' if is_checkout else ' '.join(bounds)
     return Finding('versions', 'warn', text, f'pip install {what}')
@@ -133,7 +133,7 @@ def check_versions() -> Finding:
 
 
 def _read_requirements() -> list[requirements.Requirement]:
-  """Returns the requirements on this Python: a checkout's versions, else the bounds."""
+  """Returns the requirements for this Python: a checkout's versions, else the bounds."""
   path = _ROOT / _REQUIREMENTS
   if path.exists():
     lines = [line.split('#')[0] for line in path.read_text().splitlines()]
@@ -144,7 +144,7 @@ def _read_requirements() -> list[requirements.Requirement]:
 
 
 def check_devices(machine: footprint.Machine | None = None) -> Finding:
-  """Finds JAX's devices, and multiplies matrices on one, if they are here."""
+  """Finds JAX's devices and, if they are here, multiplies matrices on one."""
   if machine:
     text = f'{len(machine.absent)} x {machine.absent[0].device_kind}, not here'
     return Finding('devices', 'ok', f'{text}: programs are compiled, none is run')
@@ -165,7 +165,7 @@ def check_devices(machine: footprint.Machine | None = None) -> Finding:
 def check_config(
   config: config_lib.Config, algorithm: algorithms.Algorithm | None
 ) -> Finding:
-  """Checks the settings as a run does before it loads anything."""
+  """Checks the settings, as a run does before it loads anything."""
   try:
     if algorithm is None:
       config.check()
@@ -187,7 +187,7 @@ def check_memory(
 ) -> Finding:
   """Chooses the run's sizes as the run does (docs/memory.md).
 
-  After `seconds`, what is not compiled is not counted, and the finding is a warning.
+  Programs not compiled after `seconds` are not counted, and the finding is a warning.
   """
   if not config.model.path:
     remedy = 'Give --config.model.path.'
@@ -209,7 +209,7 @@ def check_memory(
 
 
 def check_isolation() -> Finding:
-  """Runs a line of Python in the sandbox that confines code which a model writes."""
+  """Runs a line of Python in the sandbox for model-written code."""
   try:
     box = sandbox.Sandbox()
     try:
@@ -235,7 +235,7 @@ def check_isolation() -> Finding:
 def check_disk(folder: pathlib.Path, needed: float) -> Finding:
   """Measures the disk of a workdir, and tries to lock a file on it.
 
-  `needed` is the number of bytes that the run will write, as far as it is known.
+  `needed` is the number of bytes that the run will write, as far as known.
   """
   while not folder.exists():
     folder = folder.parent
@@ -261,7 +261,7 @@ def check_disk(folder: pathlib.Path, needed: float) -> Finding:
 
 
 def _measure_disk(folder: pathlib.Path) -> tuple[float, bool]:
-  """Writes a file; returns bytes a second, and whether it could be locked."""
+  """Writes a file; returns bytes per second, and whether the file could be locked."""
   with tempfile.TemporaryFile(dir=folder) as file:
     data, begun = os.urandom(_PROBE_BYTES), time.perf_counter()
     file.write(data)
@@ -278,20 +278,20 @@ def _measure_disk(folder: pathlib.Path) -> tuple[float, bool]:
 def _needed_bytes(
   config: config_lib.Config, algorithm: algorithms.Algorithm | None
 ) -> float:
-  """Returns the bytes of all checkpoints and of the model; 0 if the model is unknown."""
+  """Returns the bytes of all checkpoints and the model; 0 if the model is unknown."""
   try:
     models = sizes.read_models(config.model, algorithm)
     alone = fields.replace(config, {f'mesh.{axis}': 1 for axis in config.mesh.axes(1)})
     counted = footprint.Footprint(alone, models, footprint.Machine('cpu', 0.0)).parts
   except (OSError, ValueError):
-    return 0.0  # Another check says what is wrong.
-  # While a checkpoint is written, the one that it will replace is still on disk.
+    return 0.0  # Another check reports the error.
+  # While a checkpoint is written, the one it will replace is still on disk.
   checkpoints = (config.checkpoint.keep + 1) * counted['checkpoint']
   return checkpoints + counted['parameters, float32']
 
 
 def _run_check(name: str, check: Callable[[], Finding], more: float = 0.0) -> Finding:
-  """Runs a check within _SECONDS and `more`; an error or time-out becomes a finding."""
+  """Runs a check within _SECONDS + `more`; an error or time-out becomes a finding."""
   call = thread_pool.POOL.submit(check)
   try:
     return call.result(_SECONDS + more)

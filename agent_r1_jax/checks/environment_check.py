@@ -16,14 +16,14 @@ from agent_r1_jax.rollout import rollout
 from agent_r1_jax.serve import program
 from agent_r1_jax.train import preflight, task_checks
 
-# A call that blocks the event loop for longer is reported: all other agents wait for it.
+# A call that blocks the event loop longer is reported: all other agents wait for it.
 _BLOCKED_SECONDS = 0.3
 _TICK_SECONDS = 0.02
 # A step that takes longer is reported.
 _SLOW_SECONDS = 2.0
 _MASKED = 'In training such episodes are masked, and count in max_error_rate.'
 _WRONG = 'I do not know.'
-# The forms in which a task may expect its answer.
+# The forms that a task may expect its answer in.
 _FORMS = ('{}', '<answer>{}</answer>', '\\boxed{{{}}}', 'Answer: {}')
 _EXAMPLES = {'integer': 1, 'number': 1.0, 'boolean': True, 'array': [], 'object': {}}
 
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
     name: The name of the check.
     status: 'ok', 'warn' or 'fail'.
     text: The result in words.
-    remedy: What the user can do about it, if it is not 'ok'.
+    remedy: What the user can do, unless the status is 'ok'.
   """
 
   name: str
@@ -45,9 +45,9 @@ class Finding(NamedTuple):
 
 
 class _ScriptedEpisode(NamedTuple):
-  """A played script; `replies` are those that were passed to the environment."""
+  """A played script; `replies` are the replies passed to the environment."""
 
-  kind: str  # 'right', 'wrong' or 'nothing': the kind of its replies.
+  kind: str  # 'right', 'wrong' or 'nothing': the kind of the replies.
   task: types.Task
   replies: list[str]
   reward: float
@@ -55,12 +55,12 @@ class _ScriptedEpisode(NamedTuple):
 
 
 class _ScriptPlayer:
-  """Plays episodes one after the other, and measures them.
+  """Plays episodes one after the other, and times them.
 
   Attributes:
-    call: The call that is under way, for the message of a time-out.
-    slowest: Method -> its longest call in seconds.
-    blocked: The longest time in seconds for which the event loop was blocked.
+    call: The current call, for the message of a time-out.
+    slowest: The longest call of each method, in seconds.
+    blocked: The longest time that the event loop was blocked, in seconds.
   """
 
   def __init__(self, make_env: rollout.MakeEnv, limits: config_lib.Limits):
@@ -103,7 +103,7 @@ class _ScriptPlayer:
     return value
 
   async def _tick(self):
-    """Sleeps again and again, and measures by how much each sleep is late."""
+    """Sleeps repeatedly, and measures how late each wake-up is."""
     while True:
       start = time.monotonic()
       await asyncio.sleep(_TICK_SECONDS)
@@ -120,14 +120,13 @@ def check_env(
 ) -> list[Finding]:
   """Plays the first tasks with scripted replies: right, wrong, empty, and a tool call.
 
-  Finds environments that raise or hang; rewards that are all equal, are slow or block the
-  event loop; answers that are in the agent's first messages; and what testing.check_env
-  refuses. A program.Program is not played, since it needs an endpoint; its reward and
-  metrics are called with an empty answer.
+  Finds environments that raise or hang; rewards that are all equal, slow or block the
+  event loop; answers in the agent's first messages; and everything that
+  testing.check_env rejects. A program.Program is not played, since it needs an endpoint;
+  its reward and metrics are called with an empty answer.
 
-  The first four tasks are played, within `seconds` in all. `solve` returns the replies
-  that solve a task; by default they are the task's answer in several forms, which may all
-  be wrong.
+  Plays the first four tasks, within `seconds` in total. `solve` returns the replies that
+  solve a task; by default they are guessed: the task's answer in several forms.
   """
   limits = limits or config_lib.Limits()
   try:
@@ -171,7 +170,7 @@ def _describe_fault(call: str, error: Exception, seconds: float) -> Finding:
 def _check_program(
   env: program.Program, tasks: Sequence[types.Task], seconds: float
 ) -> Finding:
-  """Scores an empty answer to each task by the program's reward and metrics."""
+  """Scores an empty answer to each task with the program's reward and metrics."""
   text = 'a program is not played with a scripted policy'
   if env.reward is program.Program.reward and env.metrics is None:
     return Finding('environment', 'ok', f'{text}, and has no reward of its own')
@@ -189,7 +188,7 @@ def _check_program(
 
 
 def _write_scripts(tasks, env, solve) -> Iterator[tuple[str, types.Task, Sequence[str]]]:
-  """Yields (kind, task, replies) of all episodes."""
+  """Yields (kind, task, replies) for every episode to play."""
   for task in tasks:
     yield 'nothing', task, ['']
     yield 'wrong', task, [_WRONG]
@@ -203,7 +202,7 @@ def _write_scripts(tasks, env, solve) -> Iterator[tuple[str, types.Task, Sequenc
 
 
 def _list_answers(task: types.Task) -> list[str]:
-  """Returns the right answers of a task, if they are texts or numbers."""
+  """Returns a task's right answers, if they are texts or numbers."""
   answers = task.answer if isinstance(task.answer, list | tuple) else [task.answer]
   return [str(answer) for answer in answers if isinstance(answer, str | int | float)]
 
@@ -241,7 +240,7 @@ def _check_times(player: _ScriptPlayer, episodes: Sequence[_ScriptedEpisode]) ->
 def _check_rewards(episodes: Sequence[_ScriptedEpisode], *, known: bool) -> Finding:
   """Compares the rewards of right and wrong replies.
 
-  `known` says that the right replies are from `solve`, and not guessed.
+  `known` is True if the right replies come from `solve`, not from guesses.
   """
   rewards = {
     kind: [e.reward for e in episodes if e.kind == kind] for kind in ('right', 'wrong')
@@ -306,7 +305,7 @@ async def _open(task, make_env) -> list[types.Message]:
 def _contains(messages: Sequence[types.Message], answer: str) -> bool:
   """Whether an answer of at least three characters is in the messages, as whole words."""
   if len(answer.strip()) < 3:
-    return False  # 'no' or '7' are in many texts.
+    return False  # 'no' and '7' are in many texts.
   text = '\n'.join(str(message.get('content')) for message in messages)
   return bool(re.search(rf'(?<!\w){re.escape(answer.strip())}(?!\w)', text, re.I))
 

@@ -1,1 +1,1 @@
-"""What a reply may be: regular expressions, JSON schemas, calls of tools."""
+"""Grammars of replies: regular expressions, JSON schemas, tool calls."""

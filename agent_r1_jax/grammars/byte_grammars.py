@@ -1,7 +1,7 @@
 """Grammars as automata over bytes: regular expressions, schemas, tool calls.
 
-A grammar may come from a stranger, and a short one may take hours and all memory. So
-compiler.py calls `make_encoded` in a process of its own.
+A grammar may be untrusted, and a short one may take hours and all memory. So compiler.py
+calls `make_encoded` in a separate process.
 """
 
 import base64
@@ -19,10 +19,10 @@ from agent_r1_jax.grammars import json_schema as schema_lib
 from agent_r1_jax.grammars import json_texts, regex_automata
 from agent_r1_jax.host import isolated
 
-# Seconds of a processor until the states of a grammar are known, and can be limited; a
+# CPU-seconds for finding a grammar's states, after which their number can be limited; a
 # string of 3,000 characters takes one.
 PROCESSOR_SECONDS = 3
-# What the functions here import, so that a process has it before its time begins.
+# Imported before a process's time limit begins.
 IMPORTS = ('jsonschema', 'outlines_core', 'referencing')
 _CALL_OPENING = '<tool_call>'
 
@@ -35,14 +35,13 @@ def make_encoded(
 ) -> str:
   """Makes an automaton over tokens in a process that ends if it takes too long.
 
-  `make` is a function below or byte_automata.find_any, for which there are so many
-  seconds of a processor; `vocabulary` has the further arguments of
-  byte_automata.lift_to_tokens.
+  `make` is a function below or byte_automata.find_any, and may take `processor_seconds`;
+  `vocabulary` has the further arguments of byte_automata.lift_to_tokens.
 
   Returns:
-    The automaton for `decode`.
+    The automaton, to be read by `decode`.
   """
-  # The engine and its event loop come first.
+  # Below the priority of the engine and its event loop.
   os.setpriority(os.PRIO_PROCESS, 0, 10)
   with isolated.limit_processor(processor_seconds):
     automaton = make(*args)
@@ -52,18 +51,18 @@ def make_encoded(
 
 
 def decode(text: str) -> dict[str, np.ndarray]:
-  """Returns the fields of the types.Automaton that `make_encoded` has made."""
+  """Returns the fields of the types.Automaton that `make_encoded` made."""
   return dict(np.load(io.BytesIO(zlib.decompress(base64.b64decode(text)))))
 
 
 def regex(pattern: str, holes: Sequence[tuple[str, ...]] = ()) -> ByteAutomaton:
-  """Constrains a whole reply to a regular expression, in the syntax of Rust's regex.
+  """Constrains a complete reply to a regular expression, in the syntax of Rust's regex.
 
-  A stop id can end the reply only where the expression matches; no other control token is
-  allowed, and no byte 0. `holes` are those of json_texts.
+  A stop id can end the reply only where the expression matches; other control tokens and
+  byte 0 are never allowed. `holes` come from json_texts.
 
   Raises:
-    ValueError: It matches no text, or needs too many states.
+    ValueError: The expression matches no text, or needs too many states.
   """
   goto, matches = _compile(pattern, holes)
   # A stop id leads to a further state.
@@ -81,10 +80,10 @@ def _compile(pattern: str, holes: Sequence[tuple[str, ...]]) -> regex_automata.A
 
 
 def json_schema(schema: Mapping[str, Any]) -> ByteAutomaton:
-  """Like `regex`, for JSON of a schema; a blank after a colon or a comma is free.
+  """Like `regex`, for a schema's JSON; a blank after a colon or comma is optional.
 
   Raises:
-    ValueError: A keyword is not supported, or nothing is written of the schema.
+    ValueError: A keyword is not supported, or no value can be written.
   """
   tool_schema.check(schema, 'response_format')
   holes = []
@@ -106,7 +105,7 @@ def tool_calls(schemas: Sequence[Mapping[str, Any]], required: bool) -> ByteAuto
 
 
 def _match_call(function: Mapping[str, Any], holes: list[Any]) -> str:
-  """Returns a regular expression for the JSON of a tool's call, as json.dumps writes."""
+  """Returns a regular expression for a tool call's JSON, as json.dumps writes it."""
   given = function.get('parameters') or {}
   parameters = {'type': 'object', 'properties': {}, **given}
   try:
@@ -116,7 +115,7 @@ def _match_call(function: Mapping[str, Any], holes: list[Any]) -> str:
       raise ValueError('no arguments fit them')
     name = json_texts.write_value(function['name'])
     return rf'\{{"name": {name}, "arguments": {arguments}\}}'
-  except Exception as error:  # The library that checks raises various types.
+  except Exception as error:  # The library raises various exception types.
     raise ValueError(
       f'tool {function["name"]}: its parameters have no grammar ({error}); simplify '
       'them or play without a grammar.'
@@ -126,13 +125,13 @@ def _match_call(function: Mapping[str, Any], holes: list[Any]) -> str:
 def _add_free_text(
   call: np.ndarray, end: int, opening: bytes, required: bool
 ) -> ByteAutomaton:
-  """Adds free text around the automaton of a call, whose state `end` completes it."""
+  """Adds free text around a call's automaton, whose state `end` completes the call."""
   opened = 0
   for byte in opening:
     opened = call[opened, byte]
   text = byte_automata.build_string_search([opening])[:-1]
-  # After a call, the text is free again, and no part of `opening` has been read. The last
-  # number is that of -1.
+  # After a call the text is free again, with no part of `opening` read. The last number
+  # is for -1.
   moved = np.append(np.arange(len(call)) + len(text), -1)
   moved[end] = 0
   text = np.where(text == len(text), moved[opened], text)

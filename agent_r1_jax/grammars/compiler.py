@@ -1,8 +1,8 @@
 """Compiles grammars to automata over tokens: expressions, schemas, tool calls.
 
-The engine runs them in its jitted loop (engine/automaton_guide.py). A grammar may be a
-stranger's and take hours and all memory, so a process of its own compiles it, which is
-ended when it needs too much.
+The engine runs them in its jitted loop (engine/automaton_guide.py). A grammar may be
+untrusted and take hours and all memory, so a separate process compiles it, and is ended
+if it needs too much.
 
 Letters: V tokens of the vocabulary.
 """
@@ -17,8 +17,8 @@ from agent_r1_jax.agent import byte_automata
 from agent_r1_jax.grammars import byte_grammars
 from agent_r1_jax.host import isolated
 
-# Memory of a process that compiles. Its time is limited in seconds of a processor, so
-# that a busy machine refuses nothing; these seconds only end a process that waits.
+# Limits of a compiling process. Compilation is limited in CPU-seconds, so that a busy
+# machine rejects nothing; these seconds only end a process that waits.
 _LIMITS = {'seconds': 120.0, 'memory_mb': 1024}
 PROCESSES = 2
 _compile = isolated.in_subprocess(
@@ -30,25 +30,25 @@ _compile = isolated.in_subprocess(
 
 
 class TooMuchError(ValueError):
-  """A grammar takes too much time or memory."""
+  """A grammar needs too much time or memory."""
 
 
 async def compile_grammar(
   make: Callable, args: Sequence, vocabulary: Sequence, seconds: float | None = None
 ) -> types.Automaton:
-  """Makes an automaton in one of two processes, which live on.
+  """Makes an automaton in one of two long-lived processes.
 
   `make` is a function of byte_grammars.py, or byte_automata.find_any, with these `args`;
   the vocabulary is (stop ids, the bytes of each of the tokenizer's tokens, vocab_size);
-  `seconds` are those of a processor, PROCESSOR_SECONDS by default.
+  `seconds` are CPU-seconds, PROCESSOR_SECONDS by default.
 
   Raises:
-    ValueError: There is no such automaton, or (TooMuchError) it takes too much.
+    ValueError: There is no such automaton, or (TooMuchError) it needs too much.
   """
   with _name_limits():
     seconds = seconds or byte_grammars.PROCESSOR_SECONDS
     text = await _compile(make, args, vocabulary, seconds)
-  # Some 100 MB at most.
+  # Decodes some 100 MB at most.
   return types.Automaton(**await asyncio.to_thread(byte_grammars.decode, text))
 
 

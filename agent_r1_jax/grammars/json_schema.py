@@ -1,8 +1,8 @@
-"""JSON schemas as regular expressions, of which all that they match is valid.
+"""JSON schemas as regular expressions, which match only valid values.
 
-Each keyword that jsonschema checks is in the expression, or is refused by its name. Not
-all valid JSON can be written: keys have the schema's order, an object with `properties`
-has no others, and what refers to itself ends after some rounds.
+Each keyword that jsonschema checks is either expressed or rejected by name. Some valid
+JSON cannot be written: keys have the schema's order, an object with `properties` has no
+other keys, and recursive schemas end after some rounds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ import urllib.parse
 from agent_r1_jax.agent import tool_schema
 from agent_r1_jax.grammars import json_texts
 
-# What the alternatives of a schema are made of, by the type whose values it restricts.
+# The keywords of a schema's alternatives, by the type that they restrict.
 _KEYWORDS = {
   'string': ('pattern', 'minLength', 'maxLength', 'format'),
   'number': ('minimum', 'maximum', 'exclusiveMinimum', 'exclusiveMaximum'),
@@ -37,38 +37,38 @@ _ANY = {
   ]
 }
 _NO_SET = 'uniqueItems', False
-_ROUNDS = 3  # How often a schema may be within itself.
+_ROUNDS = 3  # How often a schema may contain itself.
 _Schema = Mapping[str, Any] | bool
-_Refs = tuple[str, ...]  # That a schema is within.
+_Refs = tuple[str, ...]  # The references that contain a schema.
 
 
 class Writer:
-  """Writes the expressions of one schema and of what it refers to."""
+  """Writes the expressions of a schema and of the schemas it refers to."""
 
   def __init__(self, root: _Schema, blank: str, holes: list[Any]):
     """Begins.
 
     Args:
-      root: The schema that `$ref` looks into.
-      blank: An expression of what stands after colons and commas.
-      holes: Gets what no expression says; see byte_automata.fill.
+      root: The schema that `$ref` refers into.
+      blank: The expression for space after colons and commas.
+      holes: Gets the parts that no expression describes; see regex_automata.fill.
     """
     self._root, self._holes = root, holes
     self._comma, self._colon = f',{blank}', f':{blank}'
     self._validator = tool_schema.make_validator(root)
 
   def write(self, schema: _Schema, refs: _Refs = ()) -> str | None:
-    """Writes an expression; None if no value is written.
+    """Writes an expression; None if no value can be written.
 
     Raises:
-      ValueError: A keyword is not supported, which is named.
+      ValueError: A keyword is not supported; names it.
     """
     texts = [self._write_one(*found) for found in self._expand(schema, refs)]
     texts = dict.fromkeys(text for text in texts if text is not None)
     return f'(?:{"|".join(texts)})' if texts else None
 
   def _expand(self, schema: _Schema, refs: _Refs) -> list[tuple[dict[str, Any], _Refs]]:
-    """Makes alternatives of a schema, in which all that is combined is one."""
+    """Resolves a schema to alternatives without combined schemas."""
     if isinstance(schema, bool):
       return [({}, refs)] if schema else []
     null = [({'enum': [None]}, refs)] if schema.get('nullable') else []
@@ -98,7 +98,7 @@ class Writer:
             'oneOf: a value may fit two of its options; use anyOf, or require a property '
             'that has another "const" in each'
           )
-    # What stands beside an enumeration is checked, whatever it is.
+    # Keywords next to an enumeration are checked, whatever they are.
     checked = {*schema} & tool_schema.list_keywords()
     if len(checked) > 1 or checked & {'allOf', 'oneOf'}:
       for one, _ in found:
@@ -122,9 +122,9 @@ class Writer:
     return self._expand(found, (*refs, ref)) if refs.count(ref) < _ROUNDS else []
 
   def _differ(self, a: dict[str, Any], b: dict[str, Any], refs: _Refs) -> bool:
-    """Whether surely nothing that is written of an alternative fits another one.
+    """Whether two alternatives certainly share no written value.
 
-    Their types tell, or a property that both require, such as a constant.
+    Determined by their types, or by a property that both require, such as a constant.
     """
     if 'enum' in a and 'enum' in b:
       return not any(value in b['enum'] for value in a['enum'])
@@ -148,7 +148,7 @@ class Writer:
     return _list_types(schema)
 
   def _write_one(self, schema: dict[str, Any], refs: _Refs) -> str | None:
-    """Writes an alternative of `_expand`."""
+    """Writes one alternative of `_expand`."""
     if 'enum' in schema:
       return '|'.join(map(json_texts.write_value, schema['enum'])) or None
     if not schema:
@@ -179,7 +179,7 @@ class Writer:
   def _write_list(
     self, brackets: str, first: Sequence[Any], other: str | None, least: int, most: float
   ) -> str | None:
-    """Writes a list: some items, and then others, which are equal."""
+    """Writes a list: some items of given forms, then others of the same form."""
     most = most if other else min(most, len(first))
     if most < least:
       return None
@@ -227,7 +227,7 @@ class Writer:
     last = max((i for i, (_, required) in enumerate(pairs) if required), default=None)
     if last is not None:
       return ''.join([*before[:last], pairs[last][0], *after[last + 1 :]])
-    # By the last one that there is: so most states are shared.
+    # Grouped by the last property present, which shares the most states.
     texts = [''.join(before[:i]) + text for i, (text, _) in enumerate(pairs)]
     return f'(?:{"|".join(texts)})?'
 
@@ -239,7 +239,7 @@ def _refuse_unknown(schema: Mapping[str, Any]):
 
 
 def _list_types(schema: Mapping[str, Any]) -> list[str]:
-  """Lists the types of a plain alternative; without `type`, those that it restricts."""
+  """Lists a plain alternative's types; without `type`, the types that it restricts."""
   restricted = [t for t, words in _KEYWORDS.items() if any(w in schema for w in words)]
   names = schema.get('type', restricted or _TYPES)
   return [*names, *['integer'] * ('number' in names and 'integer' not in names)]
@@ -251,9 +251,9 @@ def _get_property(schema: Mapping[str, Any], key: str | None) -> _Schema:
 
 
 def _merge(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-  """Makes one alternative of two that both must be fulfilled."""
+  """Merges two alternatives that must both hold."""
   for one, other in ((a, b), (b, a)):
-    if 'enum' in one:  # Whether its values fit the other one is checked later.
+    if 'enum' in one:  # Whether its values satisfy the other one is checked later.
       return {'enum': [x for x in one['enum'] if x in other.get('enum', one['enum'])]}
   merged, lists = a | b, ('items', 'prefixItems')
   both = lambda x, y: x if x == y or y is True else {'allOf': [x, y]}

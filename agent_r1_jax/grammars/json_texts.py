@@ -19,10 +19,10 @@ from agent_r1_jax.grammars import regex_automata
 
 INTEGER = '-?(?:0|[1-9][0-9]*)'
 NUMBER = rf'{INTEGER}(?:\.[0-9]+)?(?:[eE][+-][0-9]{{1,2}})?'
-# Without control characters, but those that a backslash and a letter stand for.
+# Excludes control characters, except those with a one-letter escape.
 _TEXT = r'[^\x00-\x07\x0b\x0e-\x1f\x7f-\x9f]'
 _CHARACTER = r'(?:[^"\\\x00-\x1f\x7f-\x9f]|\\["\\/bfnrt])'
-_BEGIN, _END = '\x02', '\x03'  # Of a text whose quotes were not written yet.
+_BEGIN, _END = '\x02', '\x03'  # Delimit a text whose quotes are not yet written.
 _DATE = (
   r'[1-9]\d{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])'
   r'|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8]))'
@@ -48,14 +48,14 @@ def write_value(value: Any) -> str:
 
 
 def repeat(least: float, most: float) -> str:
-  """Writes how often something is repeated."""
+  """Writes a quantifier of a regular expression."""
   return f'{{{max(int(least), 0)},{"" if most == math.inf else int(most)}}}'
 
 
 def write_string(schema: Mapping[str, Any], holes: list[Any]) -> str | None:
-  """Writes strings of a length, of all patterns and of a format; None if there are none.
+  """Writes strings with a length, patterns and a format; None if there are none.
 
-  What is more than a length is an automaton, added to `holes`; see regex_automata.fill.
+  Anything beyond a length is an automaton, added to `holes`; see regex_automata.fill.
 
   Raises:
     ValueError: A pattern or a format is not supported.
@@ -79,10 +79,10 @@ def write_string(schema: Mapping[str, Any], holes: list[Any]) -> str | None:
 
 
 def compile_string(expressions: tuple[str, ...]) -> regex_automata.Acceptor:
-  """Compiles a hole: strings, in JSON, that all expressions of `write_string` match."""
+  """Compiles a hole: JSON strings that match all expressions of `write_string`."""
   automata = map(regex_automata.compile_regex, expressions)
   goto, matches = functools.reduce(regex_automata.intersect, automata)
-  # A second state of each comes after a backslash.
+  # Each state has a second one, after a backslash.
   count, quote = len(goto), ord('"')
   quoted = np.full((2 * count, 256), -1, np.int32)
   quoted[:count, 0x20:] = goto[:, 0x20:]
@@ -94,13 +94,13 @@ def compile_string(expressions: tuple[str, ...]) -> regex_automata.Acceptor:
 
 
 def translate(pattern: str) -> str:
-  """Translates a pattern of JSON Schema, which is searched for, to an expression.
+  """Translates a pattern of JSON Schema, which may match anywhere, to an expression.
 
-  What it matches, between _BEGIN and _END, is matched by ECMAScript's and by Python's
-  rules, which differ in what a digit, a letter or a blank is.
+  The result, between _BEGIN and _END, matches only by both ECMAScript's and Python's
+  rules, which differ in what counts as a digit, letter or blank.
 
   Raises:
-    ValueError: It is malformed, or no automaton knows what it matches.
+    ValueError: The pattern is malformed, or no automaton can match it.
   """
   parser = importlib.import_module('re._parser')
   try:
@@ -118,7 +118,7 @@ def _write_nodes(nodes: Iterable[Any]) -> str:
 
 
 def _write_node(op: str, given: Any) -> str:
-  """Writes what a node of Python's parser matches."""
+  """Writes the expression of a node of Python's parser."""
   match op, given:
     case 'AT', _ if str(given).startswith('AT_BEGINNING'):
       return _BEGIN
@@ -143,7 +143,7 @@ def _write_node(op: str, given: Any) -> str:
   raise ValueError(f'{op} {given}'.lower()[:80] + ' is not supported')
 
 
-# By the name of a category, without NOT: what surely is in it, and what may be.
+# For each category, without NOT: characters that are certainly, and possibly, in it.
 _CATEGORIES = {
   'DIGIT': ('0-9', r'\d'),
   'WORD': ('0-9A-Za-z_', r'\w[^\x00-\x7f]'),
@@ -152,7 +152,7 @@ _CATEGORIES = {
 
 
 def _write_set(given: Iterable[Any]) -> str:
-  """Writes one character of a set."""
+  """Writes a set, which matches one character."""
   text, is_negated = '', False
   for kind, x in given:
     match str(kind):
@@ -165,7 +165,7 @@ def _write_set(given: Iterable[Any]) -> str:
       case 'CATEGORY':
         _, is_not, name = str(x).rpartition('NOT_')
         sure, maybe = _CATEGORIES[name.removeprefix('CATEGORY_')]
-        # What is left out of a set is left out where it may be in the category.
+        # In a negated set, exclude every character that is possibly in the category.
         inner = maybe if is_negated != bool(is_not) else sure
         text += f'[^{inner}]' if is_not else inner
   return f'[[{text}]&&{_TEXT}]'
@@ -174,7 +174,8 @@ def _write_set(given: Iterable[Any]) -> str:
 def write_number(schema: Mapping[str, Any], is_integer: bool) -> str | None:
   """Writes the numbers between bounds; None if there are none.
 
-  Those with a bound that are no integers have some decimals: rounding meets no bound.
+  Bounded numbers that are not integers have a fixed number of decimals, so that no
+  rounding can cross a bound.
   """
   bounds = [schema[name] for name in (*_LEAST, *_MOST) if name in schema]
   if not bounds:
@@ -198,7 +199,7 @@ _LEAST, _MOST = ('minimum', 'exclusiveMinimum'), ('maximum', 'exclusiveMaximum')
 def _scale(
   schema: Mapping[str, Any], names: Iterable[str], sign: int, places: int
 ) -> int | None:
-  """Returns a bound in units of the last decimal, itself allowed; None without one."""
+  """Returns an inclusive bound in units of the last decimal; None if there is none."""
   found = []
   for name in names:
     if name in schema:
@@ -209,7 +210,7 @@ def _scale(
 
 
 def _list_naturals(low: int, high: int | None, places: int) -> list[str]:
-  """Writes the numbers between two, in units of the last decimal, by their lengths."""
+  """Writes the numbers between two, in units of the last decimal, grouped by length."""
   texts, scale = [], 10**places
   show = lambda n: f'{n // scale}.{n % scale:0{places}}' if places else str(n)
   while high is None or low <= high:
@@ -224,7 +225,7 @@ def _list_naturals(low: int, high: int | None, places: int) -> list[str]:
 
 
 def _write_digits(low: str, high: str) -> str:
-  """Writes the numbers between two of equally many digits, a point among them."""
+  """Writes the numbers between two of equal length, including a decimal point."""
   fill = lambda text, digit: re.sub('[0-9]', digit, text)
   if low == fill(low, '0') and high == fill(high, '9'):
     return fill(low, '[0-9]').replace('.', r'\.')

@@ -1,4 +1,4 @@
-"""Regular expressions as automata over bytes, and what is made of several automata.
+"""Regular expressions as automata over bytes, and combinations of automata.
 
 Letters: Q automaton states.
 """
@@ -10,11 +10,11 @@ import numpy as np
 
 from agent_r1_jax.agent import byte_automata
 
-# Of an automaton: goto, int [Q, 256], and whether a text matches in a state, bool [Q].
+# An automaton: goto, int [Q, 256], and whether a text matches in a state, bool [Q].
 Acceptor = tuple[np.ndarray, np.ndarray]
 
-# The tokens of the library's automaton: all bytes, 256 for the end of the text, and from
-# 257 on each byte after BEGIN.
+# The library's tokens: all bytes, 256 for the end of the text, and from 257 on each byte
+# preceded by BEGIN.
 _BEGIN, _END = b'\x01', 0
 _TOKENS = {bytes([b]): [b] for b in range(256)}
 _TOKENS |= {_BEGIN + bytes([b]): [257 + b] for b in range(256)}
@@ -24,27 +24,28 @@ def compile_regex(pattern: str) -> tuple[np.ndarray, np.ndarray]:
   """Compiles a regular expression to an automaton over bytes; no text has a byte 0.
 
   By itself, the library also compiles a search for the expression anywhere in a text,
-  which takes 2**n states for a string of up to n characters, and it goes on after no
-  alternative that has matched. In '(?:BEGIN(?:...)END|)', the search ends with the empty
-  text that it finds at once, and each alternative waits for END, the byte 0.
+  which takes 2**n states for a string of up to n characters, and it drops the longer
+  alternatives once one has matched. In '(?:BEGIN(?:...)END|)', the search ends at once
+  with the empty text, and each alternative waits for END, the byte 0.
 
   Returns:
-    goto, int32 [Q, 256], which begins in state 0, and is -1 where the text cannot match;
-    and whether the text matches, bool [Q].
+    goto, int32 [Q, 256], from state 0, with -1 where the text cannot match; and whether
+    the text matches, bool [Q].
 
   Raises:
+    ValueError: The expression is malformed, matches no text or has too many states.
     ValueError: The expression is malformed, matches no text or has too many states.
   """
   import outlines_core
 
   vocabulary = outlines_core.Vocabulary(256, _TOKENS)
-  # This refuses what is malformed, such as 'a)|(b': only its empty text is compiled.
+  # Rejects malformed expressions, such as 'a)|(b', but compiles only the empty text.
   outlines_core.Index(f'|{pattern}', vocabulary)
   index = outlines_core.Index(f'(?:\\x01(?:{pattern})\\x00|)', vocabulary)
   edges = index.get_transitions()
-  # With END there are at most twice as many states as without it.
+  # END at most doubles the number of states.
   byte_automata.check_size(len(edges), 2 * byte_automata.MAX_STATES, 'states')
-  # The library's numbers of states are not consecutive.
+  # The library's state numbers are not consecutive.
   states, rows = np.array(sorted(edges)), [edges[state] for state in sorted(edges)]
   table = np.full((len(states), 257 + 256), -1, np.int32)
   sources = np.repeat(np.arange(len(states)), [len(row) for row in rows])
@@ -53,7 +54,7 @@ def compile_regex(pattern: str) -> tuple[np.ndarray, np.ndarray]:
   table[sources, tokens] = np.searchsorted(states, targets)
   start = int(np.searchsorted(states, index.get_initial_state()))
   goto = table[:, :256].copy()
-  # The library leaves out what BEGIN alone leads to.
+  # The library drops the states that BEGIN alone leads to.
   goto[start] = table[start, 257:]
   finals = np.isin(np.append(states, -1), [*index.get_final_states()])
   matches = finals[goto[:, _END]]
@@ -65,20 +66,20 @@ def compile_regex(pattern: str) -> tuple[np.ndarray, np.ndarray]:
   return goto, matches
 
 
-# Bytes of no text: what is between them in an expression is the number of a hole.
+# These bytes are in no text: in an expression, they enclose the number of a hole.
 _MARK = '\x02{}\x03'
 
 
 def mark_hole(number: int) -> str:
-  """Returns what stands in an expression in the place of an automaton; see `fill`."""
+  """Returns the placeholder of an automaton in an expression; see `fill`."""
   return _MARK.format(number)
 
 
 def fill(automaton: Acceptor, holes: Sequence[Acceptor]) -> Acceptor:
-  """Puts automata into the places that `mark_hole` has marked in an expression.
+  """Replaces the placeholders of `mark_hole` by automata.
 
-  Nothing follows where one of them matches, such as the quote that ends a string. Those
-  that begin alike are told apart by sets of states.
+  An inner automaton ends where it matches, as a string does at its quote. Automata that
+  begin alike are told apart by sets of states.
   """
   if not holes:
     return automaton
@@ -116,9 +117,9 @@ def fill(automaton: Acceptor, holes: Sequence[Acceptor]) -> Acceptor:
 
 
 def intersect(one: Acceptor, other: Acceptor) -> Acceptor:
-  """Makes an automaton of the texts that two of them match."""
+  """Makes an automaton of the texts that both automata match."""
   (a, a_matches), (b, b_matches) = one, other
-  # The number of each pair of states that is reached.
+  # The number of each reached pair of states.
   number, rows = np.full(len(a) * len(b) + 1, -1, np.int32), []
   number[0], found = 0, [np.zeros(1, np.int64)]
   for pairs in found:
@@ -138,7 +139,7 @@ def intersect(one: Acceptor, other: Acceptor) -> Acceptor:
 
 
 def trim(goto: np.ndarray, matches: np.ndarray) -> Acceptor:
-  """Drops the states from which no text matches; ValueError if that is the first one."""
+  """Drops states from which no text matches; ValueError if the first is among them."""
   sources, bytes_ = np.nonzero(goto >= 0)
   pairs = np.unique(goto[sources, bytes_].astype(np.int64) * len(goto) + sources)
   targets, sources = np.divmod(pairs, len(goto))
@@ -154,7 +155,7 @@ def trim(goto: np.ndarray, matches: np.ndarray) -> Acceptor:
 
 
 def keep_reachable(goto: np.ndarray, start: int, matches: np.ndarray) -> Acceptor:
-  """Drops the states that cannot be reached from `start`, which becomes the first one."""
+  """Drops states that `start` does not reach; `start` becomes the first state."""
   seen = np.zeros(len(goto) + 1, bool)
   seen[[start, -1]] = True
   found = [np.array([start])]
@@ -163,6 +164,6 @@ def keep_reachable(goto: np.ndarray, start: int, matches: np.ndarray) -> Accepto
     found.append(after[~seen[after]])
     seen[after] = True
   order = np.concatenate(found)
-  number = np.full(len(goto) + 1, -1, np.int32)  # The last one is that of -1.
+  number = np.full(len(goto) + 1, -1, np.int32)  # The last one is for -1.
   number[order] = np.arange(len(order))
   return number[goto[order]], matches[order]

@@ -1,1 +1,1 @@
-"""Models that judge: critics and reward models that choose replies or score them."""
+"""Models as judges: critics and reward models that choose or score replies."""

@@ -1,9 +1,10 @@
-"""Decoding guided by a critic: of several sampled turns, the episode goes on with one.
+"""Best-of-K decoding with a critic: of several sampled turns, the episode keeps one.
 
-Each reply is sampled several times, as forks of the episode's text. The candidates are
-scored, and the environment sees only the one that is chosen. The critic reads the state
-in which a reply's last token is chosen, the last one of a turn that it was trained at.
-That needs no tool; the state after the environment's answer would need all tools to run
+Each reply is sampled several times, as forks of the episode's sequence. The candidates
+are scored, and the environment sees only the chosen one. The critic reads the state in
+which a reply's last token is chosen, the last state of a turn that it was trained on.
+This needs no tool; the state after the environment's answer would need all tools to run
+for every candidate.
 for every candidate.
 
   critic = choice.by_value(engine, 'runs/ppo/critic', 'runs/ppo/model', candidates=8)
@@ -34,7 +35,7 @@ class Candidate(NamedTuple):
   """A sampled reply that may be chosen.
 
   Attributes:
-    tokens: The text of the episode, the reply included, int32.
+    tokens: The episode's tokens, the reply included, int32.
     reply: The reply.
     value: The critic's value of the state in which the reply's last token is chosen; 0
       without a critic.
@@ -46,26 +47,25 @@ class Candidate(NamedTuple):
 
 
 def value(candidate: Candidate) -> float:
-  """Scores by the critic's value."""
+  """Scores a candidate by the critic's value."""
   return candidate.value
 
 
 def mean_logprob(candidate: Candidate) -> float:
-  """Scores by the mean log-prob of the reply's tokens."""
+  """Scores a candidate by the mean log-prob of the reply's tokens."""
   return float(candidate.reply.logprobs.mean())
 
 
 class ReplyChoice(NamedTuple):
-  """How many candidates of each reply are sampled, and which one is taken.
+  """How many candidates to sample for each reply, and which one to choose.
 
   Attributes:
-    candidates: The number of candidates (K). The first is the reply that is sampled
-      without a choice, and with K = 1 there is no other.
+    candidates: The number of candidates (K). The first is the reply that would be sampled
+      without a choice; with K = 1 it is the only one.
     score: Scores a candidate.
-    beta: With 0 the best candidate is taken, else one is sampled in proportion to
-      exp(score / beta): math.inf takes any.
-    critic: The critic whose values are read. Without one they are those of the policy's
-      own value head, if it has one.
+    beta: 0 takes the best candidate; otherwise one is sampled in proportion to
+      exp(score / beta), uniformly for math.inf.
+    critic: The critic. None uses the policy's own value head, if it has one.
     implicit: The odds of the critic if it is a language model, whose value of a reply is
       the reply's log-prob by it (guided/implicit_value.py).
   """
@@ -78,11 +78,11 @@ class ReplyChoice(NamedTuple):
 
   @property
   def rows(self) -> int:
-    """The rows of the cache that an episode takes: the critic holds its own texts."""
+    """The cache rows that an episode takes; the critic has rows of its own."""
     return self.candidates if self.critic is None else 2 * self.candidates
 
   def begin(self, replica: protocol.AnyReplica) -> 'ReplyChooser':
-    """Returns who chooses in an episode that this replica samples."""
+    """Returns the chooser for one episode that this replica samples."""
     return ReplyChooser(replica, self)
 
 
@@ -95,21 +95,21 @@ def by_value(
   beta: float = 0.0,
   **expected: Any,
 ) -> ReplyChoice:
-  """Makes the choice by the values of a critic in a directory.
+  """Makes a choice by the values of a critic in a directory.
 
   Args:
     engine: The engine of the episodes, made with the policy's parameters.
-    critic: The critic's directory, or that of the policy if it has a value head.
+    critic: The critic's directory, or the policy's if it has a value head.
     policy: The policy's directory.
-    candidates: As in ReplyChoice, like `beta`.
-    beta: As in ReplyChoice.
-    **expected: What the critic must have been trained with, as in critic.load.
+    candidates: See ReplyChoice.
+    beta: See ReplyChoice.
+    **expected: Required settings of the critic's training, as in critic.load.
 
   Raises:
-    ValueError: The critic's values are not of the states of this policy; see critic.load.
+    ValueError: The critic does not value this policy's states; see critic.load.
   """
   params, found = critic_lib.load(critic, policy, mesh=engine.mesh, **expected)
-  # Candidates differ in length: by the tokens of a longer one, the reward is later.
+  # Candidates differ in length: a longer one delays the reward by its tokens.
   gamma = found['gamma'] if found['step'] == 'token' else 1.0
   shared = os.path.realpath(critic) == os.path.realpath(policy)
   return ReplyChoice(
@@ -128,7 +128,7 @@ def by_implicit_value(
   candidates: int,
   beta: float = 0.0,
 ) -> ReplyChoice:
-  """Makes the choice by the implicit value in a directory; see `by_value`.
+  """Makes a choice by the implicit value in a directory; see `by_value`.
 
   The engine must have been made with the guide FORCED.
 
@@ -140,19 +140,19 @@ def by_implicit_value(
 
 
 class StateValues:
-  """Reads a critic's values of the states of one episode; no token is prefilled twice."""
+  """Reads a critic's values of one episode's states; prefills no token twice."""
 
   def __init__(self, replica: protocol.AnyReplica, critic: protocol.Policy):
-    """Reads by `critic`, which is a policy of the replica's engine, in its cache."""
+    """Reads by `critic`, a policy of the replica's engine, in its cache."""
     self._replica, self._critic = replica, critic
     self._texts: list[request_lib.Text] = []
 
   async def read(self, texts: Sequence[types.Prompt]) -> Float[np.ndarray, 'K']:
-    """Returns the value of the state after each text, float32.
+    """Returns the value of the state after each sequence, float32.
 
-    What a text shares with those of before is not computed again.
+    Prefixes shared with the previous sequences are not computed again.
     """
-    # The sampled token is not used: the value is that of the state before it.
+    # The sampled token is ignored: the value is of the state before it.
     make = functools.partial(
       request_lib.Request, max_tokens=1, sampling=config_lib.GREEDY, policy=self._critic
     )
@@ -165,7 +165,7 @@ class StateValues:
     replies: Sequence[request_lib.Chunk],
     odds: implicit_value.Odds,
   ) -> Float[np.ndarray, 'K']:
-    """Returns Σ (log π_φ - c) of the replies that texts end with, and it repeats."""
+    """Returns Σ (log π_φ - c) of each reply; each sequence ends with its reply."""
     requests = []
     for text, reply in zip(texts, replies, strict=True):
       request = request_lib.Request(
@@ -185,7 +185,7 @@ class StateValues:
     return await asyncio.gather(*generations)
 
   def close(self):
-    """Lets other texts have the rows; until then, texts continue what is in them."""
+    """Releases the rows; until others take them, new sequences reuse their prefixes."""
     for text in self._texts:
       text.close()
     self._texts = []
@@ -206,7 +206,7 @@ class ReplyChooser:
     self.sampled = 0
 
   async def play(self, episode: Any) -> Any:
-    """Plays an episode (rollout/episode.py), each of whose replies is chosen."""
+    """Plays an episode (rollout/episode.py), choosing each reply."""
     while episode.status is None:
       await episode.take_turn(self.reply)
     return episode
@@ -214,17 +214,17 @@ class ReplyChooser:
   async def reply(self, request: request_lib.Request) -> request_lib.Generation:
     """Samples the candidates of a reply; returns the chosen one, which is complete.
 
-    Its request has the key that the text goes on with: at the positions of a rejected
-    reply the randomness of that one's key is spent.
+    The next turn continues with the chosen candidate's key, since the randomness of a
+    rejected key is spent at the positions of its reply.
 
-    `request` is that of the first candidate; the others are forks of its text.
+    `request` is the first candidate's; the others fork its sequence.
     """
     parent = request.parent
     if isinstance(parent, request_lib.Text):
       parent = request_lib.Fork(parent, len(parent))
     requests, length = [request], parent.length if parent else 0
     for i in range(1, self._choice.candidates):
-      # The length is another in each turn, and so are the keys.
+      # The length differs in each turn, and so do the keys.
       key = request_lib.make_key(*request.key.tolist(), length, i)
       requests.append(dataclasses.replace(request, parent=parent, key=key))
     generations = [self._replica.submit(request) for request in requests]

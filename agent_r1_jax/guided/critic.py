@@ -1,8 +1,8 @@
-"""The critic of a run, saved for decoding with what must be known to read its values.
+"""A run's critic, saved for decoding with the settings needed to read its values.
 
-A run with a critic writes it at its end: to WORKDIR/critic or, if it is a second head of
-the policy, with the policy to WORKDIR/model. Under `value_head`, config.json says how it
-was trained (train/fingerprint.py); `load` compares that with what a caller expects.
+A run with a critic writes it at its end: to WORKDIR/critic or, if it is a value head of
+the policy, with the policy to WORKDIR/model. Under `value_head`, config.json has the
+settings of its training (train/fingerprint.py); `load` compares them with the caller's.
 """
 
 from collections.abc import Sequence
@@ -28,17 +28,16 @@ def load(
 ) -> tuple[decoder.Params, dict[str, Any]]:
   """Loads a critic that values the states of a policy.
 
-  `directory` is that of the critic, or of a policy with a value head; the critic must
-  have the tokenizer and the shape of `policy`, which may have one of `formats`.
-  `expected` has values of the description's fields that the caller relies on, such as
-  gamma=1.0.
+  `directory` is the critic's, or a policy's with a value head; the critic must have the
+  tokenizer and shape of `policy`, which may have one of `formats`. `expected` has the
+  settings that the caller relies on, such as gamma=1.0.
 
   Returns:
-    The parameters, float32, and the description.
+    The parameters, float32, and the critic's description.
 
   Raises:
-    ValueError: The critic is not described, was told more than the policy, or differs
-      from what is expected; the message names the field.
+    ValueError: The critic has no description, saw more than the policy does, or differs
+      from `expected`; the message names the field.
   """
   found = json_fields.read_json(pathlib.Path(directory) / 'config.json').get('value_head')
   if not isinstance(found, dict):

@@ -1,18 +1,17 @@
-"""An implicit value: how likely a language model finds what was said is how good it is.
+"""An implicit value: a language model whose log-probs of the replies predict success.
 
-A scalar head must learn from outcomes alone to compare a reply with what was read. A
-language model that is fitted in its place begins with the policy, which can do that. It
-is fitted so that
+A scalar head must learn from outcomes alone to compare a reply with what the agent read.
+A language model starts from the policy, which can already do that. It is fitted so that
 
   log-odds of success = b + β Σ_t (log π_φ(a_t | s_t) - c)
 
-over the tokens a_t that the policy chose, in all segments of an episode together: it is
-the episode that succeeds. The sum over the replies so far is the value of a state, so
-that a model which is trained on outcomes alone also says what each turn was worth.
+over the tokens a_t that the policy chose, in all segments of an episode together, since
+success belongs to the episode. The value of a state is the sum over the replies so far,
+so a model trained on outcomes alone also says what each turn was worth.
 
-Yuan et al. 2024 (arXiv 2412.01981) have the policy's log π(a_t | s_t) in the place of c,
-its mean over all tokens. With c, the fit begins with what the policy's own log-probs know
-of success, and not with a constant; and no reply is better because it is short.
+Yuan et al. 2024 (arXiv 2412.01981) have the policy's log π(a_t | s_t) in place of c, its
+mean over all tokens. With c, the fit starts from what the policy's own log-probs know
+about success, instead of a constant; and short replies have no advantage.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ from agent_r1_jax.rl import learner, losses, packing
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.train import fingerprint
 
-# The file beside the model with b and β, and the policy whose episodes it was fitted to.
+# The file next to the model with b and β, and the policy whose episodes were fitted.
 FILE = 'implicit_value.json'
 
 
@@ -52,9 +51,9 @@ class Odds(NamedTuple):
   typical: float = 0.0
 
   def of(self, logprobs: np.ndarray, mask: np.ndarray, owner: np.ndarray) -> np.ndarray:
-    """Returns the log-odds of each owner's tokens; only those in the mask count.
+    """Returns each trajectory's log-odds; only tokens in the mask count.
 
-    `owner` has the number of the trajectory that each token belongs to.
+    `owner` has the index of each token's trajectory.
     """
     terms = np.where(mask, logprobs - self.typical, 0.0)
     return self.prior + self.beta * np.bincount(owner, terms)
@@ -72,7 +71,7 @@ def logprobs(
   config: decoder.DecoderConfig,
   shape: packing.MicrobatchShape,
 ) -> np.ndarray:
-  """Computes log π_φ of each of the table's tokens; 0 where the policy did not choose."""
+  """Computes log π_φ of the table's tokens; 0 where the policy did not choose."""
   batches, layout = packing.pack_microbatches(table, shape)
   found = [learner.logprobs(params, batch, config=config) for batch in batches]
   return np.where(table.action_mask, layout.extract(np.concatenate(found)), 0.0)
@@ -86,7 +85,7 @@ def log_odds(
   config: decoder.DecoderConfig,
   shape: packing.MicrobatchShape,
 ) -> np.ndarray:
-  """Computes the log-odds of success of each of the table's trajectories, float [n]."""
+  """Computes each trajectory's log-odds of success, float [n]."""
   found = logprobs(params, table, config=config, shape=shape)
   return odds.of(found, table.action_mask, table.trajectory)
 
@@ -106,22 +105,22 @@ def fit(
 ) -> tuple[decoder.Params, Odds]:
   """Fits π_φ to episodes of π by the cross-entropy of their success (see `succeeds`).
 
-  `params`, those of π, are donated. Each step takes so many `episodes`, from shuffled
-  epochs; `on_step` gets the number of finished steps and the last one's loss. The `shape`
-  of the micro-batches does not change the gradient.
+  `params`, the parameters of π, are donated. Each step takes a number of `episodes` from
+  shuffled epochs; `on_step` gets the number of finished steps and the last step's loss.
+  The `shape` of the micro-batches does not change the gradient.
 
   Returns:
     The parameters of π_φ, and b, β and c.
 
   Raises:
-    ValueError: All episodes succeed, or none.
+    ValueError: All episodes succeed, or none does.
   """
-  # An episode without a reply, whose prompt is too long, has no log-probs.
+  # Episodes whose prompt is too long have no reply, and no log-probs.
   played = [t for t in played if t.turns]
   rate = succeeds(played).mean()
   if rate in (0, 1):
     raise ValueError('played: all succeed or all fail; a value is fitted to both.')
-  # At the beginning the log-odds of an average episode are those of the success rate.
+  # Initially, an average episode has the log-odds of the success rate.
   table = table_lib.build(played)
   typical = table.old_logprobs[table.action_mask].mean()
   odds = Odds(float(np.log(rate / (1 - rate))), beta, float(typical))
@@ -146,13 +145,13 @@ def save(
   odds: Odds,
   **measured: float,
 ) -> None:
-  """Writes a fitted model, and in FILE what it is the value of.
+  """Writes a fitted model, and in FILE the policy that it values.
 
-  `measured` has its `auc` on held-out tasks, and `row_tokens`, the longest text that it
-  reads, in tokens; without them it is no reward model (guided/reward_model.py).
+  `measured` has the `auc` on held-out tasks, and `row_tokens`, the longest sequence in
+  tokens; without them it cannot be a reward model (guided/reward_model.py).
   """
   path = pathlib.Path(directory) / FILE
-  path.unlink(missing_ok=True)  # A model's directory is only written over as a whole.
+  path.unlink(missing_ok=True)  # Never leave FILE next to a partly overwritten model.
   weights.save(directory, config, params, tokenizer_from=policy)
   of = {
     'policy': fingerprint.model_digest(policy),
@@ -163,7 +162,7 @@ def save(
 
 
 def read(directory: str | os.PathLike) -> dict[str, Any]:
-  """Reads what `save` wrote to FILE.
+  """Reads FILE as written by `save`.
 
   Raises:
     ValueError: There is no such file.
@@ -183,7 +182,7 @@ def load(
   """Loads what `save` wrote: the parameters, float32, with b, β and c.
 
   Raises:
-    ValueError: It was fitted to episodes of another policy.
+    ValueError: It was fitted to another policy's episodes.
   """
   found = read(directory)
   if found['policy'] != fingerprint.model_digest(policy):
@@ -197,7 +196,7 @@ def load(
 
 
 def make_odds(found: dict[str, Any]) -> Odds:
-  """Takes b, β and c from what `read` returns."""
+  """Makes Odds of b, β and c as `read` returns them."""
   return Odds(**{name: found[name] for name in Odds._fields if name in found})
 
 
@@ -208,12 +207,12 @@ def _pack(
   config: decoder.DecoderConfig,
   shape: packing.MicrobatchShape,
 ) -> list[types.Batch]:
-  """Packs episodes with what the loss reads of them, in columns that a batch has.
+  """Packs episodes, with the inputs of the loss in existing columns of a batch.
 
   advantages: The success of the episode.
   values: Σ log π_φ of the episode's other segments, which may be in other micro-batches,
-    less c for each token of the episode.
-  returns: How many action tokens the episode has for each one of the segment.
+    less c for each action token of the episode.
+  returns: The number of the episode's action tokens divided by the segment's.
   """
   table = table_lib.build(played)
   success = succeeds(played).astype(float)
@@ -226,7 +225,7 @@ def _pack(
     others = broadcast_sum(table.trajectory, found) - broadcast_sum(table.segment, found)
   columns = {
     'advantages': success[table.trajectory],
-    # The tokens of an episode share its weight; each of them has the episode's loss.
+    # An episode's tokens share its weight; each of them has the episode's loss.
     'weights': table.action_mask / (len(played) * counts),
     'values': others - odds.typical * counts,
     'returns': counts / np.maximum(own_counts, 1),
@@ -235,7 +234,7 @@ def _pack(
 
 
 def _make_loss(odds: Odds) -> learner.Loss:
-  """Makes the cross-entropy of the episodes' success; the batch is one of `_pack`."""
+  """Makes the cross-entropy of the episodes' success, for batches of `_pack`."""
 
   def loss(stats: losses.TokenStats, batch: types.Batch):
     others: Any = batch.values
@@ -243,8 +242,8 @@ def _make_loss(odds: Odds) -> learner.Loss:
     own = losses.segment_sum(stats.logprobs, batch.segment_ids)
     log_odds = odds.prior + odds.beta * (own + others)
     entropy = jax.nn.softplus(log_odds) - batch.advantages * log_odds
-    # The tokens of a segment have only its share of the weight; its log-probs have the
-    # whole gradient: d entropy / d own does not depend on how long the others are.
+    # A segment's tokens have only a share of the weight, but its log-probs need the full
+    # gradient: d entropy / d own does not depend on the length of the others.
     value = jax.lax.stop_gradient(entropy)
     return losses.weighted(value + (entropy - value) * scale, batch.weights), {}
 

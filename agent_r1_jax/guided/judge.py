@@ -15,9 +15,9 @@ from typing import Any
 from agent_r1_jax import types
 from agent_r1_jax.host import workers
 
-# From a prompt to the judge's text.
+# From a prompt to the judge's answer.
 Ask = Callable[[str], Awaitable[str]]
-# The last one of the judge's text counts.
+# The last match in the judge's answer counts.
 _SCORE = re.compile(r'score:?\s*\**\s*(-?\d+(?:\.\d+)?)', re.IGNORECASE)
 
 
@@ -30,11 +30,11 @@ def openai_endpoint(
 ) -> Ask:
   """Makes the function that asks a chat model behind an OpenAI-compatible endpoint.
 
-  `url` is its base, such as 'http://localhost:8000/v1', and `model` the model's name
-  there. Each phase of a request may take `seconds`.
+  `url` is the endpoint's base, such as 'http://localhost:8000/v1', `model` the model's
+  name there. Each phase of a request may take `seconds`.
   """
   headers = {'Authorization': f'Bearer {key}'} if key else {}
-  # A client for each call serves any event loop; certificates are read once.
+  # A client per call works in any event loop; certificates are read once.
   context = ssl.create_default_context()
 
   async def ask(prompt: str) -> str:
@@ -59,12 +59,12 @@ def openai_endpoint(
 class Judge:
   """A reward function that asks a judge, once for equal conversations.
 
-  An answer that is late, broken or out of the range is a failure: it is counted, and
-  raises, so that its trajectory is masked as an error and not scored 0; with a `fallback`
-  it is worth that instead.
+  A late, broken or out-of-range answer is a failure. Failures are counted and raise, so
+  that the trajectory is masked as an error and not scored 0; with a `fallback` they get
+  that score instead.
 
   Attributes:
-    counts: 'calls', 'cached', 'failures' and 'refused', those beyond the budget, so far.
+    counts: 'calls', 'cached', 'failures' and 'refused' (beyond the budget), so far.
   """
 
   def __init__(
@@ -80,20 +80,20 @@ class Judge:
     fallback: float | None = None,
     remember: int = 10_000,
   ):
-    """Checks the prompt; nothing is asked yet.
+    """Checks the prompt; asks nothing yet.
 
     Args:
       ask: Asks the judge: `openai_endpoint`, or any async function.
-      prompt: What the judge is asked, with the fields {question}, {answer} (the golden
-        one) and {conversation}. It should end with 'Write "Score: " and a number ...'.
-      low: The least score.
-      high: The greatest score.
-      seconds: The most seconds of a call, with the wait for its turn.
-      budget: The most calls of this process; None is no limit.
-      parallel: The most calls at a time.
+      prompt: The question to the judge, with the fields {question}, {answer} (the golden
+        answer) and {conversation}. It should end with 'Write "Score: " and a number ...'.
+      low: The lowest score.
+      high: The highest score.
+      seconds: Time limit of a call, including the time in the queue.
+      budget: The maximum number of calls of this process; None is no limit.
+      parallel: The maximum number of concurrent calls.
       fallback: The score of a failure; None raises JudgeError.
-      remember: The most scores that are kept; the oldest are forgotten first. Each takes
-        some 200 bytes, however long its conversation is.
+      remember: How many scores to cache; the oldest are dropped first. Each takes some
+        200 bytes, however long its conversation is.
     """
     try:
       prompt.format(question='', answer='', conversation='')
@@ -105,9 +105,9 @@ class Judge:
     self._low, self._high, self._fallback = low, high, fallback
     self._seconds, self._budget, self._parallel = seconds, budget, parallel
     self._running, self._remember = 0, remember
-    # By the sha256 of a prompt: conversations are long, and there are many.
+    # By the sha256 of the prompt, since conversations are long and many.
     self._scores: dict[bytes, float] = {}
-    # The calls under way, by event loop and that sum.
+    # The calls in progress, by event loop and the same digest.
     self._calls: dict[tuple, asyncio.Task[float]] = {}
     self.counts: collections.Counter[str] = collections.Counter()
 
@@ -128,16 +128,16 @@ class Judge:
     if key not in self._calls:
       call = self._calls[key] = asyncio.ensure_future(self._find_score(prompt, digest))
       call.add_done_callback(lambda call: self._forget_call(key, call))
-    # Others may wait for it, so that it goes on where this conversation's time is over.
+    # Others may wait for this call too, so it outlives a time-out of this conversation.
     return await asyncio.shield(self._calls[key])
 
   def _forget_call(self, key, call: asyncio.Task[float]):
     del self._calls[key]
     if not call.cancelled():
-      call.exception()  # Nobody may wait for it any longer; asyncio would warn of it.
+      call.exception()  # If nobody waits for it, asyncio would warn.
 
   async def _find_score(self, prompt: str, digest: bytes) -> float:
-    """Asks within the time limit; remembers a score, and counts a failure."""
+    """Asks within the time limit; caches a score, and counts a failure."""
     try:
       score = await workers.call(self._judge, prompt, name='judge', seconds=self._seconds)
     except Exception as error:
@@ -151,7 +151,7 @@ class Judge:
     return score
 
   async def _judge(self, prompt: str) -> float:
-    # A semaphore would belong to one event loop; rewards may move to another.
+    # A semaphore would be bound to one event loop; rewards may move to another.
     while self._running >= self._parallel:
       await asyncio.sleep(0.01)
     if self._budget is not None and self.counts['calls'] >= self._budget:
@@ -171,7 +171,7 @@ class Judge:
 
 
 def _to_text(content: str | list[dict[str, Any]]) -> str:
-  """Writes [picture] where a message has one: the judge reads text."""
+  """Converts content to text, with [picture] for pictures."""
   if isinstance(content, str):
     return content
   return '\n'.join(part.get('text', '[picture]') for part in content)

@@ -1,4 +1,4 @@
-"""A trained reward model in use: it says how likely a conversation is to succeed.
+"""A trained reward model in use: it predicts whether a conversation succeeds.
 
 model = reward_model.load('runs/reward_model/model', tools=[search_tool.schema])
 reward = rewards.hybrid(outcome=(1.0, qa.em_reward), model=(0.2, model))
@@ -6,7 +6,7 @@ best = int(np.argmax(model.score(trajectories)))
 ToolEnv(tools, reward, process_reward=rewards.potential_based(model))
 
 It is an implicit value (guided/implicit_value.py): a language model whose log-probs of
-the replies say how likely success is, after each turn as at the end.
+the replies predict success, after each turn as well as at the end.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ from agent_r1_jax.train.plan import setup
 class RewardModel:
   """Scores conversations: a reward function, a potential, and a selector.
 
-  A score is the predicted probability of success, from 0 to 1. It depends on the
-  conversation alone; of one that is too long the end is read.
+  A score is the predicted probability of success, from 0 to 1. It depends only on the
+  conversation; if that is too long, only its end is read.
   """
 
   def __init__(
@@ -44,28 +44,28 @@ class RewardModel:
     rows: int = 8,
     timeout: float = 30.0,
   ):
-    """Holds the model; `load` makes it.
+    """Wraps a model; use `load`.
 
-    One forward pass scores so many `rows`, of `row_tokens` each. A call that is later
-    than `timeout` seconds raises, and so marks its trajectory as an error.
+    One forward pass scores `rows` conversations of up to `row_tokens`. A call that takes
+    longer than `timeout` seconds raises, which marks its trajectory as an error.
     """
     self._model, self._params, self._chat, self._odds = shape, params, chat, odds
     self._tools, self._rows, self._row_tokens = tools, rows, row_tokens
-    # It is compiled now, and not within the time of the first call.
+    # Compile now, not within the time limit of the first call.
     none = np.zeros(1, np.int32)
     self._score([types.Segment(none, none > 0, none.astype(np.float32))])
     self._batcher = batching.Batcher(self._score, 'reward_model', timeout=timeout)
 
   def score(self, trajectories: Sequence[types.Trajectory]) -> np.ndarray:
-    """Scores whole trajectories: the probability that each succeeds, float [n]."""
+    """Returns the probability that each complete trajectory succeeds, float [n]."""
     return self._score([self._encode(t.messages) for t in trajectories])
 
   async def __call__(self, task: types.Task, messages: list[types.Message]) -> float:
-    """Scores a conversation in one batch with those that arrive at the same time.
+    """Scores a conversation, batched with others that arrive at the same time.
 
-    The forward pass runs in a thread, off the engine's loop.
+    The forward pass runs in a thread, off the engine's event loop.
     """
-    # What cannot be encoded is refused alone.
+    # Encode first, so that a bad conversation fails alone.
     return float(await self._batcher.ask(self._encode(messages)))
 
   def _encode(self, messages) -> types.Segment:
@@ -78,7 +78,7 @@ class RewardModel:
     )
 
   def _score(self, texts: Sequence[types.Segment]) -> np.ndarray:
-    """Scores each text in a packed row of its own, where no other changes its score."""
+    """Scores each sequence in a packed row of its own, so that no other affects it."""
     log_odds = [np.zeros(0)]
     for start in range(0, len(texts), self._rows):
       tokens = table.from_segments(texts[start : start + self._rows])
@@ -96,7 +96,7 @@ class RewardModel:
 def encode(
   chat: chat_lib.Chat, messages: Sequence[types.Message], tools: Sequence[dict]
 ) -> types.Segment:
-  """Encodes what the reward model reads, and which tokens are of replies.
+  """Encodes a conversation for the reward model, with a mask of the replies' tokens.
 
   Raises:
     ValueError: A message has a picture.
@@ -113,12 +113,11 @@ def encode(
 def load(directory: str | os.PathLike, *, min_auc: float = 0.6, **options) -> RewardModel:
   """Loads what experiments/train_reward_model.py wrote.
 
-  `min_auc` is the least held-out AUC of a model that may be used; `options` are those of
-  RewardModel.
+  `min_auc` is the minimum held-out AUC; `options` are RewardModel's.
 
   Raises:
-    ValueError: It is no reward model, does not know successes from failures well enough,
-      or has another tokenizer than the one that it was trained with.
+    ValueError: It is not a reward model, does not separate successes from failures well
+      enough, or has another tokenizer than in training.
   """
   found = implicit_value.read(directory)
   if 'auc' not in found:
@@ -126,7 +125,7 @@ def load(directory: str | os.PathLike, *, min_auc: float = 0.6, **options) -> Re
       f'{directory}: {implicit_value.FILE} does not say the AUC on held-out tasks, by '
       'which a reward model is known; take one of experiments/train_reward_model.py.'
     )
-  # Not `auc < min_auc`: one that could not be measured is NaN.
+  # Not `auc < min_auc`: an AUC that could not be measured is NaN.
   if not found['auc'] >= min_auc:
     raise ValueError(
       f'{directory}: the reward model has an AUC of {found["auc"]:.3f} on held-out '

@@ -1,10 +1,10 @@
 """Beams and trees over turns, for environments that can be cloned.
 
-Both read a critic with a value head in the state after the environment's answer, which
-tells more than the reply alone. With an implicit value (implicit_value.py) the value of a
-state is the sum over the replies so far. The environment says that it can be cloned
-by its method `clone`, which returns an independent copy of its state; a copy is never
-closed. Rewards are not read: they may know the gold answer.
+Both read a value-head critic in the state after the environment's answer, which tells
+more than the reply alone. With an implicit value (implicit_value.py), a state's value is
+the sum over the replies so far. The environment needs a method `clone`, which returns an
+independent copy of its state; copies are never closed. Rewards are not read: they may
+know the gold answer.
 
   decoding.Decoding(choice=search.BeamSearch(2, 4, critic))
   decoding.Decoding(choice=search.TreeSearch(8, 4, critic))
@@ -23,18 +23,18 @@ from agent_r1_jax.engine import protocol
 from agent_r1_jax.guided import choice, implicit_value
 from agent_r1_jax.rollout import faults
 
-# Episodes -> the values of their states.
+# From episodes to the values of their states.
 Read = Callable[[Sequence[Any]], Awaitable[np.ndarray]]
 
 
 class BeamSearch(NamedTuple):
-  """A beam search: of the best `width` episodes, each is continued `candidates` times.
+  """Beam search: extends the best `width` episodes by `candidates` turns each.
 
   With both 1 it is plain sampling.
 
   Attributes:
-    width: The episodes that are kept after each turn.
-    candidates: The turns that are sampled after each of them.
+    width: The number of episodes kept after each turn.
+    candidates: The number of turns sampled after each of them.
     critic: The critic, a policy of the engine.
     implicit: The odds of a critic that is a language model, as in choice.ReplyChoice.
   """
@@ -46,15 +46,15 @@ class BeamSearch(NamedTuple):
 
   @property
   def rows(self) -> int:
-    """The rows of the cache that an episode takes."""
+    """The cache rows that an episode takes."""
     return (2 * self.candidates + 1) * self.width
 
   def begin(self, replica: protocol.AnyReplica) -> 'Searcher':
-    """Returns who searches in an episode that this replica samples."""
+    """Returns the searcher for one episode that this replica samples."""
     return Searcher(replica, self)
 
   async def search(self, root: Any, read: Read) -> Any:
-    """Returns the episode of the highest value among those that ended."""
+    """Returns the episode with the highest value among those that ended."""
     episodes, values = [root], np.zeros(1)
     while any(episode.status is None for episode in episodes):
       ended = [(v, e) for v, e in zip(values, episodes, strict=True) if e.status]
@@ -73,12 +73,12 @@ class Node:
   """A state after a turn.
 
   Attributes:
-    episode: The episode that has come here.
+    episode: The episode up to this state.
     value: The critic's value of the state.
     prior: The mean log-prob of the turn.
-    children: The turns that were tried here.
-    visits: The simulations that came here.
-    total: The sum of the values that they found.
+    children: The turns tried from here.
+    visits: The number of simulations that passed through.
+    total: The sum of the values they found.
   """
 
   episode: Any
@@ -90,22 +90,22 @@ class Node:
 
   @property
   def mean(self) -> float:
-    """The mean value below."""
+    """The mean value found below."""
     return self.total / max(self.visits, 1)
 
 
 class TreeSearch(NamedTuple):
-  """A tree search in the manner of PPO-MCTS (Liu et al. 2023, arXiv 2309.15028).
+  """Tree search in the manner of PPO-MCTS (Liu et al. 2023, arXiv 2309.15028).
 
-  Theirs is over tokens, whose probabilities are known; here turns are sampled. Each
-  simulation goes down by Q + c P √N / (1 + n), with P the softmax of the turns' mean
-  log-probs, adds one turn, reads the critic after it, and adds this value to all above.
-  The episode goes on with the child that was visited most, and keeps what is below. One
+  PPO-MCTS searches over tokens, whose probabilities are known; here turns are sampled.
+  Each simulation descends by Q + c P √N / (1 + n), with P the softmax of the turns' mean
+  log-probs, adds one turn, reads the critic after it, and adds this value to all nodes
+  above. The episode continues with the most visited child and keeps its subtree. One
   simulation is plain sampling.
 
   Attributes:
-    simulations: How many turns are sampled before each turn of the episode.
-    candidates: The most turns that are tried after one state.
+    simulations: The number of turns sampled before each turn of the episode.
+    candidates: The maximum number of turns tried from one state.
     critic: The critic, a policy of the engine.
     implicit: The odds of a critic that is a language model, as in choice.ReplyChoice.
     exploration: The constant c, in units of the critic's values.
@@ -119,15 +119,15 @@ class TreeSearch(NamedTuple):
 
   @property
   def rows(self) -> int:
-    """The rows of the cache that an episode takes."""
+    """The cache rows that an episode takes."""
     return 2 * self.simulations + 2
 
   def begin(self, replica: protocol.AnyReplica) -> 'Searcher':
-    """Returns who searches in an episode that this replica samples."""
+    """Returns the searcher for one episode that this replica samples."""
     return Searcher(replica, self)
 
   async def search(self, root: Any, read: Read) -> Any:
-    """Returns the episode that the most simulations went through."""
+    """Returns the episode with the most simulations."""
     node = Node(root)
     while node.episode.status is None:
       for _ in range(self.simulations):
@@ -141,7 +141,7 @@ class TreeSearch(NamedTuple):
     return node.episode
 
   async def _simulate(self, root: Node, read: Read):
-    """Adds a turn below the root and its value to all nodes above it."""
+    """Adds a turn below the root, and its value to all nodes above it."""
     path = [root]
     while path[-1].episode.status is None:
       node = path[-1]
@@ -177,11 +177,11 @@ class Searcher:
 
   @property
   def sampled(self) -> int:
-    """The tokens of all turns that were tried."""
+    """The tokens of all turns tried."""
     return self._root.sampled['tokens'] if self._root else 0
 
   async def play(self, episode: Any) -> Any:
-    """Searches from an episode that has been reset; returns the one that it ends in.
+    """Searches from an episode that has been reset; returns the resulting episode.
 
     Raises:
       faults.EnvironmentFaultError: Its environment cannot be cloned, or raised.
@@ -212,7 +212,7 @@ class Searcher:
 
 
 async def _extend(episodes, numbers) -> list[Any]:
-  """Returns, for each of the episodes, forks by these numbers that are a turn longer."""
+  """Forks each episode by each number, and plays one turn of each fork."""
 
   async def extend(episode, number):
     fork = await episode.fork(number)
@@ -223,7 +223,7 @@ async def _extend(episodes, numbers) -> list[Any]:
     async with asyncio.TaskGroup() as group:
       tasks = [group.create_task(extend(e, i)) for e in episodes for i in numbers]
   except BaseExceptionGroup as error:
-    # One error of the environment ends the whole search.
+    # One environment error ends the search.
     raise error.exceptions[0] from None
   return [task.result() for task in tasks]
 

@@ -1,6 +1,6 @@
 """A guide that weighs tokens by their values in the jitted loop.
 
-Letters as in engine/guide.py, and: K tokens that are weighed, R numbers of the head.
+Letters as in engine/guide.py, and: K candidate tokens, R dimensions of the head.
 """
 
 import functools
@@ -15,12 +15,12 @@ from agent_r1_jax.engine.guide import Guide
 def make_value_guide(k: int) -> Guide:
   """Makes the guide that samples by p(a) ∝ π(a) exp(Q(s, a) / β) among the top k tokens.
 
-  Q(s, a) = (h W) · u_a is read by a head from the policy's last hidden state h, so that
-  the candidates' values cost a product of small matrices. Together the k tokens keep
-  their probability, and the others theirs: where all Q are equal, sampling is plain.
+  A head reads Q(s, a) = (h W) · u_a from the policy's last hidden state h, so that the
+  candidates' values cost a product of small matrices. The k tokens keep their total
+  probability, and all other tokens keep theirs: if all Q are equal, sampling is plain.
 
   Args:
-    k: How many of the likeliest tokens are weighed.
+    k: How many of the likeliest tokens to weigh.
 
   Returns:
     The guide. Its parameters are {'state': W [D, R], 'token': u [V, R]}, and its state in

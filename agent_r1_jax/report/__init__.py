@@ -9,7 +9,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
   if name != 'Watcher':
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  # Late: it imports the loop, which `python -m agent_r1_jax.report.episodes` needs not.
+  # Late: it imports the loop, which `python -m agent_r1_jax.report.episodes` does not
+  # need.
   from agent_r1_jax.report import watcher
 
   return watcher.Watcher

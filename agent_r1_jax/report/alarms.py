@@ -59,17 +59,17 @@ _MESSAGES = {
     'reward models and judges, or let it decay.',
   ),
 }
-# The alarms of what is too small.
+# The alarms for values that are too small.
 _BELOW = ('entropy_collapse', 'action_share')
-# The names of metrics that AlarmMonitor adds: the rise of the reward, or 0 if the true
-# metric rose too, and the reward's fall.
+# Metrics that AlarmMonitor adds: the rise of the reward, or 0 if the true metric rose
+# too, and the fall of the reward.
 _HACKING, _FALL = 'hacking', 'fall'
 # A metric has risen if its rise is at least this many standard errors.
 _LEAST_RISE = 1.0
 
 
 class AlarmMonitor:
-  """Checks alarms, and prints a line when one begins and when it ends."""
+  """Checks alarms; prints a line when an alarm begins or ends."""
 
   def __init__(
     self,
@@ -77,10 +77,10 @@ class AlarmMonitor:
     print_line: Callable[[str], None],
     before: Iterable[Mapping[str, float]] = (),
   ):
-    """Begins without any alarm; `before` has the metrics of a resumed run's steps."""
+    """Begins without alarms; `before` has the metrics of a resumed run's steps."""
     self._limits, self._print_line = limits, print_line
     self._active: set[str] = set()
-    # The pairs (reward, true metric) of the last steps.
+    # (reward, true metric) of the last steps.
     self._history = collections.deque(maxlen=limits.window)
     self._rewards: list[float] = []
     for numbers in before:
@@ -103,7 +103,7 @@ class AlarmMonitor:
     return {f'alarm/{name}': float(active) for name, (_, _, active) in alarms.items()}
 
   def _remember(self, numbers: Mapping[str, float]):
-    """Adds a step's reward to the history, and its true metric, if it has them."""
+    """Adds a step's reward and true metric to the history, if it has them."""
     if 'rollout/reward' in numbers:
       self._rewards.append(numbers['rollout/reward'])
     pair = [numbers.get(x) for x in ('rollout/reward', self._limits.true_metric)]
@@ -127,12 +127,12 @@ class FaultCounter:
   """Prints each new kind of fault in users' code, and all counts at the end."""
 
   def __init__(self, print_line: Callable[[str], None]):
-    """Begins without any fault; `print_line` prints a line."""
+    """Begins without faults; `print_line` prints a line."""
     self._print_line = print_line
     self._counts: collections.Counter[str] = collections.Counter()
 
   def count(self, step: int, trajectories: Iterable[types.Trajectory]) -> None:
-    """Counts the faults of a step's trajectories, and prints each kind that is new."""
+    """Counts the faults in a step's trajectories; prints each new kind."""
     examples: dict[str, str] = {}
     counts: collections.Counter[str] = collections.Counter()
     for trajectory in trajectories:
@@ -153,7 +153,7 @@ class FaultCounter:
     self._counts += counts
 
   def report_totals(self) -> None:
-    """Prints how many faults of each kind there were since this start, if any."""
+    """Prints the number of faults of each kind since this start, if any."""
     if self._counts:
       each = ', '.join(f'{name} {n}' for name, n in sorted(self._counts.items()))
       self._print_line(f'Faults since this start: {each}')
@@ -162,7 +162,7 @@ class FaultCounter:
 def rise(numbers: Sequence[float]) -> float:
   """Returns (mean of the second half - mean of the first half) / its standard error.
 
-  The middle one of an odd number is left out.
+  Of an odd number, the middle value is left out.
   """
   half = len(numbers) // 2
   parts = numbers[:half], numbers[-half:]
@@ -175,7 +175,8 @@ def rise(numbers: Sequence[float]) -> float:
 def fall(rewards: Sequence[float]) -> float:
   """Returns how far the last two are below the best five in a row before them.
 
-  It is a share of the mean of these five; 0 if there are none, or it is not above 0.
+  It is relative to the mean of these five; 0 if there are fewer, or the mean is not
+  positive.
   """
   if len(rewards) < 7:
     return 0.0
@@ -188,8 +189,8 @@ def compare(
 ) -> dict[str, tuple[float, float, bool]]:
   """Returns each alarm's metric, its limit, and whether it is beyond the limit.
 
-  `numbers` has a step's metrics by the names that train.run writes; a missing one causes
-  no alarm.
+  `numbers` has a step's metrics by the names that train.run writes; a missing metric
+  raises no alarm.
   """
   get = lambda name: numbers.get(f'rollout/{name}', 0.0)
   kls = (numbers.get(f'train/{name}', 0.0) for name in ('kl', 'behaviour_kl'))

@@ -4,22 +4,22 @@
   grep -l 'Arden Bridge' runs/quickstart/trajectories/*.jsonl
   jq 'select(.reward == 0) | .messages[-1].content' FILE.jsonl
 
-A line is an episode, and has
+Each line is an episode:
 
-- `id`, `answer`, `info`, `question`: the task's, and the last message of a user in it;
-- `group`, `sample`, `step`: its group, its number there, the update it was sampled for;
+- `id`, `answer`, `info`, `question`: of its task; the question is the last user message;
+- `group`, `sample`, `step`: its group, its index there, the update it was sampled for;
 - `status`, `error`, `reward` (null if the status is 'error'), `metrics`;
-- `turn_rewards`, `turn_tokens`, `turn_segments`: of each turn, the reward, the number of
+- `turn_rewards`, `turn_tokens`, `turn_segments`: for each turn, the reward, the number of
   sampled tokens and the segment, counted from 0;
 - `tokens`, `action_tokens`, `segments`, `mean_logprob`, `policy_steps`;
-- `messages`: each has a `role` and its `content` as text, a tool's its `name`, a reply of
-  the policy its `turn`, `reward` and `tokens`, and the `calls` that were answered; where
-  the text says [picture], `pictures` has it as an address that holds the file;
-- `columns`, in the first config.log_episodes of a log: numbers of each token
+- `messages`: each has a `role` and its `content` as text; a tool's has its `name`; a
+  reply of the policy its `turn`, `reward` and `tokens`, and the `calls` that were
+  answered; for each [picture] in the text, `pictures` has a data URL;
+- `columns`, in the first config.log_episodes of a log: values of each token
   (TokenTable.list_tokens), such as ids, action mask, log-probs and advantages.
 
-Control characters are stored as JSON's escapes, so that `grep` prints none. `jq -r` does:
-`main` shows pictures of them. experiments/convert_episodes.py converts logs for others.
+Control characters are stored as JSON escapes, so that `grep` prints none. `jq -r` does:
+`main` replaces them by symbols. experiments/convert_episodes.py converts logs.
 """
 
 import argparse
@@ -40,11 +40,11 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats, calls, pictures
 from agent_r1_jax.host import disk, terminal
 
-# JSON escapes control characters below 0x20 only. A model's bytes can decode to lone
+# JSON escapes only control characters below 0x20. A model's bytes can decode to lone
 # surrogates, which UTF-8 cannot encode.
 _ESCAPED = re.compile('[\x7f-\x9f\ud800-\udfff]')
-# The most containers of a log's values that lie in each other, where JSON's reader would
-# give up if there were more. A call's arguments have at most calls.MAX_DEPTH.
+# The maximum nesting depth of a log's values; JSON's reader fails on deeper ones. A
+# call's arguments have at most calls.MAX_DEPTH.
 _MOST_CONTAINERS = 100
 
 
@@ -58,8 +58,8 @@ def write(
 ) -> None:
   """Writes a log, completely or not at all.
 
-  `columns` are those of the tokens of the first episodes. `parse` finds the tool calls of
-  a reply, to show each with its result.
+  `columns` are of the tokens of the first episodes. `parse` finds the tool calls of a
+  reply, to show each with its result.
 
   Raises:
     OSError: The disk is full or cannot be written.
@@ -74,10 +74,10 @@ def write(
 
 
 def read(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """Reads the episodes of a log that `write` wrote, in their order.
+  """Reads the episodes of a log, in order.
 
   Raises:
-    ValueError: The file cannot be read, or a line of it is no episode.
+    ValueError: The file cannot be read, or a line is not an episode.
   """
   try:
     lines = pathlib.Path(path).read_bytes().splitlines()
@@ -94,12 +94,12 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def format_answer(answer: Any) -> str:
-  """Formats a task's answer for people: the aliases of a list, or any other value."""
+  """Formats a task's answer for people: a list's aliases, or any other value."""
   return ' | '.join(map(str, answer)) if isinstance(answer, list) else _to_text(answer)
 
 
 def format_episode(episode: Mapping[str, Any]) -> str:
-  """Formats an episode for a terminal: each message, and the reward of each reply."""
+  """Formats an episode for a terminal: its messages, and the reward of each reply."""
   numbers = {'reward': episode['reward'], **episode['metrics']}
   shown = ', '.join(f'{name} {value}' for name, value in numbers.items())
   target = format_answer(episode['answer'])
@@ -128,7 +128,7 @@ def main() -> None:
   except ValueError as error:
     parser.error(terminal.printable(str(error)))
   except BrokenPipeError:
-    # The reader, such as `head`, has ended. Python flushes again at its exit.
+    # The reader, such as `head`, has closed the pipe. Python flushes again at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -156,7 +156,7 @@ def _describe(t: types.Trajectory, step: int, parse: calls.Parse) -> dict[str, A
     'sample': t.sample,
     'step': step,
     'status': t.status,
-    # An error is masked out of the update, and never scored 0.
+    # Errors are masked out of the update, never scored 0.
     'reward': None if t.status == types.Status.FAILED else t.reward,
     'turn_rewards': [float(turn.reward) for turn in t.turns],
     'turn_tokens': [turn.stop - turn.start for turn in t.turns],
@@ -176,7 +176,7 @@ def _describe(t: types.Trajectory, step: int, parse: calls.Parse) -> dict[str, A
 
 
 def _describe_messages(t: types.Trajectory, parse: calls.Parse) -> list[dict[str, Any]]:
-  """Returns the conversation; each reply has its turn, and the calls with a result."""
+  """Returns the conversation; each reply has its turn, and its answered calls."""
   messages = []
   for message in t.messages:
     shown = {'role': message['role'], 'content': _to_text(message.get('content'))}
@@ -184,7 +184,7 @@ def _describe_messages(t: types.Trajectory, parse: calls.Parse) -> list[dict[str
     urls = _list_pictures(message.get('content'))
     messages.append(shown | name | ({'pictures': urls} if urls else {}))
   replies = [message for message in messages if message['role'] == 'assistant']
-  # From the end, because a prompt may contain examples of replies, which are no turns.
+  # From the end, since examples of replies in a prompt are not turns.
   pairs = zip(reversed(t.turns), reversed(replies), strict=False)
   for number, (turn, reply) in enumerate(pairs):
     reply['turn'] = len(t.turns) - number
@@ -212,10 +212,10 @@ def _to_text(content: Any) -> str:
 
 
 def _list_pictures(content: Any) -> list[str]:
-  """Lists the addresses of the pictures of a content, if it is well formed."""
+  """Lists the addresses of the pictures in a message's content, if well formed."""
   try:
     return pictures.find_addresses({'content': content})
-  except ValueError:  # An episode that ended for that has its log too.
+  except ValueError:  # An episode that ended for this reason has a log too.
     return []
 
 
@@ -228,21 +228,21 @@ def _to_json(content: Any) -> str:
   dump = functools.partial(json.dumps, ensure_ascii=False, default=_show, allow_nan=False)
   try:
     return dump(content)
-  except (TypeError, ValueError, RecursionError):  # Rare: replacing takes time.
+  except (TypeError, ValueError, RecursionError):  # Rare, and replacing is slow.
     return dump(_make_plain(content))
 
 
 def _show(value: Any) -> str:
   try:
     return str(value)
-  except Exception:  # A user's class, or an object in itself.
+  except Exception:  # A user's class, or a cyclic object.
     return f'<{type(value).__name__}>'
 
 
 def _make_plain(value: Any, outer: tuple[int, ...] = ()) -> Any:
-  """Replaces what JSON lacks by strings: NaN, infinity, and keys that are no text.
+  """Replaces what JSON lacks by strings: NaN, infinity, and keys that are not strings.
 
-  '...' stands for a container in itself, and for one in _MOST_CONTAINERS others.
+  '...' replaces a container inside itself, or nested deeper than _MOST_CONTAINERS.
   """
   if isinstance(value, float) and not math.isfinite(value):
     return str(value)

@@ -1,4 +1,4 @@
-"""Measures the speed, the idle time and the memory of training steps."""
+"""Measures speed, idle time and memory of training steps."""
 
 from collections.abc import Mapping
 import time
@@ -8,8 +8,8 @@ import jax
 
 from agent_r1_jax.host import memory
 
-# The most operations a second in bfloat16, without sparsity, as the makers publish them;
-# by what jax.Device.device_kind begins with.
+# Peak bfloat16 operations per second, without sparsity, as published by the makers; by
+# the beginning of jax.Device.device_kind.
 PEAKS = {
   'TPU v4': 275e12,
   'TPU v5e': 197e12,
@@ -27,7 +27,7 @@ PEAKS = {
 
 
 def find_peak(device_kind: str) -> float | None:
-  """Returns the most operations a second of a chip, or None if it is not known."""
+  """Returns a chip's peak operations per second, or None if unknown."""
   names = [name for name in PEAKS if device_kind.startswith(name)]
   return PEAKS[max(names, key=len)] if names else None
 
@@ -47,18 +47,18 @@ class Meter:
   def measure(self, metrics: Mapping[str, float] | None = None) -> dict[str, float]:
     """Returns metrics of the time since the last call, evaluations included.
 
-    They are the sampled tokens a second; the share of the time in which the engine had
-    nothing to compute because all agents waited for their tools; and the memory in use,
-    in GB (10^9 bytes): the process's on a CPU, otherwise that of the fullest chip.
+    They are the sampled tokens per second; the share of time that the engine was idle
+    because all agents waited for tools; and the memory in use, in GB (10^9 bytes): of the
+    process on a CPU, otherwise of the fullest chip.
 
-    If `metrics` has those of an update, so has the result: the operations of gradients
-    (models/costs.py) in a second of it on each chip, in units of 10^12, and, of chips
-    whose peak is known, MFU.
+    With an update's `metrics`, they also include the operations of its gradients
+    (models/costs.py) per second and chip, in units of 10^12, and, for chips of known
+    peak, MFU.
     """
     now, before = self._read(), self._before
     seconds, sampled, idle = (a - b for a, b in zip(now, before, strict=True))
     self._before = now
-    # A wait is counted at its end, and may have begun in the step before.
+    # A wait is counted when it ends, and may have begun in the step before.
     idle = min(idle, seconds * len(self._engine.replicas))
     return {
       'machine/tokens_per_second': sampled / seconds,

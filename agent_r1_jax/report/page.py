@@ -2,17 +2,17 @@
 
   agent-r1-jax report --workdir=runs/quickstart
 
-The page is one file that loads nothing from elsewhere, and it can be made while the run
-goes on. All data is JSON, deflated, in base64, so that no text of an episode can become
-markup; the browser inflates an episode when it is opened. Each of these chunks is an
-element of the page, which the scripts in page_files/ read by its id:
+The page is one file that loads nothing from elsewhere, and can be made while the run is
+going. All data is JSON, deflated, in base64, so that an episode's text cannot become
+markup; the browser inflates an episode when it is opened. Each chunk is an element of the
+page, which the scripts in page_files/ read by its id:
 
-- `run`: the curves, the configuration, the columns of all episodes (one list for each
-  quantity), the groups, and the text of every token id that occurs;
-- `text-<k>`: of _SIZES['text'] episodes the fields _OPENED of their lines
+- `run`: the curves, the configuration, the columns of all episodes (one list per field),
+  the groups, and the text of every token id that occurs;
+- `text-<k>`: for _SIZES['text'] episodes the fields _OPENED of their lines
   (report/episodes.py), and the answer;
-- `tokens-<k>`: the columns of the tokens of _SIZES['tokens'] episodes, of those that were
-  logged with them (config.log_episodes).
+- `tokens-<k>`: the token columns of _SIZES['tokens'] episodes, of those logged with them
+  (config.log_episodes).
 """
 
 import base64
@@ -37,15 +37,15 @@ from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import episodes as episodes_lib
 from agent_r1_jax.train import metrics
 
-_SIZES = {'text': 256, 'tokens': 32}  # How many episodes are inflated together.
-_QUESTION = 200  # The most characters of a task in the list of episodes.
+_SIZES = {'text': 256, 'tokens': 32}  # Episodes per chunk.
+_QUESTION = 200  # Maximum characters of a task in the list of episodes.
 _LOG = re.compile(r'step-(\d+)-(.*)\.jsonl')
 _SCRIPTS = ('data.js', 'curves.js', 'colors.js', 'episode.js', 'page.js')
-# The columns of the list of episodes; `tokens` is the index of an episode among those
-# with columns of tokens, or -1.
+# The columns of the list of episodes; `tokens` is an episode's index among those with
+# token columns, or -1.
 _COLUMNS = ('group', 'sample', 'status', 'reward', 'turns', 'length', 'calls')
 _COLUMNS += ('tool_errors', 'format_errors', 'tools', 'tokens')
-# What an opened episode shows besides.
+# Further fields, shown when an episode is opened.
 _OPENED = ('messages', 'turn_tokens', 'metrics', 'info', 'error')
 
 
@@ -77,11 +77,11 @@ def write_page(workdir: str | os.PathLike, path: str | os.PathLike) -> str:
 
 
 def collect(workdir: pathlib.Path) -> tuple[dict[str, Any], list[dict], list[dict]]:
-  """Reads the present content of a workdir.
+  """Reads the current content of a workdir.
 
   Returns:
-    The content of `run` (see the top of this file); the text of each episode; and the
-    columns of the tokens of those that have them.
+    The content of `run` (see the module docstring); the text of each episode; and the
+    token columns of the episodes that have them.
 
   Raises:
     ValueError: The directory has neither metrics nor trajectories.
@@ -147,7 +147,7 @@ def _read_config(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _transpose(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-  """Turns lines of metrics into columns; null where a line has no finite number."""
+  """Turns lines of metrics into columns; null where a line has no finite value."""
   names = dict.fromkeys(name for line in lines for name in line if name != 'step')
   return {
     'steps': [line['step'] for line in lines],
@@ -160,7 +160,7 @@ def _round(x: float | None) -> float | None:
 
 
 def _compare_config(saved: Mapping[str, Any]) -> list[list[Any]]:
-  """Returns [dotted name, value, whether it is not the default] of each field."""
+  """Returns [dotted name, value, whether it differs from the default] for each field."""
   default = workdir_lib.flatten_fields(dataclasses.asdict(config_lib.Config()))
   fields = workdir_lib.flatten_fields(saved) if saved else {}
   return [[name, str(x), x != default.get(name)] for name, x in fields.items()]
@@ -190,7 +190,7 @@ def _vocabulary(
   saved: Mapping[str, Any],
   problems: list[str],
 ) -> dict[str, str]:
-  """Returns the text of each token id that occurs, with one character for each byte."""
+  """Returns the text of each token id that occurs, one character per byte."""
   ids = sorted({i for columns in tokens for i in columns['tokens']})
   if not ids:
     return {}
@@ -202,7 +202,7 @@ def _vocabulary(
   added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
   try:
     known = dict(enumerate(tokenizer_lib.token_bytes(tokenizer)))
-  except ValueError:  # A tokenizer of SentencePiece, in which '▁' is a space.
+  except ValueError:  # A SentencePiece tokenizer, in which '▁' is a space.
     words = tokenizer.convert_ids_to_tokens(ids)
     known = {
       i: str(word).replace('▁', ' ').encode() for i, word in zip(ids, words, strict=True)

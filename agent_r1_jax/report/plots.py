@@ -25,11 +25,11 @@ def plot_curves(
   """Draws a learning curve as a PNG.
 
   Args:
-    runs: One run, or several seeds of one: workdirs, or lines of `metrics.read`. For
-      several seeds it draws thin lines, their mean, and a band from lowest to highest.
+    runs: One run, or several seeds of one: workdirs, or lines of `metrics.read`. Several
+      seeds are thin lines, with their mean and a band from lowest to highest.
     path: The PNG file.
-    panels: Titles, each with the names that are drawn under it (patterns of fnmatch).
-      Names that no run has are left out, and so are panels without any.
+    panels: Titles, each with the names to draw under it (fnmatch patterns). Names that no
+      run has are left out, and so are panels without names.
     title: The title above all panels.
 
   Raises:
@@ -57,7 +57,7 @@ def draw_panels(
   caption: str,
   band: Callable,
 ) -> None:
-  """Draws the panels side by side; `band` gives the ends of a band around values."""
+  """Draws panels side by side; `band` returns the ends of a band around values."""
   import matplotlib
   from matplotlib import figure as figures  # not pyplot: no window, no global state
 
@@ -103,7 +103,7 @@ def _draw_panel(axis, title: str, curves: Curves, band: Callable) -> None:
   axis.margins(x=0.02)
   heights = np.concatenate([values.ravel() for _, values in curves.values()])
   heights = heights[np.isfinite(heights)]
-  # From the values alone: the interval of two seeds may be many times as wide.
+  # From the values alone: the interval of two seeds may be many times wider.
   low, high = (heights.min(), heights.max()) if heights.size else (0.0, 1.0)
   margin = 0.06 * max(high - low, 0.1)
   axis.set_ylim(0.0 if 0 <= low and high <= 1 else low - margin, high + margin)
@@ -112,7 +112,7 @@ def _draw_panel(axis, title: str, curves: Curves, band: Callable) -> None:
 
 
 def read_run(run: Run) -> Sequence[Mapping[str, Any]]:
-  """Returns the lines of metrics of a run."""
+  """Returns a run's lines of metrics."""
   return metrics.read(run) if isinstance(run, str | os.PathLike) else run
 
 

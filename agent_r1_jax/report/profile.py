@@ -25,10 +25,10 @@ def trace_step(
   folder = pathlib.Path(workdir) / 'profile' / f'step-{step:05d}'
   with contextlib.ExitStack() as trace:
     with _warn_of_failure(folder):
-      # JAX keeps a trace open if it cannot write it, and then starts no other.
+      # If JAX cannot write a trace, it stays open and blocks all later ones.
       folder.mkdir(parents=True, exist_ok=True)
       options = jax.profiler.ProfileOptions()
-      options.python_tracer_level = 0  # Python's calls would be most of the trace.
+      options.python_tracer_level = 0  # Python calls would be most of the trace.
       jax.profiler.start_trace(
         str(folder), create_perfetto_trace=True, profiler_options=options
       )

@@ -1,4 +1,4 @@
-"""Shows the progress of a loop on the terminal, and how long it will take.
+"""Shows a loop's progress on the terminal, and how long it will take.
 
 with progress.Progress(steps, label='GRPO', start=start) as bar:
   for step in range(start, steps):
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from agent_r1_jax.host import disk, preemption, terminal
 
-# The labels of a training step's metrics, in the order in which they are shown -> their
-# names in metrics.jsonl.
+# The displayed metrics of a training step, in order: from label to name in
+# metrics.jsonl.
 VIEW = {
   'reward': 'rollout/reward',
   'exact match': 'rollout/em',
@@ -39,7 +39,7 @@ VIEW = {
   'memory': 'machine/memory_gb',
   'MFU': 'machine/mfu',
 }
-# Other numbers have three decimals.
+# All other metrics have three decimals.
 _FORMATS = {
   'length': '{:.1f}',
   'failed episodes': '{:.1%}',
@@ -49,16 +49,16 @@ _FORMATS = {
   'MFU': '{:.0%}',
 }
 _BARS = '▁▂▃▄▅▆▇█'
-# Characters of the columns of one metric in the view: name, last value, sparkline.
+# Widths of a metric's columns in the view: name, last value, sparkline.
 _WIDTHS = 15, 8, 12
-# How often the view is drawn in a second, and the most seconds of the last drawing.
+# Redraws of the view per second, and the longest time to wait for the last one.
 _REFRESHES, _STOP_SECONDS = 2.0, 2.0
-# The interval at which the phase of a long step is written to a log file. In the first
-# step, which tells people whether all is well, it grows to this from a few seconds.
+# How often a long step's phase is written to a log file. In the first step, which shows
+# people whether all is well, the interval grows to this from a few seconds.
 _PHASE_SECONDS, _FIRST_PHASE_SECONDS = 60.0, 5.0
-# How often it is looked whether a line is due.
+# How often to check whether a line is due.
 _LOOK_SECONDS = 1.0
-# The share of a rollout's episodes whose time says something about the others'.
+# The share of a rollout's episodes that must have ended to estimate the others' time.
 _TELLING = 0.25
 
 
@@ -78,10 +78,10 @@ class Progress:
   ):
     """Shows nothing before `with`.
 
-    `start` steps of `total` were done before. If `file`, by default standard output, is
-    no terminal, a line comes every so many seconds; with 0 each step has its line.
-    `count_tokens` returns how many tokens were sampled so far; with it, a phase that
-    reports nothing for long is seen to live.
+    `start` steps of `total` are already done. If `file`, by default standard output, is
+    not a terminal, a line is printed every `every` seconds; 0 prints one line per step.
+    `count_tokens` returns how many tokens have been sampled so far, which shows that a
+    phase without reports is alive.
     """
     self._total, self._label, self._start, self._every = total, label, start, every
     self._file, self._clock = file or sys.stdout, clock
@@ -92,7 +92,7 @@ class Progress:
     self._rollout_began: float | None = None
     self._ended, self._printing = threading.Event(), threading.Lock()
     self._teller = threading.Thread(target=self._keep_telling, daemon=True)
-    # The metrics of the last step, and those of all steps.
+    # The metrics of the last step, and of all steps.
     self._numbers: dict[str, float] = {}
     self._histories: dict[str, list[float]] = {}
     # (step, time) of the last updates.
@@ -126,7 +126,7 @@ class Progress:
   def set_phase(
     self, name: str, done: int | None = None, total: int | None = None
   ) -> None:
-    """Shows the phase of the current step, for example ('rollout', 45, 128)."""
+    """Shows the current step's phase, for example ('rollout', 45, 128)."""
     if name != self._phase.name:
       self._begin_phase(name)
     self._phase = self._phase._replace(done=done, total=total)
@@ -145,14 +145,14 @@ class Progress:
     return max(self._every, _FIRST_PHASE_SECONDS, min(_PHASE_SECONDS, spent / 4))
 
   def _keep_telling(self) -> None:
-    """Prints the phase when a line is due and nobody reports anything."""
+    """Prints the phase when a line is due and nothing was reported."""
     while not self._ended.wait(_LOOK_SECONDS):
       if self._phase.name:
-        with contextlib.suppress(OSError):  # It ends the run where the loop prints.
+        with contextlib.suppress(OSError):  # The loop's own print reports it.
           self._print_after(self._phase_interval())
 
   def update(self, step: int, **numbers: float) -> None:
-    """Shows that `step` steps are done, and metrics of the last, such as reward=0.4."""
+    """Shows that `step` steps are done, with metrics of the last, such as reward=0.4."""
     self._step, self._numbers = step, numbers
     self._begin_phase('')
     self._updates.append((step, self._clock()))
@@ -161,7 +161,7 @@ class Progress:
     self._print_after(self._every)
 
   def show_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Shows that a training step is done, and those of its metrics that are in VIEW."""
+    """Shows that a training step is done, and its metrics in VIEW."""
     numbers = {name: metrics[key] for name, key in VIEW.items() if key in metrics}
     scores = [
       v for k, v in metrics.items() if k.startswith('eval/') and k.endswith('/em')
@@ -171,14 +171,14 @@ class Progress:
     self.update(step, **numbers)
 
   def print_line(self, line: str) -> None:
-    """Prints a line above the view, which stays."""
+    """Prints a line above the live view."""
     if live := self._live:
       live.console.print(terminal.printable(line), markup=False, highlight=False)
     else:
       self._write(line)
 
   def step_counter(self) -> Callable[[Any], None]:
-    """Returns a callback; each call of it counts as a step."""
+    """Returns a callback that counts a step per call."""
     steps = itertools.count(self._start + 1)
     return lambda _: self.update(next(steps))
 
@@ -192,7 +192,7 @@ class Progress:
     )
     before = sys.stdout, sys.stderr
     self._live.start(refresh=True)
-    # A process that is killed must not leave a terminal without a cursor.
+    # A killed process must not leave a terminal without a cursor.
     self._live.console.show_cursor(True)
     self._handlers = _redirect_logging(
       dict(zip(before, (sys.stdout, sys.stderr), strict=True))
@@ -200,9 +200,9 @@ class Progress:
     preemption.before_answer.append(self._stop_live)
 
   def _stop_live(self) -> None:
-    """Draws the view for the last time; from then on, plain lines are printed.
+    """Draws the view for the last time; later output is plain lines.
 
-    On Ctrl-C the thread that reads signals calls this: a terminal that accepts no text,
+    On Ctrl-C the signal-reading thread calls this, and a terminal that accepts no text,
     as after Ctrl-S, must not block it.
     """
     if not self._stopping.acquire(timeout=_STOP_SECONDS):
@@ -243,11 +243,11 @@ class Progress:
       subtitle_align='left',
       border_style='dim',
     )
-    # An empty line, in which the terminal shows ^C without moving the view.
+    # An empty line, where the terminal can show ^C without moving the view.
     return console.Group(view, text.Text())
 
   def _print_after(self, seconds: float) -> None:
-    """Prints a line if the last one is that old, unless there is a view."""
+    """Prints a line if the last one is older than `seconds`, unless there is a view."""
     with self._printing:
       if self._live is None and self._clock() - self._printed_at >= seconds:
         self._printed_at = self._clock()
@@ -270,7 +270,7 @@ class Progress:
       encoding = getattr(self._file, 'encoding', None)
       print(terminal.printable(line, encoding), file=self._file, flush=True)
     except OSError as error:
-      # Standard output goes to a file on a full disk; metrics.jsonl has the numbers.
+      # Standard output is a file on a full disk; metrics.jsonl has the numbers.
       if not disk.is_full(error):
         raise
 
@@ -281,10 +281,10 @@ class Progress:
     return text + (f', {about}{_minutes(remaining)} left' if remaining > 0 else '')
 
   def _estimate_step(self) -> tuple[float, str]:
-    """Returns the seconds of a step, NaN if unknown, and 'about ' for a guess.
+    """Returns the seconds per step, NaN if unknown, and 'about ' for a guess.
 
-    The first step compiles, and does not count once there are others. Before it ends, the
-    episodes of its rollout that ended tell how long the rollout will take.
+    The first step compiles, and is ignored once there are others. Before it ends, the
+    estimate comes from the episodes of its rollout that have ended.
     """
     phase, began = self._phase, self._rollout_began
     done, total = phase.done or 0, phase.total or 0
@@ -300,14 +300,14 @@ class Progress:
 
 
 class _Phase(NamedTuple):
-  """What a step is doing.
+  """A phase of a step.
 
   Attributes:
     name: Its name; empty between phases.
     began: When it began, by the clock.
-    tokens: The tokens that had been sampled by then.
-    done: How much of it is done, of `total`; None if nobody counts.
-    total: All of it.
+    tokens: The number of tokens sampled before it.
+    done: How much of `total` is done; None if it is not counted.
+    total: The total amount.
   """
 
   name: str
@@ -318,9 +318,9 @@ class _Phase(NamedTuple):
 
 
 def _redirect_logging(streams: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-  """Makes log handlers write to other streams.
+  """Redirects log handlers to other streams.
 
-  They hold the standard streams from when they were made, and would write into the view.
+  Handlers keep the standard streams from their creation, and would write into the view.
 
   Returns:
     The handlers, each with its old stream.

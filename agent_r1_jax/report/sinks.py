@@ -1,11 +1,11 @@
 """Writes metrics to TensorBoard, Weights & Biases and MLflow, besides metrics.jsonl.
 
 A sink has two methods, `write(step, metrics)` and `close()`, which may raise or hang, and
-an attribute `run`: the run's name in its service, or '' if a resumed run needs none.
+an attribute `run`: the run's name in its service, or '' if resuming needs none.
 metrics.jsonl is the record; a sink may miss lines.
 
-A module of others is a sink, too, if it has a class Sink that is made without arguments:
-a RunSink, which may also watch the moments of the run (host/moments.py).
+A third-party module is a sink too if it has a class Sink, made without arguments: a
+RunSink, which may also observe the moments of the run (host/moments.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +26,9 @@ from agent_r1_jax.host import disk
 from agent_r1_jax.report import tensorboard
 from agent_r1_jax.rollout import sockets
 
-# While this many lines wait to be written to a sink, further lines are dropped.
+# When this many lines are queued for a sink, further lines are dropped.
 _MOST_LINES = 1000
-# How long the end of a run waits for a sink to write its last lines.
+# How long the end of a run waits for a sink's last lines.
 _CLOSE_SECONDS = 20.0
 
 
@@ -42,28 +42,28 @@ class Sink(Protocol):
     ...
 
   def close(self) -> None:
-    """Marks the run as finished; no call follows."""
+    """Marks the run as finished; this is the last call."""
     ...
 
 
 class RunSink(Protocol):
-  """A sink of others; what its methods raise ends the run, and none waits for long."""
+  """A third-party sink; its exceptions end the run, and its methods should not block."""
 
   def open(self, run: sockets.RunInfo) -> contextlib.AbstractContextManager[None]:
-    """Is entered around the run, in every process."""
+    """Entered around the run, in every process."""
     ...
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Gets the metrics of a step, in the first process."""
+    """Receives a step's metrics, in the first process."""
     ...
 
 
 class Background:
-  """Writes to a sink in a thread, so that an error or a hang there does not end the run.
+  """Writes to a sink in a thread, so that an error or hang there does not end the run.
 
-  For a sink with a `run`, a file keeps that name and the last step. A resumed run
-  continues that run and writes no step twice: steps that it repeats after its last
-  checkpoint keep the numbers that were written first.
+  For a sink with a `run`, a file stores that name and the last step. A resumed run
+  continues it and writes no step twice: steps repeated after the last checkpoint keep the
+  numbers that were written first.
 
   Attributes:
     lost: The number of lines that were not written.
@@ -76,7 +76,7 @@ class Background:
     with that name and the last step.
     """
     self._name, self._make, self._notes = name, make, notes
-    # Lines that are being written (0 or 1); why the sink writes no more, or ''.
+    # Lines being written (0 or 1); why the sink stopped, or ''.
     self.lost, self._writing, self._warned, self._failure = 0, 0, False, ''
     self._queue: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(
       _MOST_LINES
@@ -85,7 +85,7 @@ class Background:
     self._thread.start()
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Queues a line without waiting; warns when the first one is lost."""
+    """Queues a line without waiting; warns when the first line is lost."""
     try:
       if not self._failure:
         return self._queue.put_nowait((step, metrics))
@@ -95,7 +95,7 @@ class Background:
     self._warn(self._failure or f'it is {_MOST_LINES} lines behind')
 
   def close(self) -> None:
-    """Waits for queued lines, at most _CLOSE_SECONDS; warns of lines that are lost."""
+    """Waits for queued lines, at most _CLOSE_SECONDS; warns of lost lines."""
     with contextlib.suppress(queue.Full):
       self._queue.put_nowait(None)
     self._thread.join(_CLOSE_SECONDS)
@@ -120,7 +120,7 @@ class Background:
       )
 
   def _run(self) -> None:
-    """Makes the sink and writes queued lines to it, until the run ends or it fails."""
+    """Makes the sink and writes queued lines until the run ends or the sink fails."""
     sink = None
     try:
       noted = json.loads(self._notes.read_text()) if self._notes.exists() else {}
@@ -131,14 +131,14 @@ class Background:
         if step <= last:
           continue
         if sink.run:
-          # Before the line is written: after a kill between the two it is not repeated.
+          # Noted first: if killed in between, the line is not written twice.
           self._note(sink.run, step)
         self._writing = 1
         sink.write(step, metrics)
         self._writing = 0
       sink.close()
     except (Exception, SystemExit) as error:  # A library's sys.exit must not end the run.
-      # Before the sink is closed, which may free space on the disk.
+      # Measured before closing the sink, which may free space on the disk.
       folder = self._notes.parents[1] / self._name
       self._failure = disk.describe_failure(folder, error) or repr(error)
       with contextlib.suppress(Exception, SystemExit):
@@ -152,16 +152,16 @@ class Background:
 
 
 class WandbSink:
-  """A run of Weights & Biases; WANDB_MODE=offline writes to WORKDIR/wandb alone.
+  """A run of Weights & Biases; WANDB_MODE=offline writes only to WORKDIR/wandb.
 
-  WANDB_PROJECT and the other variables of wandb say where it belongs.
+  WANDB_PROJECT and wandb's other variables set where it belongs.
   """
 
   def __init__(self, workdir: pathlib.Path, config: Mapping[str, Any], run: str):
     """Begins the run, or continues it if `run` is its name."""
     import wandb  # pyright: ignore[reportMissingImports]
 
-    # Without a key, wandb would ask for one on the terminal.
+    # Without a key, wandb would prompt for one on the terminal.
     online = os.environ.get('WANDB_MODE', 'online') == 'online'
     if online and not wandb.login(prompt=False):
       raise ValueError(
@@ -236,7 +236,7 @@ def start(
   config: Mapping[str, Any],
   resume_step: int | None = None,
 ) -> list[Background]:
-  """Starts sinks by their names (config.SINKS), each in a thread.
+  """Starts sinks by name (config.SINKS), each in a thread.
 
   `config` has the run's settings by dotted names; `resume_step` is the next step.
   """
@@ -253,5 +253,5 @@ def start(
 
 
 def load(modules: Sequence[str]) -> list[RunSink]:
-  """Makes the sinks of modules, which train/preflight.py has checked."""
+  """Makes the sinks of modules that train/preflight.py has checked."""
   return [importlib.import_module(name).Sink() for name in modules]

@@ -1,4 +1,4 @@
-"""Writes the tables and the learning curve of a finished run."""
+"""Writes the tables and learning curve of a finished run."""
 
 from collections.abc import Mapping, Sequence
 import json
@@ -13,7 +13,7 @@ from agent_r1_jax.train import metrics
 # Method -> set -> kind of task, or 'all' -> 'mean' and 'count'.
 Scores = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]
 
-# The files of a workdir, by what they contain.
+# The files of a workdir, each with a description.
 _FILES = {
   'learning curve': 'curve.png',
   'numbers of the run': 'numbers.md',
@@ -40,7 +40,7 @@ def write_training_report(workdir: str | os.PathLike, title: str = '') -> None:
 
 
 def _summarize_metrics(lines: Sequence[Mapping[str, float]]) -> str:
-  """Makes a table with each metric's mean at the beginning and end, and its extremes."""
+  """Makes a table of each metric's mean at the beginning and end, and its extremes."""
   names = dict.fromkeys(name for line in lines for name in line if name != 'step')
   rows = {}
   for name in names:
@@ -59,8 +59,8 @@ def write_tables(
 ) -> str:
   """Writes table.md and table.json: a measure by method, set and kind of task.
 
-  `scores` has for each method and set the result of `evaluate.by_kind`; `measure` says
-  what they are, for the titles.
+  `scores` has the result of `evaluate.by_kind` for each method and set; `measure` names
+  the scores, for the titles.
 
   Returns:
     The text of table.md.
@@ -86,6 +86,6 @@ def write_tables(
 
 
 def list_files(workdir: str | os.PathLike) -> str:
-  """Returns a line for each of _FILES that exists in a workdir."""
+  """Returns a line for each of _FILES that is in a workdir."""
   paths = {label: pathlib.Path(workdir) / name for label, name in _FILES.items()}
   return '\n'.join(f'{label}: {path}' for label, path in paths.items() if path.exists())

@@ -1,4 +1,4 @@
-"""Tables in Markdown, and the intervals of shares in them."""
+"""Tables in Markdown, and confidence intervals of proportions in them."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -9,17 +9,17 @@ import numpy as np
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
   """Computes the 95 % confidence interval of a proportion (Wilson, 1927).
 
-  Unlike p̂ ± 1.96 σ it stays inside [0, 1] and is right for few trials and for p̂ near 0
-  or 1.
+  Unlike p̂ ± 1.96 σ it stays inside [0, 1] and is accurate for few trials and for p̂ near
+  0 or 1.
 
   Args:
-    successes: Number of trials that succeeded.
-    n: Number of trials; without any, the interval is (0, 1).
+    successes: Number of successful trials.
+    n: Number of trials; for 0 the interval is (0, 1).
 
   Raises:
     ValueError: `successes` is not in [0, n].
   """
-  from scipy import stats  # It takes a second.
+  from scipy import stats  # Takes a second.
 
   if not 0 <= successes <= n:
     raise ValueError(f'{successes} successes of {n} trials')
@@ -30,7 +30,7 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
 
 
 class Interval(NamedTuple):
-  """A cell of a table: a mean, and the half width of its interval or NaN."""
+  """A cell of a table: a mean, and its interval's half-width or NaN."""
 
   mean: float
   half: float

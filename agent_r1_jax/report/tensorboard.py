@@ -11,10 +11,10 @@ _FLUSH_SECONDS = 10.0
 
 
 class EventWriter:
-  """Writes scalars to an events file of TensorBoard, in the calling thread.
+  """Writes scalars to a TensorBoard events file, in the calling thread.
 
-  tensorboardX's own writer passes them through a queue to a thread, which a full disk
-  ends; the queue then blocks for ever.
+  tensorboardX's own writer queues them for a thread, which dies on a full disk; the queue
+  then blocks forever.
   """
 
   run = ''
@@ -31,7 +31,7 @@ class EventWriter:
     self._messages: Any = event_pb2  # Its classes are created at import.
     self._flushed = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    # With the process's id: two starts in one second would have the same name.
+    # With the process id, since two starts in one second would have the same name.
     name = f'events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}'
     self._file = record_writer.RecordWriter(str(folder / name))
     self._write(0, file_version='brain.Event:2')

@@ -21,10 +21,10 @@ from agent_r1_jax.train import metrics as metrics_lib
 
 
 class Watcher(sockets.Watcher):
-  """Shows all of a run to people; only the first process shows and writes."""
+  """Shows a run to people; only the first process shows and writes."""
 
   def __init__(self, *run_sinks: sinks.RunSink):
-    """Watches nothing yet; gives the metrics to these sinks and to those of the run."""
+    """Creates a watcher; it writes metrics to these sinks and the run's own."""
     self._given_sinks = self._run_sinks = run_sinks
     self._stepped = False
     self._bar: progress_lib.Progress | None = None
@@ -36,11 +36,11 @@ class Watcher(sockets.Watcher):
 
   @contextlib.contextmanager
   def begin(self, run: sockets.RunInfo) -> Iterator[None]:
-    """Shows a view of the run, and opens its sinks, inside `with`."""
+    """Shows a view of the run, with its sinks open, inside `with`."""
     config = self._config = run.config
     self._workdir, self._call_format = run.workdir, run.call_format
     with contextlib.ExitStack() as stack:
-      # The engine's copy of the policy must be freed at the end of a run.
+      # At the end of a run, the engine's copy of the policy must be freed.
       stack.callback(self._forget)
       logged, self._sinks = [], []
       if processes.is_first():
@@ -73,7 +73,7 @@ class Watcher(sockets.Watcher):
     self._bar = self._meter = None
 
   def print_line(self, line: str) -> None:
-    """Prints a line above the view, which stays."""
+    """Prints a line above the live view."""
     if self._bar:
       self._bar.print_line(line)
 
@@ -83,9 +83,9 @@ class Watcher(sockets.Watcher):
       self._bar.set_phase(name, done, total)
 
   def trace_step(self, step: int) -> contextlib.AbstractContextManager:
-    """Traces the steps in config.profile; the first step's speed is measured from here.
+    """Traces the steps in config.profile; speed is measured from the first call.
 
-    What came before it is compilation, and the evaluation of the untrained policy.
+    Compilation and the evaluation of the untrained policy come before it.
     """
     if self._meter and not self._stepped:
       self._meter.measure()
@@ -103,7 +103,7 @@ class Watcher(sockets.Watcher):
     learned_from: Sequence[types.Trajectory],
     table: table_lib.TokenTable,
   ) -> None:
-    """Writes the first config.log_episodes, with the columns of their tokens."""
+    """Writes the first config.log_episodes, with their token columns."""
     numbers = {id(t): number for number, t in enumerate(learned_from)}
     if logged := played[: self._config.log_episodes]:
       tables = [
@@ -117,7 +117,7 @@ class Watcher(sockets.Watcher):
   def log_evaluation(
     self, name: str, step: int, played: Sequence[types.Trajectory]
   ) -> None:
-    """Writes all; config.log_episodes of them with the columns of their tokens."""
+    """Writes all episodes; config.log_episodes of them with their token columns."""
     logged = played[: self._config.log_episodes]
     self._write_episodes(name, step, played, [table_lib.build([t]) for t in logged])
 
@@ -128,7 +128,7 @@ class Watcher(sockets.Watcher):
     played: Sequence[types.Trajectory],
     tables: Sequence[table_lib.TokenTable],
   ):
-    """Writes trajectories/step-<step>-<name>.jsonl; the first ones have `tables`."""
+    """Writes trajectories/step-<step>-<name>.jsonl; the first episodes have `tables`."""
     if processes.is_first():
       episodes.write(
         self._workdir / 'trajectories' / f'step-{step:05d}-{name}.jsonl',
@@ -144,11 +144,11 @@ class Watcher(sockets.Watcher):
     return machine | self._alarms.check(step, {**metrics, **machine})
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Shows the metrics of a step, and queues them for the sinks."""
+    """Shows a step's metrics, and queues them for the sinks."""
     run_sinks = self._run_sinks if processes.is_first() else ()
     for sink in (*self._sinks, *run_sinks):
       sink.write(step, metrics)
-    # The line of step 0 has an evaluation alone.
+    # Step 0 has only an evaluation.
     if self._bar and 'rollout/reward' in metrics:
       self._bar.show_metrics(step, metrics)
 
@@ -160,7 +160,7 @@ class Watcher(sockets.Watcher):
 
   @contextlib.contextmanager
   def count_episodes(self, label: str, total: int) -> Iterator[sockets.Ended]:
-    """Shows a bar of the episodes of an evaluation."""
+    """Shows a progress bar of an evaluation's episodes."""
     try:
       with _open_bar(total, label=label) as self._bar:
         yield self._bar.step_counter()
@@ -179,7 +179,7 @@ def _announce(label: str, schedule: config_lib.Schedule, done: int) -> str:
 
 @contextlib.contextmanager
 def _open_bar(total: int, **options: Any) -> Iterator[progress_lib.Progress]:
-  """Shows a bar inside `with`, in the first process; the others' is not seen."""
+  """Shows a bar inside `with`; only the first process's is visible."""
   with contextlib.ExitStack() as stack:
     if not processes.is_first():
       options['file'] = stack.enter_context(open(os.devnull, 'w'))

@@ -1,4 +1,4 @@
-"""Batches what many ask of one slow function at about the same time."""
+"""Batches concurrent questions to one slow function."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from agent_r1_jax.host import workers
 class Batcher:
   """Collects the questions of an event loop into batches.
 
-  A batch belongs to the loop that opened it and is answered there, so that one batcher
-  can serve many loops. It grows until its turn comes. A question that nobody awaits any
-  longer, when the turn comes, is dropped.
+  A batch belongs to the loop that opened it and is answered there, so one batcher can
+  serve many loops. It grows until its turn comes. Questions that nobody awaits by then
+  are dropped.
   """
 
   def __init__(
@@ -29,25 +29,25 @@ class Batcher:
     max_size: int = sys.maxsize,
     group: Callable[[Any], Any] = lambda question: None,
   ):
-    """Begins without a question.
+    """Begins without questions.
 
     Args:
-      answer: Returns a sequence of the answers to a list of questions. It runs in a
+      answer: Returns the answers to a list of questions, as a sequence. It runs in a
         thread, one call at a time: two calls overlap only if the first was abandoned.
-      name: What errors and counts call it.
+      name: The name used in errors and counts.
       window: Seconds to wait for further questions.
       timeout: Seconds after which a call is abandoned.
-      max_size: The most questions of a call.
-      group: Only questions for which this gives the same are put into one call.
+      max_size: The maximum number of questions per call.
+      group: Only questions with the same group share a call.
     """
     self._function, self._name = answer, name
     self._window, self._timeout = window, timeout
     self._max_size, self._group = max_size, group
     self._lock = threading.Lock()
-    # The loop of the batch that may still grow, and its questions and their futures.
+    # The event loop of the batch that still grows, and its (question, future) pairs.
     self._open: tuple[asyncio.AbstractEventLoop, list] | None = None
     self._tasks: set[asyncio.Task] = set()
-    # The batch whose turn it is, the end of its turn, and who waits for that.
+    # The batch whose turn it is, when its turn ends, and who waits for that.
     self._turn: tuple[object, float] | None = None
     self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
@@ -61,7 +61,8 @@ class Batcher:
     if batch is None or batch[0] is not loop:
       batch = self._begin([], self._window)
     answer = loop.create_future()
-    # Its asker may be cancelled; asyncio would warn that nobody took its exception.
+    # If the asker is cancelled, asyncio would warn that the exception was never
+    # retrieved.
     answer.add_done_callback(lambda done: done.cancelled() or done.exception())
     batch[1].append((question, answer))
     return await answer
@@ -104,7 +105,7 @@ class Batcher:
         answer.set_result(value)
 
   async def _take_turn(self) -> object:
-    """Waits for a turn, which ends after `timeout` seconds though its call may hang."""
+    """Waits for a turn, which ends after `timeout` seconds even if its call hangs."""
     while True:
       with self._lock:
         now = time.monotonic()

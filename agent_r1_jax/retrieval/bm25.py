@@ -1,4 +1,4 @@
-"""BM25: lexical retrieval, the baseline that is hard to beat on entity questions."""
+"""BM25: lexical retrieval, a strong baseline on entity questions."""
 
 from collections.abc import Sequence
 import logging
@@ -8,8 +8,8 @@ import pathlib
 from agent_r1_jax.retrieval import documents, index_files
 from agent_r1_jax.retrieval.documents import Document, Hit
 
-# Compiling takes numba some six seconds; NumPy answers 1,800 queries a second over 30,000
-# passages, but its cost grows with the corpus.
+# numba takes some six seconds to compile; NumPy answers 1,800 queries per second over
+# 30,000 passages, but its cost grows with the corpus.
 _NUMBA_PAYS_ABOVE = 100_000
 _DOCUMENTS = 'documents.jsonl.gz'
 
@@ -18,8 +18,8 @@ class BM25:
   """Scores Σ idf(w) · tf / (tf + k1·(1 - b + b·|d|/mean |d|)) over the query's words.
 
   Robertson and Zaragoza 2009 in Lucene's form: idf = log(1 + (N - n + ½) / (n + ½)).
-  Title words count `title_weight` times. A passage that shares no word with the query
-  is no hit.
+  Title words count `title_weight` times. A passage that shares no word with the query is
+  not a hit.
   """
 
   def __init__(
@@ -37,9 +37,9 @@ class BM25:
       passages: The corpus, at least one passage.
       k1: The term frequency at which a word's score saturates.
       b: Length normalisation, 0 to 1.
-      title_weight: How many times the title is indexed beside the text; recall@5 on
+      title_weight: How many times to index the title, besides the text; recall@5 on
         HotpotQA's 28,757 passages is .73 with 1, .75 with 3.
-      backend: 'numpy' or 'numba'; None takes numba where it pays.
+      backend: 'numpy' or 'numba'; None uses numba for large corpora.
     """
     bm25s = _import_bm25s()
     if not passages:
@@ -56,10 +56,10 @@ class BM25:
     self._index.index(terms, show_progress=False)
 
   def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-    """Finds the k best passages of each query, best first, that share a word with it."""
+    """Finds the k best passages that share a word with each query, best first."""
     documents.check_k(k)
-    # bm25s fails on a query without a known word, and asks the first query alone what
-    # kind of list it was given.
+    # bm25s fails on a query without a known word, and infers the type of all queries from
+    # the first.
     vocabulary = self._index.vocab_dict
     terms = [[word for word in documents.words(q) if word in vocabulary] for q in queries]
     searched = [words for words in terms if words]
@@ -71,7 +71,7 @@ class BM25:
       show_progress=False,
       backend_selection=self._backend,
     )
-    # Answers are only those of queries with a known word; the others have none.
+    # Only queries with a known word have answers.
     answers, hits = zip(rows, scores, strict=True), []
     for known_words in terms:
       pairs = zip(*next(answers), strict=True) if known_words else ()
@@ -90,10 +90,10 @@ class BM25:
 
   @classmethod
   def load(cls, directory: str | os.PathLike) -> 'BM25':
-    """Reads what `save` wrote; its arrays are mapped into memory.
+    """Reads what `save` wrote; its arrays are memory-mapped.
 
     Raises:
-      ValueError: The index cannot be read, or is not of the passages beside it.
+      ValueError: The index cannot be read, or does not belong to its passages.
     """
     bm25s = _import_bm25s()
     index_files.check(directory)

@@ -1,4 +1,4 @@
-"""Dense retrieval: inner products in FAISS over what a passed-in function encodes."""
+"""Dense retrieval: inner products in FAISS over vectors of a given encoder."""
 
 from collections.abc import Callable, Iterator, Sequence
 import os
@@ -9,15 +9,15 @@ import numpy as np
 from agent_r1_jax.retrieval import documents, index_files
 from agent_r1_jax.retrieval.documents import Document, Hit
 
-# Texts to float32 [n, d]; normalise there to have cosines.
+# From texts to float32 [n, d]; normalise there for cosine similarity.
 Encode = Callable[[Sequence[str]], np.ndarray]
 
 _INDEX, _DOCUMENTS, _PROBE = 'index.faiss', 'documents.jsonl.gz', 'probe.npy'
-# Relative difference of one text's vectors. bfloat16 for float32 makes about 0.01,
+# Relative difference of a text's vectors. bfloat16 instead of float32 makes about 0.01,
 # another prefix or pooling more than 0.1.
 _ROUNDING = 0.05
-_BATCH = 1024  # Texts in a call of the encoder.
-_ADDED = 65_536  # Vectors added to an index at a time.
+_BATCH = 1024  # Texts per call of the encoder.
+_ADDED = 65_536  # Vectors per call that adds to an index.
 
 
 class Dense:
@@ -39,10 +39,9 @@ class Dense:
     Args:
       passages: The corpus, at least one passage.
       encode: Encodes batches of passages, with the title on the first line.
-      vectors: What `encode` has made of the passages already: float32 arrays [n, d] whose
-        rows, one array after the other, are those of the passages. Files that are mapped
-        into memory are read a piece at a time.
-      encode_query: Encodes queries, where they need another prefix; None is `encode`.
+      vectors: Vectors already made by `encode`: float32 arrays [n, d] whose rows, in
+        order, belong to the passages. Memory-mapped files are read a piece at a time.
+      encode_query: Encodes queries, if they need another prefix; None uses `encode`.
       factory: A FAISS index factory string: 'Flat' is exact; 'IVF4096,SQ8', 'HNSW32' or
         'IVF4096,PQ64' for millions.
       parameters: Parameters of the search, in FAISS's form: 'nprobe=64', 'efSearch=128'.
@@ -61,7 +60,7 @@ class Dense:
     self._index = _make_index(vectors, factory, parameters, train_size)
 
   def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-    """Finds the k passages of the largest inner product with each query, best first.
+    """Finds the k passages with the largest inner product with each query, best first.
 
     An approximate index may find fewer.
     """
@@ -75,7 +74,7 @@ class Dense:
     ]
 
   def save(self, directory: str | os.PathLike) -> None:
-    """Writes the index and its passages, and what identifies the encoder.
+    """Writes the index, its passages, and a fingerprint of the encoder.
 
     Raises:
       ValueError: A passage has a blank field, or the id of an earlier one.
@@ -89,11 +88,11 @@ class Dense:
 
   @classmethod
   def load(cls, directory: str | os.PathLike, encode_query: Encode) -> 'Dense':
-    """Reads what `save` wrote; `encode_query` must be that of the saved index.
+    """Reads what `save` wrote; `encode_query` must be the saved index's.
 
     Raises:
-      ValueError: The index cannot be read, has another metric, is not of the passages
-        beside it, or was made with another encoder, prefix or pooling.
+      ValueError: The index cannot be read, has another metric, does not belong to its
+        passages, or was made with another encoder, prefix or pooling.
     """
     import faiss
 
@@ -125,7 +124,7 @@ class Dense:
     return dense
 
   def _probe(self) -> np.ndarray:
-    """What the encoder of queries makes of the first passage: no other gives the same."""
+    """Returns the query encoder's vector of the first passage, as a fingerprint."""
     return self._encode([self.documents[0].contents])[0]
 
   def _encode(self, queries: Sequence[str]) -> np.ndarray:
@@ -139,7 +138,7 @@ class Dense:
 
 
 def is_same_encoder(vectors: np.ndarray, expected: np.ndarray) -> bool:
-  """Whether two vectors of one text differ by no more than bfloat16 and devices do."""
+  """Whether two vectors of a text differ only by bfloat16 and device rounding."""
   if vectors.shape != expected.shape:
     return False
   difference = np.linalg.norm(vectors - expected)
@@ -147,13 +146,13 @@ def is_same_encoder(vectors: np.ndarray, expected: np.ndarray) -> bool:
 
 
 def encode_batches(encode: Encode, texts: Sequence[str]) -> Iterator[np.ndarray]:
-  """Encodes many texts, _BATCH in a call of `encode`."""
+  """Encodes many texts, _BATCH per call of `encode`."""
   for start in range(0, len(texts), _BATCH):
     yield encode_batch(encode, texts[start : start + _BATCH])
 
 
 def encode_batch(encode: Encode, texts: Sequence[str]) -> np.ndarray:
-  """Encodes texts, and raises ValueError unless that gives finite numbers, [n, d]."""
+  """Encodes texts; raises ValueError unless the result is finite, [n, d]."""
   vectors = np.ascontiguousarray(encode(texts), np.float32)
   if vectors.ndim != 2 or len(vectors) != len(texts):
     raise ValueError(
@@ -175,9 +174,9 @@ def _make_index(vectors: Sequence[np.ndarray], factory, parameters, train_size):
       f'FAISS knows no factory {factory!r} with parameters {parameters!r}: {error}'
     ) from error
   if not index.is_trained:
-    # Places in the corpus become rows of the arrays: with arrays of 3 and 4 vectors, the
-    # ends are [3, 7], and places 1, 2 and 5 are rows 1 and 2 of the first array and row 2
-    # of the second one.
+    # Positions in the corpus become rows of the arrays: with arrays of 3 and 4 vectors,
+    # the ends are [3, 7], and positions 1, 2 and 5 are rows 1 and 2 of the first array
+    # and row 2 of the second.
     ends = np.cumsum([len(part) for part in vectors])
     chosen = np.sort(np.random.default_rng(0).permutation(ends[-1])[:train_size])
     parts = np.split(chosen, np.searchsorted(chosen, ends[:-1]))

@@ -1,6 +1,6 @@
-"""Passages, what a search returns, and the rows of the files that they are read from.
+"""Passages, search results, and the rows of the files they are read from.
 
-A retriever is any object with `search(queries, k)`: BM25, Dense, or one's own.
+A retriever is any object with `search(queries, k)`: BM25, Dense, or your own.
 """
 
 import codecs
@@ -20,7 +20,7 @@ import zlib
 # How Search-R1 shows passages to the policy, with a space before every name.
 PASSAGE = 'Doc {rank} (Title: {title}) {text}'
 
-# Letters, and the vowels that are marks, of scripts that write no spaces between words.
+# Letters, and combining vowels, of scripts without spaces between words.
 _UNSPACED = (
   '\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3041-\u30fa\u30fc-\u30ff'
   '\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3\U00020000-\U0003ffff'
@@ -39,12 +39,12 @@ class Document:
 
   @property
   def contents(self) -> str:
-    """The title on the first line, then the text: what is indexed."""
+    """The indexed text: the title on the first line, then the text."""
     return f'{self.title}\n{self.text}'
 
 
 class Hit(NamedTuple):
-  """A passage found; the score grows with relevance, its scale is the retriever's."""
+  """A retrieved passage; a higher score is better, on the retriever's own scale."""
 
   document: Document
   score: float
@@ -59,11 +59,12 @@ class Retriever(Protocol):
 
 
 def render(hits: Sequence[Hit], template: str = PASSAGE) -> str:
-  """Writes passages as the policy reads them, one a line.
+  """Formats passages as the policy reads them, one per line.
 
   Args:
     hits: The passages, best first.
-    template: The form of a passage, with {rank} (from 1), {title}, {text}, {id}, {score}.
+    template: The format of a passage, with {rank} (from 1), {title}, {text}, {id},
+      {score}.
   """
   lines = [
     template.format(rank=rank, score=score, **dataclasses.asdict(document))
@@ -76,7 +77,7 @@ def words(text: str) -> list[str]:
   """Splits a text into lower-case words without accents, for lexical retrieval.
 
   Chinese, Japanese, Thai, Lao, Khmer and Burmese, which write no spaces between words,
-  and Korean, which joins particles to them, become characters and pairs of neighbours.
+  and Korean, which joins particles to words, become characters and pairs of neighbours.
   """
   if text.isascii():
     return re.findall(r'\w+', text.lower())
@@ -89,7 +90,7 @@ def words(text: str) -> list[str]:
 
 
 def check_k(k: int) -> None:
-  """Raises ValueError unless `k` passages can be searched for."""
+  """Raises ValueError unless `k` is a valid number of passages."""
   if k < 1:
     raise ValueError(f'k is {k}; it must be at least 1')
 
@@ -101,8 +102,7 @@ def read_corpus(path: str | os.PathLike) -> list[Document]:
   the contents, as in Search-R1's Wikipedia.
 
   Raises:
-    ValueError: A row is broken, or has the id of an earlier one; names the file, the row
-      and the field.
+    ValueError: A row is broken, or repeats an id; names the file, the row and the field.
   """
   return list(_make_documents(read_rows(path)))
 
@@ -111,7 +111,7 @@ def write_corpus(path: str | os.PathLike, passages: Sequence[Document]) -> None:
   """Writes passages as gzipped JSON lines, which `read_corpus` reads.
 
   Raises:
-    ValueError: `read_corpus` would refuse a passage; `path` stays as it was.
+    ValueError: `read_corpus` would reject a passage; `path` is left unchanged.
   """
   rows = ((f'passages[{i}]', dataclasses.asdict(p)) for i, p in enumerate(passages))
   part = pathlib.Path(f'{path}.part')
@@ -141,7 +141,7 @@ def _make_document(where: str, row: dict) -> Document:
 
 
 def read_text(where: str, row: dict, name: str) -> str:
-  """Gives a field that must be a text and not blank; else raises ValueError."""
+  """Returns a field that must be a non-blank text; else raises ValueError."""
   value = row.get(name)
   if not isinstance(value, str) or not value.strip():
     raise field_error(where, row, name, 'a text that is not blank')
@@ -149,7 +149,7 @@ def read_text(where: str, row: dict, name: str) -> str:
 
 
 def field_error(where: str, row: dict, name: str, expected: str) -> ValueError:
-  """Makes the error that names the row, the field, what it holds and what it should."""
+  """Makes the error that names the row, the field, its value and the expected one."""
   actual = f'is {row[name]!r:.80}' if name in row else f'is missing among {sorted(row)}'
   return ValueError(f'{where}: {name!r} {actual}; give {expected}, or drop the row')
 
@@ -157,12 +157,12 @@ def field_error(where: str, row: dict, name: str, expected: str) -> ValueError:
 def read_rows(path: str | os.PathLike) -> Iterator[tuple[str, dict]]:
   """Yields ('<path>: row <n>', row) for JSON lines or one JSON array, gzipped or plain.
 
-  A JSON object with a list `Data` (TriviaQA) is read as that list. A file that is named
-  *.csv or *.tsv has a header, which names the fields. Rows count from 1; in JSON lines
-  they are the lines of the file.
+  A JSON object with a list `Data` (TriviaQA) is read as that list. Files named *.csv or
+  *.tsv have a header with the fields. Rows count from 1; in JSON lines they are the lines
+  of the file.
 
   Raises:
-    ValueError: A row is no JSON object, or the file is damaged or has no rows.
+    ValueError: A row is not a JSON object, or the file is damaged or has no rows.
   """
   empty = True
   for number, row in _number_rows(path):
@@ -176,12 +176,12 @@ def read_rows(path: str | os.PathLike) -> Iterator[tuple[str, dict]]:
 
 
 def _number_rows(path):
-  number, where = 1, None  # An array is read as a whole: json says the line.
+  number, where = 1, None  # An array is read at once: json's error names the line.
   try:
     with _open(path) as file:
       suffix = pathlib.Path(str(path).removesuffix('.gz')).suffix
       if delimiter := _DELIMITERS.get(suffix):
-        # Each line is decoded by itself, so that an error is that of its row.
+        # Decode line by line, so that an error names its row.
         lines = (line.decode('utf-8-sig') for line in file)
         for row in csv.DictReader(lines, delimiter=delimiter):
           yield number, row

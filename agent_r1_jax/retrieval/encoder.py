@@ -22,7 +22,7 @@ import numpy as np
 
 from agent_r1_jax.models.files import json_fields, tensor_files, tensor_layout, weights
 
-# Prefixes of queries and passages that the models were trained with, from their cards.
+# The query and passage prefixes used in training, from the models' cards.
 PREFIXES = {
   'e5': ('query: ', 'passage: '),
   'bge': ('Represent this sentence for searching relevant passages: ', ''),
@@ -42,7 +42,7 @@ _FIXED = {
   'hidden_act': 'gelu',
   'position_embedding_type': 'absolute',
 }
-# Tokens in a call of the device; more texts are several calls.
+# Tokens per device call; more texts take several calls.
 _TOKENS_PER_CALL = 16_384
 
 
@@ -59,16 +59,15 @@ class EncoderConfig:
   type_vocab_size: int
   layer_norm_eps: float
   pooling: str = 'mean'  # 'mean' over the text's tokens, or 'cls', the first token.
-  normalize: bool = True  # Whether vectors are scaled to length 1.
+  normalize: bool = True  # Whether to scale vectors to length 1.
   # Type of parameters and activations; norms and softmax are float32.
   dtype: str = 'float32'
 
 
 class Encoder:
-  """Encodes texts as vectors on JAX's local devices, the texts divided over them.
+  """Encodes texts as vectors, divided over JAX's local devices.
 
-  Texts are padded to a few lengths and numbers of rows, so that few programs are
-  compiled, whatever comes.
+  Texts are padded to a few lengths and row counts, so that few programs are compiled.
   """
 
   def __init__(
@@ -85,17 +84,17 @@ class Encoder:
 
     Args:
       directory: Has config.json, model.safetensors and tokenizer.json.
-      query_prefix: Put before each query. None takes the prompt 'query' of
-        config_sentence_transformers.json; without one that of PREFIXES whose name is a
-        word of the directory's, such as e5-base-v2; else nothing.
+      query_prefix: Prepended to each query. None uses the prompt 'query' of
+        config_sentence_transformers.json; else the entry of PREFIXES whose name is a word
+        of the directory's, such as e5-base-v2; else nothing.
       passage_prefix: The same for passages, with the prompt 'passage' or 'document'.
-      pooling: 'mean' or 'cls'; None takes what the directory's pooling module says, or
-        'mean' where there is no modules.json. Vectors then have length 1.
-      max_tokens: Longer texts are cut; None takes the directory's max_seq_length.
+      pooling: 'mean' or 'cls'; None uses the directory's pooling module, or 'mean' if
+        there is no modules.json. Vectors then have length 1.
+      max_tokens: Longer texts are cut; None uses the directory's max_seq_length.
       dtype: 'float32' or 'bfloat16'; None is float32 on a CPU, else bfloat16.
 
     Raises:
-      ValueError: A file is missing or broken, or asks for what is not computed here.
+      ValueError: A file is missing or broken, or needs something unsupported.
     """
     directory = pathlib.Path(directory).resolve()
     default = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
@@ -119,7 +118,7 @@ class Encoder:
 
   @property
   def dim(self) -> int:
-    """Numbers in a vector."""
+    """The dimension of a vector."""
     return self.config.hidden_size
 
   def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
@@ -153,7 +152,7 @@ class Encoder:
     """Starts the computation of at most `max_rows` rows, padded to `length` tokens."""
     devices = self._rows.num_devices
     count = min(1 << (len(rows) - 1).bit_length(), max_rows)
-    count += -count % devices  # Every device has as many rows.
+    count += -count % devices  # The same number of rows on every device.
     tokens, lengths = np.zeros((count, length), np.int32), np.ones(count, np.int32)
     for i, row in enumerate(rows):
       tokens[i, : len(row)], lengths[i] = row, len(row)
@@ -168,9 +167,9 @@ def embed(
   tokens: Int[Array, 'B T'],
   lengths: Int[Array, 'B'],
 ) -> Float[Array, 'B D']:
-  """Computes a vector a text (Devlin et al. 2019; pooled as Reimers and Gurevych 2019).
+  """Computes one vector per text (Devlin et al. 2019, pooling of Reimers, Gurevych 2019).
 
-  What is beyond a text's length, at least 1, is ignored. `read_params` reads the params.
+  Tokens beyond a text's length, at least 1, are ignored. `read_params` reads the params.
   """
   T = tokens.shape[1]
   mask_BT = jnp.arange(T)[None, :] < lengths[:, None]
@@ -220,7 +219,7 @@ def _norm(x, params, name, config):
 def read_config(
   directory: pathlib.Path, *, pooling: str | None = None, dtype: str = 'float32'
 ) -> EncoderConfig:
-  """Reads the shape of an encoder; a ValueError names the file and the field."""
+  """Reads an encoder's shape; a ValueError names the file and the field."""
   raw = json_fields.read_json(directory / 'config.json')
   if dtype not in ('float32', 'bfloat16'):
     raise ValueError(f"dtype is {dtype!r}; give 'float32' or 'bfloat16'")
@@ -244,7 +243,7 @@ def read_config(
 
 
 def _read_modules(directory: pathlib.Path) -> tuple[str, bool]:
-  """Returns the pooling, and whether vectors are normalized, by modules.json."""
+  """Returns the pooling, and whether vectors are normalized, from modules.json."""
   path = directory / 'modules.json'
   if not path.is_file():
     return 'mean', True
@@ -258,7 +257,7 @@ def _read_modules(directory: pathlib.Path) -> tuple[str, bool]:
   if 'Pooling' not in kinds:
     raise ValueError(f'{path}: has no Pooling; one vector a text needs it')
   raw = json_fields.read_json(directory / str(kinds['Pooling']) / 'config.json')
-  # Older versions have a flag a mode, newer ones the mode's name.
+  # Older versions have a flag per mode, newer ones the mode's name.
   flags = [
     _POOLING.get(key) or key
     for key, value in raw.items()
@@ -280,7 +279,7 @@ def _max_tokens(directory: pathlib.Path, config: EncoderConfig) -> int:
 def _prefixes(directory: pathlib.Path) -> tuple[str, str]:
   prompts = _optional(directory / 'config_sentence_transformers.json').get('prompts')
   prompts = prompts if isinstance(prompts, dict) else {}
-  # A cache of downloads has models--intfloat--e5-base-v2/snapshots/<hash>.
+  # A download cache has models--intfloat--e5-base-v2/snapshots/<hash>.
   names = ' '.join(directory.parts[-3:]).lower()
   known = [both for name, both in PREFIXES.items() if re.search(rf'\b{name}\b', names)]
   query, passage = known[0] if known else ('', '')
@@ -308,10 +307,10 @@ def _read_tokenizer(directory: pathlib.Path, config: EncoderConfig, max_tokens: 
 
 
 def read_params(directory: pathlib.Path, config: EncoderConfig) -> dict[str, Any]:
-  """Reads the parameters, under the names of their tensors; layers are stacked, [L, ...].
+  """Reads the parameters by their tensors' names; layers are stacked, [L, ...].
 
   Raises:
-    ValueError: A tensor is missing, has another shape, or numbers that are not finite.
+    ValueError: A tensor is missing, has another shape, or is not finite.
   """
   tensors = tensor_files.find(directory, ignore=('position_ids',))
   # A BERT with a head on top has its encoder under this name.
@@ -335,7 +334,7 @@ def read_params(directory: pathlib.Path, config: EncoderConfig) -> dict[str, Any
 
 
 def _shapes(config: EncoderConfig):
-  """Lists the shapes of the embedding's tensors and of a layer's, by name."""
+  """Lists the shapes of the embedding's and of a layer's tensors, by name."""
   D, F = config.hidden_size, config.intermediate_size
   embeddings = {
     'word_embeddings.weight': (config.vocab_size, D),

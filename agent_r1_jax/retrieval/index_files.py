@@ -1,4 +1,4 @@
-"""The files of a saved index, which are replaced one by one and read as a whole."""
+"""The files of a saved index, replaced one by one and read together."""
 
 from collections.abc import Iterator
 import contextlib
@@ -7,20 +7,20 @@ import pathlib
 import shutil
 import tempfile
 
-# There while files are replaced: where it stays, a save was cut off between two of them.
+# Exists while files are replaced; if it remains, a save was cut off halfway.
 _UNFINISHED = 'unfinished'
-_NEW = '.new-'  # How the names of folders with new files begin.
+_NEW = '.new-'  # The prefix of folders with new files.
 
 
 @contextlib.contextmanager
 def replace(directory: str | os.PathLike) -> Iterator[pathlib.Path]:
-  """Gives a folder for new files, which at the end replace those of their names.
+  """Yields a folder for new files, which at the end replace files of the same names.
 
-  Files that another index has mapped into memory stay as they are, without a name.
+  Files that another index has memory-mapped stay valid, without a name.
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
-  for left in directory.glob(f'{_NEW}*'):  # By a save that was killed.
+  for left in directory.glob(f'{_NEW}*'):  # From a killed save.
     shutil.rmtree(left, ignore_errors=True)
   with tempfile.TemporaryDirectory(prefix=_NEW, dir=directory) as folder:
     yield pathlib.Path(folder)
@@ -32,6 +32,6 @@ def replace(directory: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 
 def check(directory: str | os.PathLike) -> None:
-  """Raises ValueError if some of the files are old ones."""
+  """Raises ValueError if the files are from different saves."""
   if pathlib.Path(directory, _UNFINISHED).exists():
     raise ValueError(f'{directory}: a save of this index was cut off; save it again.')

@@ -1,4 +1,4 @@
-"""A corpus's vectors in files, so that encoding can be killed, resumed and shared."""
+"""A corpus's vectors in files, so that encoding can be resumed and shared."""
 
 from collections.abc import Callable, Sequence
 import hashlib
@@ -21,20 +21,19 @@ def encode_corpus(
   size: int = 10_000,
   on_progress: Callable[[int], None] = lambda passages: None,
 ) -> list[np.ndarray]:
-  """Encodes a corpus shard by shard; shards that are in the folder already are kept.
+  """Encodes a corpus shard by shard; shards already in the folder are reused.
 
-  Several processes may do this at the same time: each takes one missing shard after the
-  other, at random, so that seldom two of them encode the same one. Who is killed loses
-  the shard that it was at.
+  Several processes may do this concurrently: each takes missing shards in random order,
+  so two rarely encode the same shard. A killed process loses only its current shard.
 
-  A shard has `size` passages. `on_progress` is called with the number of passages that
-  are encoded.
+  A shard has `size` passages. `on_progress` is called with the number of encoded
+  passages.
 
   Returns:
-    The shards, mapped into memory.
+    The shards, memory-mapped.
 
   Raises:
-    ValueError: The folder holds shards of another corpus, encoder or size.
+    ValueError: The folder has shards of another corpus, encoder or size.
   """
   if size < 1:
     raise ValueError(f'size is {size}; a shard has at least one passage')
@@ -57,7 +56,7 @@ def _encode(passages: Sequence[Document], encode: dense.Encode) -> np.ndarray:
 
 
 def _write(path: pathlib.Path, vectors: np.ndarray) -> None:
-  """Writes a file that is there as a whole or not at all."""
+  """Writes a file completely or not at all."""
   partial = path.with_suffix(f'.{os.getpid()}.partial')
   with partial.open('wb') as file:
     np.save(file, vectors)
@@ -67,7 +66,7 @@ def _write(path: pathlib.Path, vectors: np.ndarray) -> None:
 
 
 def _check_folder(passages, encode, folder, size) -> None:
-  """Notes what the shards are made of, or compares it with what was noted before."""
+  """Records what the shards are made from, or compares it with the record."""
   digest = hashlib.blake2b(digest_size=16)
   for passage in passages:
     digest.update(json.dumps([passage.id, passage.contents]).encode())

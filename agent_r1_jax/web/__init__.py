@@ -1,1 +1,1 @@
-"""Parts of all servers and clients here that speak HTTP."""
+"""Common parts of this package's HTTP servers and clients."""

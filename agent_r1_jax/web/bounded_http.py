@@ -1,4 +1,4 @@
-"""Requests over HTTP whose answers are bounded in time and in bytes."""
+"""HTTP requests whose answers are limited in time and size."""
 
 from collections.abc import Mapping
 import json
@@ -11,14 +11,14 @@ Answer = tuple[int, Mapping[str, str], bytes]
 
 
 class LongAnswerError(ValueError):
-  """The answer has more bytes than are wanted."""
+  """The answer is longer than allowed."""
 
 
 def check_url(url: str) -> str:
-  """Returns the address without a slash at its end.
+  """Returns the address without a trailing slash.
 
   Raises:
-    ValueError: It names no protocol.
+    ValueError: The address has no protocol.
   """
   if not url.startswith(('http://', 'https://')):
     raise ValueError(f'url is {url!r}; begin with http://, as in http://10.0.0.7:8000')
@@ -31,14 +31,14 @@ def post(client: Any, url: str, fields: Any, *, seconds: float, max_bytes: int) 
   Args:
     client: An httpx2.Client.
     url: The address.
-    fields: What is sent.
-    seconds: The time until the whole answer is there.
-    max_bytes: The most bytes of the body.
+    fields: The content, sent as JSON.
+    seconds: Time limit until the answer is complete.
+    max_bytes: Maximum bytes of the body.
 
   Raises:
     TimeoutError: It took longer.
     LongAnswerError: The body is longer.
-    httpx2.HTTPError: Another failure.
+    httpx2.HTTPError: Any other failure.
   """
   import httpx2
 
@@ -55,7 +55,7 @@ def post(client: Any, url: str, fields: Any, *, seconds: float, max_bytes: int) 
         body += piece
         if len(body) > max_bytes:
           raise LongAnswerError(f'sent more than {max_bytes} bytes')
-        if time.monotonic() > end:  # httpx2 bounds each read, and not their sum.
+        if time.monotonic() > end:  # httpx2 limits each read, not their sum.
           raise httpx2.ReadTimeout('the answer came too slowly')
       return response.status_code, response.headers, bytes(body)
   except httpx2.TimeoutException as error:

@@ -1,4 +1,4 @@
-"""Fairness between the clients of a server: who is next, and who may begin yet more."""
+"""Fairness between a server's clients: who is next, and who may start more."""
 
 import asyncio
 import collections
@@ -9,10 +9,10 @@ from agent_r1_jax.web import http
 
 
 class Shares:
-  """Counts what each client has under way.
+  """Counts each client's work in progress.
 
   Attributes:
-    total: That of all clients.
+    total: The work of all clients.
   """
 
   def __init__(self):
@@ -22,10 +22,10 @@ class Shares:
   def take(
     self, owner: str, count: int, most: float, what: str = 'replies are under way'
   ):
-    """Counts what a client begins.
+    """Counts work that a client starts.
 
     Raises:
-      RefusedError: All have more than `most` then, and the client more than its share.
+      RefusedError: The total would exceed `most`, and the client its share.
     """
     own = self._counts[owner] + count
     clients = len(self._counts.keys() | {owner})
@@ -34,20 +34,20 @@ class Shares:
     self._counts[owner], self.total = own, self.total + count
 
   def give(self, owner: str, count: int):
-    """Counts what has ended."""
+    """Counts work that has ended."""
     self._counts[owner] -= count
     self._counts, self.total = +self._counts, self.total - count
 
 
 class Turns:
-  """Lets so much work be done at a time; clients who wait take turns.
+  """Limits concurrent work; waiting clients take turns.
 
-  Quick work comes first, and slow work leaves it a place.
+  Quick work comes first, and slow work leaves one place free for it.
   """
 
   def __init__(self, places: int):
     self._places = places
-    self._taken = [0, 0]  # By quick work, and by slow.
+    self._taken = [0, 0]  # By quick and by slow work.
     self._waiting: list[dict[str, collections.deque[asyncio.Future]]] = [{}, {}]
 
   @contextlib.asynccontextmanager
@@ -65,7 +65,7 @@ class Turns:
       self._give()
 
   def _give(self):
-    """Gives the free places to those who wait."""
+    """Assigns free places to waiting clients."""
     for slow, most in enumerate((self._places, max(1, self._places - 1))):
       waiting = self._waiting[slow]
       while waiting and sum(self._taken) < self._places and self._taken[slow] < most:
@@ -73,7 +73,7 @@ class Turns:
         queue = waiting.pop(owner)
         turn = queue.popleft()
         if queue:
-          waiting[owner] = queue  # Behind the others.
+          waiting[owner] = queue  # To the end of the queue.
         if not turn.done():
           turn.set_result(None)
           self._taken[slow] += 1

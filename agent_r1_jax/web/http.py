@@ -1,4 +1,4 @@
-"""Parts of all HTTP servers here: refusals, JSON, metrics, sockets, uvicorn."""
+"""Common parts of HTTP servers: errors, JSON, metrics, sockets, uvicorn."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 _Model = TypeVar('_Model', bound='pydantic.BaseModel')
 _Made = TypeVar('_Made')
 MAX_CONNECTIONS = 4096
-REQUEST_SECONDS = 30.0  # For a whole request to arrive.
+REQUEST_SECONDS = 30.0  # For a complete request to arrive.
 _MAX_DEPTH = 64  # Of JSON.
-# Bytes of a body that is read in a thread: 4 MB of it may take seconds.
+# A longer body, in bytes, is read in a thread: 4 MB may take seconds.
 _LONG = 1 << 18
-_THREAD_SECONDS = 60.0  # For that, with its wait for a thread.
+_THREAD_SECONDS = 60.0  # Time limit there, including the wait for a thread.
 _POOL = thread_pool.Pool(threads=2)
-# Who asks: the key, if the server asks for keys, else the connection.
+# The client: its key, if the server requires keys, else its connection.
 client: contextvars.ContextVar[str] = contextvars.ContextVar('client', default='')
-_UNREAD_SECONDS = 60  # Until a connection is lost whose client takes no bytes.
-# Until an idle connection is closed: longer than clients keep one for further requests
-# (httpx 5, aiohttp 15), so that none meets a connection that is just being closed.
+_UNREAD_SECONDS = 60  # Before dropping a client that does not read its answer.
+# Before closing an idle connection: longer than clients keep one for reuse (httpx 5,
+# aiohttp 15), so that no client uses a connection as it closes.
 _IDLE_SECONDS = 20
 
 
 class RefusedError(Exception):
-  """A request is refused; raised in a handler, it becomes the response.
+  """A rejected request; raised in a handler, it becomes the response.
 
   Attributes:
     status: The HTTP status.
@@ -54,7 +54,7 @@ async def read_body(request: Any, max_bytes: int) -> bytes:
   """Reads the body of a starlette request.
 
   Raises:
-    RefusedError: It is too long, or the client left.
+    RefusedError: The body is too long, or the client left.
   """
   from starlette import requests
 
@@ -70,10 +70,10 @@ async def read_body(request: Any, max_bytes: int) -> bytes:
 
 
 async def read(request: Any, max_bytes: int, make: Callable[[bytes], _Made]) -> _Made:
-  """Makes something of the body of a starlette request, in a thread if it is long.
+  """Makes an object from a starlette request's body, in a thread if it is long.
 
   Raises:
-    RefusedError: It is too long, the client left, or `make` raised it.
+    RefusedError: The body is too long, the client left, or `make` raised it.
   """
   body = await read_body(request, max_bytes)
   if len(body) <= _LONG:
@@ -84,10 +84,10 @@ async def read(request: Any, max_bytes: int, make: Callable[[bytes], _Made]) -> 
 async def read_json(
   request: Any, max_bytes: int, make: Callable[[dict[str, Any]], Any] = lambda x: x
 ) -> Any:
-  """Makes something of the JSON object in the body of a starlette request, as `read`.
+  """Like `read`, but `make` gets the JSON object in the body.
 
   Raises:
-    RefusedError: It is too long, or no JSON object, or `make` raised it.
+    RefusedError: The body is too long or not a JSON object, or `make` raised it.
   """
   return await read(request, max_bytes, lambda body: make(_parse_object(body)))
 
@@ -103,10 +103,10 @@ def _parse_object(body: bytes) -> dict[str, Any]:
 
 
 async def run_in_thread(fn: Callable[[], _Made]) -> _Made:
-  """Calls what would hold the event loop up in one of a few threads.
+  """Calls a function that would block the event loop in one of a few threads.
 
   Raises:
-    RefusedError: It was not done in time, or no thread was free.
+    RefusedError: It did not finish in time, or no thread was free.
   """
   try:
     async with asyncio.timeout(_THREAD_SECONDS):
@@ -117,7 +117,7 @@ async def run_in_thread(fn: Callable[[], _Made]) -> _Made:
 
 
 def check_fields(model: type[_Model], fields: dict[str, Any]) -> _Model:
-  """Makes a pydantic model of the fields of a request.
+  """Makes a pydantic model from a request's fields.
 
   Raises:
     RefusedError: A field is wrong; the text says which one, and what it must be.
@@ -131,7 +131,7 @@ def check_fields(model: type[_Model], fields: dict[str, Any]) -> _Model:
   first = max(errors, key=lambda error: len(error['loc']))
   where, missing = '', first['type'] == 'missing'
   value: Any = fields
-  for part in first['loc']:  # Of a union it also has the types, which are no fields.
+  for part in first['loc']:  # For a union it also has the types, which are not fields.
     if isinstance(part, int) and isinstance(value, list):
       where, value = f'{where}[{part}]', value[part]
     elif isinstance(value, dict) and (part in value or missing):
@@ -147,9 +147,9 @@ def check_fields(model: type[_Model], fields: dict[str, Any]) -> _Model:
 def guard(
   handle: Callable[[Any], Any], refuse: Callable[[RefusedError], Any]
 ) -> Callable[[Any], Any]:
-  """Makes a handler of starlette requests: `refuse` answers what `handle` raises.
+  """Makes a handler of starlette requests; `refuse` answers exceptions of `handle`.
 
-  A ValueError says what cannot be done, as RefusedError does with the status 400.
+  A ValueError is an invalid request, like RefusedError with status 400.
   """
 
   async def answer(request):
@@ -165,8 +165,8 @@ def guard(
 
 
 def check_key(key: str, keys: Collection[str], remedy: str):
-  """Raises RefusedError if there are keys, and this is none of them."""
-  # Every key is compared in full, so that the time tells nothing.
+  """Raises RefusedError if keys are required and this is none of them."""
+  # Compare every key in full, so that timing reveals nothing.
   if keys and not sum(hmac.compare_digest(key.encode(), k.encode()) for k in keys):
     raise RefusedError(401, f'the API key is wrong; {remedy}', 'invalid_api_key')
   if keys:
@@ -174,10 +174,10 @@ def check_key(key: str, keys: Collection[str], remedy: str):
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
-  """Parses JSON from outside; whatever takes the value may use recursion.
+  """Parses JSON from outside; the result is safe to process recursively.
 
   Raises:
-    ValueError: It is no JSON, or nested deeper than any that has a meaning.
+    ValueError: It is not JSON, or nested too deeply to be meaningful.
   """
   too_deep = ValueError(f'it is nested deeper than {_MAX_DEPTH} levels')
   try:
@@ -206,7 +206,7 @@ def answer_json(content: Any, status: int = 200, headers: Any = None) -> Any:
 
 
 def show_metrics(registry: Any) -> Any:
-  """Makes the endpoint that returns the metrics of a registry of prometheus_client."""
+  """Makes the endpoint that returns a prometheus_client registry's metrics."""
   import prometheus_client as prometheus
   from starlette import responses
 
@@ -221,7 +221,7 @@ def listen(host: str, port: int) -> socket.socket:
   """Opens a listening socket; port 0 chooses a free one.
 
   Raises:
-    ValueError: The port is taken, or the address is none of this machine.
+    ValueError: The port is in use, or the address is not this machine's.
   """
   try:
     listener = socket.create_server((host, port), backlog=MAX_CONNECTIONS)
@@ -230,23 +230,23 @@ def listen(host: str, port: int) -> socket.socket:
       f'nothing can listen at {host}:{port} ({error}); give another address or port '
       '(--host, --port; port 0 chooses a free one).'
     ) from None
-  if hasattr(socket, 'TCP_USER_TIMEOUT'):  # On Linux; its connections inherit it.
+  if hasattr(socket, 'TCP_USER_TIMEOUT'):  # Linux only; connections inherit it.
     milliseconds = _UNREAD_SECONDS * 1000
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
   return listener
 
 
 def _make_protocol() -> Any:
-  """Makes uvicorn's protocol with what it lacks: a time-out of incomplete requests."""
+  """Adds a time-out for incomplete requests to uvicorn's protocol."""
   import h11
   from uvicorn.protocols.http import h11_impl
 
   class Protocol(h11_impl.H11Protocol):
-    """Closes a connection whose request, head and body, is not there in time.
+    """Closes a connection whose request, head and body, is not complete in time.
 
-    The time begins with the connection, or with the end of the answer before. (uvicorn's
-    `timeout_keep_alive` ends with the first byte of a request.) Where there are too many
-    connections, each new one ends the one that has waited longest.
+    The time starts with the connection, or with the end of the previous answer.
+    (uvicorn's `timeout_keep_alive` ends with the first byte of a request.) At the limit
+    of connections, each new one closes the one that has waited longest.
     """
 
     _timer: asyncio.TimerHandle | None = None
@@ -291,13 +291,13 @@ def _make_protocol() -> Any:
         for event in (head, h11.Data(data=text.encode()), h11.EndOfMessage()):
           self.transport.write(self.conn.send(event))
       self.transport.close()
-      self.connections.discard(self)  # Its place is free at once.
+      self.connections.discard(self)  # Frees its place at once.
 
   return Protocol
 
 
 def make_server(app: Any, shutdown_seconds: int, **options: Any) -> Any:
-  """Makes a uvicorn server; at its end, requests get `shutdown_seconds` to finish."""
+  """Makes a uvicorn server; at shutdown, requests get `shutdown_seconds` to finish."""
   import uvicorn
 
   return uvicorn.Server(
@@ -306,7 +306,7 @@ def make_server(app: Any, shutdown_seconds: int, **options: Any) -> Any:
       http=_make_protocol(),
       log_level='warning',
       access_log=False,
-      log_config=None,  # uvicorn's own closes all handlers of the process.
+      log_config=None,  # uvicorn's own would close all handlers of the process.
       ws='none',
       limit_concurrency=MAX_CONNECTIONS,
       timeout_keep_alive=_IDLE_SECONDS,
