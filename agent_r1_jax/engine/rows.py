@@ -20,8 +20,7 @@ from agent_r1_jax.engine import request as request_lib
 
 # Shorter prefixes are recomputed, which is cheaper than waiting for them and copying.
 MIN_SHARED = 16
-# The version of rows that several policies have computed; nothing may be copied from
-# them.
+# The version of rows that several policies have computed; nothing is copied from them.
 MIXED = -1
 # Marks a missing state.
 LOST = -1
@@ -83,8 +82,7 @@ class Row:
     """Plans which states a prefill of so many tokens reads and saves.
 
     It saves the states at the end of the last reply, of the prompt, and at a branch. A
-    new checkpoint replaces the second-shortest: others of a group begin from the
-    shortest.
+    new checkpoint replaces the second-shortest; a group's prompts share the shortest.
     """
     states, keep, save = [*self.states], len(self.states), len(self.states)
     end = self.cached + tokens
@@ -167,9 +165,8 @@ class _Offer(NamedTuple):
 
   row: Row
   cached: int  # Tokens whose keys and values it holds now.
-  expected: (
-    int  # Tokens that it will hold once prefilled; 0 if it is not being prefilled.
-  )
+  # Tokens that it will hold once prefilled; 0 if it is not being prefilled.
+  expected: int
 
 
 # The result of `_find_source` if a row that is being prefilled will soon hold more.

@@ -1,22 +1,22 @@
-"""Advantage estimators and transforms of rewards, on the host in float64.
+"""Advantage estimators and reward transforms, on the host in float64.
 
 An estimator takes the visible tokens of a batch (rl/table.py), and returns the table with
 the column `advantages`, and with `returns` if a critic can learn from them. With the
-advantage mask on (the default) these are the action tokens: no return is cut or
-discounted by the environment's tokens, and no reward is on a token that is not trained.
-Advantages are raw; an algorithm that standardises them over the batch calls `whiten`.
-Group statistics are over trajectories: a long one counts as much as a short one. Without
-variance in a group they are exactly 0, because the std is rounding noise. A column that
-an estimator lacks is a ValueError that says what computes it.
+advantage mask on (the default), the visible tokens are the action tokens: the
+environment's tokens neither cut nor discount returns, and every reward is on a trained
+token. Advantages are raw; an algorithm that standardises them over the batch calls
+`whiten`. Group statistics are over trajectories, so that long and short ones count alike.
+In a group without variance, advantages are exactly 0, because its std is rounding noise.
+A missing column raises a ValueError that says what computes it.
 
-Options: `gamma` is the discount γ and `lam` the trace decay λ of the estimator's step, a
-token or a turn. `bootstrap` takes final_values for V after an episode that a budget
-ended; else V is 0 there, as in verl. `eps` is ε, added to what is divided by.
+Options: `gamma` is the discount γ and `lam` the trace decay λ per step of the estimator,
+a token or a turn. `bootstrap` uses final_values as V after an episode that a budget
+ended; otherwise V is 0 there, as in verl. `eps` is ε, added to denominators.
 
-A transform of rewards, applied before, takes the same tokens and returns the table with
-another column `rewards`. One that changes the unit of the rewards (`by_reward_to_go`)
-changes that of their named `parts` too; one that adds to the rewards does not change the
-parts.
+A reward transform runs before the estimator: it takes the same tokens and returns the
+table with a new column `rewards`. A transform that changes the unit of the rewards
+(`by_reward_to_go`) also rescales their named `parts`; one that adds to the rewards leaves
+the parts alone.
 
 Letters: n tokens, K turns, N trajectories.
 """
@@ -77,16 +77,15 @@ def bi_level_gae(
   high_gamma: float = 0.95,
   bootstrap: bool = False,
 ) -> TokenTable:
-  """GAE over the ends of turns, then inside each turn towards the return of its end.
+  """GAE over the ends of turns, then within each turn towards the return at its end.
 
   Turns: δ_k = R_k + γ_h V_{k+1} - V_k;  A_k = δ_k + γ_h λ A_{k+1}, V_k at the last token
-  of turn k. Tokens: GAE with γ and λ inside a turn; its last reward is A_k + V_k less the
-  turn's other rewards.
+  of turn k. Tokens: GAE with γ and λ within a turn; its last reward is A_k + V_k minus
+  the turn's other rewards.
 
-  The method is VAGEN's (arXiv 2510.16907), as in RAGEN's code. RAGEN ends a turn at every
-  token that has a reward: a turn with reward 0 is joined to the next, and a KL penalty
-  makes every token a turn. With a reward other than 0 at the end of each turn, the two
-  agree.
+  This is VAGEN's method (arXiv 2510.16907), as in RAGEN's code. RAGEN ends a turn at
+  every token that has a reward: it joins a turn with reward 0 to the next, and with a KL
+  penalty every token is a turn. The two agree if every turn ends with a nonzero reward.
   """
   values, ends = table.column('values'), spans.ends(table.turn)
   turn_rewards, turn_values = table.turn_rewards, values[ends]
@@ -99,17 +98,17 @@ def bi_level_gae(
 
 
 def returns_to_go(table: TokenTable, *, gamma: float = 1.0) -> TokenTable:
-  """A_t = G_t = r_t + γ G_{t+1}: REINFORCE's return; whitened it is REINFORCE++'s.
+  """A_t = G_t = r_t + γ G_{t+1}: REINFORCE's return; whitened, REINFORCE++'s.
 
   Hu 2025 (arXiv 2501.03262), from action to action as in verl since its #6376. Before
-  that, and in SkyRL, G restarts at 0 at every token of the environment.
+  that, and in SkyRL, G restarts at 0 at every environment token.
   """
   returns = spans.discounted_sum(table.trajectory, table.rewards, gamma)
   return dataclasses.replace(table, advantages=returns, returns=returns)
 
 
 def greedy_baseline(table: TokenTable, *, gamma: float = 1.0) -> TokenTable:
-  """A_t = G_t - b, b the reward of the greedy episode of the same task (ReMax).
+  """A_t = G_t - b, where b is the reward of the task's greedy episode (ReMax).
 
   Li et al. 2023 (arXiv 2310.10505). Returns are G.
   """
@@ -124,8 +123,8 @@ def group_relative(
   """A = (R - mean_g R) / (std_g R + ε), the same on every token (GRPO).
 
   Shao et al. 2024 (arXiv 2402.03300); std with Bessel's correction as in verl and TRL
-  (TRL: ε = 1e-4). Without the division it is Dr.GRPO's (arXiv 2503.20783), and whitened
-  it is REINFORCE++-baseline's. A group whose rewards are all equal, or of one trajectory,
+  (TRL: ε = 1e-4). Without the division it is Dr.GRPO's (arXiv 2503.20783), and that
+  whitened is REINFORCE++-baseline's. A group with equal rewards, or of one trajectory,
   gets exactly 0, because its std is rounding noise. verl gives a single trajectory its
   raw reward.
   """
@@ -155,13 +154,13 @@ def gigpo(
   divide_by_std: bool = False,
   eps: float = 1e-6,
 ) -> TokenTable:
-  """A = A_E + w A_S: the episode in its group, and the turn among turns from one state.
+  """A = A_E + w A_S: an episode relative to its group, a turn to turns from its state.
 
   Feng et al. 2025 (arXiv 2505.10978). A_E is `group_relative`. A_S is the same for the
-  returns of turns, G_k = R_k + γ G_{k+1}, grouped by the task and the text that the
-  policy was shown before the turn (TokenTable.states); a turn alone there gets 0. The
-  authors' code counts a trajectory once for each turn in A_E, and gives a single one its
-  raw reward; here each counts once, and a single one gets 0.
+  returns of turns, G_k = R_k + γ G_{k+1}, grouped by task and by the text that the policy
+  was shown before the turn (TokenTable.states); a turn alone in its group gets 0. In A_E
+  the authors' code counts a trajectory once per turn, and gives a single trajectory its
+  raw reward; here each trajectory counts once, and a single one gets 0.
   """
   measure = lambda s: _normalized(s, divide_by_std=divide_by_std, eps=eps)
   returns = spans.discounted_sum(table.turn_trajectory, table.turn_rewards, gamma)
@@ -182,15 +181,14 @@ def gdpo(
   """A = whiten(Σ_k w_k (R_k - mean_g R_k) / (std_g R_k + ε)) + R' - mean_g R'.
 
   Liu et al. 2026 (arXiv 2601.05242): a part R_k of the reward that varies little keeps
-  its influence, which it loses where GRPO takes the sum of the parts. Whitened over
-  tokens, as in verl. A part that is equal in a whole group adds exactly 0 there; a part
-  that an episode lacks is 0.
+  its influence, which it would lose in GRPO's sum of the parts. Whitened over tokens, as
+  in verl. A part that is equal across a group adds exactly 0 there; a part that an
+  episode lacks counts as 0.
 
-  R' is the reward without its named parts, such as a KL penalty; 0 where `weights` name
-  the parts that count. The paper and verl have no such rest. It is centred in its group,
-  but neither divided by the group's standard deviation nor whitened, so that it keeps the
-  size that the user chose (a KL's coefficient): a penalty of 0.0003 must not move an
-  advantage by 1.
+  R' is the reward without its named parts, such as a KL penalty; 0 if `weights` is given.
+  The paper and verl have no such term. It is centred in its group, but neither divided by
+  the group's standard deviation nor whitened, so that it keeps the scale that the user
+  chose (a KL coefficient): a penalty of 0.0003 must not move an advantage by 1.
 
   Raises:
     ValueError: No episode has any of the parts.
@@ -220,11 +218,12 @@ def gdpo(
 
 
 def reverse_kl(table: TokenTable) -> TokenTable:
-  """A_t = log π_teacher - log π: on-policy distillation, the reference is the teacher.
+  """A_t = log π_teacher - log π: on-policy distillation, with the reference as teacher.
 
-  Agarwal et al. 2023 (GKD, arXiv 2306.13649), with the reverse KL and the student's own
-  samples, as a policy gradient whose only reward is the KL of the token (γ = 0). π is the
-  policy before the update, whichever policy sampled. A is 0 off the action mask.
+  Agarwal et al. 2023 (GKD, arXiv 2306.13649), with the reverse KL on the student's own
+  samples, as a policy gradient whose only reward is the token's negative KL (γ = 0). π is
+  the policy before the update, even if another policy sampled. A is 0 off the action
+  mask.
   """
   difference = table.column('ref_logprobs') - table.old_logprobs
   advantages = np.where(table.action_mask, difference, 0.0)
@@ -253,7 +252,7 @@ def whiten(table: TokenTable, *, eps: float = 1e-8) -> TokenTable:
 
 
 def by_reward_to_go(table: TokenTable, *, eps: float = 1e-6) -> TokenTable:
-  """r' = r / (max over the batch of |Σ_{u≥t} r_u| + ε): no return is beyond ±1.
+  """r' = r / (max over the batch of |Σ_{u≥t} r_u| + ε): returns are within ±1.
 
   The normalisation of process rewards in Agent-R1's paper-era code (arXiv 2511.14460).
   """
@@ -274,8 +273,8 @@ def overlong(
   """r' = r + min(-(len - (limit - buffer)) / buffer · factor, 0) at the last action.
 
   DAPO's soft over-long penalty (arXiv 2503.14476). As in verl it has no lower bound; the
-  paper's and TRL's is floor = -1. The length of an episode is the number of its action
-  tokens, because the policy does not control the length of what tools write.
+  paper and TRL have floor = -1. The length of an episode counts its action tokens only,
+  because the policy does not control the length of tool outputs.
 
   `limit` and `buffer` are numbers of tokens, `factor` is the penalty at the limit, and
   `floor` its lower bound.

@@ -1,10 +1,10 @@
 """Algorithms: an advantage estimator, a loss, and their options.
 
 Like optax.GradientTransformation, an Algorithm is two pure functions: `advantages` (on
-the host, float64, from the table of a rollout) and `loss` (on the device, one number for
-each token). Its other fields are independent options:
-`algorithms.ppo()._replace(advantage_mask=False)`. `check` refuses combinations in which
-an option would have no effect.
+the host, float64, from a rollout's table) and `loss` (on the device, one number per
+token). The other fields are independent options:
+`algorithms.ppo()._replace(advantage_mask=False)`. `check` raises ValueError for
+combinations in which an option would have no effect.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,32 +21,32 @@ READABLE = ('rewards', 'parts', 'group', 'values', 'ref_logprobs', 'baselines')
 
 
 class ValueTargets(NamedTuple):
-  """What a critic learns to predict: the return by which its estimator discounts."""
+  """The critic's regression targets: an estimator's returns and their discount."""
 
-  estimator: str  # The name of the estimator, with the arguments that are bound to it.
-  gamma: float  # The discount of a step.
+  estimator: str  # The estimator's name, with its bound arguments.
+  gamma: float  # The discount per step.
   lam: float  # GAE's trace decay.
-  # What gamma discounts, 'token' or 'turn'. The targets of a turn's tokens are the
-  # returns after each token, or the return of the whole turn.
+  # The step that gamma discounts, 'token' or 'turn'. A turn's tokens have their own
+  # returns as targets, or all of them the return of the turn.
   step: str
 
 
 class Algorithm(NamedTuple):
   """An advantage estimator, a loss, and their options."""
 
-  # Takes the visible tokens of a table (see advantage_mask), and returns it with the
-  # column `advantages`, and with `returns` if there is a critic.
+  # Takes a table of visible tokens (see advantage_mask), and returns it with the column
+  # `advantages`, and with `returns` if there is a critic.
   advantages: Callable[[TokenTable], TokenTable]
   # (TokenStats, Batch) -> the loss and the metrics of each token.
   loss: losses.Surrogate
   # Takes the token counts of a mini-batch's trajectories, and returns the weight of each
-  # trajectory's tokens. None takes the aggregation of the loss, even of a replaced one:
-  # seq_mean_token_mean for GSPO and SAPO, otherwise token_mean.
+  # trajectory's tokens. None uses the loss's own aggregation, also after `loss` is
+  # replaced: seq_mean_token_mean for GSPO and SAPO, otherwise token_mean.
   aggregate: losses.Aggregate | None = None
   # The names from READABLE that `advantages` reads. With 'ref_logprobs' the reference
   # policy scores the tokens, with 'baselines' a greedy episode of each task is played;
-  # 'group' means that the episodes of a group are compared. `check` refuses options that
-  # would have no effect on what is read.
+  # 'group' means that the episodes of a group are compared. `check` raises ValueError for
+  # options that would have no effect on them.
   reads: tuple[str, ...] = ('rewards', 'group')
   # Transforms of the rewards, applied first and in order (rl/advantages.py).
   rewards: tuple[advantages_lib.Transform, ...] = ()
@@ -60,20 +60,20 @@ class Algorithm(NamedTuple):
   # The KL to the reference policy, in the reward or in the loss.
   kl: kl_lib.InReward | kl_lib.InLoss | None = None
   # Takes the table of the action tokens, and returns their importance weights in the loss
-  # (rl/losses.py). None: the policy to update sampled the tokens.
+  # (rl/losses.py). None: the tokens were sampled from the policy to update.
   correction: losses.Correction | None = None
   # Whether only action tokens have a loss. If False, the environment's tokens do too.
   loss_mask: bool = True
-  # Advantages are estimated over the action tokens, and are 0 elsewhere. If False, the
-  # environment's tokens take part (see TokenTable.find_visible).
+  # Whether advantages are estimated over action tokens only, and are 0 elsewhere. If
+  # False, they include the environment's tokens (see TokenTable.find_visible).
   advantage_mask: bool = True
-  # Whether episodes that ran out of budget are left out. If False, they are scored by
+  # Whether to leave out episodes that ran out of budget. If False, they are scored by
   # their rewards, like episodes that the environment ended.
   mask_truncated: bool = False
 
   @property
   def aggregation(self) -> losses.Aggregate:
-    """The aggregation in use: `aggregate`, or else the loss's."""
+    """The effective aggregation: `aggregate`, or else the loss's own."""
     if self.aggregate is not None:
       return self.aggregate
     by_sequence = getattr(self.loss, 'sequence_mean', False)
@@ -96,15 +96,15 @@ class Algorithm(NamedTuple):
 
   @property
   def needs_critic(self) -> bool:
-    """Whether values are read and learned."""
+    """Whether there is a critic, whose values are read and learned."""
     return self.value_loss is not None
 
   def needs_all_trajectories(self, *, shared_critic: bool) -> bool:
-    """Whether trajectories without an advantage have a gradient too.
+    """Whether trajectories with zero advantages still have a gradient.
 
-    If not, they are left out of the policy's mini-batches. They have one by the entropy,
-    by a KL in the loss, by the value loss of a shared critic, and by a loss that is not
-    annotated as 0 without an advantage (losses.AnnotatedLoss).
+    If not, they are left out of the policy's mini-batches. The entropy, a KL in the loss,
+    the value loss of a shared critic, and losses without the annotation
+    `zero_without_advantage` (losses.AnnotatedLoss) give them a gradient.
     """
     zero = getattr(self.loss, 'zero_without_advantage', False)
     others = self.entropy_coef or isinstance(self.kl, kl_lib.InLoss) or shared_critic
@@ -114,7 +114,7 @@ class Algorithm(NamedTuple):
 def check(
   algorithm: Algorithm, samples: int, *, epochs: int = 1, minibatches: int = 1
 ) -> None:
-  """Refuses fields that have no effect or contradict each other.
+  """Checks that all fields have an effect and do not contradict each other.
 
   Raises:
     ValueError: The message names the field and the remedy.
@@ -160,14 +160,14 @@ def check(
     )
 
 
-# Algorithms by name, with options that several of them share:
+# The algorithms by name. Their common options:
 #
 # gamma, lam: The discount and the trace decay of the estimator (rl/advantages.py).
-# clip_low, clip_high, dual_clip: Those of losses.ppo_clip; `clip` is both bounds.
-# kl_coef: The weight of the KL to the reference policy; 0 needs no reference. It is k3 in
-#   the loss for grpo and its variants, k1 in the reward for the others.
-# options: Options of grpo, without those that the algorithm sets itself.
-# fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
+# clip_low, clip_high, dual_clip: As in losses.ppo_clip; `clip` sets both bounds.
+# kl_coef: The weight of the KL to the reference policy; 0 needs no reference. The KL is
+# k3   in the loss for grpo and its variants, k1 in the reward for the others.
+# options: Options of grpo, except those that the algorithm sets itself.
+# fields: Other fields of Algorithm. To replace the loss: grpo()._replace(loss=...).
 
 
 def grpo(
@@ -203,8 +203,8 @@ def dr_grpo(*, length: float, **options: Any) -> Algorithm:
 def dapo(*, overlong: Mapping[str, float] | None = None, **options: Any) -> Algorithm:
   """DAPO (arXiv 2503.14476): clip-higher, token mean, no KL, over-long punishment.
 
-  Its dynamic sampling is `config.Schedule.max_refills`. `overlong` holds the options of
-  advantages.overlong (limit, buffer, factor, floor).
+  For its dynamic sampling set `config.Schedule.max_refills`. `overlong` holds the options
+  of advantages.overlong (limit, buffer, factor, floor).
   """
   options = dict[str, Any](clip_high=0.28, dual_clip=None, kl_coef=0.0) | options
   if overlong is not None:
@@ -216,7 +216,7 @@ def dapo(*, overlong: Mapping[str, float] | None = None, **options: Any) -> Algo
 def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, **options: Any) -> Algorithm:
   """Group sequence policy optimisation (arXiv 2507.18071): one ratio per sequence.
 
-  The clip, by default the paper's, is of the geometric mean of a sequence's ratios.
+  It clips the geometric mean of a sequence's ratios, by default with the paper's bounds.
   """
   options = {'kl_coef': 0.0, **options}
   return grpo(dual_clip=None, **options)._replace(
@@ -227,7 +227,7 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, **options: Any) -> 
 def rloo(*, clip: float = 0.2, kl_coef: float = 0.001, **fields: Any) -> Algorithm:
   """REINFORCE leave-one-out (arXiv 2402.14740), with the clip that verl adds.
 
-  The clip has an effect from the second update of a rollout on.
+  The clip takes effect from the second optimizer step of a rollout on.
   """
   return _clipped(advantages_lib.leave_one_out, clip, kl_coef, fields)
 
@@ -235,7 +235,7 @@ def rloo(*, clip: float = 0.2, kl_coef: float = 0.001, **fields: Any) -> Algorit
 def reinforce(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Algorithm:
   """REINFORCE: -G_t log π, the return to go without a baseline.
 
-  It has no ratio, so it is exact for the first optimizer step of a rollout only.
+  Without a ratio it is exact only for the first optimizer step of a rollout.
   """
   fields = _kl_in_reward(kl_coef) | {'reads': ('rewards',)} | fields
   returns = functools.partial(advantages_lib.returns_to_go, gamma=gamma)
@@ -261,7 +261,7 @@ def reinforce_plus_plus_baseline(
 ) -> Algorithm:
   """REINFORCE++-baseline (arXiv 2501.03262): R - mean_g R, whitened over the batch.
 
-  A group of equal rewards gets the shift of the whitening, which is not 0.
+  A group of equal rewards does not get 0, but the shift of the whitening.
   """
 
   def advantages(table):
@@ -274,7 +274,7 @@ def reinforce_plus_plus_baseline(
 def remax(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Algorithm:
   """ReMax (arXiv 2310.10505): the baseline is a greedy episode's reward, tools included.
 
-  Like `reinforce`, it is exact for the first optimizer step of a rollout only.
+  Like `reinforce`, it is exact only for the first optimizer step of a rollout.
   """
   fields = {'reads': ('rewards', 'baselines')} | fields
   return reinforce(gamma=gamma, kl_coef=kl_coef, **fields)._replace(
@@ -303,7 +303,7 @@ def gigpo(
 
 
 def gdpo(*, weights: Mapping[str, float] | None = None, **options: Any) -> Algorithm:
-  """GDPO: each named part of the reward is normalised in its group, then they are summed.
+  """GDPO: normalises each named part of the reward in its group, then sums the parts.
 
   `weights` has the weight of each part, by name. None gives each part weight 1, and adds
   the rest of the reward in its own unit.
@@ -331,10 +331,10 @@ def ppo(
   """Proximal policy optimisation (arXiv 1707.06347) with GAE over action positions.
 
   The estimator is advantages.gae, step_gae (Agent-R1's newer code) or bi_level_gae
-  (RAGEN); `value_clip` is losses.value_clip's. `bootstrap_truncated` takes the critic's
-  value after the last token of an episode that a budget ended, where verl takes 0.
+  (RAGEN); `value_clip` is the option of losses.value_clip. `bootstrap_truncated` uses the
+  critic's value after the last token of an episode that a budget ended; verl uses 0.
   """
-  # If it is off, an estimator that the user has bound `bootstrap` to keeps it.
+  # If it is off, an estimator with a bound `bootstrap` keeps it.
   bootstrap = {'bootstrap': True} if bootstrap_truncated else {}
   bound = {**getattr(estimator, 'keywords', {}), **bootstrap}
   function: Any = getattr(estimator, 'func', estimator)
@@ -343,7 +343,7 @@ def ppo(
 
   def advantages(table):
     estimated = estimator(table, gamma=gamma, lam=lam, **bootstrap)
-    # step_gae has normalised its advantages over the turns.
+    # step_gae has already normalised its advantages over the turns.
     return estimated if by_turn else advantages_lib.whiten(estimated)
 
   fields = _kl_in_reward(kl_coef) | {'reads': ('rewards', 'values')} | fields
@@ -359,7 +359,7 @@ def ppo(
 def distillation(**fields: Any) -> Algorithm:
   """On-policy distillation (arXiv 2306.13649): -KL(π ‖ teacher) on the student's tokens.
 
-  The teacher is the reference: `config.Model.reference`. No reward is read.
+  The teacher is the reference, `config.Model.reference`. Rewards are not read.
   """
   fields = {'reads': ('ref_logprobs',)} | fields
   return Algorithm(advantages_lib.reverse_kl, losses.reinforce(), **fields)
@@ -368,7 +368,7 @@ def distillation(**fields: Any) -> Algorithm:
 def rejection(*, threshold: float = 1.0, **fields: Any) -> Algorithm:
   """Rejection-sampling fine-tuning: maximum likelihood of successful trajectories.
 
-  Trajectories with a reward of `threshold` or more are imitated.
+  It imitates trajectories with a reward of at least `threshold`.
   """
   accepted = functools.partial(advantages_lib.accepted, threshold=threshold)
   fields = {'reads': ('rewards',)} | fields

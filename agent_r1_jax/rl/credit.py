@@ -15,13 +15,13 @@ from agent_r1_jax.rl.table import TokenTable
 def estimate(
   table: TokenTable, algorithm: algorithms.Algorithm, *, kl_coef: float = 0.0
 ) -> tuple[TokenTable, dict[str, float]]:
-  """Adds advantages, returns and importance weights.
+  """Adds advantages, returns and importance weights to a table.
 
   Returns:
-    The table, with its rewards unchanged by the transforms, and metrics to log.
+    The table, with its original rewards, and metrics to log.
 
   Raises:
-    ValueError: The estimator needs a column that is missing, or does not return one.
+    ValueError: The estimator needs a missing column, or does not return a required one.
   """
   metrics: dict[str, float] = {}
   is_visible = table.find_visible(algorithm.advantage_mask)
@@ -50,7 +50,7 @@ def estimate(
 
 
 def _mean_kl(table: TokenTable, estimator: kl_lib.Estimator) -> float:
-  """Averages over each trajectory's action tokens, then over trajectories (verl's)."""
+  """Averages over each trajectory's action tokens, then over trajectories (as verl)."""
   actions = table.take(table.action_mask)
   kl = np.asarray(estimator(actions.old_logprobs, actions.column('ref_logprobs')))
   sums = spans.sum_by(actions.trajectory, kl, len(actions.group))

@@ -1,7 +1,7 @@
-"""KL to the reference policy: estimators, in the reward or the loss, its coefficient.
+"""KL to the reference policy: its estimators, where it is applied, and its coefficient.
 
 An estimator takes log π and log π_ref of tokens that π sampled, and returns one number
-for each token. NumPy arrays give NumPy arrays, so that float64 stays float64 on the host.
+per token. For NumPy arrays it returns NumPy arrays, so that the host computes in float64.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from agent_r1_jax.rl.table import TokenTable
 
 Numbers = Float[Array | np.ndarray, '*n']
 Estimator = Callable[[Any, Any], Any]
-# (coefficient, mean KL, trajectories that it is the mean of) -> the next coefficient.
+# (coefficient, mean KL, number of trajectories) -> the next coefficient.
 Control = Callable[[float, float, int], float]
 
 
 def k1(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
-  """log π - log π_ref: unbiased and of either sign, Schulman's k1 (2020, a blog post)."""
+  """log π - log π_ref: unbiased, of either sign; Schulman's k1 (2020, a blog post)."""
   return logprobs - ref_logprobs
 
 
@@ -46,13 +46,13 @@ def k3(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
 def straight_through(estimator: Estimator) -> Estimator:
   """The estimator's value with k2's gradient; verl's names end in '+'.
 
-  In a loss, the gradient of k1 has mean 0, that of k3 belongs to another divergence,
-  KL(π_ref ‖ π), and that of k2 is the gradient of KL(π ‖ π_ref).
+  In a loss, the gradient of k1 has mean 0, the gradient of k3 is that of another
+  divergence, KL(π_ref ‖ π), and the gradient of k2 is that of KL(π ‖ π_ref).
   """
 
   def combined(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
     value = estimator(logprobs, ref_logprobs)
-    if isinstance(value, np.ndarray):  # There is no gradient on the host.
+    if isinstance(value, np.ndarray):  # The host needs no gradient.
       return value
     slope = k2(logprobs, ref_logprobs)
     return jax.lax.stop_gradient(value) + (slope - jax.lax.stop_gradient(slope))
@@ -113,8 +113,8 @@ def less_kl(
 ) -> TokenTable:
   """r'_t = r_t - β kl(log π_t, log π_ref,t) at every action token.
 
-  The KL in the reward (arXiv 1909.08593), as in verl. β is `coef`. It follows the other
-  transforms of rewards, which measure those of the environment.
+  The KL in the reward (arXiv 1909.08593), as in verl. β is `coef`. It runs after the
+  other reward transforms, which use the environment's rewards.
   """
   actions, rewards = table.action_mask, table.rewards.copy()
   kl = estimator(table.old_logprobs[actions], table.column('ref_logprobs')[actions])
@@ -123,5 +123,5 @@ def less_kl(
 
 
 def _array_module(x: Numbers, y: Numbers) -> Any:
-  """NumPy if both arrays are NumPy's, else jax.numpy."""
+  """Returns numpy if both arrays are NumPy's, else jax.numpy."""
   return np if isinstance(x, np.ndarray) and isinstance(y, np.ndarray) else jnp

@@ -3,10 +3,10 @@
   gradients = learner.forward_backward(state.params, batches, config=config, loss=loss)
   state, metrics = learner.optim_step(state, gradients, optimizer=optimizer)
 
-Whoever trains calls these two: updates.py, sft.py, the reward models, and
+All training uses these two functions: updates.py, sft.py, the reward models, and
 experiments/one_page.py.
 
-Letters: B packed rows, T tokens and E entries of each (types.Batch), D embed.
+Letters: B packed rows, T tokens and E entries per row (types.Batch), D embed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,11 +30,11 @@ Loss = Callable[[losses.TokenStats, types.Batch], tuple[Array, losses.TokenMetri
 
 
 class ModelState(NamedTuple):
-  """The training state of one model: the policy, or a critic of its own."""
+  """The training state of one model: the policy, or a separate critic."""
 
-  # The parameters. If the policy's have a 'value_head', its critic is a second head.
+  # The parameters. A policy with a 'value_head' has its critic as a second head.
   params: decoder.Params
-  # Optax's state for the learned parameters (lora.split): all of them, or LoRA's.
+  # Optax's state for the learned parameters (lora.split): all parameters, or LoRA's.
   opt_state: Any
   step: Array  # int32 [], the number of updates so far.
 
@@ -42,15 +42,15 @@ class ModelState(NamedTuple):
 class Gradients(NamedTuple):
   """Sums over the micro-batches of one or several calls of `forward_backward`."""
 
-  # The gradient of the loss, float32, of the shapes of the learned parameters.
+  # The gradient of the loss, float32, with the shapes of the learned parameters.
   learned: Any
-  # 'loss'; 'weight', the sum of the tokens' weights; and of each metric of a token the
-  # sum, weighted as in the loss. float32 [] each.
+  # 'loss'; 'weight', the sum of the tokens' weights; and the sum of each token metric,
+  # weighted as in the loss. float32 [] each.
   sums: dict[str, Array]
 
 
 class NotFiniteError(FloatingPointError):
-  """A loss or gradient is not finite; `batches` has its micro-batches, where known."""
+  """A loss or gradient is not finite; `batches` has its micro-batches, if known."""
 
   def __init__(self, message: str, batches: Sequence[types.Batch] = ()):
     super().__init__(message)
@@ -58,7 +58,7 @@ class NotFiniteError(FloatingPointError):
 
 
 def init(params: decoder.Params, optimizer: optax.GradientTransformation) -> ModelState:
-  """Makes a ModelState at step 0, on the mesh that is set."""
+  """Makes a ModelState at step 0, on the current mesh."""
   step = lambda: jnp.zeros((), jnp.int32)
   opt_state = sharding.init_sharded(optimizer.init, lora.split(params)[0])
   return ModelState(params, opt_state, sharding.init_sharded(step))
@@ -74,9 +74,9 @@ def token_stats(
 ) -> losses.TokenStats:
   """Computes log-probs, entropies and values; 0 at the first token of each segment.
 
-  Of the batch, only its rows and the columns of its entries are read. Values are computed
-  if the params have a value head. Where `wanted` is False the result is 0 and no logits
-  are computed; None means all tokens. `temperature` is that of the sampling.
+  Reads only `rows` and `columns` of the batch. Values are computed if the params have a
+  value head. Where `wanted` is False the result is 0 and no logits are computed; None
+  means all tokens. `temperature` is the sampling temperature.
   """
   options = {'config': config, 'temperature': temperature, 'wanted': wanted}
   return _stats_and_loads(params, batch, **options)[0]
@@ -91,7 +91,7 @@ def _stats_and_loads(params, batch: types.Batch, *, config, **options):
 def _compute_stats(params, batch: types.Batch, *, config, temperature, wanted):
   ops, rows = ops_lib.choose(config), batch.rows
   take_entries = functools.partial(_take_entries, batch.columns)
-  # Nothing predicts the first token of a segment, nor one outside the vocabulary.
+  # The first token of a segment has no prediction, and pictures are not predicted.
   predicted_BT = (rows.positions > 0) & (rows.tokens < types.FIRST_PICTURE_ID)
   predicted_BE = take_entries(predicted_BT)
   wanted = predicted_BE if wanted is None else wanted & predicted_BE
@@ -107,7 +107,7 @@ def _compute_stats(params, batch: types.Batch, *, config, temperature, wanted):
 
 
 def _take_entries(columns_BE: Array | None, x_BT: Array) -> Array:
-  """Takes the number of each entry's token; None says that entries are the tokens."""
+  """Gathers the value of each entry's token; with None, entries are the tokens."""
   if columns_BE is None:
     return x_BT
   return jnp.take_along_axis(x_BT, columns_BE, axis=1)
@@ -124,9 +124,9 @@ def _any_entry(which_BE: Array, columns_BE: Array | None, rows: types.Rows) -> A
 def _measure_balance(loads_LE: Float[Array, 'L E']) -> dict[str, Array]:
   """Measures how evenly a micro-batch's tokens are spread over experts, over all layers.
 
-  `expert_max_load` is the load of the busiest expert of a layer over the mean, and
-  `expert_idle` the share of experts without any token. None is dropped, so that there is
-  no overflow. A token that texts share counts as often as it is computed: once in trees.
+  `expert_max_load` is the load of a layer's busiest expert divided by the mean load;
+  `expert_idle` is the share of experts without tokens. Tokens are never dropped, so there
+  is no overflow. A token counts as often as it is computed: in trees, shared ones once.
   """
   mean_L = jnp.maximum(loads_LE.mean(1), 1.0)
   busiest = (loads_LE.max(1) / mean_L).mean()
@@ -134,7 +134,7 @@ def _measure_balance(loads_LE: Float[Array, 'L E']) -> dict[str, Array]:
 
 
 def logprobs(params, batch, *, config, temperature=1.0) -> np.ndarray:
-  """Computes the log-probs of token_stats alone, float32 [B, E] on the host."""
+  """Computes only the log-probs of token_stats, float32 [B, E] on the host."""
   batch = sharding.shard_batch(batch)
   return np.asarray(_logprobs(params, batch, config=config, temperature=temperature))
 
@@ -142,7 +142,7 @@ def logprobs(params, batch, *, config, temperature=1.0) -> np.ndarray:
 def values(params, batch, *, config) -> np.ndarray:
   """Computes the critic's value of the state after each token, float32 [B, T].
 
-  Those of token_stats are of the state before each token.
+  The values of token_stats are of the state before each token.
   """
   return np.asarray(_values(params, sharding.shard_batch(batch), config=config))
 
@@ -163,8 +163,8 @@ def _values(params, batch, *, config):
 def objective(algorithm: algorithms.Algorithm, *, shared_critic: bool = False) -> Loss:
   """Makes the policy's loss: the algorithm's, entropy, KL, and a shared critic's.
 
-  The function is a static argument of jitted code: use one for all updates, since each
-  new one is compiled again.
+  The function is a static argument of jitted code: make it once for all updates, since
+  every new function is compiled again.
   """
   kl, value_loss = algorithm.kl, algorithm.value_loss
 
@@ -190,7 +190,7 @@ def objective(algorithm: algorithms.Algorithm, *, shared_critic: bool = False) -
 
 
 def critic_objective(algorithm: algorithms.Algorithm) -> Loss:
-  """Makes the loss of a critic that is a model of its own."""
+  """Makes the loss of a separate critic."""
   value_loss = algorithm.value_loss
   if value_loss is None:
     raise ValueError('The algorithm has no value_loss, so it has no critic.')
@@ -218,15 +218,14 @@ def forward_backward(
     params: The model's parameters; they are not donated.
     batches: Micro-batches of one shape, whose weights have a common denominator.
     config: The model's shape.
-    loss: (TokenStats, Batch) -> the micro-batch's share of the loss, and metrics of each
-      token.
+    loss: (TokenStats, Batch) -> the micro-batch's share of the loss, and token metrics.
     temperature: The temperature at which the tokens were sampled.
-    earlier: The result of an earlier call, which is added to this one's and donated.
-    logprobs: A list that gets the log-probs of each micro-batch's tokens, float32 [B, E],
-      0 where the weight is 0. None: they are not returned by the device.
+    earlier: The result of an earlier call to add to this one's; donated.
+    logprobs: A list to which each micro-batch's log-probs are appended, float32 [B, E], 0
+      where the weight is 0. None: the device does not return them.
 
   Raises:
-    ValueError: There is no micro-batch, neither here nor in `earlier`.
+    ValueError: There is no micro-batch and no `earlier`.
   """
   total = earlier
   for batch in batches:
@@ -256,10 +255,10 @@ def optim_step(
   """Makes one optimizer step.
 
   Args:
-    state: The state, whose learned arrays are donated; frozen ones may be shared with
-      other models. If opt_state is in the host's memory (sharding.to_host), so is the
-      new one; it is on the device only during the step.
-    gradients: The gradients at state.params, with all micro-batches of the step.
+    state: The state, whose learned arrays are donated; frozen arrays may be shared with
+      other models. If opt_state is in host memory (sharding.to_host), it is on the device
+      only during the step, and the new one is in host memory too.
+    gradients: The gradients at state.params, summed over the step's micro-batches.
     optimizer: The optimizer that made state.opt_state.
 
   Returns:
@@ -286,7 +285,7 @@ def optim_step(
 
 
 def _name_not_finite(loss: float, norms: Any) -> str:
-  """Names the loss and the gradients that are not finite, at most three of them."""
+  """Names the loss and gradients that are not finite, three at most."""
   names = [] if np.isfinite(loss) else ['the loss']
   for path, norm in jax.tree_util.tree_leaves_with_path(norms):
     if not np.isfinite(norm):
@@ -297,7 +296,7 @@ def _name_not_finite(loss: float, norms: Any) -> str:
 
 @functools.partial(jax.jit, static_argnames=('config', 'loss', 'temperature', 'scores'))
 def _gradient(params, batch, *, config, loss, temperature, scores=False):
-  # Whatever the loss, a token of weight 0 has no gradient, not even 0 · NaN.
+  # For any loss, a token of weight 0 has no gradient, not even 0 · NaN.
   wanted = batch.weights != 0
 
   def clean(x):

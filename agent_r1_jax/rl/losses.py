@@ -1,26 +1,24 @@
-"""The loss of each token, and how much it counts.
+"""The loss of each token, and its weight.
 
 Surrogates, on the device: a surrogate takes the learner's TokenStats and the batch, and
-returns the loss of each token and metrics of each token. `weighted` sums either with the
-batch's weights. The weights contain the aggregation with global denominators, so that
-the sum over micro-batches and devices is the loss of the batch, however it is split or
-packed.
+returns the loss and the metrics of each token. `weighted` sums either with the batch's
+weights. The weights contain the aggregation with global denominators, so that the sum
+over micro-batches and devices is the loss of the batch, however it is split or packed.
 
 Aggregations, on the host: an aggregation takes the token counts of a mini-batch's
 trajectories, int [N], and returns the weight of each token of each trajectory, float64
 [N].
 
-Corrections, on the host: importance weights where another policy sampled than the one to
-update. Where trajectories are stale, or were sampled by other code than the learner's, or
-from a distribution that guides or truncation had changed, let r = π_old/π_behaviour of
-each action token, π_old being the policy before the update. A correction takes the table
-of all action tokens (rl/table.py), whose columns `old_logprobs` and `behaviour_logprobs`
-are log π_old and log π_behaviour, and returns a weight for each token, float64. The
-weights multiply the policy loss and take no gradient. A token of weight 0 still counts in
-the loss's denominators. That is AReaL's convention; verl takes what it rejects out of the
-mask, and so out of the denominators too.
+Corrections, on the host: importance weights for tokens that were not sampled from the
+policy to update, because trajectories are stale, or were sampled by code other than the
+learner's, or with guides or truncation. A correction takes the table of all action tokens
+(rl/table.py), whose columns `old_logprobs` and `behaviour_logprobs` are log π_old and log
+π_behaviour, and returns a weight for each token, float64, a function of r =
+π_old/π_behaviour. π_old is the policy before the update. The weights multiply the policy
+loss and take no gradient. A token of weight 0 still counts in the loss's denominators.
+That is AReaL's convention; verl also removes rejected tokens from the denominators.
 
-Letters: B packed rows, T tokens of each; n tokens of a table. A is the advantage, ρ =
+Letters: B packed rows, T tokens per row; n tokens of a table. A is the advantage, ρ =
 π/π_old, sg stops the gradient; ε_l and ε_h are the options clip_low and clip_high.
 """
 
@@ -45,7 +43,7 @@ class TokenStats(NamedTuple):
   """The results of the learner's forward pass; position t describes token t."""
 
   logprobs: Float[Array, 'B T']  # log π of the token, given the tokens before it.
-  # The entropy in nats of the distribution that it was sampled from.
+  # The entropy in nats of the policy's distribution for the token.
   entropy: Float[Array, 'B T']
   # The critic's value of the state before it, if there is a critic.
   values: Float[Array, 'B T'] | None = None
@@ -57,26 +55,26 @@ Surrogate = Callable[[TokenStats, types.Batch], tuple[Float[Array, 'B T'], Token
 ValueLoss = Callable[[Float[Array, 'B T'], types.Batch], Float[Array, 'B T']]
 # Token counts [N] -> the weight of each token of each trajectory [N].
 Aggregate = Callable[[np.ndarray], np.ndarray]
-# The table of all action tokens -> the importance weight of each.
+# The table of all action tokens -> the importance weight of each token.
 Correction = Callable[[TokenTable], Float[np.ndarray, 'n']]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AnnotatedLoss:
-  """A surrogate with properties that an algorithm must know; it is called like one.
+  """A callable surrogate with properties that algorithms read.
 
-  A plain function is a surrogate too, for which all properties are False.
+  A plain function is a surrogate too, with all properties False.
   """
 
   surrogate: Surrogate  # The function.
-  # Its authors average over the tokens of each sequence before they average over
-  # sequences. An algorithm does so unless it names another aggregation.
+  # Averages over the tokens of each sequence before averaging over sequences, as its
+  # authors do, unless the algorithm names another aggregation.
   sequence_mean: bool = False
-  # Its gradient is the policy gradient only under the policy that sampled, so that a
-  # rollout allows one optimizer step only.
+  # Its gradient is the policy gradient only at the sampling policy, so that a rollout
+  # allows only one optimizer step.
   exactly_on_policy: bool = False
-  # At a token whose advantage is 0, its value and its gradient are 0, so that whole
-  # trajectories without an advantage may be left out of the batch.
+  # Its value and gradient are 0 at tokens with advantage 0, so that trajectories whose
+  # advantages are all 0 may be left out of the batch.
   zero_without_advantage: bool = False
 
   def __call__(
@@ -87,7 +85,7 @@ class AnnotatedLoss:
 
 
 def weighted(x: Float[Array, 'B T'], weights: Float[Array, 'B T']) -> Float[Array, '']:
-  """Σ w x over the tokens with w ≠ 0; a NaN at another token has no effect."""
+  """Σ w x over the tokens with w ≠ 0; NaNs at other tokens have no effect."""
   return jnp.sum(jnp.where(weights != 0, x, 0.0) * weights)
 
 
@@ -104,8 +102,8 @@ def ppo_clip(
   """max(-A ρ, -A clip(ρ, 1-ε_l, 1+ε_h)), for A < 0 at most -A c.
 
   Schulman et al. 2017 (arXiv 1707.06347); ε_h > ε_l is DAPO's clip-higher (arXiv
-  2503.14476); c is `dual_clip`, of Ye et al. 2020 (arXiv 1912.09729), as in verl. TRL
-  and Search-R1 have no dual clip.
+  2503.14476); c is `dual_clip` (Ye et al. 2020, arXiv 1912.09729), as in verl. TRL and
+  Search-R1 have no dual clip.
   """
   _check_positive(clip_low=clip_low, clip_high=clip_high)
   if dual_clip is not None and not dual_clip > 1:
@@ -122,14 +120,14 @@ def ppo_clip(
 
 
 def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Surrogate:
-  """PPO's clip of the sequence's ratio s = exp(mean log ρ); max(-A s, -A clip(s)).
+  """max(-A s, -A clip(s)): PPO's clip of the sequence's ratio s = exp(mean log ρ).
 
   Zheng et al. 2025 (arXiv 2507.18071). Each token's s is sg(s) π/sg(π), with the value of
-  s and the gradient of its own log π (the paper's GSPO-token, as verl has it). A
-  sequence is a segment: the mean is over its tokens that have a weight. TRL takes the
-  gradient of s itself, which is the same if A is constant over a sequence. The paper
-  and verl average over each sequence first (AnnotatedLoss.sequence_mean), and the bounds
-  are the paper's.
+  s and the gradient of the token's own log π (the paper's GSPO-token, as in verl). A
+  sequence is a segment: the mean is over its tokens with a nonzero weight. TRL uses the
+  gradient of s itself, which is the same if A is constant over a sequence. As in the
+  paper and verl, it averages over each sequence first (AnnotatedLoss.sequence_mean); the
+  bounds are the paper's.
   """
   _check_positive(clip_low=clip_low, clip_high=clip_high)
 
@@ -146,22 +144,22 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Surrogate:
 
 
 def cispo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Surrogate:
-  """-sg(clip(ρ, 1-ε_l, 1+ε_h)) A log π: the weight is clipped, no token is lost.
+  """-sg(clip(ρ, 1-ε_l, 1+ε_h)) A log π: clipped tokens keep a gradient.
 
-  MiniMax 2025 (arXiv 2506.13585), in its and verl's convention: the bounds are measured
-  from 1. TRL has no lower bound and measures from 0: its ε_max = 5 is clip_low = 1,
-  clip_high = 4 here.
+  MiniMax 2025 (arXiv 2506.13585). The bounds are relative to 1, as there and in verl. TRL
+  has no lower bound and measures from 0: its ε_max = 5 is clip_low = 1, clip_high = 4
+  here.
   """
   _check_positive(clip_low=clip_low, clip_high=clip_high)
   return _weighted_likelihood(lambda ratio: jnp.clip(ratio, 1 - clip_low, 1 + clip_high))
 
 
 def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
-  """-A σ(τ (ρ - 1)) 4/τ: a soft gate in the clip's place, as steep as ρ at ρ = 1.
+  """-A σ(τ (ρ - 1)) 4/τ: a soft gate in place of the clip, as steep as ρ at ρ = 1.
 
-  Soft adaptive policy optimization (arXiv 2511.20347). τ is tau_positive where A > 0, and
-  tau_negative elsewhere; the greater, the sooner a token fades out. As in verl and TRL,
-  it averages over each sequence first (AnnotatedLoss.sequence_mean).
+  Soft adaptive policy optimization (arXiv 2511.20347). τ is tau_positive where A > 0 and
+  tau_negative elsewhere; with a greater τ, tokens fade out sooner. As in verl and TRL, it
+  averages over each sequence first (AnnotatedLoss.sequence_mean).
   """
   _check_positive(tau_positive=tau_positive, tau_negative=tau_negative)
 
@@ -175,15 +173,15 @@ def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
 
 
 def reinforce() -> Surrogate:
-  """-A log π: no ratio, so exact on-policy only. Williams 1992."""
+  """-A log π: has no ratio, so it is exact only on-policy. Williams 1992."""
   return AnnotatedLoss(_likelihood, exactly_on_policy=True, zero_without_advantage=True)
 
 
 def likelihood() -> Surrogate:
-  """-A log π, where A ≥ 0 is the weight of a token that is to be imitated.
+  """-A log π, where A ≥ 0 is the weight of a token to imitate.
 
-  The formula is `reinforce`'s. Here A weighs data, whoever produced them, so that any
-  number of optimizer steps may fit them.
+  The formula is `reinforce`'s. Here A weighs data from any source, so that any number of
+  optimizer steps may fit them.
   """
   return AnnotatedLoss(_likelihood, zero_without_advantage=True)
 
@@ -191,9 +189,9 @@ def likelihood() -> Surrogate:
 def dppo_tv(*, low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> Surrogate:
   """-A sg(min(ρ, c)) log π where p - p_old ≤ δ_h (A > 0) or p_old - p ≤ δ_l; else 0.
 
-  Divergence PPO (arXiv 2602.04879): the trust region bounds the total variation between
-  the binary distributions "this token or another", not the ratio; a token beyond it on
-  the side that A pushes to has no loss. The defaults are TRL's; verl takes those of its
+  Divergence PPO (arXiv 2602.04879): the trust region bounds not the ratio, but the total
+  variation between the binary distributions "this token or another". A token beyond it in
+  the direction that A pushes has no loss. The defaults are TRL's; verl uses those of its
   PPO clip. δ_l, δ_h and c are the options low, high and cap.
   """
   _check_positive(low=low, high=high, cap=cap)
@@ -224,27 +222,27 @@ def value_clip(*, clip: float | None = 0.5) -> ValueLoss:
 
 
 def token_mean(counts: np.ndarray) -> np.ndarray:
-  """All tokens of the batch have the same weight, 1 / Σ counts (DAPO, verl's default)."""
+  """Weighs all tokens of the batch equally, 1 / Σ counts (DAPO, verl's default)."""
   return np.full(len(counts), 1.0 / max(counts.sum(), 1))
 
 
 def seq_mean_token_mean(counts: np.ndarray) -> np.ndarray:
-  """All trajectories have the same weight, and so do the tokens of each (GRPO's paper).
+  """Weighs all trajectories equally, and the tokens within each (GRPO's paper).
 
-  As in verl, trajectories without an action token are not counted.
+  As in verl, trajectories without action tokens are not counted.
   """
   return 1.0 / (max((counts > 0).sum(), 1) * np.maximum(counts, 1))
 
 
 def seq_mean_token_sum(counts: np.ndarray) -> np.ndarray:
-  """Sums over the tokens, averages over the trajectories: 1 / #{counts > 0}."""
+  """Sums over tokens and averages over trajectories: 1 / #{counts > 0}."""
   return np.full(len(counts), 1.0 / max((counts > 0).sum(), 1))
 
 
 def seq_mean_token_sum_norm(length: float) -> Aggregate:
-  """Dr.GRPO's norm (arXiv 2503.20783): the sum of a trajectory's tokens over a constant.
+  """Dr.GRPO's norm (arXiv 2503.20783): divides a trajectory's sum by a constant.
 
-  The constant `length` may be the most action tokens that a trajectory can have.
+  The constant `length` may be the maximum number of action tokens per trajectory.
   """
   if not length > 0:
     raise ValueError(f'length is {length}; it must be above 0.')
@@ -259,15 +257,15 @@ def token_truncated(*, cap: float = 2.0) -> Correction:
 
 
 def measure_correction(table: TokenTable) -> dict[str, float]:
-  """Measures how far the two policies are apart on the tokens of a batch.
+  """Measures how far π_old and π_behaviour are apart on the tokens of a batch.
 
   Returns:
-    Nothing if there are no tokens, else:
+    An empty dict without tokens, else:
     kl: The mean of -log r, which estimates KL(π_behaviour ‖ π_old).
-    ratio_mean: The mean of r; 1 on average if the tokens are the behaviour policy's.
+    ratio_mean: The mean of r; its expectation is 1 over the behaviour policy's tokens.
     ratio_max: The greatest r.
-    ratio_outside: The share of the tokens whose r is outside [1/2, 2].
-    effective_sample: (Σ r)² / (n Σ r²), the share of the tokens that r's variance leaves.
+    ratio_outside: The share of tokens with r outside [1/2, 2].
+    effective_sample: (Σ r)² / (n Σ r²), the effective sample size as a share of n.
   """
   if not len(table):
     return {}
@@ -300,8 +298,8 @@ def _likelihood(stats: TokenStats, batch: types.Batch):
 def _weighted_likelihood(bound: Callable, inside: Callable | None = None) -> Surrogate:
   """-sg(bound(ρ)) A log π where inside(log π, log π_old, A > 0), else 0.
 
-  The metric 'clip_fraction' marks the tokens outside, or without `inside` those whose
-  ratio is changed by `bound`.
+  The metric 'clip_fraction' marks the tokens that are not inside or, without `inside`,
+  those whose ratio `bound` changes.
   """
 
   def surrogate(stats: TokenStats, batch: types.Batch):
@@ -321,7 +319,7 @@ def _weighted_likelihood(bound: Callable, inside: Callable | None = None) -> Sur
 def segment_sum(
   x: Float[Array, 'B T'], segment_ids: Int[Array, 'B T']
 ) -> Float[Array, 'B T']:
-  """For each token, the sum of x over its segment."""
+  """Sums x over the segment of each token."""
   # The segments of a packed row are 1, 2, ..., at most one for each token; 0 is padding.
   add = lambda y, i: jax.ops.segment_sum(y, i, x.shape[1] + 1)[i]
   return jax.vmap(add)(x, segment_ids)
@@ -330,14 +328,14 @@ def segment_sum(
 def _segment_mean(
   x: Float[Array, 'B T'], segment_ids: Int[Array, 'B T'], counted: Bool[Array, 'B T']
 ) -> Float[Array, 'B T']:
-  """For each token, the mean of x over the counted tokens of its segment, or 0."""
+  """Averages x over the counted tokens of each token's segment; 0 if there are none."""
   total = segment_sum(jnp.where(counted, x, 0.0), segment_ids)
   count = segment_sum(counted.astype(x.dtype), segment_ids)
   return total / jnp.maximum(count, 1.0)
 
 
 def _token_metrics(log: Array, clipped: Array | None = None) -> TokenMetrics:
-  """-log ρ, whose mean estimates KL(π_old ‖ π), and whether the token is clipped."""
+  """Returns -log ρ, whose mean estimates KL(π_old ‖ π), and which tokens are clipped."""
   metrics = {'behaviour_kl': -log}
   if clipped is not None:
     metrics['clip_fraction'] = clipped.astype(log.dtype)

@@ -1,4 +1,4 @@
-"""Makes the micro-batches of a mini-batch: weighs tokens in the loss, and packs them.
+"""Makes the micro-batches of a mini-batch: computes token weights, and packs tokens.
 
 batches, metrics = minibatch.make_policy(table, members, algorithm, shape=shape)
 """
@@ -29,17 +29,17 @@ def make_policy(
   `needs_all_trajectories`; the weights of the others stay the same.
 
   Args:
-    table: The table that `credit.estimate` returned.
-    members: The numbers of the trajectories.
+    table: The table from `credit.estimate`.
+    members: The indices of the trajectories.
     algorithm: The algorithm, for its masks, aggregation, KL and entropy.
     shape: The shape of the packed micro-batches.
-    kl_coef: The present coefficient of the KL in the loss.
-    shared_critic: Whether the critic is a second head of the policy, so that the value
-      loss of every token is part of the loss.
+    kl_coef: The current coefficient of the KL in the loss.
+    shared_critic: Whether the critic is a second head of the policy, so that every token
+      has a value loss.
 
   Returns:
-    The micro-batches, and metrics: 'trained/distinct', how often each token that differs,
-    or whose text before it does, is computed.
+    The micro-batches, and metrics: 'trained/distinct', the number of computed tokens per
+    distinct token; tokens are equal if they have equal prefixes too.
   """
   kl_in_loss = isinstance(algorithm.kl, kl_lib.InLoss)
   minibatch = _select(table, members, algorithm, algorithm.loss_mask)
@@ -50,7 +50,7 @@ def make_policy(
     minibatch = dataclasses.replace(minibatch, values=None, returns=None)
   if not algorithm.needs_all_trajectories(shared_critic=shared_critic):
     nonzero = np.unique(minibatch.trajectory[minibatch.advantages != 0])
-    # One trajectory stays in any case: there must be a batch to compute.
+    # Keep at least one trajectory, so that there is a batch to compute.
     kept = np.zeros(len(table.group), bool)
     kept[nonzero if len(nonzero) else members[:1]] = True
     if not kept[members].all():
@@ -66,12 +66,12 @@ def make_critic(
   shape: packing.MicrobatchShape,
   prefixes: Sequence[np.ndarray] | None = None,
 ) -> tuple[list[types.Batch], dict[str, float]]:
-  """Makes the micro-batches of a critic that is a model of its own, and metrics.
+  """Makes the micro-batches of a separate critic, and metrics.
 
-  As `make_policy`, with `prefixes` before the segments.
+  Like `make_policy`, with `prefixes` before the segments.
   """
   minibatch = _select(table, members, algorithm, algorithm.advantage_mask)
-  # Columns that the value loss does not read.
+  # The value loss does not read these columns.
   unused = dict.fromkeys(('advantages', 'ref_logprobs', 'correction'))
   minibatch = dataclasses.replace(minibatch.for_other_model(), **unused)
   if prefixes is not None:
@@ -92,8 +92,8 @@ def _select(table, members, algorithm, action_mask: bool) -> TokenTable:
 
   Args:
     table: The table of all trajectories.
-    members: The numbers of the trajectories of the mini-batch.
-    algorithm: Has the aggregation, which is over the mini-batch.
+    members: The indices of the mini-batch's trajectories.
+    algorithm: Its aggregation is applied to the mini-batch.
     action_mask: Whether only action tokens have a weight; see TokenTable.find_visible.
   """
   weighed, members = table.find_visible(action_mask), list(members)
@@ -102,5 +102,5 @@ def _select(table, members, algorithm, action_mask: bool) -> TokenTable:
   weight_of[members] = algorithm.aggregation(counts[members])
   table = dataclasses.replace(table, weights=weight_of[table.trajectory] * weighed)
   if members == [*range(len(table.group))]:
-    return table  # A copy of all tokens would take the most memory of all this.
+    return table  # Copying all tokens would need more memory than anything else here.
   return table.take(table.find_tokens(members))

@@ -1,18 +1,18 @@
-"""Optimizers: Adam with 8 or 2 bytes of state for each parameter, Adafactor, and Muon.
+"""Optimizers: Adam with 8 or 2 bytes of state per parameter, Adafactor, and Muon.
 
 Adam's step is m̂ / (√v̂ + ε) with m ← β₁ m + (1 - β₁) g and v ← β₂ v + (1 - β₂) g². The
-default of β₂ is 0.95, where PyTorch, verl and TRL take 0.999: a run has some hundreds of
-steps, too few for a mean over 1000.
+default of β₂ is 0.95, where PyTorch, verl and TRL use 0.999: a run has some hundreds of
+steps, too few for an average over 1000.
 
-| optimizer | moments of a large kernel | bytes a parameter |
+| optimizer | moments of a large kernel | bytes per parameter |
 |---|---|---|
 | `adamw` | two of float32 | 8 |
 | `adamw8` | two of float8; float32 scales of rows of the last axis | 2 + 8 / row |
 | `adafactor` | means of the second over each of two axes | 0.01 to 0.1 |
-| `muon` | one of float32, of the layers' kernels; others as `adamw` | 4 |
+| `muon` | one of float32, for the layers' kernels; others as `adamw` | 4 |
 
-tests/test_optimizers.py measures these. optax 0.2.8 has no 8-bit moments, nor has another
-maintained library for both versions of JAX in requirements.txt.
+tests/test_optimizers.py measures these. Neither optax 0.2.8 nor any other maintained
+library for both JAX versions in requirements.txt has 8-bit moments.
 """
 
 import functools
@@ -28,11 +28,11 @@ from optax import contrib
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.models import families, sharding
 
-# float8 with 3 bits of mantissa, its largest number, and its smallest above 0.
+# float8 with 3 bits of mantissa, its largest number, and its smallest positive one.
 _FLOAT8, _LARGEST, _SMALLEST = jnp.float8_e4m3fn, 448.0, 2.0**-9
 # How many more bits the mantissa of float32 has.
 _CUT = 20
-# Moonlight's root mean square of a kernel's update at a learning rate of 1: Adam's.
+# The root mean square of a kernel's update at learning rate 1: about Adam's (Moonlight).
 _UPDATE_RMS = 0.2
 # The kernels that Muon updates, by their paths.
 _KERNELS = families.KERNELS
@@ -75,7 +75,7 @@ Rate = optax.ScalarOrSchedule
 def adamw(
   rate: Rate, decay: float, adam: Adam = DEFAULT, *, decay_all: bool = False
 ) -> optax.GradientTransformation:
-  """Adam with decoupled weight decay (arXiv 1711.05101), of matrices or all."""
+  """Adam with decoupled weight decay (arXiv 1711.05101), of matrices or everything."""
   directions = optax.scale_by_adam(**adam._asdict())
   return optax.chain(directions, *_step(rate, decay, decay_all))
 
@@ -83,7 +83,7 @@ def adamw(
 def adamw8(
   rate: Rate, decay: float, adam: Adam = DEFAULT, *, decay_all: bool = False
 ) -> optax.GradientTransformation:
-  """`adamw` with moments of 8 bits."""
+  """`adamw` with 8-bit moments."""
   return optax.chain(scale_by_adam8(*adam), *_step(rate, decay, decay_all))
 
 
@@ -96,7 +96,7 @@ def adafactor(
   with the learning rate, as in `adamw`.
 
   Raises:
-    ValueError: `adam` is not the default, because no number of it is read.
+    ValueError: `adam` is not the default; Adafactor does not use it.
   """
   if adam != DEFAULT:
     raise ValueError(
@@ -116,15 +116,15 @@ def muon(
   """Muon for the kernels of the layers, `adamw` for all other parameters.
 
   Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) steps along the
-  orthogonal matrix that is nearest to a kernel's momentum, U Vᵀ of U S Vᵀ, to which
-  Newton-Schulz steps come near: their singular values are 0.7 to 1.2 and not 1. A kernel
-  is one matrix of inputs x outputs in each layer. Embeddings, heads, norms, biases and
-  LoRA get AdamW, with the numbers of `adam`; Muon reads none of them.
+  orthogonal matrix nearest to a kernel's momentum, U Vᵀ of U S Vᵀ. Newton-Schulz steps
+  approximate it: their singular values are 0.7 to 1.2 instead of 1. A kernel is one
+  matrix of inputs x outputs per layer. Embeddings, heads, norms, biases and LoRA get
+  AdamW with the numbers of `adam`, which Muon itself does not use.
 
   It differs from that article in the size of the step, 0.2 √max(inputs, outputs) U Vᵀ
-  (Moonlight, arXiv 2502.16982): the root mean square of the numbers in U Vᵀ is
-  1 / √max(inputs, outputs), so that an update has about the size of Adam's whatever the
-  kernel's shape, and all parameters share Adam's learning rate and weight decay.
+  (Moonlight, arXiv 2502.16982): the root mean square of the entries of U Vᵀ is
+  1 / √max(inputs, outputs), so that updates are about as large as Adam's for kernels of
+  any shape, and all parameters share Adam's learning rate and weight decay.
   """
   directions: dict[Any, optax.GradientTransformation] = {
     'muon': scale_by_muon(),
@@ -140,8 +140,8 @@ def make(options: config_lib.Optimizer, rate: float) -> optax.GradientTransforma
   """Makes one of KINDS with clipped gradients and a linear warm-up of the rate.
 
   Raises:
-    ValueError: There is no such kind, or a number is out of its range or is not read by
-      this kind.
+    ValueError: There is no such kind, or a number is out of range or not used by this
+      kind.
   """
   options.check()
   schedule = optax.linear_schedule(rate / (options.warmup + 1), rate, options.warmup)
@@ -152,13 +152,13 @@ def make(options: config_lib.Optimizer, rate: float) -> optax.GradientTransforma
 
 
 def _step(rate: Rate, decay: float, decay_all: bool):
-  """Decays weights, and scales what is made of a direction by the rate."""
+  """Adds the weight decay to a direction, and scales it by the rate."""
 
   def add(path, direction, param):
     kept = path.endswith(('scale', 'bias', 'sinks')) and not decay_all
     return direction if kept or not decay else direction + decay * param
 
-  # Not optax's mask, of which a state has a level that those of earlier runs lack.
+  # Not optax's mask: it adds a level to the state, which older checkpoints lack.
   add_all = functools.partial(sharding.map_named, add)
   return optax.stateless(add_all), optax.scale_by_learning_rate(rate)
 
@@ -166,20 +166,20 @@ def _step(rate: Rate, decay: float, decay_all: bool):
 def scale_by_adam8(
   b1: float = DEFAULT.b1, b2: float = DEFAULT.b2, eps: float = DEFAULT.eps
 ) -> optax.GradientTransformation:
-  """Adam's direction from moments of 8 bits (the aim of arXiv 2110.02861).
+  """Adam's direction from 8-bit moments (the aim of arXiv 2110.02861).
 
-  It differs from that paper in two ways. Moments are float8 with one scale a row and have
-  the parameter's shape, so that they are sharded as it is. And they are rounded
-  stochastically, so that their mean is exact: rounded to the nearest, a moment that
+  It differs from that paper in two ways. Moments are float8 with one scale per row and
+  the parameter's shape, so that they are sharded like the parameter. And they are rounded
+  stochastically, so that their mean is exact: with rounding to nearest, a moment that
   changes by less than half a step would never change again. The second moment is stored
-  as its root, whose exponents have half the range; none is rounded to 0, unless its whole
+  as its root, whose exponents have half the range; it is rounded to 0 only if its entire
   row is 0.
   """
 
   def init(params):
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, _FLOAT8), params)
     ones = jax.tree.map(lambda p: jnp.ones((*p.shape[:-1], 1)), params)
-    # The two moments need buffers of their own: each is donated.
+    # The two moments need separate buffers: each is donated.
     moments = (Rounded(*jax.tree.map(jnp.copy, (zeros, ones))) for _ in range(2))
     return Adam8State(jnp.zeros((), jnp.int32), *moments)
 
@@ -208,8 +208,8 @@ def scale_by_adam8(
 def scale_by_muon() -> optax.GradientTransformation:
   """Muon's direction for kernels of layers, with updates of Adam's size (see `muon`).
 
-  This is optax's, with five Newton-Schulz steps and Nesterov's momentum of 0.95. The
-  state lacks their coefficients, which are constants and no parameter's shape.
+  This is optax's, with five Newton-Schulz steps and Nesterov momentum of 0.95. Their
+  coefficients are left out of the state: they are constants, and cannot be sharded.
   """
   inner = contrib.scale_by_muon(weight_dimension_numbers=_dimensions)
 
@@ -234,7 +234,7 @@ def _label(params: Any) -> Any:
 
 
 def _dimensions(params: Any) -> Any:
-  """Divides the dimensions of each kernel [L, *inputs, *outputs] for optax."""
+  """Splits the dimensions of each kernel [L, *inputs, *outputs] for optax."""
 
   def divide(path, x):
     first_output = 1 + len(_KERNELS[path].inputs)
@@ -258,8 +258,8 @@ def _decode(codes, scales):
 def _encode(x: Array, key: Array, least: float = 0.0) -> tuple[Array, Array]:
   """Rounds x stochastically, without bias where the codes are above 2⁻⁶.
 
-  No code of a row is below `least`, unless the row is all zeros: that is exact, as the
-  first gradient of LoRA's A is.
+  All codes of a row are at least `least`, unless the row is all zeros, which is exact:
+  the first gradient of LoRA's A is such a row.
   """
   largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _LARGEST
   scales = jnp.where(largest > 0, largest, 1.0)

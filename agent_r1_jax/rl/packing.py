@@ -1,8 +1,8 @@
 """Packs the segments of a token table into packed rows of one length, and unpacks them.
 
-A packed row is one sequence of the device's batch; several segments share it. What
-segments begin with together is in it once (rl/prefix_trees.py), or where that is not
-supported or not asked for, in each segment.
+A packed row is one sequence of the device's batch and holds several segments. It stores
+their common prefixes once (rl/prefix_trees.py), or in each segment if trees are off or
+not supported.
 
 Letters: n tokens of a table, R packed rows, T tokens of a packed row.
 """
@@ -31,9 +31,9 @@ class MicrobatchShape(NamedTuple):
 
   rows: int
   row_tokens: int
-  # Whether tokens with which several segments begin are computed once.
+  # Whether to compute common prefixes of segments once.
   trees: bool = True
-  vision: VisionConfig | None = None  # That of a model that sees pictures.
+  vision: VisionConfig | None = None  # The model's vision tower, if it has one.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Layout:
 
   @functools.cached_property
   def segment_ids(self) -> Int[np.ndarray, 'n']:
-    """The number of each token's segment within its packed row: 1, 2, ..."""
+    """The number of each token's segment in its packed row: 1, 2, ..."""
     counts = [0] * self.rows
     numbers = []
     for row, _ in self.starts:
@@ -89,7 +89,7 @@ class Layout:
     return packed.reshape(-1)[self.index]
 
   def pack_rows(self, tokens: Int[np.ndarray, 'n']) -> tuple[types.Rows, None]:
-    """Packs a table's tokens; entries have the columns of their tokens."""
+    """Packs a table's tokens; the columns are None, since entries are the tokens."""
     place = functools.partial(self.place, dtype=np.int32)
     sees = types.Segments(place(self.segment_ids))
     return types.Rows(place(tokens), place(self.positions), sees), None
@@ -100,7 +100,7 @@ def plan_layout(
 ) -> Layout:
   """Assigns segments to packed rows of `row_tokens` (T) by first-fit decreasing.
 
-  The number of rows (R) is rounded up to a multiple, so that all micro-batches are full.
+  The number of rows (R) is rounded up to `row_multiple`, so that micro-batches are full.
 
   Raises:
     ValueError: A segment is longer than a packed row.
@@ -110,7 +110,7 @@ def plan_layout(
   filled = np.zeros(len(lengths) + 1, int)  # Tokens of each row; the last stays empty.
   starts = [(0, 0)] * len(lengths)
   for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-    # The first row with room: one of those in use, or the first empty one.
+    # The first row with room, which may be the first empty row.
     row = int(np.argmax(filled[: used + 1] <= row_tokens - lengths[i]))
     used = max(used, row + 1)
     starts[i] = (row, int(filled[row]))
@@ -133,9 +133,9 @@ def pack(
   layout: Layout | prefix_trees.TreeLayout,
   vision: VisionConfig | None = None,
 ) -> types.Batch:
-  """Packs a table into one batch; advantages and weights that are None become 0.
+  """Packs a table into one batch; missing advantages and weights become 0.
 
-  `vision` is the shape of the tower that sees the table's pictures, if it has any.
+  `vision` is the vision tower's shape, if the table has pictures.
   """
   # The arrays stay NumPy arrays until the learner puts them on the mesh.
   rows, columns = layout.pack_rows(table.tokens)
@@ -154,7 +154,7 @@ def pack(
 
 
 def _place_routes(routes, layout: Layout | prefix_trees.TreeLayout) -> np.ndarray:
-  """Packs the experts of tokens; of those that segments share, any that are known."""
+  """Packs the experts of tokens; shared tokens get the known ones of any segment."""
   out = np.full((*layout.shape, *routes.shape[1:]), types.NO_EXPERT, routes.dtype)
   known = (routes != types.NO_EXPERT).all((1, 2))
   out.reshape(-1, *routes.shape[1:])[layout.index[known]] = routes[known]
@@ -162,7 +162,7 @@ def _place_routes(routes, layout: Layout | prefix_trees.TreeLayout) -> np.ndarra
 
 
 def split_microbatches(batch: types.Batch, rows: int) -> Iterator[types.Batch]:
-  """Splits a batch into micro-batches of `rows` packed rows, which divides R."""
+  """Splits a batch into micro-batches of `rows` packed rows; `rows` divides R."""
   for start in range(0, len(batch.weights), rows):
     yield jax.tree.map(lambda x, part=slice(start, start + rows): x[part], batch)
 
@@ -172,10 +172,10 @@ def pack_microbatches(
 ) -> tuple[list[types.Batch], Layout | prefix_trees.TreeLayout]:
   """Packs a table into micro-batches.
 
-  With trees, a table that has weights keeps an entry for each token with a weight only.
+  With trees, if the table has weights, only tokens with a nonzero weight get an entry.
 
   Returns:
-    The micro-batches, and the layout of all their rows together.
+    The micro-batches, and one layout for all their rows.
 
   Raises:
     ValueError: A segment is longer than a packed row.
@@ -195,7 +195,7 @@ def pack_microbatches(
 
 @functools.cache
 def _warn_of_whole_rows() -> None:
-  """Says once in a process that shared tokens are computed again."""
+  """Warns once per process that common prefixes are computed repeatedly."""
   _LOGGER.warning(
     'batch.trees: tokens that texts share are computed in each of them, since attention '
     'along trees is not supported with mesh.context above 1.'

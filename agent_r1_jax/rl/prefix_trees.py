@@ -1,22 +1,22 @@
-"""Packs segments as prefix trees: what several begin with is in a packed row once.
+"""Packs segments as prefix trees: a packed row stores their common prefixes once.
 
 Segments that begin with the same tokens share these tokens' hidden states and log-probs.
-So a packed row holds trees, in which each path from a root is the text of a segment:
+So a packed row holds trees, in which each path from a root is a segment:
 
   segments   a b c    a b d e    x y
 
   column     0  1  2  3  4  5  6
   token      a  b  c  d  e  x  y
-  parent     0  0  1  1  3  5  5     the column of the token before; a root has its own
+  parent     0  0  1  1  3  5  5     the column of the token before; a root's own column
   end        5  5  3  5  5  7  7     the column after the last descendant
 
 The order is depth-first, so that the descendants of a token are the columns up to its
-end: a query at column t reads the key at column s if s <= t < end(s). What the loss reads
-of a token, its advantage for example, differs between the segments that share it. These
-numbers are in entries, which have columns of their own; Batch.columns tells the column of
-each entry's token in the tree.
+end: a query at column t reads the key at column s if s <= t < end(s). The inputs of a
+token's loss, such as its advantage, differ between the segments that share it. They are
+stored per entry, one for each segment; Batch.columns has the column of each entry's token
+in the tree.
 
-Letters: n tokens of a table, S segments, R packed rows, T tokens and E entries of each.
+Letters: n tokens of a table, S segments, R packed rows, T tokens and E entries per row.
 """
 
 from collections.abc import Iterator
@@ -31,8 +31,8 @@ from agent_r1_jax import types
 from agent_r1_jax.rl import spans
 from agent_r1_jax.rl.table import TokenTable
 
-# The entries of a packed row for each of its tokens. Where actions are shared, as equal
-# first turns are, a row has more entries than tokens.
+# The maximum number of entries of a packed row per token. If segments share actions, such
+# as equal first turns, a row has more entries than tokens.
 ENTRIES = 2
 
 
@@ -41,12 +41,12 @@ class TreeLayout:
   """Where the tokens of a table are in packed rows of prefix trees."""
 
   index: Int[np.ndarray, 'n']  # The index of each token in the flattened packed rows.
-  parents: Int[np.ndarray, 'R T']  # See above; of padding its own column.
-  ends: Int[np.ndarray, 'R T']  # See above; of padding the next column.
+  parents: Int[np.ndarray, 'R T']  # See above; for padding, its own column.
+  ends: Int[np.ndarray, 'R T']  # See above; for padding, the next column.
   positions: Int[np.ndarray, 'n']  # The position of each token in its segment.
   places: Int[np.ndarray, 'm']  # The index of each entry in the flattened [R, E].
-  entries: Int[np.ndarray, 'm']  # The token in the table of each entry.
-  segment_ids: Int[np.ndarray, 'n']  # Numbers the segments of a packed row from 1 on.
+  entries: Int[np.ndarray, 'm']  # The index of each entry's token in the table.
+  segment_ids: Int[np.ndarray, 'n']  # The segments of a packed row, numbered from 1.
   columns: int  # E.
 
   @property
@@ -68,11 +68,11 @@ class TreeLayout:
     return out
 
   def extract(self, packed: np.ndarray) -> np.ndarray:
-    """Returns the number of each token of the table: [R, T] -> [n]."""
+    """Returns the value of each token of the table: [R, T] -> [n]."""
     return packed.reshape(-1)[self.index]
 
   def pack_rows(self, tokens: Int[np.ndarray, 'n']) -> tuple[types.Rows, Any]:
-    """Packs the tokens of a table; returns the column of each entry's token, too."""
+    """Packs the tokens of a table; also returns the column of each entry's token."""
     # The arrays stay NumPy arrays until the learner puts them on the mesh.
     text: Any = np.zeros((2, *self.ends.shape), np.int32)
     text.reshape(2, -1)[:, self.index] = tokens, self.positions
@@ -92,27 +92,27 @@ class _Entries(NamedTuple):
 
 
 class _Sorted(NamedTuple):
-  """The segments of a table in the order of their tokens, as in a dictionary."""
+  """The segments of a table, sorted lexicographically by their tokens."""
 
-  starts: Int[np.ndarray, 'S']  # Where each begins in the table.
+  starts: Int[np.ndarray, 'S']  # The index of each segment's first token in the table.
   lengths: Int[np.ndarray, 'S']
-  # How many tokens it begins with that the one before it begins with too: 0 for the
-  # first. It has more in common with no other before it.
+  # The length of the prefix that a segment shares with the one before it, which is the
+  # longest that it shares with any before it; 0 for the first.
   shared: Int[np.ndarray, 'S']
-  entries: Int[np.ndarray, 'S']  # The number of its entries.
+  entries: Int[np.ndarray, 'S']  # The number of entries of each segment.
 
 
 def plan(table: TokenTable, *, row_tokens: int, row_multiple: int = 1) -> TreeLayout:
   """Assigns segments, none longer than `row_tokens` (T), to packed rows of trees.
 
-  Entries are the tokens with a weight in the loss, E = 2 T at most in a row. A table
+  Entries are the tokens with a weight in the loss, at most E = 2 T per row. A table
   without weights is only scored: each token of a tree is then one entry, at its column.
 
-  Of two assignments the one with fewer rows is taken. Both cut trees that are too large:
-  a segment then begins in another row with tokens that its row repeats. The first fills
-  row after row in the order of the segments, and cuts where the rows are fewest and then
-  where least is repeated. The second cuts only trees, and assigns the parts by first-fit
-  decreasing; it is better where little is shared.
+  It uses the better of two assignments, the one with fewer rows. Both cut trees that are
+  too large, so that a row repeats the shared prefix of its first segment. The first
+  assignment fills rows in the order of the segments, with cuts that minimise the number
+  of rows and then the repeated tokens. The second cuts each tree by itself, and assigns
+  the parts by first-fit decreasing, which is better if little is shared.
   """
   weighed = np.zeros(len(table), bool) if table.weights is None else table.weights != 0
   segments = _sort(table, weighed)
@@ -130,7 +130,7 @@ def plan(table: TokenTable, *, row_tokens: int, row_multiple: int = 1) -> TreeLa
 
 
 def count_distinct(table: TokenTable) -> int:
-  """Counts the tokens that differ in themselves or in the text before them."""
+  """Counts distinct tokens; tokens are equal only if their prefixes are equal too."""
   segments = _sort(table, np.zeros(len(table), bool))
   return int((segments.lengths - segments.shared).sum())
 
@@ -138,7 +138,7 @@ def count_distinct(table: TokenTable) -> int:
 def _sort(table: TokenTable, weighed) -> _Sorted:
   starts = spans.starts(table.segment)
   ends = np.append(starts[1:], len(table))[: len(starts)]  # A table may be empty.
-  # Of numbers with the most significant byte first, the bytes are ordered as the numbers.
+  # Big-endian bytes sort like the numbers.
   texts = [table.tokens[a:b] for a, b in zip(starts, ends, strict=True)]
   keys = [text.astype('>u4').tobytes() for text in texts]
   order = sorted(range(len(texts)), key=keys.__getitem__)
@@ -155,9 +155,9 @@ def _sort(table: TokenTable, weighed) -> _Sorted:
 def _cut(segments: _Sorted, row_tokens: int) -> list[tuple[int, int]]:
   """Cuts the sorted segments into runs that fit a row each; returns (begin, end) pairs.
 
-  The runs are as few as possible, and of these cuts it takes those that repeat least.
+  Minimises the number of runs, then the number of repeated tokens.
   """
-  # Tokens and entries of a run i:j are total[j] - total[i], and the repeated tokens.
+  # A run i:j has new[j] - new[i] tokens plus repeated ones; and entries[j] - entries[i].
   new = np.append(0, np.cumsum(segments.lengths - segments.shared))
   entries = np.append(0, np.cumsum(segments.entries))
   S, row = len(segments.lengths), 1 + int(segments.shared.sum())
@@ -168,7 +168,7 @@ def _cut(segments: _Sorted, row_tokens: int) -> list[tuple[int, int]]:
     fits = new[j] - new[i] + repeated <= row_tokens
     fits &= entries[j] - entries[i] <= ENTRIES * row_tokens
     i, repeated = i[fits], repeated[fits]
-    # One more row costs more than all repeated tokens.
+    # A row costs more than all repeated tokens together.
     costs = cost[i] + row + repeated
     best = int(np.argmin(costs))
     cost[j], before[j] = costs[best], i[best]
@@ -200,13 +200,13 @@ def _lay_out(table, segments: _Sorted, rows, shape: tuple[int, int], weighed):
   """Makes the layout of an assignment; `shape` is (R, T)."""
   R, T = shape
   index = np.zeros(len(table), int)
-  # Of 32 bits, as the device gets them: they are the largest arrays of a plan.
+  # int32, as on the device, since these are the largest arrays of a plan.
   parents = np.tile(np.arange(T, dtype=np.int32), (R, 1))
   ends = parents + 1
   for r, parts in enumerate(rows):
     path, column = np.zeros(0, int), 0  # The columns of a segment's tokens.
     for k, kept in _walk(segments, parts):
-      ends[r, path[kept:]] = column  # No later segment goes on from these.
+      ends[r, path[kept:]] = column  # No later segment continues these.
       new = np.arange(column, column + segments.lengths[k] - kept)
       path = np.append(path[:kept], new)
       if kept and len(new):
@@ -225,16 +225,16 @@ def _lay_out(table, segments: _Sorted, rows, shape: tuple[int, int], weighed):
 
 
 def _walk(segments: _Sorted, parts) -> Iterator[tuple[int, int]]:
-  """Yields the segments of a row, and how much of the one before each goes on in it."""
+  """Yields a row's segments, each with the length of the prefix shared in the row."""
   for begin, end in parts:
     for k in range(begin, end):
       yield k, int(segments.shared[k]) if k > begin else 0
 
 
 def _enter_each(index, size: int, columns: int) -> _Entries:
-  """Gives each of `size` tokens that is used one entry, at its own column."""
+  """Gives each used token of the packed rows one entry, at the token's own column."""
   first = np.full(size, -1)
-  # Of several tokens of the table the first one stays.
+  # If several tokens of the table share it, the first wins.
   first[index[::-1]] = np.arange(len(index))[::-1]
   places = np.flatnonzero(first >= 0)
   return _Entries(places, first[places], np.ones(len(index), int), columns)
@@ -246,13 +246,13 @@ def _enter(segment, row, weighed, columns: int) -> _Entries:
   tokens = tokens[np.argsort(row[tokens], kind='stable')]
   row, ids = row[tokens], np.zeros(len(segment), np.int32)
   number = _count_runs(segment[tokens])
-  # The first entry of a row begins a segment, which has the number 1 in the row.
+  # The first entry of a row is in the row's segment 1.
   ids[tokens] = 1 + number - number[spans.starts(row)][_count_runs(row)]
   return _Entries(row * columns + _count_up(row), tokens, ids, columns)
 
 
 def _count_runs(ids: np.ndarray) -> np.ndarray:
-  """The number of the run of equal ids to which each belongs: 4 4 4 7 7 -> 0 0 0 1 1."""
+  """Numbers the runs of equal ids: 4 4 4 7 7 -> 0 0 0 1 1."""
   first = np.zeros(len(ids), int)
   first[spans.starts(ids)] = 1
   return np.cumsum(first) - 1

@@ -1,4 +1,4 @@
-"""Scores a rollout's tokens by the models: log-probs, and values of the critic.
+"""Scores a rollout's tokens with the models: log-probs, and the critic's values.
 
 table = scoring.score(table, algorithm, models, shape=shape)
 """
@@ -15,7 +15,7 @@ from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, learner, packing, spans
 from agent_r1_jax.rl.table import TokenTable
 
-# For each trajectory, tokens that only the critic sees, before each of its segments.
+# For each trajectory, tokens before each of its segments that only the critic sees.
 Prefixes = Sequence[Int[np.ndarray, '_']]
 _NO_PREFIX = np.zeros(0, np.int32)
 
@@ -25,8 +25,7 @@ class Models(NamedTuple):
 
   policy: decoder.Params  # The policy's parameters before the update.
   config: decoder.DecoderConfig  # The shape of the policy and of the critic.
-  # The critic's parameters; the policy's if its critic is a second head; None without a
-  # critic.
+  # The critic's parameters (the policy's, if its critic is a second head), or None.
   critic: decoder.Params | None = None
   # The parameters of the reference policy or the teacher, if there is one.
   reference: decoder.Params | None = None
@@ -59,8 +58,8 @@ def score(
     columns['ref_logprobs'] = logprobs(other, models.reference, models.reference_config)
   if algorithm.correction or not algorithm.loss_mask:
     # With a correction, all tokens get the log-probs of the policy before the update.
-    # Without one, only the environment's tokens need them, which then have a loss too:
-    # the sampled tokens keep their behaviour log-probs.
+    # Without one, only the environment's tokens do, since they have a loss too; sampled
+    # tokens keep their behaviour log-probs.
     old = logprobs(table, models.policy, models.config)
     keep = table.action_mask & (algorithm.correction is None)
     columns['old_logprobs'] = np.where(keep, table.old_logprobs, old)
@@ -82,14 +81,14 @@ def _score_tokens(
   score: Callable[[types.Batch], np.ndarray],
   shape: packing.MicrobatchShape,
 ) -> Float[np.ndarray, 'n']:
-  """Computes a column by a function that maps a micro-batch to numbers [B, T]."""
+  """Computes a column with a function that maps a micro-batch to numbers [B, T]."""
   batches, layout = packing.pack_microbatches(table, shape)
   packed = np.concatenate([np.asarray(score(batch), np.float64) for batch in batches])
   return layout.extract(packed)
 
 
 def _check_lengths(longer: TokenTable, in_table, shape: packing.MicrobatchShape) -> None:
-  """Raises ValueError if a segment fits a row without its prefix, and not with it."""
+  """Raises ValueError if a segment does not fit a row because of its prefix."""
   sizes = np.bincount(longer.segment)
   longest = np.argmax(sizes)
   text, size = in_table[longer.segment == longest].sum(), sizes[longest]

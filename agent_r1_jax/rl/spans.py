@@ -1,7 +1,7 @@
 """Functions of columns over spans of tokens, for estimators: sums, shifts and groups.
 
-A span is a trajectory, a turn or a segment. `ids` holds the number of the span to which
-each entry of a column belongs; equal ids are neighbours.
+A span is a trajectory, a turn or a segment. `ids` has the number of each entry's span;
+equal ids are contiguous.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,14 +11,14 @@ import numpy as np
 
 
 def starts(ids: Int[np.ndarray, 'n']) -> Int[np.ndarray, 'm']:
-  """The first index of each run of equal ids."""
+  """Returns the first index of each run of equal ids."""
   first = np.ones(len(ids), bool)
   first[1:] = ids[1:] != ids[:-1]
   return np.flatnonzero(first)
 
 
 def ends(ids: Int[np.ndarray, 'n']) -> Int[np.ndarray, 'm']:
-  """The last index of each run of equal ids."""
+  """Returns the last index of each run of equal ids."""
   last = np.ones(len(ids), bool)
   last[:-1] = ids[1:] != ids[:-1]
   return np.flatnonzero(last)
@@ -27,8 +27,8 @@ def ends(ids: Int[np.ndarray, 'n']) -> Int[np.ndarray, 'm']:
 def sum_by(
   ids: Int[np.ndarray, 'n'], x: Float[np.ndarray, 'n'], count: int
 ) -> Float[np.ndarray, 'm']:
-  """Σ x for each of the ids 0, 1, ..., count - 1, which may come in any order."""
-  # bincount of an empty array returns integers even where it has weights.
+  """Σ x for each id 0, 1, ..., count - 1; ids may be in any order."""
+  # bincount of an empty array returns integers even with weights.
   return np.bincount(ids, x, minlength=count).astype(np.float64)
 
 
@@ -50,7 +50,7 @@ def discounted_sum(
 def next_values(
   ids: Int[np.ndarray, 'n'], x: Float[np.ndarray, 'n'], after: Float[np.ndarray, 'm']
 ) -> Float[np.ndarray, 'n']:
-  """x_{t+1} within each run of equal ids, and after[id] at its end."""
+  """Returns x_{t+1} within each run of equal ids, and after[id] at its end."""
   y, last = np.append(x[1:], np.zeros(1))[: len(x)], ends(ids)
   y[last] = after[ids[last]]
   return y
@@ -59,7 +59,7 @@ def next_values(
 def previous_values(
   ids: Int[np.ndarray, 'n'], x: Float[np.ndarray, 'n']
 ) -> Float[np.ndarray, 'n']:
-  """x_{t-1} within each run of equal ids, and 0 at its beginning."""
+  """Returns x_{t-1} within each run of equal ids, and 0 at its beginning."""
   y = np.append(np.zeros(1), x)[: len(x)]
   y[starts(ids)] = 0.0
   return y
@@ -72,11 +72,11 @@ def map_by(
 ) -> Float[np.ndarray, 'n']:
   """Applies a function to the numbers of each group.
 
-  map_by([table.group], table.scores, np.mean) is, for each trajectory, the mean score of
-  its group.
+  map_by([table.group], table.scores, np.mean) has the mean score of each trajectory's
+  group.
 
   The members of a group have equal integers in all arrays of `keys`. `measure` takes the
-  numbers of a group, in their order, and returns as many, or one for all of them.
+  numbers of a group, in order, and returns as many, or one for all.
   """
   members: dict[tuple, list[int]] = {}
   for i, key in enumerate(zip(*(k.tolist() for k in keys), strict=True)):

@@ -1,16 +1,15 @@
 """The token table: the tokens of a rollout, with a column for each quantity.
 
-`build` makes a table of trajectories, and models add columns to it (rl/credit.py).
-Reward transforms, advantages and corrections are functions of its columns
-(rl/advantages.py, rl/losses.py), and packing copies columns into the device's
-batch (rl/packing.py). Columns are NumPy arrays on the host;
-estimators compute in float64. A table is never modified:
-`dataclasses.replace(table, rewards=...)` returns another one.
+`build` makes a table from trajectories; models and estimators add columns (rl/scoring.py,
+rl/credit.py). Reward transforms, advantages and corrections are functions of its columns
+(rl/advantages.py, rl/losses.py), and packing copies columns into the device's batch
+(rl/packing.py). Columns are NumPy arrays on the host; estimators compute in float64. A
+table is never modified: `dataclasses.replace(table, rewards=...)` returns a new one.
 
-Tokens are in the order of trajectories, of their segments, and of the tokens in these.
-Three columns say where a token belongs: `trajectory`, `turn` and `segment` hold numbers
-that are counted over the whole batch. They also broadcast: if x has a number for each
-trajectory, `x[table.trajectory]` has one for each token.
+Tokens are ordered by trajectory, by segment, and within the segment. The columns
+`trajectory`, `turn` and `segment` say where a token belongs, as numbers that count over
+the batch. They also broadcast: if x has a number for each trajectory,
+`x[table.trajectory]` has one for each token.
 
 Letters: n tokens, K turns, N trajectories.
 """
@@ -40,30 +39,30 @@ class TokenTable:
 
   tokens: Int[np.ndarray, 'n']  # int32 token ids.
   action_mask: Bool[np.ndarray, 'n']  # True where the policy sampled the token.
-  # log π of the token under the policy before the update, with which the ratio of a loss
-  # is formed. Without a correction these are the behaviour log-probs.
+  # log π_old, of the policy before the update: the denominator of a loss's ratio. Without
+  # a correction these are the behaviour log-probs.
   old_logprobs: Float[np.ndarray, 'n']
-  # The log-prob of the token in the distribution that it was sampled from: that of the
-  # policy of `policy_steps`, as guides and truncation changed it; 0 off the action mask.
+  # The token's log-prob under the distribution that it was sampled from: of the policy of
+  # `policy_steps`, after guides and truncation; 0 off the action mask.
   behaviour_logprobs: Float[np.ndarray, 'n']
-  # int32, the number of rollouts that the sampling policy had learned from; 0 off the
+  # int32, the number of rollouts that the sampling policy had been trained on; 0 off the
   # action mask.
   policy_steps: Int[np.ndarray, 'n']
   # The reward of a turn on its last action token, 0 on all other tokens.
   rewards: Float[np.ndarray, 'n']
   segment: Int[np.ndarray, 'n']  # The number of the token's segment.
-  # The number of the token's turn. What the environment wrote after a reply belongs to
-  # the reply's turn; tokens before the first reply of a segment have -1.
+  # The number of the token's turn. The environment's tokens after a reply belong to the
+  # reply's turn; tokens before the first reply of a segment have -1.
   turn: Int[np.ndarray, 'n']
   trajectory: Int[np.ndarray, 'n']  # The number of the token's trajectory.
   turn_trajectory: Int[np.ndarray, 'K']  # The trajectory of each turn.
-  # An id of the text that the policy was shown before each turn: what is new since its
-  # last turn, or a whole new context. Equal texts have equal ids.
+  # An id of the observation before each turn: the text since the policy's last turn, or a
+  # complete new context. Equal texts have equal ids.
   states: Int[np.ndarray, 'K']
   # The group of each trajectory, counted from 0. The members of a group answered the same
   # task.
   group: Int[np.ndarray, 'N']
-  # Whether a budget, and not the environment, ended the trajectory.
+  # Whether a budget ended the trajectory, not the environment.
   truncated: Bool[np.ndarray, 'N']
   # Named parts of the trajectories' rewards; 0 where a trajectory lacks one.
   parts: Mapping[str, Float[np.ndarray, 'N']] = dataclasses.field(default_factory=dict)
@@ -82,7 +81,7 @@ class TokenTable:
   kl_weights: Float[np.ndarray, 'n'] | None = None
   # The importance weight of the token; 1 off the action mask.
   correction: Float[np.ndarray, 'n'] | None = None
-  # The pictures that tokens stand for, each once, uint8 [H, W, 3].
+  # The distinct pictures that tokens stand for, uint8 [H, W, 3] each.
   pictures: tuple[np.ndarray, ...] = ()
   # The experts that computed each token in the sampler; see types.Segment.
   routes: Int[np.ndarray, 'n L k'] | None = None
@@ -127,7 +126,7 @@ class TokenTable:
     return self._map_tokens(lambda column: column[which])
 
   def for_other_model(self) -> 'TokenTable':
-    """Returns the table for another model than the policy, which has its own routers."""
+    """Returns the table for another model, whose routers choose their own experts."""
     return dataclasses.replace(self, routes=None)
 
   def find_tokens(self, trajectories: Sequence[int]) -> Int[np.ndarray, 'm']:
@@ -138,13 +137,13 @@ class TokenTable:
   def find_visible(self, action_mask: bool) -> Bool[np.ndarray, 'n']:
     """Returns a mask of the tokens that estimators see.
 
-    With `action_mask` these are the action tokens; without, everything after the first
-    prompt of a segment (the paper's ablation): the environment's tokens take part as if
-    the policy had sampled them.
+    With `action_mask` these are the action tokens. Without, they are all tokens after the
+    first prompt of a segment (the paper's ablation), as if the policy had sampled the
+    environment's tokens too.
     """
     if action_mask:
       return self.action_mask
-    # A square of a picture is no token of the vocabulary, so that none has a log-prob.
+    # The tokens of pictures are not in the vocabulary and have no log-probs.
     return (self.turn >= 0) & (self.tokens < types.FIRST_PICTURE_ID)
 
   def scatter(
@@ -158,15 +157,15 @@ class TokenTable:
   def add_prefixes(
     self, prefixes: Sequence[Int[np.ndarray, '_']]
   ) -> tuple['TokenTable', Bool[np.ndarray, 'm']]:
-    """Inserts further tokens before every segment.
+    """Inserts tokens before every segment.
 
     Returns:
-      The longer table, and a mask of the tokens that this table has too.
+      The longer table, and a mask of the original tokens in it.
     """
     first = spans.starts(self.segment)
     inserted = [prefixes[i] for i in self.trajectory[first]]
     before = np.repeat(first, [len(tokens) for tokens in inserted])
-    table = self.for_other_model()  # What comes after a prefix changes.
+    table = self.for_other_model()  # A prefix changes the routes after it.
     longer = table._map_tokens(lambda column: np.insert(column, before, 0))
     longer = dataclasses.replace(
       longer,
@@ -178,11 +177,11 @@ class TokenTable:
     return longer, np.insert(np.ones(len(self), bool), before, False)
 
   def list_tokens(self) -> dict[str, list]:
-    """Returns the columns that describe tokens as lists, for a log.
+    """Returns the columns of tokens as lists, for a log.
 
     Action masks become 0 and 1, and other numbers are rounded to four decimals.
     `segments` has the number of tokens of each segment. Columns that have not been
-    computed, or have several numbers for a token, are left out.
+    computed, or have several numbers per token, are left out.
     """
     # Segment, turn and trajectory numbers count over the batch, not over one episode.
     columns = {
@@ -200,7 +199,7 @@ class TokenTable:
     return dataclasses.replace(self, **{name: change(x) for name, x in columns.items()})
 
   def _get_token_columns(self) -> dict[str, np.ndarray]:
-    """Returns the columns of tokens that have been computed."""
+    """Returns the computed columns with an entry for each token."""
     columns = {name: getattr(self, name) for name in _list_token_columns()}
     return {name: column for name, column in columns.items() if column is not None}
 
@@ -231,13 +230,13 @@ _REMEDIES = {
 def build(
   trajectories: Sequence[types.Trajectory], baselines: Sequence[float] | None = None
 ) -> TokenTable:
-  """Makes the table of all tokens of some trajectories; it shares no array with them.
+  """Makes the table of all tokens of some trajectories; it shares no arrays with them.
 
-  `baselines` are the rewards of the greedy episode of each trajectory's task.
+  `baselines` has the reward of the greedy episode of each trajectory's task.
 
   Raises:
-    ValueError: A turn has no tokens, or some that are not actions: its reward would be
-      lost. Or the turns do not contain every action token once and in order.
+    ValueError: A turn has no tokens, or tokens that are not actions, so that its reward
+      would be lost; or the turns do not contain every action token once and in order.
   """
   table = from_segments([s for t in trajectories for s in t.segments])
   numbers = np.arange(len(trajectories))
@@ -264,11 +263,11 @@ def _turn_columns(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Returns the columns `turn`, `rewards` and `states`; see TokenTable.
 
-  An example: a trajectory of two segments, with the number of each token in the table and
-  a picture of it ('.' for the environment's, the number of the turn for actions):
+  Example: a trajectory of two segments. The second line has '.' for the environment's
+  tokens, and the number of the turn for actions:
 
-    number    0  1  2  3  4  5  6  7 |  8  9 10
-    picture   .  .  0  0  .  1  1  . |  .  .  2
+    index     0  1  2  3  4  5  6  7 |  8  9 10
+    source    .  .  0  0  .  1  1  . |  .  .  2
     turn     -1 -1  0  0  0  1  1  1 | -1 -1  2
 
   Turn 1 starts at 5, stops at 7, and has its reward at 6. Its state is token 4, the text
@@ -290,13 +289,13 @@ def _turn_columns(
   turn, rewards, states = np.full(len(table), -1), np.zeros(len(table)), []
   texts: dict[bytes, int] = {}
   for k, x in enumerate(turns):
-    # The turns after it in its segment overwrite their part.
+    # Later turns of the segment overwrite their part.
     turn[start[k] : end[k]] = k
     rewards[stop[k] - 1] = x.reward
     shown = begin[k]
     if k and owner[k - 1] == owner[k]:
-      # What the policy has read up to its last turn. It is in the same segment, or a new
-      # segment repeats it, as in an append-only episode that is stored as steps.
+      # The context up to the end of the last turn. It is in the same segment, or a new
+      # segment repeats it, as in an append-only episode that is stored step by step.
       known = table.tokens[begin[k - 1] : stop[k - 1]]
       repeats = np.array_equal(table.tokens[shown : end[k]][: len(known)], known)
       shown += len(known) if repeats else 0
@@ -308,7 +307,7 @@ def _turn_columns(
 def _check_turns(trajectories, table: TokenTable, owner, begin, start, stop, end) -> None:
   """Raises ValueError unless the turns hold every action token once and in order."""
   n = len(table)
-  actions_before = np.append(0, np.cumsum(table.action_mask))  # The token, for each.
+  actions_before = np.append(0, np.cumsum(table.action_mask))  # Before each token.
   actions = actions_before[np.minimum(stop, n)] - actions_before[start.clip(0, n)]
   inside = (begin <= start) & (start < stop) & (stop <= end)
   for k in np.flatnonzero(~inside | (actions != stop - start))[:1]:
@@ -329,7 +328,7 @@ def _check_turns(trajectories, table: TokenTable, owner, begin, start, stop, end
 
 
 def from_segments(segments: Sequence[types.Segment]) -> TokenTable:
-  """Makes the table of texts without turns; each is a trajectory in its own group."""
+  """Makes a table of segments without turns; each is a trajectory in its own group."""
   numbers = np.arange(len(segments))
   number = np.repeat(numbers, [len(s.tokens) for s in segments])
   joined = types.Segment.join(segments)

@@ -1,4 +1,4 @@
-"""What an update needs and no step changes, and the state that each step replaces.
+"""The constants of a run's updates, and the training state that each step replaces.
 
 A checkpoint holds the part of the state that cannot be loaded or derived at a restart.
 """
@@ -18,20 +18,20 @@ from agent_r1_jax.rl import algorithms, learner, packing
 
 @dataclasses.dataclass(frozen=True)
 class UpdateConfig:
-  """What an update needs and no step changes."""
+  """The constants of a run's updates."""
 
   model: decoder.DecoderConfig  # The shape of policy and critic.
   algorithm: algorithms.Algorithm
   shape: packing.MicrobatchShape  # The shape of micro-batches.
-  # By model: 'policy' and, if the critic is a model of its own, 'critic'.
+  # By model: 'policy' and, if the critic is a separate model, 'critic'.
   optimizers: dict[str, optax.GradientTransformation]
-  # The number of epochs and mini-batches, and when the engine gets a new policy.
+  # The number of epochs and mini-batches, and when to sync the engine's policy.
   schedule: config_lib.Schedule = dataclasses.field(default_factory=config_lib.Schedule)
   # The shape of the reference policy, if it differs from `model`.
   reference_model: decoder.DecoderConfig | None = None
   temperature: float = 1.0  # The temperature at which tokens are sampled.
   seed: int = 0  # The seed of the order of trajectories.
-  # Whether optimizer states are in the host's memory between updates.
+  # Whether optimizer states are in host memory between updates.
   offload: bool = False
 
   @property
@@ -46,12 +46,12 @@ class UpdateConfig:
 
   @property
   def syncs_before_update(self) -> bool:
-    """Whether the engine gets the policy before the update that runs beside a rollout."""
+    """Whether the engine is synced before the update that runs during a rollout."""
     return self.schedule.ahead > 0 and not self.schedule.partial
 
   @functools.cached_property
   def objectives(self) -> dict[str, learner.Loss]:
-    """The losses of policy and critic, made once so that each is compiled once."""
+    """The losses of policy and critic, cached so that each is compiled once."""
     policy = learner.objective(self.algorithm, shared_critic=self.shared_critic)
     if 'critic' not in self.optimizers:
       return {'policy': policy}
@@ -60,22 +60,22 @@ class UpdateConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """The state that learning passes from rollout to rollout; `learn` returns a new one."""
+  """The training state between rollouts; updates.learn returns a new one."""
 
-  # By model: 'policy' and, if the critic is a model of its own, 'critic'.
+  # By model: 'policy' and, if the critic is a separate model, 'critic'.
   states: dict[str, learner.ModelState]
   reference: decoder.Params | None  # The reference policy's parameters, if there is one.
   # The parameters that the engine samples from, before LoRA is merged.
   sampler: decoder.Params
-  sampler_step: int = 0  # The number of rollouts that `sampler` has learned from.
-  kl_coef: float = 0.0  # The present coefficient of the algorithm's KL term.
-  step: int = 0  # The number of rollouts learned from.
+  sampler_step: int = 0  # The number of rollouts that `sampler` was trained on.
+  kl_coef: float = 0.0  # The current coefficient of the algorithm's KL term.
+  step: int = 0  # The number of rollouts trained on.
 
   def checkpoint_arrays(self, update_config: UpdateConfig) -> dict[str, Any]:
-    """Returns the arrays of a checkpoint: what cannot be loaded or derived at a restart.
+    """Returns the arrays of a checkpoint, which cannot be loaded or derived at a restart.
 
     These are the learned parameters and the optimizer states; the reference, if it
-    changes; and the sampler, if it may be an older policy than the one in `states`.
+    changes; and the sampler, if it may be older than the policy in `states`.
     """
     learned = lambda params: lora.split(params)[0]
     arrays: dict[str, Any] = {
@@ -93,7 +93,7 @@ class TrainState:
     return {name: getattr(self, name) for name in ('sampler_step', 'kl_coef', 'step')}
 
   def restore(self, arrays: dict[str, Any], numbers: dict[str, Any]) -> 'TrainState':
-    """Returns the state saved in a checkpoint, with the frozen parameters of this one."""
+    """Returns the state of a checkpoint, with the frozen parameters of this one."""
     states = {}
     for name, state in self.states.items():
       params = _with_frozen_of(arrays[name].params, state.params)
@@ -115,8 +115,8 @@ def init(
 ) -> TrainState:
   """Makes the state before the first rollout.
 
-  A critic of its own starts as a copy of the policy with a value head of zeros. Policy,
-  critic and reference share frozen parameters; with LoRA only what is learned is copied.
+  A separate critic starts as a copy of the policy with a value head of zeros. Policy,
+  critic and reference share frozen parameters; only learned parameters are copied.
   """
   if reference is None and update_config.algorithm.needs_reference:
     reference = copy_learned(params)
@@ -141,7 +141,7 @@ def sampler_params(params: decoder.Params, update_config: UpdateConfig) -> decod
 
 
 def copy_learned(params: decoder.Params) -> decoder.Params:
-  """Copies the learned parameters, which an update would donate, and no frozen ones."""
+  """Copies only the learned parameters, which an update would donate."""
   learned, frozen = lora.split(params)
   return lora.join(jax.tree.map(jnp.copy, learned), frozen)
 

@@ -1,4 +1,4 @@
-"""Updates the models from a rollout: advantages, epochs of mini-batches, KL control.
+"""Updates the models on a rollout: advantages, epochs of mini-batches, KL control.
 
 update_config = train_state.UpdateConfig(model, algorithm, shape, optimizers, ...)
 state = train_state.init(params, update_config)
@@ -27,19 +27,19 @@ def learn(
   baselines: Sequence[float] | None = None,
   prefixes: Sequence[np.ndarray] | None = None,
 ) -> tuple[TrainState, dict[str, float], table_lib.TokenTable]:
-  """Learns from one rollout.
+  """Trains on one rollout.
 
   Args:
     train_state: The state after the last rollout. The arrays of its policy and critic
       are donated: they cannot be read after the call.
-    trajectories: The trajectories. None has the status FAILED, and each has a turn.
+    trajectories: The trajectories; each has a turn and a status other than FAILED.
     update_config: The run's constants.
     baselines: The reward of the greedy episode of each trajectory's task.
-    prefixes: For each trajectory, tokens before its text that only the critic sees.
+    prefixes: For each trajectory, tokens before its segments that only the critic sees.
 
   Returns:
-    The new train_state; metrics, those of the critic's updates with the prefix
-    'critic_'; and the table of the trajectories, in their order.
+    The new train_state; metrics, with the prefix 'critic_' for the critic's updates; and
+    the table of the trajectories, in order.
 
   Raises:
     learner.NotFiniteError: A loss or a gradient is not finite. Some of train_state's
@@ -85,7 +85,7 @@ def learn(
 def sync_sampler(train_state: TrainState, update_config: UpdateConfig) -> TrainState:
   """Makes the current policy the sampler, every `sync_every` rollouts.
 
-  `learn` calls it, unless update_config.syncs_before_update; the schedule gives the
+  `learn` calls it, unless update_config.syncs_before_update; the schedule then syncs the
   sampler to the engine.
   """
   step = train_state.step
@@ -116,7 +116,7 @@ def _run_epochs(
 ) -> tuple[dict[str, learner.ModelState], dict[str, float]]:
   """Makes the optimizer steps of all epochs; returns the new states and mean metrics.
 
-  'operations' is no mean: those of all gradients together (models/costs.py).
+  'operations' is a total, over all gradients (models/costs.py), not a mean.
   """
   states, metrics = dict(train_state.states), dict[str, list[float]]()
   operations = 0.0
