@@ -1,1 +1,1 @@
-"""What is contributed: interfaces of others' systems, on top of the core (README.md)."""
+"""Contributed interfaces to other systems, on top of the core (README.md)."""

@@ -1,12 +1,12 @@
-"""BFCL's multi-turn tasks: a user asks for several things in turn, of APIs in memory.
+"""BFCL's multi-turn tasks: a user makes several requests in turn, of in-memory APIs.
 
   tasks = bfcl.load('multi_turn_base')
   train.run(..., tasks=tasks, make_env=bfcl.MultiTurnEnv)
 
 The package bfcl-eval (github.com/ShishirPatil/gorilla, Apache 2.0) has the tasks, the
-APIs and the checks of a turn: the state of the APIs, and what their calls returned. Its
-runner evaluates the text of calls as Python; here a method of a task's classes is called
-by its name, with arguments that fit its schema. guide.md says what differs.
+APIs and the checks of a turn: the APIs' state, and the results of calls. Its runner
+evaluates a call's text as Python; here a method of the task's classes is called by name,
+with arguments that fit its schema. guide.md lists the differences.
 """
 
 import ast
@@ -34,43 +34,43 @@ CATEGORIES = (
   'multi_turn_miss_param',
   'multi_turn_long_context',
 )
-# Their own calls are not what their schemas say: close_ticket gets a text where a number
-# is asked for, and a file is read by a function that is offered two turns later.
+# The reference calls violate their schemas: close_ticket gets text for a number, and a
+# file is read by a function that is offered two turns later.
 NOT_OFFERED = (
   *(f'{category}_173' for category in CATEGORIES),
   'multi_turn_miss_func_49',
 )
-# As in BFCL: the most replies that one request of the user may take.
+# As in BFCL: the maximum number of replies to one user request.
 MAX_REPLIES = 20
 _INSTALL = (
   'bfcl-eval is not installed: pip install --no-deps bfcl-eval==2026.3.23 '
   '(contrib/benchmarks/guide.md says why without its requirements).'
 )
 _CHECKER = 'bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker'
-# A larger number, or one with which Python computes as many digits, would hold the
+# A larger number, or one that makes Python compute as many digits, would block the
 # interpreter.
 _LARGEST = 10**18
 _LARGEST_OF = {'precision': 1000, 'exponent': 1000, 'decimal_places': 1000}
-# Copies of directories share their entries, so that a few calls make more paths than
-# can be walked; with so many the file system is full.
+# Copies of directories share their entries, so a few calls can make more paths than can
+# be walked; above this many the file system counts as full.
 _MOST_FILES = 20_000
-# For a turn's check, and for new APIs, with the wait for a thread and for the lock.
+# For a turn's check, and for new APIs, including the wait for a thread and the lock.
 _SECONDS = 60.0
-# The APIs set the precision of mpmath for the whole process.
+# The APIs set mpmath's precision for the entire process.
 _LOCK = threading.Lock()
 
 
 def load(
   category: str = CATEGORIES[0], folder: str | os.PathLike = ''
 ) -> list[types.Task]:
-  """Reads the tasks of a category, but for those that are NOT_OFFERED.
+  """Reads a category's tasks, except those in NOT_OFFERED.
 
   A task's messages are the user's first request, and its answer has the calls of each
   turn as [name, arguments].
 
   Args:
     category: One of CATEGORIES.
-    folder: The folder of BFCL's data; that of the installed package by default.
+    folder: The folder of BFCL's data; the installed package's by default.
 
   Raises:
     ModuleNotFoundError: The package is not installed; says how to install it.
@@ -92,7 +92,7 @@ def load(
 
 
 def solve(task: types.Task) -> list[str]:
-  """Returns replies that solve a task: its own calls of each turn, and then a text."""
+  """Returns replies that solve a task: its own calls of each turn, then a text."""
   render = call_formats.HERMES.render
   replies = []
   for turn in task.answer:
@@ -103,30 +103,30 @@ def solve(task: types.Task) -> list[str]:
 
 
 class MultiTurnEnv(env.ToolEnv):
-  """The user makes the next request where a reply has no call; the last ends the episode.
+  """A reply without a call gets the user's next request; the last one ends the episode.
 
-  Each turn is checked as BFCL does it, and the first that fails ends the episode. The
-  reward is 1.0 where all turns passed, and the metric 'turns_passed' is their share. An
-  episode that a budget ended has no reward.
+  Each turn is checked as in BFCL, and the first failure ends the episode. The reward is
+  1.0 if all turns passed; the metric 'turns_passed' is the share that passed. An episode
+  that a budget ended has no reward.
   """
 
   def __init__(self):
-    """Makes the environment; the tools come with a task."""
+    """Creates the environment; the tools come with a task."""
     super().__init__(
       (), self._score, metrics=self._measure, max_parallel_calls=64, in_order=True
     )
 
   async def reset(self, task: types.Task) -> list[types.Message]:
-    """Begins with the first request, and with new APIs."""
+    """Begins with the first request, and fresh APIs."""
     make = lambda: (_Apis(task), _Apis(task))
-    # What may take long, or wait for the lock, runs in a thread.
+    # Runs in a thread, since it may take long or wait for the lock.
     self._apis, self._truth = await workers.call(make, name='reset', seconds=_SECONDS)
     self._turn = self._replies = self._calls = 0
     self._offer(task)
     return await super().reset(task)
 
   async def answer_text(self) -> list[types.Message]:
-    """Checks the turn; the next request, or nothing where it failed or was the last."""
+    """Checks the turn; returns the next request, or none after a failure or the last."""
     right, check = self.task.answer[self._turn], self._check_turn
     passed = await workers.call(check, right, name='check', seconds=_SECONDS)
     self._turn += passed
@@ -142,7 +142,7 @@ class MultiTurnEnv(env.ToolEnv):
     return await super().step(reply)
 
   def _check_turn(self, right: Sequence[Any]) -> bool:
-    """Whether the state and the results are those that the task's calls lead to."""
+    """Whether state and results match those of the task's own calls."""
     checker = _import(_CHECKER)
     results = [self._truth.call(name, arguments) for name, arguments in right]
     if self._replies > MAX_REPLIES + 1 or (right and not self._calls):
@@ -151,13 +151,13 @@ class MultiTurnEnv(env.ToolEnv):
       return True
     try:
       state = checker.state_checker(self._apis.instances, self._truth.instances)
-    except RecursionError:  # Directories that the calls have put into each other.
+    except RecursionError:  # Calls have put directories into each other.
       return False
     said = checker.response_checker(self._apis.results, results, self._turn)
     return bool(state['valid'] and said['valid'])
 
   def _offer(self, task: types.Task) -> list[dict[str, Any]]:
-    """Sets the tools of the turn; returns the schemas of those that are new."""
+    """Sets the tools of the turn; returns the schemas of new tools."""
     late = {
       n for t, names in task.info['late'].items() if int(t) > self._turn for n in names
     }
@@ -168,7 +168,7 @@ class MultiTurnEnv(env.ToolEnv):
     return [schema for schema in schemas if schema['name'] not in before]
 
   def _describe(self, schemas: Sequence[dict[str, Any]]) -> list[types.Message]:
-    """Tells of functions that were withheld, as BFCL does where a prompt has them."""
+    """Announces functions that were withheld, as BFCL does for models with prompts."""
     if not schemas:
       return []
     prompts = _import('bfcl_eval.constants.default_prompts')
@@ -199,11 +199,11 @@ class MultiTurnEnv(env.ToolEnv):
 
 
 class _Apis:
-  """The APIs of a task, in the state that calls have led to.
+  """The APIs of a task, in their current state.
 
   Attributes:
-    instances: Class name -> instance.
-    results: What calls have returned, as texts.
+    instances: The instances by class name.
+    results: The results of calls, as texts.
   """
 
   def __init__(self, task: types.Task):
@@ -215,19 +215,19 @@ class _Apis:
         instance._load_scenario(scenario, long_context=task.info['long'])
 
   def call(self, name: str, arguments: dict[str, Any]) -> str:
-    """Calls a method of one of the classes; what it raises is its result.
+    """Calls a method of one of the classes; an exception becomes its result.
 
     Args:
-      name: A name that `_documents` has.
+      name: A name in `_documents`.
       arguments: They fit the schema.
     """
     (api,) = (x for c, x in self.instances.items() if name in _documents(c))
     import mpmath
 
-    # Calls set the precision of decimals and of mpmath, and leave it so.
+    # Calls change the precision of decimals and mpmath, and leave it so.
     with _LOCK, decimal.localcontext(), mpmath.workdps(15):
       try:
-        # An API may keep a list that it is given, and change it later.
+        # An API may store a list that it is given, and change it later.
         result = _write_result(getattr(api, name)(**copy.deepcopy(arguments)))
       except Exception as error:
         result = f'Error during execution: {error}'
@@ -235,7 +235,7 @@ class _Apis:
     return result
 
   def find_excess(self) -> str | None:
-    """Says that the file system is full, if it is."""
+    """Returns an error if the file system is full."""
     files = self.instances.get('GorillaFileSystem')
     left = [files.root, files._current_dir] if files else []
     for _ in range(_MOST_FILES):
@@ -246,7 +246,7 @@ class _Apis:
 
 
 def _write_result(value: Any) -> str:
-  """Writes what a method returned, as BFCL does before it compares."""
+  """Writes a method's result, as BFCL does before comparing."""
   if isinstance(value, dict):
     with contextlib.suppress(TypeError, ValueError):
       return json.dumps(value)
@@ -254,7 +254,7 @@ def _write_result(value: Any) -> str:
 
 
 def _find_excess(arguments: dict[str, Any]) -> str | None:
-  """Says which number is too large to compute with."""
+  """Returns an error that names a number too large to compute with."""
   for name, value in arguments.items():
     most = _LARGEST_OF.get(name, _LARGEST)
     for x in value if isinstance(value, list) else [value]:
@@ -264,7 +264,7 @@ def _find_excess(arguments: dict[str, Any]) -> str | None:
 
 
 def _make_task(row: dict[str, Any], ground_truth: list[list[str]]) -> types.Task:
-  """Makes a task of a row of BFCL and its answer."""
+  """Makes a task from a row of BFCL and its answer."""
   requests, classes = row['question'], row['involved_classes']
   info = {
     'classes': classes,
@@ -278,7 +278,7 @@ def _make_task(row: dict[str, Any], ground_truth: list[list[str]]) -> types.Task
 
 
 def _parse_call(text: str, classes: Sequence[str]) -> list[Any]:
-  """Parses 'f(1, b=2)' as ['f', {'a': 1, 'b': 2}]; nothing of it is evaluated."""
+  """Parses 'f(1, b=2)' as ['f', {'a': 1, 'b': 2}], without evaluating it."""
   call = ast.parse(text, mode='eval').body
   if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
     raise ValueError(f'{text!r:.100} is no call.')
@@ -298,7 +298,7 @@ def _documents(name: str) -> dict[str, dict[str, Any]]:
   kinds = _import('bfcl_eval.constants.type_mappings').GORILLA_TO_OPENAPI
 
   def read_type(fields: dict[str, Any]) -> dict[str, Any]:
-    # Where a parameter is called "type", that is no text but its schema.
+    # A parameter may be called "type"; its value is then a schema, not a text.
     kind = fields.get('type')
     return fields | {'type': kinds[kind]} if isinstance(kind, str) else fields
 

@@ -1,12 +1,12 @@
-"""tau2-bench's telecom tasks without a user: an agent solves a ticket by tools alone.
+"""tau2-bench's telecom tasks without a user: an agent solves a ticket with tools alone.
 
   tasks = tau.load('tau2-bench')  # A checkout of github.com/sierra-research/tau2-bench.
   train.run(..., tasks=tasks, make_env=tau.SoloEnv)
 
-The agent has the tools of both sides, the service's and the customer's phone, and ends
-with the tool `done`, as tau2's own LLMSoloAgent does. State, tools and evaluators are the
-checkout's (MIT licence); of its package only the parts are imported that need no client
-of a language model. PyPI's package of the name tau2 is another one.
+The agent has both sides' tools, the service's and the customer's phone, and ends with
+the tool `done`, like tau2's own LLMSoloAgent. State, tools and evaluators come from the
+checkout (MIT licence); only the parts that need no client of a language model are
+imported. The PyPI package named tau2 is a different one.
 """
 
 import ast
@@ -28,10 +28,10 @@ from agent_r1_jax.host import workers
 
 SPLITS = ('base', 'train', 'test', 'small', 'full')
 POLICIES = ('manual', 'workflow')
-# As in tau2: so many failed calls end an episode.
+# As in tau2: this many failed calls end an episode.
 MAX_ERRORS = 10
 DONE = 'done'
-# No amount is larger.
+# Larger amounts are rejected.
 _LARGEST = 1e12
 _TELECOM = 'tau2.domains.telecom.environment'
 _INSTALL = (
@@ -50,11 +50,11 @@ def load(
 
   Args:
     folder: The checkout.
-    split: One of SPLITS; 'base' has the 114 tasks that results are reported on.
-    policy: One of POLICIES: which text on technical support the agent is given.
+    split: One of SPLITS; 'base' has the 114 tasks of reported results.
+    policy: One of POLICIES: the agent's text on technical support.
 
   Raises:
-    FileNotFoundError: The folder is no checkout.
+    FileNotFoundError: The folder is not a checkout.
     ModuleNotFoundError: A requirement is not installed; says which.
     ValueError: There is no such split or policy, or another checkout is in use.
   """
@@ -77,7 +77,7 @@ def load(
 
 
 def solve(task: types.Task) -> list[str]:
-  """Returns replies that solve a task: its own calls, and `done`."""
+  """Returns replies that solve a task: its own calls, then `done`."""
   steps = [*task.answer, [DONE, {}]]
   return [call_formats.HERMES.render(calls.ToolCall(*call)) for call in steps]
 
@@ -85,13 +85,13 @@ def solve(task: types.Task) -> list[str]:
 class SoloEnv(env.ToolEnv):
   """An agent alone with a ticket; the tool `done` ends the episode.
 
-  The reward is that of tau2's evaluators for the task: its assertions on the state at the
-  end and, where the task asks for them, its actions. It is 0 where the agent did not end
-  by `done`: by a reply without a call, after MAX_ERRORS failed calls, or by a budget.
+  The reward is tau2's evaluation of the task: its assertions on the final state and, for
+  some tasks, its actions. It is 0 if the agent ended other than by `done`: by a reply
+  without a call, after MAX_ERRORS failed calls, or by a budget.
   """
 
   def __init__(self):
-    """Makes the environment; `load` says first where tau2 is."""
+    """Creates the environment; call `load` first, which finds tau2."""
     tools = [self._make_tool(schema) for schema in _schemas()]
     super().__init__(tools, self._score, metrics=self._measure, in_order=True)
 
@@ -130,7 +130,7 @@ class SoloEnv(env.ToolEnv):
     return tool_lib.Tool(name, schema, run, timeout=10.0)
 
   def _ask(self, name: str, arguments: dict[str, Any]) -> str:
-    """Calls a tool of either side, as tau2 does; what it raises is text."""
+    """Calls a tool of either side, as tau2 does; exceptions become text."""
     message = _import('tau2.data_model.message')
     call = message.ToolCall(id=str(len(self._said)), name=name, arguments=arguments)
     answer = self._world.get_response(call)
@@ -139,7 +139,7 @@ class SoloEnv(env.ToolEnv):
     return answer.content
 
   def _score(self, task: types.Task, messages: Sequence[types.Message]) -> float:
-    """Returns the product of what the task's reward is based on."""
+    """Returns the product of the parts that the task's reward is based on."""
     if not self._stopped:
       return 0.0
     state = _import('tau2.evaluator.evaluator_env').EnvironmentEvaluator
@@ -166,7 +166,7 @@ def _make_task(row: dict[str, Any], prompt: str) -> types.Task:
 
 
 def _begin(row: dict[str, Any]) -> tuple[Any, Any]:
-  """Returns a row as tau2 has it, and an environment in its first state."""
+  """Returns a row as tau2 has it, and an environment in its initial state."""
   task = _import('tau2.data_model.tasks').Task.model_validate(row)
   world, first = _make_world(solo_mode=True), task.initial_state
   world.set_state(first.initialization_data, first.initialization_actions, [])
@@ -174,9 +174,9 @@ def _begin(row: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _make_world(solo_mode: bool = False) -> Any:
-  """Makes an environment of tau2 in the state that its files have."""
+  """Makes an environment of tau2 in the state of its files."""
   world = _import(_TELECOM).get_environment(*(x.model_copy(deep=True) for x in _states()))
-  # Its set_solo_mode makes all tools again, to compare their names: 0.2 seconds.
+  # set_solo_mode would make all tools again to compare their names: 0.2 seconds.
   world.solo_mode = solo_mode
   return world
 
@@ -206,7 +206,7 @@ def _schemas() -> list[dict[str, Any]]:
 def _read_prompts(path: pathlib.Path) -> list[str]:
   """Returns the instruction and the template of LLMSoloAgent.
 
-  They are read and not imported, because their module needs a client of language models.
+  Reads them from the source, since importing the module needs a language model client.
   """
   names = ('AGENT_SOLO_INSTRUCTION', 'SYSTEM_PROMPT_SOLO')
   found = {}
@@ -218,9 +218,9 @@ def _read_prompts(path: pathlib.Path) -> list[str]:
 
 
 def _open(folder: str | os.PathLike) -> pathlib.Path:
-  """Lets `tau2` be imported from a checkout; returns the checkout's folder `src`.
+  """Makes `tau2` importable from a checkout; returns the checkout's folder `src`.
 
-  The package's own `__init__` is not run, because it imports every client and server.
+  Skips the package's own `__init__`, which imports every client and server.
   """
   source = pathlib.Path(folder).resolve() / 'src'
   package = source / 'tau2'
@@ -234,7 +234,7 @@ def _open(folder: str | os.PathLike) -> pathlib.Path:
     sys.modules['tau2'] = module
   if [*sys.modules['tau2'].__path__] != [str(package)]:
     raise ValueError(f'tau2 is already imported from {sys.modules["tau2"].__path__}.')
-  # Each call of a tool would be a line on the terminal.
+  # Each tool call would print a line on the terminal.
   _import('loguru').logger.disable('tau2')
   return source
 

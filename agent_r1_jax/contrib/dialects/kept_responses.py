@@ -1,4 +1,4 @@
-"""Responses that later requests may go on from, by `previous_response_id`."""
+"""Stored responses that later requests may continue, by `previous_response_id`."""
 
 import collections
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ _MOST_KEPT, _MOST_CHARACTERS = 4096, 1 << 26
 
 
 class KeptResponses:
-  """The newest responses of a source, each with the items that came before it.
+  """The newest responses of a source, each with the items before it.
 
-  There are _MOST_KEPT at most, and no more of them than have _MOST_CHARACTERS in all. One
-  that is gone on from counts as new.
+  Limited to _MOST_KEPT responses with _MOST_CHARACTERS in total. Continuing a response
+  makes it the newest.
   """
 
   def __init__(self):
-    # The items of a conversation and their number of characters, by the response's id.
+    # A conversation's items and their number of characters, by the response's id.
     self._kept: collections.OrderedDict[str, tuple[list[Any], int]]
     self._kept = collections.OrderedDict()
     self._characters = 0
@@ -27,7 +27,7 @@ class KeptResponses:
   def recall(self, name: str) -> list[Any]:
     """Returns the items up to the end of a response; raises RefusedError.
 
-    It may be called in any thread.
+    Thread-safe.
     """
     if (found := self._kept.get(name)) is None:
       text = f'there is no response {name!r:.80}, or it is not kept any longer; send the '
@@ -38,12 +38,12 @@ class KeptResponses:
     return found[0]
 
   def keep(self, name: str, items: Sequence[Any], previous: str | None) -> None:
-    """Keeps the items up to the end of a response, and forgets the oldest ones.
+    """Stores the items up to the end of a response, and drops the oldest responses.
 
     Args:
       name: The response's id.
-      items: All items, those of the previous response first.
-      previous: The id of the response that it goes on from, if it does.
+      items: All items, beginning with the previous response's.
+      previous: The id of the response that it continues, if any.
     """
     before, size = self._kept.get(previous or '', ((), 0))
     size += len(json.dumps(items[len(before) :]))

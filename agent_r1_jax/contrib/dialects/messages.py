@@ -1,4 +1,4 @@
-"""Anthropic's Messages: how requests are read, and their answers written."""
+"""Anthropic's Messages: how requests are read and answers written."""
 
 import json
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ _KINDS = {
   504: 'timeout_error',
 }
 _REASONS = {'stop': 'end_turn', 'tool_calls': 'tool_use', 'length': 'max_tokens'}
-# What a thinking block is signed with whose end was not sampled.
+# The signature of a thinking block whose end was not sampled.
 _CUT = 'cut'
 
 
@@ -49,7 +49,7 @@ def _read_content(content: Any) -> str | list[dict[str, Any]]:
 
 
 def _read_user(content: Any) -> list[dict[str, Any]]:
-  """Reads a message of the user; each result of a tool becomes a message of its own."""
+  """Reads a user message; each tool result becomes a message of its own."""
   if not isinstance(content, list):
     return [{'role': 'user', 'content': _read_content(content)}]
   result: list[dict[str, Any]] = []
@@ -88,7 +88,7 @@ def _read_assistant(content: Any) -> dict[str, Any]:
 
 
 def _read_message(message: dict[str, Any]) -> list[dict[str, Any]]:
-  """Makes messages of chat completions."""
+  """Converts a message to messages of chat completions."""
   match message:
     case {'role': 'user', 'content': content}:
       return _read_user(content)
@@ -114,7 +114,7 @@ def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
-  """Makes the fields of chat completions."""
+  """Converts tool_choice to fields of chat completions."""
   match choice:
     case {'type': 'auto' | 'none' as kind}:
       named = kind
@@ -154,7 +154,7 @@ _Object = dict[str, Any]
 
 
 class _MessagesBody(requests.Body):
-  """What Messages have and chat completions do not; the other fields are theirs.
+  """The fields of Messages that chat completions lack; the others are shared.
 
   Each message has become a list of messages of chat completions.
   """
@@ -178,7 +178,7 @@ class _MessagesBody(requests.Body):
   n: requests.Unsupported = None
 
 
-# Fields that both have.
+# The shared fields.
 _SAME = 'model', 'max_tokens', 'temperature', 'top_k', 'top_p', 'min_p', 'seed', 'stream'
 
 
@@ -187,7 +187,7 @@ class _Messages(dialect_lib.Dialect):
   count_path = '/v1/messages/count_tokens'
 
   def read(self, fields, memory, counts=False):
-    """Reads a request, and makes one of chat completions of it."""
+    """Reads a request, and converts it to chat completions."""
     body = http.check_fields(
       _MessagesBody, fields | ({'max_tokens': 1} if counts else {})
     )
@@ -214,7 +214,7 @@ class _Messages(dialect_lib.Dialect):
     return {'type': 'error', 'error': {'type': kind, 'message': str(error)}}
 
   def write_count(self, tokens: int) -> dict[str, Any]:
-    """Writes the number of tokens of a request."""
+    """Writes the token count of a request."""
     return {'input_tokens': tokens}
 
 
@@ -287,7 +287,7 @@ class _MessagesStream(dialect_lib.EventStream):
     return self._block('start', content_block=dict(block))  # It will be changed.
 
   def _close(self) -> list[dialect_lib.Event]:
-    """Ends the block that is open, if one is."""
+    """Ends the open block, if there is one."""
     events = []
     if self._open == 'thinking':
       signed = {'signature': 'complete' if self._split.is_closed else _CUT}

@@ -1,7 +1,7 @@
 """OpenAI's Responses: the items of a conversation, read and written.
 
-A reply of the policy is up to three kinds of items: what it thinks, a message, and calls
-of tools. They are read as one reply again.
+A reply of the policy becomes up to three kinds of items: thoughts, a message, and tool
+calls. Reading joins them to one reply again.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ def _read_content(content: Any) -> str | list[dict[str, Any]]:
 
 
 def read_item(item: dict[str, Any]) -> dict[str, Any]:
-  """Makes a message of chat completions; of a reply, a part of one ('more')."""
+  """Converts an item to a message of chat completions, or to a part of one ('more')."""
   match item:
     case {'role': 'assistant', 'content': content}:
       texts = _read_content(content)
@@ -61,11 +61,11 @@ def read_item(item: dict[str, Any]) -> dict[str, Any]:
 def join_replies(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
   """Joins the parts of each reply: thoughts, then a text, then calls.
 
-  The messages are those of `read_item`, and are changed.
+  Changes the messages, which come from `read_item`.
   """
   result: list[dict[str, Any]] = []
   order = {'thinking': 0, 'text': 1, 'call': 2}
-  last = None  # The kind of the part before, of a reply that may go on.
+  last = None  # The kind of the previous part, if its reply may continue.
   for message in messages:
     kind = message.pop('more', None)
     if last and kind and (order[kind] > order[last] or kind == last == 'call'):
@@ -78,7 +78,7 @@ def join_replies(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def start(kind: str) -> dict[str, Any]:
-  """Writes the beginning of what the policy thinks ('thinking') or says ('text')."""
+  """Writes the beginning of the policy's thoughts ('thinking') or answer ('text')."""
   if kind == 'thinking':
     content = [{'type': 'reasoning_text', 'text': ''}]
     return _start('reasoning', 'rs', 'in_progress') | {'summary': [], 'content': content}
@@ -88,7 +88,7 @@ def start(kind: str) -> dict[str, Any]:
 
 
 def write_call(name: str, arguments: Any) -> dict[str, Any]:
-  """Writes a call of a tool."""
+  """Writes a tool call."""
   fields = _start('function_call', 'fc', 'completed')
   return fields | {
     'call_id': f'call_{next(replies.numbers)}',

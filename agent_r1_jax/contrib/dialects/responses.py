@@ -1,7 +1,8 @@
-"""OpenAI's Responses: how requests are read, and their answers written.
+"""OpenAI's Responses: how requests are read and answers written.
 
-A response is kept for `previous_response_id`, unless the client says `store: false`: by
-the source of its replies, so those of an episode go with it (kept_responses.py).
+A response is stored for `previous_response_id`, unless the client says `store: false`.
+The source of its replies stores it, so an episode's responses end with the episode
+(kept_responses.py).
 """
 
 import secrets
@@ -16,9 +17,9 @@ from agent_r1_jax.serve import requests
 from agent_r1_jax.web import http
 
 _LOGPROBS = 'message.output_text.logprobs'
-# What `include` may name; there is nothing encrypted to leave out.
+# Allowed values of `include`; no content is ever encrypted.
 _INCLUDES = _LOGPROBS, 'reasoning.encrypted_content'
-# What the content of an item is called in events.
+# The names of an item's content in events.
 _CONTENT = {'thinking': 'reasoning_text', 'text': 'output_text'}
 
 
@@ -78,7 +79,7 @@ def _check_truncation(kind: str) -> str:
 
 
 _Object = dict[str, Any]
-# It comes back with each event that has the response; the sizes are those of the API.
+# Returned with each event that has the response; the limits are the API's.
 _Metadata = Annotated[
   dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
   Field(max_length=16),
@@ -86,7 +87,7 @@ _Metadata = Annotated[
 
 
 class _ResponsesBody(requests.Body):
-  """What Responses have and chat completions do not; the other fields are theirs."""
+  """The fields of Responses that chat completions lack; the others are shared."""
 
   input: Annotated[
     list[_Object], Field(min_length=1, fail_fast=True), BeforeValidator(_read_input)
@@ -114,7 +115,7 @@ class _ResponsesBody(requests.Body):
   n: requests.Unsupported = None
 
 
-# Fields that both have.
+# The shared fields.
 _SAME = 'model', 'temperature', 'top_k', 'top_p', 'min_p', 'seed', 'stream'
 
 
@@ -124,7 +125,7 @@ class _Responses(dialect_lib.Dialect):
   conversation = 'input'
 
   def read(self, fields, memory, counts=False):
-    """Reads a request, and makes one of chat completions of it."""
+    """Reads a request, and converts it to chat completions."""
     kept = memory.setdefault(self.path, kept_responses.KeptResponses())
     body = http.check_fields(_ResponsesBody, fields)
     if body.previous_response_id is not None:
@@ -149,7 +150,7 @@ class _Responses(dialect_lib.Dialect):
     if body.top_logprobs or _LOGPROBS in body.include:
       chat |= {'logprobs': True, 'top_logprobs': body.top_logprobs}
     request = http.check_fields(requests.ChatRequest, chat)
-    # With the place where the answer is kept, if later requests may go on from it.
+    # With the store for the answer, if later requests may continue it.
     return dialect_lib.Asked(request, (body, kept if body.store else None))
 
   def stream(self, head: dialect_lib.Head) -> dialect_lib.EventStream:
@@ -157,7 +158,7 @@ class _Responses(dialect_lib.Dialect):
     return _ResponsesStream(head)
 
   def write_count(self, tokens: int) -> dict[str, Any]:
-    """Writes the number of tokens of a request."""
+    """Writes the token count of a request."""
     return {'object': 'response.input_tokens', 'input_tokens': tokens}
 
 
@@ -166,7 +167,7 @@ class _ResponsesStream(dialect_lib.EventStream):
 
   def __init__(self, head: dialect_lib.Head):
     self._head, (self._body, self._kept) = head, head.asked.body
-    # Whoever knows the name may go on from the response.
+    # Whoever knows the name may continue the response.
     self._name, self._created = f'resp_{secrets.token_hex(16)}', time.time()
     self._number = 0
     self._split = thinking.Split(self._body.reasoning is not None)
@@ -174,12 +175,12 @@ class _ResponsesStream(dialect_lib.EventStream):
     self._output: list[dict[str, Any]] = []
     self._open: str | None = None
     self._text, self._logprobs = '', []
-    # Log-probs of tokens whose text has not come yet.
+    # Log-probs of tokens whose text is still to come.
     self._waiting: list[dict[str, Any]] = []
     self._is_cut = False
 
   def begin(self):
-    """Writes the response without any output."""
+    """Writes the response, without output."""
     response = self._write('in_progress')
     return [
       self._event('created', response=response),
@@ -187,7 +188,7 @@ class _ResponsesStream(dialect_lib.EventStream):
     ]
 
   def add(self, part: dialect_lib.ReplyPart):
-    """Writes further text; with the last one, the calls."""
+    """Writes new text; the last part also has the calls."""
     events = []
     self._waiting += part.logprobs or []
     for kind, text in self._split.add(part.text, part.reply is not None):
@@ -203,32 +204,32 @@ class _ResponsesStream(dialect_lib.EventStream):
     return events
 
   def finish(self, sampled: int):
-    """Writes the whole response."""
+    """Writes the complete response."""
     response = self.write(sampled)
     return [self._event(response['status'], response=response)]
 
   def write(self, sampled: int):
-    """Writes the whole response, and keeps it if it may be gone on from."""
+    """Writes the complete response, and stores it if it may be continued."""
     if self._kept:
       items = [*self._body.input, *self._output]
       self._kept.keep(self._name, items, self._body.previous_response_id)
     return self._write('incomplete' if self._is_cut else 'completed', sampled)
 
   def fail(self, error: http.RefusedError):
-    """Writes the response as it is, with the error."""
+    """Writes the response so far, with the error."""
     said = {'code': 'server_error', 'message': str(error)}
     return [self._event('failed', response=self._write('failed') | {'error': said})]
 
   def _extend(self, kind: str, text: str) -> list[dialect_lib.Event]:
     events, logprobs = [], []
-    if kind == 'text':  # The log-probs of all tokens of the reply are with its text.
+    if kind == 'text':  # Its log-probs cover all tokens of the reply.
       logprobs, self._waiting = self._waiting, []
     if kind != self._open:
       events += self._close(False)
       self._open, self._text, self._logprobs = kind, '', []
       item = response_items.start(kind)
       self._output.append(item)
-      # Its content comes as a part of its own.
+      # The content follows as a part of its own.
       events.append(self._event('output_item.added', item=item | {'content': []}))
       events.append(self._within('content_part.added', part=item['content'][0]))
     self._text += text
@@ -239,13 +240,13 @@ class _ResponsesStream(dialect_lib.EventStream):
     return events
 
   def _close(self, is_cut: bool) -> list[dialect_lib.Event]:
-    """Ends the item that is open, if one is."""
+    """Ends the open item, if there is one."""
     if self._open is None:
       return []
     kind, self._open = self._open, None
     is_cut = is_cut if kind == 'text' else not self._split.is_closed
     more = {'logprobs': self._logprobs} if kind == 'text' else {}
-    # A new one: what was written of it before is not encoded yet.
+    # A new object: events with the old one are not encoded yet.
     item: Any = self._output[-1] | {'status': 'incomplete' if is_cut else 'completed'}
     content = item['content'][0] | {'text': self._text} | more
     self._output[-1] = item = item | {'content': [content]}
@@ -268,7 +269,7 @@ class _ResponsesStream(dialect_lib.EventStream):
     ]
 
   def _within(self, kind: str, **fields: Any) -> dialect_lib.Event:
-    """Writes an event of the content of the last item."""
+    """Writes an event about the last item's content."""
     place = {'item_id': self._output[-1]['id'], 'content_index': 0}
     return self._event(kind, **place, **fields)
 

@@ -1,8 +1,7 @@
-"""What a policy thinks before it answers, <think>...</think>, apart from the answer.
+"""Separates a policy's thoughts, <think>...</think>, from its answer.
 
-Dialects that have a place for thoughts show them there if the client asks for it, and
-read them from there. Nothing is lost on the way: what is joined is what was split, but
-for white space before it.
+Dialects with a field for thoughts show them there if the client asks, and read them from
+there. `join` restores exactly what was split, apart from white space before it.
 """
 
 from agent_r1_jax.serve import replies
@@ -14,18 +13,18 @@ class Split:
   """Splits a reply while it is sampled.
 
   Attributes:
-    is_closed: Whether the thoughts came to an end.
+    is_closed: Whether the thoughts have ended.
   """
 
   def __init__(self, wanted: bool):
-    """Begins; unless it is wanted, all is text."""
+    """Begins; if not `wanted`, everything is text."""
     self._state, self._held = 'start' if wanted else 'text', ''
     self.is_closed = False
 
   def add(self, text: str, is_last: bool) -> list[tuple[str, str]]:
-    """Adds text; returns pairs of 'thinking' or 'text', and further text of it.
+    """Adds text; returns pairs of kind, 'thinking' or 'text', and new text.
 
-    A pair of 'thinking' may have an empty text: the thoughts have begun.
+    A 'thinking' pair with an empty text means that the thoughts have begun.
     """
     self._held += text
     found = []

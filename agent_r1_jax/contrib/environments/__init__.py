@@ -1,1 +1,1 @@
-"""Environments that are written for other systems, and the servers that play them."""
+"""Environments written for other systems, and the servers that play them."""

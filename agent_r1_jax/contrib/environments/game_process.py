@@ -1,8 +1,8 @@
 """TextWorld's and ALFWorld's games, each in a process of its own.
 
-Both packages play a game in C code, which may crash, hang or share state between games.
-So no game is played in the trainer: a process that has imported TextWorld forks one
-process for each game (a few milliseconds), and what a game does costs its own episode.
+Both packages run games in C code, which may crash, hang or share state between games. So
+no game runs in the trainer: a process that has imported TextWorld forks one process per
+game (a few milliseconds), and a failing game costs only its own episode.
 """
 
 import faulthandler
@@ -19,7 +19,7 @@ import weakref
 
 from agent_r1_jax.host import isolated, workers
 
-# The time for TextWorld to be imported, once.
+# Time limit for importing TextWorld, once.
 _START_SECONDS = 120.0
 
 
@@ -34,11 +34,11 @@ class GameProcess:
     """Loads the game.
 
     Args:
-      path: A game of TextWorld (.z8, with its .json beside it) or ALFWorld (.tw-pddl).
-      seconds: The most seconds of one action; a game that takes longer is ended.
+      path: A game of TextWorld (.z8, with its .json next to it) or ALFWorld (.tw-pddl).
+      seconds: Time limit of one action; a game that exceeds it is ended.
 
     Raises:
-      GameError: TextWorld or ALFWorld is not installed, or they cannot load the file.
+      GameError: TextWorld or ALFWorld is not installed, or cannot load the file.
     """
     self._path, self._seconds = path, seconds
     self._pipe, there = connection.Pipe()
@@ -55,7 +55,7 @@ class GameProcess:
     return text, info
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    """Acts; the reward is the gain in score, and all of a game's rewards sum to 1."""
+    """Acts; the reward is the gain in score, and a game's rewards sum to 1."""
     text, reward, done, info = self._ask(['step', action], self._seconds)
     return text, reward, done, False, info
 
@@ -96,7 +96,7 @@ _fork_server_lock = threading.Lock()
 
 
 def _send_to_fork_server(pipe: connection.Connection):
-  """Lets a new process have the pipe; starts the fork server if it is not there."""
+  """Sends the pipe to a new process; starts the fork server if necessary."""
   global _fork_server
   with _fork_server_lock:
     if _fork_server is None or _fork_server.process.poll() is not None:
@@ -106,21 +106,21 @@ def _send_to_fork_server(pipe: connection.Connection):
 
 
 def _run_fork_server(control: socket.socket):
-  """Forks a process for every pipe that comes; ends when the trainer has ended."""
+  """Forks a process for every pipe received; ends with the trainer."""
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda *_: None)
   signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for the games.
-  os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Nor reads what they print.
-  os.environ['OPENBLAS_NUM_THREADS'] = '1'  # One thread: it forks.
+  os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Nobody reads their output.
+  os.environ['OPENBLAS_NUM_THREADS'] = '1'  # Forking needs a single thread.
   try:
     from textworld import logic  # pyright: ignore[reportMissingImports]
     from textworld.generator import data  # pyright: ignore[reportMissingImports]
 
-    # Every game would parse the rules of its world, for a third of a second: a parse of
-    # the same text is remembered.
+    # Every game would parse the rules of its world, for a third of a second: cache parses
+    # of the same text.
     logic.GameLogic.deserialize(data.KnowledgeBase.default().logic.serialize())
   except ImportError:
-    pass  # Each game says so.
+    pass  # Each game reports it.
   while True:
     message, (*descriptors,), *_ = socket.recv_fds(control, 1, 1)
     if not message:
@@ -139,7 +139,7 @@ def _serve(pipe: connection.Connection):
   path, seconds = json.loads(pipe.recv_bytes())
   request = 'load'
   while True:
-    # The time-out needs no interpreter, and holds if the trainer is gone.
+    # This time-out needs no interpreter, and works even if the trainer is gone.
     faulthandler.dump_traceback_later(seconds + 5.0, exit=True, file=nowhere)
     try:
       if game is None:
@@ -183,7 +183,7 @@ class _Game:
       raise GameError('TextWorld knows no command of it; is its .json beside it?')
     self._max_score = float(state.get('max_score') or 1)
     if state.get('objective'):
-      # The feedback has the title in letters of $ signs in front.
+      # The feedback begins with the title in letters of $ signs.
       return self._answer(state, f'{state["objective"]}\n\n{state["description"]}')
     return self._answer(state, state.feedback)
 
@@ -193,7 +193,7 @@ class _Game:
     return self._answer(state, state.feedback, gain / self._max_score, done)
 
   def _answer(self, state, text, reward=0.0, done=False):
-    # What follows the prompt is the status line, drawn for a terminal.
+    # The prompt is followed by the status line, drawn for a terminal.
     text = re.split(r'\n>\s', text)[0].strip()
     info = {'admissible_commands': list(state.get('admissible_commands') or ())}
     return text, reward, bool(done), info | {'won': bool(state.get('won'))}

@@ -3,10 +3,10 @@
   tasks = nemo_gym.load_tasks('resources_servers/SERVER/data/train.jsonl')
   train.run(..., tasks=tasks, make_env=lambda: nemo_gym.ServedEnv('http://127.0.0.1:8000'))
 
-A resources server has the tools and the reward of tasks, and knows no model: POST
-/seed_session begins a session, POST /NAME calls the tool of that name, and POST /verify
-scores the conversation, which it gets as a response of OpenAI's Responses API. A cookie
-says which session a request belongs to. The server runs in an environment of its own.
+A resources server has the tools and rewards of tasks, but no model: POST /seed_session
+begins a session, POST /NAME calls a tool, and POST /verify scores the conversation, which
+it gets as a response of OpenAI's Responses API. A cookie identifies the session. The
+server runs in an environment of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from agent_r1_jax.agent import calls, env
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.web import bounded_http
 
-# The most bytes of an answer. That to /verify repeats the task and the conversation.
+# Maximum bytes of an answer. /verify's repeats the task and the conversation.
 _MAX_BYTES = 1 << 24
 
 
@@ -31,7 +31,7 @@ def load_tasks(path: str | os.PathLike) -> list[types.Task]:
   """Reads the tasks of a file of JSON lines with `responses_create_params`.
 
   Raises:
-    ValueError: It has no task, or a line is none that can be played.
+    ValueError: It has no tasks, or a line has none that can be played.
   """
   path, tasks = pathlib.Path(path), []
   for number, line in enumerate(path.read_bytes().splitlines(), start=1):
@@ -52,10 +52,9 @@ def load_tasks(path: str | os.PathLike) -> list[types.Task]:
 class ServedEnv(env.ToolEnv):
   """An episode with a session on a resources server.
 
-  The tools are those of the task's row; calls of one reply are made one after another.
-  A call whose arguments do not fit their schema is
-  answered here; other answers are the server's. Numbers of its verdict that are not the
-  task's are metrics.
+  The tools come from the task's row; calls of one reply are made one after another. A
+  call whose arguments do not fit their schema is answered here, all others by the server.
+  Numbers in its verdict that are not in the task become metrics.
   """
 
   def __init__(self, url: str, *, seconds: float = 60.0):
@@ -63,16 +62,16 @@ class ServedEnv(env.ToolEnv):
 
     Args:
       url: The resources server, such as 'http://127.0.0.1:8000'.
-      seconds: The most seconds of one answer.
+      seconds: Time limit of one answer.
     """
     metrics = lambda task, messages: self._numbers
-    # What a call does may depend on those before it: they share a session.
+    # Calls share a session, so a call may depend on earlier calls.
     super().__init__(
       [], self._verify, metrics=metrics, in_order=True, reward_seconds=seconds + 5
     )
     self._url, self._seconds = bounded_http.check_url(url), seconds
     self._client: Any = None
-    # What the conversation has after the prompt, as items of the Responses API.
+    # The conversation after the prompt, as items of the Responses API.
     self._output: list[dict[str, Any]] = []
     self._numbers: dict[str, float] = {}
 
@@ -80,8 +79,8 @@ class ServedEnv(env.ToolEnv):
     """Begins a session.
 
     Raises:
-      ValueError: The task's tools are those of MCP alone.
-      ConnectionError: The server is not there or refused the task.
+      ValueError: All of the task's tools are MCP tools.
+      ConnectionError: The server is unreachable or refused the task.
     """
     import httpx2
 
@@ -113,7 +112,7 @@ class ServedEnv(env.ToolEnv):
   def process_reward(
     self, calls: Sequence[env.Call], results: Sequence[tool_lib.ToolResult]
   ) -> float:
-    """Writes the turn down as the server will read it; the score is 0."""
+    """Records the turn in the server's form; the score is 0."""
     replies = (m['content'] for m in reversed(self.messages) if m['role'] == 'assistant')
     pairs = [*zip(calls, results, strict=True)]
     self._output += _write_turn(len(self._output), next(replies), pairs)
@@ -146,7 +145,7 @@ class ServedEnv(env.ToolEnv):
     return text
 
   def _ask(self, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Posts a task, and reads the object that the server answers."""
+    """Posts a task, and returns the object that the server answers."""
     status, text = self._post(path, fields)
     try:
       answer = json.loads(text)
@@ -168,7 +167,7 @@ class ServedEnv(env.ToolEnv):
 
 
 def _read_messages(params: Mapping[str, Any]) -> list[types.Message]:
-  """Makes messages of a request to the Responses API; all their parts are texts."""
+  """Converts a request to the Responses API to messages; all parts must be texts."""
   given, messages = params['input'], []
   if params.get('instructions'):
     messages.append({'role': 'system', 'content': params['instructions']})

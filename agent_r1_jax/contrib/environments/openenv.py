@@ -1,9 +1,9 @@
-"""OpenEnv: plays environments that a server offers by OpenEnv's protocol.
+"""OpenEnv: plays environments on servers that speak OpenEnv's protocol.
 
   train.run(..., make_env=lambda: openenv.ServedEnv('http://host:8000', field='message'))
 
-Each episode has a WebSocket, and with it a session of its own on the server; the server
-must allow as many sessions as there are rows (its max_concurrent_envs).
+Each episode has a WebSocket, and so a session of its own on the server, which must allow
+as many sessions as there are rows (its max_concurrent_envs).
 """
 
 from collections.abc import Callable
@@ -27,10 +27,10 @@ def show_observation(observation: dict[str, Any]) -> str:
 class ServedEnv:
   """One session of an OpenEnv server.
 
-  The action is what the reply's last <action>...</action> holds: a JSON object with the
-  fields of the server's Action, or the text of one of them. An action that the server
-  does not accept as one is answered with its error, and counted as invalid_action.
-  Rewards are the server's. A task's info['reset'] holds the arguments of its reset.
+  The action is the content of the reply's last <action>...</action>: a JSON object with
+  the fields of the server's Action, or the text of one field. An action that the server
+  rejects is answered with its error, and counted as invalid_action. Rewards are the
+  server's. A task's info['reset'] has the arguments of its reset.
   """
 
   def __init__(
@@ -45,9 +45,9 @@ class ServedEnv:
 
     Args:
       url: The server, such as 'http://localhost:8000'.
-      field: The Action's field that a text which is no JSON object goes into.
+      field: The Action's field for a text that is not a JSON object.
       show: Writes an observation as text.
-      seconds: The most seconds of one answer of the server.
+      seconds: Time limit of one answer of the server.
     """
     self._url, self._field, self._show = url, field, show
     self._seconds = seconds

@@ -1,9 +1,9 @@
-"""The tasks of reasoning-gym: generated problems, scored by the code that made them.
+"""reasoning-gym's tasks: generated problems, scored by the code that generated them.
 
   tasks = reasoning.make_tasks('chain_sum', size=500, seed=0, max_terms=3)
   train.run(..., tasks=tasks, make_env=lambda: env.ToolEnv([], scorer.reward))
 
-A reply answers by the last <answer>...</answer> of the agent's last message, outside its
+A reply's answer is the last <answer>...</answer> of the agent's last message, outside its
 thoughts.
 """
 
@@ -32,17 +32,17 @@ def make_tasks(name: str, size: int, seed: int, **config: Any) -> list[Task]:
 
   Args:
     name: The data set, such as 'chain_sum' or 'sudoku'.
-    size: How many tasks.
+    size: The number of tasks.
     seed: The seed of the generator; other seeds give other tasks.
     **config: Further fields of the data set's configuration, such as its difficulty.
 
   Raises:
-    ValueError: There is no such data set, or reasoning-gym refuses the configuration.
+    ValueError: There is no such data set, or reasoning-gym rejects the configuration.
   """
   options = {'name': name, 'size': size, 'seed': seed, **config}
   try:
     data = _make_data(json.dumps(options, sort_keys=True))
-  except (AssertionError, TypeError) as error:  # TypeError: also of what is no JSON.
+  except (AssertionError, TypeError) as error:  # TypeError: also if not JSON.
     raise ValueError(f'reasoning-gym refuses {options}: {error}') from error
   return [
     Task(
@@ -66,15 +66,15 @@ class Scorer:
     """Starts no process yet.
 
     Args:
-      seconds: Seconds that one score may take; what is late counts as wrong.
-      processes: The most that are computed at a time.
+      seconds: Time limit of one score; a late one counts as wrong.
+      processes: The maximum number of concurrent scores.
     """
     self._score = isolated.in_subprocess(
       score,
       seconds=seconds,
       processes=processes,
       memory_mb=_MEMORY_MB,
-      imports=['reasoning_gym'],  # Takes seconds, which are none of an answer's.
+      imports=['reasoning_gym'],  # Takes seconds, not counted for an answer.
     )
 
   async def reward(self, task: Task, messages: Sequence[Message]) -> env.Score:
@@ -84,8 +84,9 @@ class Scorer:
   async def metrics(self, task: Task, messages: Sequence[Message]) -> dict[str, float]:
     """Returns score, answered, and scoring_failed.
 
-    scoring_failed is 1.0 where the data set's code failed on the answer or took too long.
-    Such an answer is wrong, not an error: else an agent could escape its reward.
+    scoring_failed is 1.0 if the data set's code failed on the answer or took too long.
+    Such
+    an answer is wrong, not an error: otherwise an agent could escape its reward.
     """
     answer = qa.extract_answer(messages_lib.last_reply(messages))
     answered = float(answer is not None)
@@ -100,7 +101,7 @@ class Scorer:
 
 
 def score(options: dict[str, Any], index: int, answer: str) -> float:
-  """Scores an answer; some data sets run much code on it: use `Scorer`."""
+  """Scores an answer; some data sets run much code on it, so use `Scorer`."""
   data = _make_data(json.dumps(options, sort_keys=True))
   return float(data.score_answer(answer, data[index]))
 

@@ -3,7 +3,7 @@
   tasks = text_games.make_textworld('games', seeds=range(100))
   train.run(..., tasks=tasks, make_env=text_games.textworld_env)
 
-How an agent acts in them, and what it is shown, is in agent_r1_jax/tasks/games.py.
+agent_r1_jax/tasks/games.py says how an agent acts in them, and what it sees.
 """
 
 from collections.abc import Iterable
@@ -18,12 +18,12 @@ from agent_r1_jax.tasks import games
 
 
 def gymnasium_tasks(seeds: Iterable[int]) -> list[types.Task]:
-  """Makes a task of every seed with which an environment is reset."""
+  """Makes a task for each seed; the environment is reset with it."""
   return [games.make_task(f'seed-{seed}', seed=seed) for seed in seeds]
 
 
 def gymnasium_env(name: str, **kwargs: Any) -> games.GameEnv:
-  """Makes the environment of Gymnasium's `name`, whose texts are Text spaces.
+  """Makes Gymnasium's environment `name`, whose spaces must be Text.
 
   Raises:
     ValueError: Its actions or observations are not text.
@@ -52,14 +52,14 @@ def make_textworld(
   objects: int = 4,
   quest: int = 2,
 ) -> list[types.Task]:
-  """Makes a TextWorld game of each seed in a folder, unless it is there; a few seconds.
+  """Makes a TextWorld game per seed in a folder, unless it exists; takes a few seconds.
 
   Args:
     folder: Where the games are written.
-    seeds: One for each game.
+    seeds: One per game.
     rooms: Rooms of a game.
     objects: Objects in them.
-    quest: Commands of the shortest way to win.
+    quest: Commands in the shortest solution.
   """
   os.makedirs(folder, exist_ok=True)
   paths = []
@@ -83,16 +83,16 @@ def _compile_textworld(path: pathlib.Path, seed, rooms, objects, quest):
 
 
 def load_games(*paths: str | os.PathLike) -> list[types.Task]:
-  """Makes a task of each game of TextWorld (.z8) and ALFWorld (.tw-pddl).
+  """Makes a task for each game of TextWorld (.z8) and ALFWorld (.tw-pddl).
 
   Args:
-    *paths: Files, or folders that are searched for such files. A task's id is the name
-      of its file in the folder, or, where two would have the same id, its whole path.
+      *paths: Files, or folders to search for such files. A task's id is its file's name
+        in the folder or, if two ids would be equal, its full path.
 
-  Raises:
-    ValueError: A file is no such game or a path has none; names it.
+    Raises:
+      ValueError: A file is not such a game, or a path has none; names it.
   """
-  names: dict[pathlib.Path, str] = {}  # Of the tasks, by the files of their games.
+  names: dict[pathlib.Path, str] = {}  # Of the tasks, by their games' files.
   for path in map(pathlib.Path, paths):
     files = [path]
     if path.is_dir():
@@ -103,12 +103,12 @@ def load_games(*paths: str | os.PathLike) -> list[types.Task]:
       _check_game(file)
       names[file] = str(file.relative_to(path.parent))
   if len({*names.values()}) < len(names):
-    names = {file: str(file) for file in names}  # A name must tell one game.
+    names = {file: str(file) for file in names}  # Names must be unique.
   return [games.make_task(name, path=str(file)) for file, name in names.items()]
 
 
 def _check_game(path: pathlib.Path):
-  """Raises ValueError if a file cannot be a game; a damaged one is found in playing."""
+  """Raises ValueError if a file cannot be a game; playing finds damaged ones."""
   try:
     with path.open('rb') as file:
       if path.suffix == '.z8' and file.read(1) != b'\x08':
@@ -123,19 +123,19 @@ def _check_game(path: pathlib.Path):
 
 
 def textworld_env() -> games.GameEnv:
-  """Makes the environment of games that were loaded, each in a process of its own."""
+  """Makes the environment of loaded games, each in its own process."""
   return games.GameEnv(lambda task: game_process.GameProcess(task.info['path']))
 
 
 class WebShop:
   """A game of WebShop's text environment: search[...], then click[...].
 
-  It takes any object with WebShop's reset(session), step(action) -> observation, reward,
-  done, info, and get_available_actions() -> {'has_search_bar', 'clickables'}.
+  Works with any object that has WebShop's reset(session), step(action) -> observation,
+  reward, done, info, and get_available_actions() -> {'has_search_bar', 'clickables'}.
   """
 
   def __init__(self, shop: Any, session: int | str | None = None):
-    """Takes the shop's environment, and the session that names the goal."""
+    """Wraps the shop's environment; `session` names the goal."""
     self._shop, self._session = shop, session
     self.close = getattr(shop, 'close', lambda: None)
 
@@ -145,7 +145,7 @@ class WebShop:
     return answer[0] if isinstance(answer, tuple) else answer, self._find_actions()
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    """Searches or clicks; what the page does not offer is told and not done."""
+    """Searches or clicks; actions that the page does not offer get an error text."""
     offered = self._find_actions()['admissible_commands']
     if not games.is_offered(action, offered):
       info = {'admissible_commands': offered}

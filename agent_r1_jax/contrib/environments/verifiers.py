@@ -1,18 +1,17 @@
-"""verifiers: environments that are written for its interface of version 0.4.
+"""verifiers: environments written for version 0.4 of its interface.
 
   tasks, make_env = verifiers.load({'taskset': {'id': 'my_environment'}})
   train.run(..., tasks=tasks, make_env=make_env)
 
-Such an environment runs an agent and does not wait to be stepped. So it is a program,
-which asks the episode's endpoint for every reply (serve/program.py). Tool servers,
-interceptors, stops, rewards and metrics are the environment's own. Without a program of
-its own, an agent is played by a loop in this process that calls the environment's
-tools.
+Such an environment runs an agent itself instead of being stepped. So it is a program,
+which requests every reply from the episode's endpoint (serve/program.py). Tool servers,
+interceptors, stops, rewards and metrics are the environment's own. An agent without a
+program of its own is played by a loop in this process that calls the environment's tools.
 
-Several agents of an environment play at the same time, and each context of theirs is a
-segment of the episode. What an agent gets is the reward of its own last reply, and the
-reward of the episode is the sum of theirs. An agent that the environment does not train
-needs a client of its own, because the policy's replies are trained.
+An environment's agents play at the same time, and each of their contexts is a segment of
+the episode. An agent's reward goes to its own last reply, and the episode's reward is the
+sum of its agents'. An agent that the environment does not train needs a client of its
+own, because all replies of the policy are trained on.
 """
 
 import collections
@@ -37,17 +36,17 @@ def load(
   """Loads an installed environment.
 
   Args:
-    config: The fields of verifiers' EnvConfig, such as {'taskset': {'id': ...}}. Agents
-      without a client of their own are played by the policy; there must be one such.
-      All agents of an episode play at once, unless it has max_concurrent_agents.
-    dialects: What agents speak besides chat completions; see program.Program.
+      config: The fields of verifiers' EnvConfig, such as {'taskset': {'id': ...}}. The
+        policy plays all agents without a client of their own; there must be at least one.
+        All agents of an episode play at once, unless it has max_concurrent_agents.
+      dialects: APIs that agents use besides chat completions; see program.Program.
 
-  Returns:
-    Its tasks, and what makes the program of an episode.
+    Returns:
+      Its tasks, and a function that makes the program of an episode.
 
   Raises:
     ModuleNotFoundError: verifiers or the environment is not installed.
-    ValueError: The configuration is wrong, says verifiers.
+    ValueError: verifiers rejects the configuration.
   """
   import verifiers.v1 as v1  # pyright: ignore[reportMissingImports]
   from verifiers.v1.configs import agent  # pyright: ignore[reportMissingImports]
@@ -60,7 +59,7 @@ def load(
   agents = agent.agent_config_fields(env_config)
   default = loaders.default_harness_id(env_config.taskset.id)
   for spec in agents.values():
-    # `null` is a loop of verifiers' own, which would be installed at each start.
+    # `null` is verifiers' own loop, which would be installed at each start.
     named = spec.harness.id if spec.harness else None
     if named == 'null' or (named is None and default == 'bash'):
       spec.harness = v1.HarnessConfig(id=_LOOP)
@@ -74,7 +73,7 @@ def load(
 
   async def play(task: types.Task, url: str) -> None:
     client = v1.EvalClientConfig(base_url=url, api_key_var='AGENT_R1_NO_KEY')
-    # Each episode has an environment of its own: its servers belong to one event loop.
+    # One environment per episode, since its servers belong to one event loop.
     environment = loaders.load_environment(env_config)
     async with environment.serving():
       episode = await environment.run_episode(
@@ -82,7 +81,7 @@ def load(
       )
     await _report(episode, url, several=len(agents) > 1)
 
-  # Whoever imports this module waits for no engine yet.
+  # Late, so that importing this module does not load the engine.
   from agent_r1_jax.serve import program
 
   return tasks, lambda: program.Program(play, dialects=dialects)
@@ -98,11 +97,11 @@ def _read_prompt(data: Any) -> list[types.Message]:
 
 
 async def _report(episode: Any, url: str, several: bool) -> None:
-  """Reports the rewards of the agents that are trained, and the metrics of all.
+  """Reports the rewards of the trained agents, and the metrics of all.
 
-  Each run of an agent is rewarded by itself: verifiers sends a run's id with its
+  Each run of an agent is rewarded separately: verifiers sends a run's id with its
   requests. Metrics of several runs of one agent become means. If the environment has
-  `several` agents, both are named AGENT/NAME.
+  `several` agents, rewards and metrics are named AGENT/NAME.
 
   Raises:
     RuntimeError: The environment or one of its agents failed, or the policy played an
@@ -138,7 +137,7 @@ async def _report(episode: Any, url: str, several: bool) -> None:
 
 @functools.cache
 def _define_loop():
-  """Defines the program that plays an agent, where verifiers finds it by its name."""
+  """Defines the program that plays an agent, where verifiers finds it by name."""
   import httpx  # pyright: ignore[reportMissingImports]
   import verifiers.v1 as v1  # pyright: ignore[reportMissingImports]
   from verifiers.v1.dialects import chat  # pyright: ignore[reportMissingImports]
@@ -177,8 +176,8 @@ def _define_loop():
 
         while True:
           answer = await http.post(f'{endpoint}/chat/completions', json=body)
-          # A stop of the environment refuses a turn, and so does a budget of the episode;
-          # what was said up to there is scored.
+          # A turn is refused by a stop of the environment or by a budget of the episode;
+          # the conversation so far is scored.
           if trace.stop_condition is not None or answer.status_code == 400:
             break
           answer.raise_for_status()

@@ -1,1 +1,1 @@
-"""Sampling on somebody else's server: vLLM, SGLang, tpu-inference."""
+"""Sampling on external servers: vLLM, SGLang, tpu-inference."""

@@ -1,4 +1,4 @@
-"""What servers are asked for, and how they answer: vLLM's and SGLang's HTTP APIs."""
+"""Requests to sampling servers, and their answers: vLLM's and SGLang's HTTP APIs."""
 
 from collections.abc import Callable, Mapping
 import math
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from agent_r1_jax import config as config_lib
 
-# A path of the server, and the JSON that is posted to it.
+# A path on the server, and the JSON to post to it.
 Call = tuple[str, dict[str, Any]]
 
 
@@ -15,15 +15,15 @@ class BadAnswerError(ValueError):
 
 
 class Ask(NamedTuple):
-  """A reply that is asked for.
+  """A request for a reply.
 
   Attributes:
-    tokens: The whole text so far.
-    max_tokens: The most tokens of the reply.
-    sampling: How its tokens are chosen.
-    seed: Of 63 bits.
+    tokens: The sequence so far.
+    max_tokens: The maximum number of tokens in the reply.
+    sampling: The sampling settings.
+    seed: A number of 63 bits.
     stop_ids: Tokens that end the reply, as its last token.
-    model: What the server calls the policy; '' leaves it to the server.
+    model: The server's name for the policy; '' lets the server choose.
   """
 
   tokens: list[int]
@@ -35,14 +35,14 @@ class Ask(NamedTuple):
 
 
 class Dialect(NamedTuple):
-  """How a server is spoken to.
+  """The API of a kind of server.
 
   Attributes:
-    write: Writes what asks for a reply.
+    write: Writes a request for a reply.
     read: Reads the reply: the tokens and their log-probs. Raises BadAnswerError.
-    update: Writes the calls, one after the other, by which a server takes the weights
-      that are in a directory.
-    check_update: Raises BadAnswerError if the answer to such a call says that it failed,
+    update: Writes the calls, one after the other, that make a server load the weights in
+      a directory.
+    check_update: Raises BadAnswerError if the answer to such a call reports a failure,
       whatever its status.
   """
 
@@ -75,7 +75,7 @@ def _write_vllm(ask: Ask) -> Call:
     'min_p': sampling.min_p,
     'seed': ask.seed,
     'stop_token_ids': ask.stop_ids,
-    # Its own end of text is one of them only if the policy's chat says so.
+    # The server's own end token ends a reply only if the policy's chat includes it.
     'ignore_eos': True,
     'skip_special_tokens': False,
     'logprobs': 0,
@@ -104,7 +104,7 @@ def _write_sglang(ask: Ask) -> Call:
     'top_k': sampling.top_k or -1,
     'top_p': sampling.top_p,
     'min_p': sampling.min_p,
-    # Read with --enable-deterministic-inference only; of 31 bits.
+    # Used only with --enable-deterministic-inference; 31 bits.
     'sampling_seed': ask.seed % 2**31,
     'stop_token_ids': ask.stop_ids,
     'skip_special_tokens': False,
@@ -127,8 +127,8 @@ def _check_sglang(answer: Any) -> None:
     raise BadAnswerError(f'{answer.get("message")!r:.200}')
 
 
-# Of docs.vllm.ai, 0.10 to 0.32. The calls of an update are served with
-# VLLM_SERVER_DEV_MODE=1; they load again what `vllm serve DIRECTORY` has loaded.
+# From docs.vllm.ai, 0.10 to 0.32. The update calls need VLLM_SERVER_DEV_MODE=1; they load
+# again what `vllm serve DIRECTORY` has loaded.
 VLLM = Dialect(
   _write_vllm,
   _read_vllm,
@@ -137,7 +137,7 @@ VLLM = Dialect(
     ('/reset_prefix_cache', {}),
   ],
 )
-# Of docs.sglang.io ("SGLang for RL systems").
+# From docs.sglang.io ("SGLang for RL systems").
 SGLANG = Dialect(
   _write_sglang,
   _read_sglang,

@@ -1,4 +1,4 @@
-"""An engine whose replies are sampled by servers, over HTTP.
+"""An engine that samples on servers, over HTTP.
 
 train.run(config, workdir, ..., make_engine=http_engine.connect(
 ['http://gpu-1:8000', 'http://gpu-2:8000'], '/shared/policy'))
@@ -33,18 +33,18 @@ def connect(
   seconds: float = 600.0,
   patience: float = 60.0,
 ) -> Callable[..., 'HttpEngine']:
-  """Returns what train.run takes as make_engine.
+  """Returns the make_engine argument of train.run.
 
   Args:
     urls: The servers' addresses without a path, such as http://10.0.0.7:8000.
     directory: Where the policy is written before each rollout. All servers see it under
       this name, and have been started with the model in it.
-    dialect: How they are spoken to.
-    model: What they call the policy; '' leaves it to them.
+    dialect: The servers' API.
+    model: Their name for the policy; '' lets them choose.
     rows: How many episodes play on each server at a time.
-    seconds: The most seconds of a reply, and of an update of the weights.
-    patience: For how many seconds a call that fails is tried again, on another server if
-      there is one.
+    seconds: Time limit of a reply, and of a weight update.
+    patience: For how many seconds to retry a failing call, on another server if there is
+      one.
   """
   if isinstance(urls, str) or not urls:
     raise ValueError(f'urls is {urls!r}; give a list of addresses.')
@@ -73,7 +73,7 @@ def connect(
 def _check(
   config: config_lib.Config, shape: Any, guides: Iterable, directory: pathlib.Path
 ):
-  """Raises ValueError for what another engine cannot do."""
+  """Raises ValueError for settings that this engine does not support."""
   if config.model.path and directory == pathlib.Path(config.model.path).resolve():
     raise ValueError(
       f'directory is model.path, {config.model.path}: each step would overwrite the '
@@ -94,12 +94,12 @@ def _check(
 
 
 class HttpEngine(protocol.AnyEngine):
-  """Servers that sample from one policy, the one that was synced last."""
+  """Servers that sample from one policy, the last one synced."""
 
   replicas: Sequence[server_lib.Server]
 
   def __init__(self, config, mesh, servers, stats, save: Callable[..., None], path: str):
-    """Asks nothing yet; `save` writes parameters to the directory `path`."""
+    """Sends nothing yet; `save` writes parameters to the directory `path`."""
     super().__init__(config, mesh, servers, stats)
     self.sizes = servers[0].sizes
     self._save, self._path = save, path
@@ -107,12 +107,12 @@ class HttpEngine(protocol.AnyEngine):
     self._version = 0
 
   def sync_weights(self, params, policy_step):
-    """Writes the parameters, and has all servers load them.
+    """Writes the parameters, and makes all servers load them.
 
-    A server that does not is left out until it loads later ones.
+    A server that fails is left out until it loads later parameters.
 
     Raises:
-      server_lib.LostServerError: None did.
+      server_lib.LostServerError: All servers failed.
     """
     if params is not self._synced:
       self._synced = None
@@ -132,10 +132,10 @@ class HttpEngine(protocol.AnyEngine):
       server.step = policy_step
 
   def make_policy(self, params, policy_step):
-    """Names the policy that was synced; the servers have no other."""
+    """Names the synced policy; the servers have no other."""
     if params is not self._synced:
       raise ValueError('An external engine has one policy at a time: sync it first.')
     return protocol.Policy([], policy_step, self._version)
 
   def warm_up(self, on_done=lambda done, all: None, automata=()):
-    """Does nothing: a server that has loaded the weights can sample."""
+    """Does nothing: a server that has loaded the weights is ready."""

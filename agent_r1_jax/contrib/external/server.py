@@ -15,22 +15,22 @@ from agent_r1_jax.engine import protocol
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.web import bounded_http
 
-# The interval at which `serve` looks for a signal to end.
+# How often `serve` checks for a signal to end.
 _POLL_SECONDS = 0.5
-# The most seconds between two tries of a call, and the most bytes of an answer.
+# Maximum seconds between two attempts of a call, and maximum bytes of an answer.
 _MAX_WAIT, _MAX_ANSWER = 5.0, 1 << 28
 
 
 class LostServerError(ConnectionError):
-  """No server answered in time; the text names one, and says why."""
+  """No server answered in time; the text names one and the reason."""
 
 
 class _TransientError(Exception):
-  """A server failed in a way that may pass."""
+  """A temporary failure of a server."""
 
 
 class Sizes(NamedTuple):
-  """Texts that clients may continue at a time, on each server; tokens of a text."""
+  """Sequences that clients may keep open at once, per server; tokens of a sequence."""
 
   rows: int
   slots: int
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
 
 
 class Options(NamedTuple):
-  """What all servers have in common; see http_engine.connect."""
+  """The settings that all servers share; see http_engine.connect."""
 
   dialect: dialects.Dialect
   model: str
@@ -47,17 +47,17 @@ class Options(NamedTuple):
 
 
 class Server(protocol.AnyReplica):
-  """One server, and the replies that it was asked for.
+  """One server, and the replies requested from it.
 
   Attributes:
     url: Its address.
     step: The policy_step of its policy.
-    others: All servers; they take each other's replies where one fails.
-    stale: Whether it has other weights than those that were synced last.
+    others: All servers; if one fails, another takes over its replies.
+    stale: Whether its weights are older than those last synced.
   """
 
   def __init__(self, url: str, config, sizes: Sizes, stats, options: Options):
-    """Asks nothing yet."""
+    """Sends nothing yet."""
     self.url, self.config, self.sizes = url, config, sizes
     self.step, self.stale, self.others = 0, False, [self]
     self._stats, self._options = stats, options
@@ -65,11 +65,11 @@ class Server(protocol.AnyReplica):
     self._under_way: dict[request_lib.Generation, asyncio.Task] = {}
 
   def start(self):
-    """Opens the connections; call it in the event loop that will run `serve`."""
+    """Opens the connections; call this in the event loop that will run `serve`."""
     import httpx2
 
     super().start()
-    # As many connections as there are replies; and no proxy of the environment.
+    # One connection per reply, ignoring the environment's proxies.
     limits = httpx2.Limits(max_connections=None)
     self._client = httpx2.AsyncClient(limits=limits, trust_env=False)
 
@@ -91,14 +91,14 @@ class Server(protocol.AnyReplica):
 
   @property
   def load(self) -> int:
-    """The number of replies under way."""
+    """The number of replies in progress."""
     return len(self._under_way)
 
   def stop_sharing(self):
-    """Does nothing: the servers forget their prefixes when they load weights."""
+    """Does nothing: servers drop their prefix caches when they load weights."""
 
   def submit(self, request):
-    """Asks for a reply; see AnyReplica.submit."""
+    """Requests a reply; see AnyReplica.submit."""
     self._refuse(request)
     text = self._extend_text(request)
 
@@ -111,7 +111,7 @@ class Server(protocol.AnyReplica):
     return generation
 
   def _refuse(self, request: request_lib.Request):
-    """Raises ValueError for a request that cannot be answered."""
+    """Raises ValueError for an unsupported request."""
     sizes = {'vocab_size': self.config.vocab_size, 'slots': self.sizes.slots}
     request_lib.check(request, **sizes, guides=())
     wrong = {
@@ -128,7 +128,7 @@ class Server(protocol.AnyReplica):
       raise ValueError(f'An external engine cannot do {", ".join(names)}.')
 
   async def _answer(self, generation: request_lib.Generation):
-    """Asks until the reply is whole: a server may end one at a token of its own."""
+    """Asks until the reply is complete: a server may end one at a token of its own."""
     request, text = generation.request, generation.text
     states = [0] * len(request.automata)
     stop_ids = sorted({i for a in request.automata for i in _list_stop_ids(a)})
@@ -156,7 +156,7 @@ class Server(protocol.AnyReplica):
       self._under_way.pop(generation, None)
 
   async def _ask(self, ask: dialects.Ask) -> tuple[list[int], list[float]]:
-    """Asks this server, and after a failure the next one, until patience ends."""
+    """Asks this server, and after a failure the next, until `patience` ends."""
     import tenacity
 
     fresh = [server for server in self.others if not server.stale]
@@ -200,9 +200,9 @@ class Server(protocol.AnyReplica):
     return tokens, logprobs
 
   def _parse(self, path: str, status: int, body: bytes) -> Any:
-    """Reads an answer; raises for a status that is not 200."""
+    """Parses an answer; raises for any status except 200."""
     if status == 200:
-      # vLLM answers some calls without a body.
+      # vLLM answers some calls with an empty body.
       return json.loads(body) if body else {}
     text = f'{self.url}{path}: status {status}: {body[:200].decode(errors="replace")}'
     if status in (408, 429) or status >= 500:
@@ -210,14 +210,14 @@ class Server(protocol.AnyReplica):
     raise dialects.BadAnswerError(text)
 
   def update(self, directory: str) -> str:
-    """Has the server load the weights; returns why it has not, '' if it has.
+    """Makes the server load the weights; returns the error, or '' on success.
 
-    It is called in a thread, between rollouts.
+    Called in a thread, between rollouts.
     """
     import httpx2
     import tenacity
 
-    # One that was lost before has one try, so that it delays nobody twice.
+    # A server that was lost gets one attempt, so that it delays nobody twice.
     patience = 0.0 if self.stale else self._options.patience
     attempts = tenacity.Retrying(
       retry=tenacity.retry_if_exception_type(_TransientError),
@@ -253,7 +253,7 @@ class Server(protocol.AnyReplica):
 
 @functools.lru_cache(maxsize=64)
 def _list_stop_ids(automaton: types.Automaton) -> list[int]:
-  """Lists the tokens that end a reply at once, whatever is before them."""
+  """Lists the tokens that end a reply at once, whatever precedes them."""
   ends_QC = automaton.ends[automaton.table[~automaton.ends]]
   ends_C = np.all(ends_QC, axis=0)
   return np.flatnonzero(ends_C[automaton.classes]).tolist()
@@ -266,7 +266,7 @@ def _make_chunk(
   automata: Sequence[types.Automaton],
   states: list[int],
 ) -> request_lib.Chunk:
-  """Makes a chunk, cut where an automaton ends the reply; moves `states` on."""
+  """Makes a chunk, cut where an automaton ends the reply; updates `states`."""
   stopped, n = False, 0
   while n < len(tokens) and not stopped:
     for i, automaton in enumerate(automata):

@@ -1,1 +1,1 @@
-"""Tasks that are directories, in Harbor's layout, played without a container."""
+"""Task directories in Harbor's layout, played without a container."""

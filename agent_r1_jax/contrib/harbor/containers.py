@@ -1,8 +1,8 @@
-r"""Agents that run their commands in a container, which is a task's workspace here.
+r"""Agents that run commands in a container; here the container is a task's workspace.
 
 Many agents start a container and run each command in it by `docker exec`. They get a
-command in place of docker that leads into the shell of the episode's task, so that what
-the model wrote is confined, while the agent's own code, which asks the endpoint, is not:
+substitute for the docker command that leads into the shell of the episode's task. So the
+model's commands are confined, but the agent's own code, which calls the endpoint, is not:
 
   def command(task, docker):
     return ['agent', '--docker', docker, task.messages[-1]['content']]
@@ -10,7 +10,7 @@ the model wrote is confined, while the agent's own code, which asks the endpoint
   run = containers.WorkspaceRun(command, directories.open_workspace)
   train.run(..., make_env=lambda: program.Program(run))
 
-The workspace judges when the program has ended.
+The workspace is judged when the program has ended.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from agent_r1_jax.host import workers
 from agent_r1_jax.serve import conversation, program, sources
 from agent_r1_jax.tools import shell
 
-# The whole command in place of docker: it sends its arguments, and prints the answer.
+# The substitute for docker: it sends its arguments, and prints the answer.
 _SCRIPT = """#!{python} -IS
 import json, socket, sys
 there = socket.socket(socket.AF_UNIX)
@@ -41,35 +41,35 @@ sys.stdout.reconfigure(errors='backslashreplace')
 sys.stdout.write(text)
 sys.exit(code)
 """
-_MOST_BYTES = 1 << 20  # Of the arguments of a command.
-_SECONDS = 30.0  # For these to arrive, and for the answer to be taken.
-_LATE, _FAILED = 124, 125  # As `timeout` and `docker` end.
-# What options of `exec` with a value put before the command.
+_MOST_BYTES = 1 << 20  # Of a command's arguments.
+_SECONDS = 30.0  # For the arguments to arrive, and for the answer to be read.
+_LATE, _FAILED = 124, 125  # The exit statuses of `timeout` and `docker`.
+# What options of `exec` with a value prepend to the command.
 _WITH_VALUE = {
   **dict.fromkeys(('-w', '--workdir'), 'cd -- {} && '),
   **dict.fromkeys(('-e', '--env'), 'export -- {} && '),
   **dict.fromkeys(('-u', '--user'), ''),
 }
 _WITHOUT_VALUE = ('-i', '-t', '-it', '-d', '--interactive', '--tty')
-# What the endpoint calls a refusal, in an error that a program ends with.
+# The endpoint's error codes that appear in the error a program ends with.
 _REFUSALS = (conversation.MAX_TURNS, sources.TOO_LONG)
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkspaceRun:
-  """A Program's `run` of a process whose commands run in a task's workspace.
+  """A Program's `run` for a process whose commands run in a task's workspace.
 
-  The reward is the part 'solved'. A program that ends with another status than 0 makes
-  the episode an error, unless the endpoint had refused it a reply for want of turns or
-  tokens: what it left is then judged, as it is when the time of the task is over.
+  The reward is the part 'solved'. A non-zero exit status makes the episode an error,
+  unless the endpoint had refused the program a reply because turns or tokens ran out: the
+  workspace is then judged, as it is when the task's time is over.
 
   Attributes:
-    command: (task, path of the command in place of docker) -> the program and its
-      arguments. It gets the environment of `program.process`.
-    open_workspace: Makes the workspace of an episode; it runs in a thread. The info of
-      its tasks may say 'agent_seconds' and 'judge_seconds': a run whose episodes may be
-      shorter than both is refused.
-    seconds: Seconds of the clock that a command in the workspace may take.
+    command: (task, path of the docker substitute) -> the program and its arguments. It
+      gets the environment of `program.process`.
+    open_workspace: Makes an episode's workspace; runs in a thread. A task's info may have
+      'agent_seconds' and 'judge_seconds': a run whose episodes may be shorter than both
+      together raises.
+    seconds: Time limit of a workspace command, in seconds of wall time.
   """
 
   command: Callable[[types.Task, str], Sequence[str]]
@@ -77,7 +77,7 @@ class WorkspaceRun:
   seconds: float = 30.0
 
   async def __call__(self, task: types.Task, url: str) -> program.Output:
-    """Runs the program, and judges what it has left."""
+    """Runs the program, and judges what it left behind."""
     workspace = await workers.call(self.open_workspace, task, name='workspace')
     try:
       async with open_docker(workspace, self.seconds) as docker:
@@ -90,7 +90,7 @@ class WorkspaceRun:
       await workers.call(workspace.close, name='workspace')
 
   def least_limits(self, task: types.Task) -> dict[str, float]:
-    """Says how long an episode may be; see agent/env.py."""
+    """Returns the minimum length of an episode; see agent/env.py."""
     seconds = (task.info.get(f'{who}_seconds', 0.0) for who in ('agent', 'judge'))
     return {'episode_seconds': sum(seconds)}
 
@@ -104,10 +104,10 @@ def _check_end(status: int, output: str) -> None:
 async def open_docker(
   workspace: directories.Workspace, seconds: float
 ) -> AsyncIterator[str]:
-  """Yields the path of a command in place of docker, which works meanwhile.
+  """Yields the path of a docker substitute, which works inside `with`.
 
-  It knows `run -d`, whose container is the workspace, whatever the image,
-  `exec` with `-w` and `-e`, and `stop`, `kill` and `rm`, which do nothing.
+  It supports `run -d`, whose container is the workspace, whatever the image, `exec` with
+  `-w` and `-e`, and `stop`, `kill` and `rm`, which do nothing.
   """
 
   async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
@@ -119,7 +119,7 @@ async def open_docker(
       async with asyncio.timeout(_SECONDS):
         await writer.drain()
       writer.close()
-    except (OSError, ValueError):  # It has gone, waits, or has sent too much.
+    except (OSError, ValueError):  # The client has gone, stalls, or has sent too much.
       writer.transport.abort()
 
   with tempfile.TemporaryDirectory(prefix='docker-') as folder:
@@ -134,7 +134,7 @@ async def open_docker(
 def _run(
   workspace: directories.Workspace, seconds: float, words: list[str]
 ) -> tuple[str, int]:
-  """Does what docker was asked for; returns what it prints and its exit status."""
+  """Executes docker's arguments; returns output and exit status."""
   verb, *words = words or ['']
   if verb in ('stop', 'kill', 'rm'):
     return '', 0
@@ -146,10 +146,10 @@ def _run(
     start, words = _read_options(words)
   except ValueError as error:
     return f'docker exec: {error}\n', _FAILED
-  # A shell of a login complains that there is no /etc/profile.
+  # A login shell complains that there is no /etc/profile.
   words = ['-c' if word == '-lc' and n == 2 else word for n, word in enumerate(words)]
   try:
-    # The directory of one command is not that of the next.
+    # In a subshell, so that a command does not change the next one's directory.
     output = workspace.run(f'({start}{shlex.join(words[1:])})', seconds)
   except shell.CommandError as error:
     return f'{error}\n', _FAILED
@@ -159,10 +159,10 @@ def _run(
 
 
 def _read_options(words: list[str]) -> tuple[str, list[str]]:
-  """Returns what the options of `exec` put before its command, and the other words.
+  """Returns what the options of `exec` prepend to its command, and the other words.
 
   Raises:
-    ValueError: An option is not known, or has no value.
+    ValueError: An option is unknown, or has no value.
   """
   start = ''
   while words and words[0].startswith('-'):

@@ -1,16 +1,16 @@
-r"""Tasks that are directories, played with a shell in place of a container.
+r"""Task directories, played with a shell instead of a container.
 
   tasks = directories.load('tasks')
   print(directories.check(tasks))  # {}: every solution scores 1, and doing nothing 0
   train.run(..., tasks=tasks, make_env=directories.DirectoryEnv)
 
-`task_folders.py` says what a folder holds, and guide.md what is not supported.
+`task_folders.py` describes the folders; guide.md lists what is not supported.
 
 The task's absolute paths, such as /app and /tests, are below the shell's workspace. They
-are replaced by where they are in what the task's files and the agent's commands say, and
-the other way round in what commands print: so a prompt and an observation have the paths
-of the container, and no path of this machine. A program that puts such a path together
-does not find it; `check` names a task whose own files do.
+are replaced by their real location in the task's files and the agent's commands, and vice
+versa in the output of commands: so prompts and observations have the container's paths,
+and no path of this machine. A program that assembles such a path itself does not find it;
+`check` reports tasks whose own files do.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ from agent_r1_jax.agent import env
 from agent_r1_jax.contrib.harbor import task_folders
 from agent_r1_jax.tools import shell
 
-# Seconds for what the workspace itself runs: to clear a directory, to read a reward.
+# For the workspace's own commands: to clear a directory, to read a reward.
 _OWN_SECONDS = 10.0
-# To judge, besides the time of the tests.
+# For judging, on top of the tests' time.
 _JUDGE_SECONDS = 60.0
-# Bytes of a reward file that are read, and what is raised where they are no reward.
+# Maximum bytes of a reward file, and the exceptions for files without a reward.
 _MOST_REWARD = 4096
 _NO_REWARD = ValueError, TypeError, KeyError, OverflowError, RecursionError
 _MOST_ERRORS = 20
@@ -43,13 +43,13 @@ _NO_TEXT = re.compile('[\0\ud800-\udfff]')
 
 
 def load(folder: str | os.PathLike) -> list[types.Task]:
-  """Reads the tasks in a folder, or the one that it is, in the order of names.
+  """Reads the tasks in a folder, or the task that it is, in the order of names.
 
-  Files are read again as an episode begins; what has changed by then is refused. A
-  task's info has the seconds of its agent and of its judge.
+  Files are read again when an episode begins; if they have changed by then, it raises. A
+  task's info has the time limits of its agent and its judge.
 
   Raises:
-    ValueError: There is none, or one needs what is not here; names files and lines.
+    ValueError: There is none, or one needs something unsupported; names files and lines.
   """
   top, tasks, errors = pathlib.Path(folder), [], []
   files = *top.glob('task.toml'), *top.glob('*/task.toml')
@@ -80,19 +80,19 @@ def load(folder: str | os.PathLike) -> list[types.Task]:
 
 
 class Paths:
-  """The absolute paths of a task, which are below a workspace, in texts."""
+  """Translates a task's absolute paths, which are below a workspace, in texts."""
 
   def __init__(self, workspace: str, places: Sequence[str]):
-    """Takes the workspace's path and the directories that the task's files are in."""
+    """Takes the workspace's path and the directories of the task's files."""
     self._workspace = workspace
     either = '|'.join(map(re.escape, sorted(places, key=len, reverse=True)))
-    # Not a part of a longer path or name: no x/app, ./app, /application and /app.py.
+    # Not as part of a longer path or name: no x/app, ./app, /application or /app.py.
     self._inside = re.compile(rf'(?<![\w.~/}}-])(?:{either})(?![\w-]|\.\w)')
-    # The place is matched too, as it may begin as the workspace does.
+    # The directory is matched too, as it may have the workspace's path as a prefix.
     self._outside = re.compile(rf'{re.escape(workspace)}((?:{either})\b)')
 
   def enter(self, text: str) -> str:
-    """Replaces the task's paths by where they are, unless it is no text."""
+    """Replaces the task's paths by their real location; keeps non-texts."""
     if _NO_TEXT.search(text):
       return text
     return self._inside.sub(lambda found: self._workspace + found[0], text)
@@ -106,9 +106,9 @@ class Workspace(shell.Shell):
   """The shell of one task, with the files of its container and its judge.
 
   Attributes:
-    folder: The task, once it is laid in.
-    printed: What the tests printed, once they have run.
-    reason: Why `judge` found no reward; empty if it did, or was not asked.
+    folder: The task, once `lay` has set it up.
+    printed: The output of the tests, once they have run.
+    reason: Why `judge` found no reward; empty if it did, or was not called.
   """
 
   folder: task_folders.Folder
@@ -117,11 +117,11 @@ class Workspace(shell.Shell):
     """Starts the shell; see `shell.Shell`."""
     super().__init__(limits, packages=True)
     self.reason, self.printed, self._end = '', '', math.inf
-    # A command of the agent that waits for its turn must not run among the judge's.
+    # A command of the agent that waits for its turn must not run between the judge's.
     self._turn = threading.Lock()
 
   def lay(self, folder: task_folders.Folder) -> None:
-    """Lays a task's first files in; from now on the time of the agent runs.
+    """Writes a task's initial files; the agent's time starts now.
 
     Raises:
       shell.CommandError: The files do not fit, and the shell has ended.
@@ -129,7 +129,7 @@ class Workspace(shell.Shell):
     self.folder = folder
     self._paths = Paths(self.workspace, folder.places)
     self._write(folder.files)
-    # The files may all be elsewhere, and there may be none.
+    # All files may be elsewhere, or there may be none.
     workdir = shlex.quote(folder.workdir)
     output = self._run_own(f'mkdir -p {workdir} && cd {workdir}')
     if output.code:
@@ -138,14 +138,14 @@ class Workspace(shell.Shell):
 
   @property
   def seconds_left(self) -> float:
-    """The time that the agent has left; 0 if that is over."""
+    """The agent's remaining time; 0 if it is over."""
     return max(self._end - time.monotonic(), 0.0)
 
   def run(self, command: str, seconds: float = 30.0) -> shell.CommandOutput:
     """Runs a command of the agent; see `shell.Shell.run`.
 
     Raises:
-      shell.CommandError: Also where the time of the task is over.
+      shell.CommandError: Also if the task's time is over.
     """
     with self._turn:
       if not (left := self.seconds_left):
@@ -154,7 +154,7 @@ class Workspace(shell.Shell):
     return output._replace(text=self._paths.leave(output.text))
 
   def solve(self) -> shell.CommandOutput:
-    """Runs the task's own solution in place of an agent.
+    """Runs the task's own solution instead of an agent.
 
     Raises:
       shell.CommandError: The shell has ended.
@@ -163,11 +163,11 @@ class Workspace(shell.Shell):
     return self.run('bash /solution/solve.sh', self.folder.agent_seconds)
 
   def judge(self) -> float:
-    """Lays the tests in, runs them, and returns the reward that they wrote, 0 to 1.
+    """Writes the tests, runs them, and returns the reward that they wrote, 0 to 1.
 
-    The agent's processes have ended with its commands. What it left in the place of the
-    tests, of the reward and of the home directory is removed before. Where there is no
-    reward, the workspace's `reason` says why, and the reward is 0: else an agent could
+    The agent's processes have ended with its commands. Whatever it left in the place of
+    the tests, the reward and the home directory is removed first. If there is no reward,
+    the workspace's `reason` says why, and the reward is 0: otherwise an agent could
     escape a bad one.
     """
     with self._turn:
@@ -181,7 +181,7 @@ class Workspace(shell.Shell):
         return 0.0
 
   def _lay_tests(self) -> None:
-    """Lays the tests in, where nothing is left in the layout's own places."""
+    """Writes the tests, after clearing the layout's own directories."""
     paths = ' '.join(task_folders.OWN_PLACES)
     output = self._run_own(
       f'chmod -R u+rwx -- {paths} 2>/dev/null; rm -rf -- {paths} && '
@@ -212,7 +212,7 @@ class Workspace(shell.Shell):
         found = float(json.loads(text)['reward'] if name.endswith('json') else text)
         if 0 <= found <= 1:
           return found
-      break  # There is a file, and no reward in it.
+      break  # The file exists, but has no reward.
     raise shell.CommandError(
       'the tests wrote no number from 0 to 1 to /logs/verifier/reward.txt or, as '
       f'"reward", to reward.json; they printed {self.printed[-500:]!r}'
@@ -228,10 +228,10 @@ class Workspace(shell.Shell):
 def open_workspace(
   task: types.Task, limits: shell.ShellLimits = shell.LIMITS
 ) -> Workspace:
-  """Starts a workspace with a loaded task laid in.
+  """Starts a workspace with a loaded task's files.
 
   Raises:
-    ValueError: The task's folder is not what it was.
+    ValueError: The task's folder has changed.
     shell.CommandError: Its files do not fit.
   """
   folder, workspace = read(task), Workspace(limits)
@@ -244,21 +244,21 @@ def open_workspace(
 
 
 class DirectoryEnv(env.ToolEnv):
-  """The agent has a shell in a task's files; the reward is what the task's tests say.
+  """The agent has a shell in a task's files; the task's tests give the reward.
 
   make_env = directories.DirectoryEnv
 
-  The reward is the metric 'reward/solved', too; 'unjudged' counts episodes whose tests
-  wrote no reward. When the time of the task is over, the next reply ends the episode
-  ('late'). A run whose limits are below the times of a task is refused.
+  The metric 'reward/solved' is the same number; 'unjudged' counts episodes whose tests
+  wrote no reward. When the task's time is over, the next reply ends the episode ('late').
+  A run whose limits are below a task's times raises.
   """
 
   def __init__(self, *, seconds: float = 30.0, limits: shell.ShellLimits = shell.LIMITS):
     """Starts the shell.
 
     Args:
-      seconds: Seconds of the clock that a command may take.
-      limits: What the shell may use.
+      seconds: Time limit of a command, in seconds of wall time.
+      limits: The shell's resource limits.
 
     Raises:
       RuntimeError: This machine cannot confine a shell; says what to install.
@@ -270,20 +270,20 @@ class DirectoryEnv(env.ToolEnv):
       self._score,
       metrics=self._count,
       max_parallel_calls=1,
-      # Each task has its own bound, which the workspace keeps.
+      # The workspace enforces each task's own limit.
       reward_seconds=task_folders.MOST_SECONDS + _JUDGE_SECONDS,
     )
 
   def least_limits(self, task: types.Task) -> dict[str, float]:
-    """Says which limits a task needs, so that it is judged whatever the agent does."""
+    """Returns the limits that a task needs to be judged whatever the agent does."""
     agent, judge = task.info['agent_seconds'], task.info['judge_seconds']
     return {'step_seconds': judge, 'episode_seconds': agent + judge}
 
   async def reset(self, task: types.Task) -> list[types.Message]:
-    """Begins the episode with the task's first files in the workspace.
+    """Begins the episode with the task's initial files in the workspace.
 
     Raises:
-      ValueError: The folder is not what it was when the task was loaded.
+      ValueError: The folder has changed since the task was loaded.
     """
     await asyncio.to_thread(lambda: self._workspace.lay(read(task)))
     return await super().reset(task)
@@ -296,7 +296,7 @@ class DirectoryEnv(env.ToolEnv):
     return await super().step(reply)
 
   def close(self) -> None:
-    """Ends the shell and all that it started, and removes the workspace."""
+    """Ends the shell and its processes, and removes the workspace."""
     self._workspace.close()
 
   def _score(self, task: types.Task, messages: Sequence[types.Message]):
@@ -310,7 +310,7 @@ def read(task: types.Task) -> task_folders.Folder:
   """Reads the folder of a loaded task again.
 
   Raises:
-    ValueError: It is not what it was.
+    ValueError: It has changed.
   """
   folder = task_folders.read(task.info['folder'])
   if folder.digest != task.info['digest']:
@@ -326,15 +326,15 @@ def check(
   workers: int = 2,
   limits: shell.ShellLimits = shell.LIMITS,
 ) -> dict[str, str]:
-  """Plays each task twice: its solution has to score 1, and doing nothing 0.
+  """Plays each task twice: its solution must score 1, and doing nothing 0.
 
   Args:
     tasks: Tasks as `load` returns them.
-    workers: How many are played at a time, each by a process of its own.
-    limits: What a shell may use.
+    workers: How many to play at a time, each in its own process.
+    limits: A shell's resource limits.
 
   Returns:
-    Why a task fails, by its id; empty where all are right.
+    Why a task fails, by its id; empty if all pass.
   """
   with futures.ThreadPoolExecutor(workers) as pool:
     reasons = pool.map(lambda task: find_fault(task, limits), tasks)
@@ -342,7 +342,7 @@ def check(
 
 
 def find_fault(task: types.Task, limits: shell.ShellLimits = shell.LIMITS) -> str:
-  """Says what is wrong with a task, as `check` does; nothing if it is right."""
+  """Returns what is wrong with a task, as `check` does; '' if nothing is."""
   if 'solve.sh' not in read(task).solution:
     return 'it has no solution/solve.sh'
   for solve, wanted in ((True, 1.0), (False, 0.0)):
@@ -351,7 +351,7 @@ def find_fault(task: types.Task, limits: shell.ShellLimits = shell.LIMITS) -> st
       with contextlib.closing(workspace):
         output = workspace.solve() if solve else None
         reward = workspace.judge()
-    except ValueError as error:  # A CommandError, too.
+    except ValueError as error:  # Including CommandError.
       return str(error)
     who = 'the solution' if solve else 'doing nothing'
     if workspace.reason:

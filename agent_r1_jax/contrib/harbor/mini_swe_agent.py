@@ -1,11 +1,11 @@
-"""mini-swe-agent as the agent of tasks that are directories, unchanged and as a process.
+"""mini-swe-agent, unchanged and as a process, as the agent of task directories.
 
   run = mini_swe_agent.make_run('/path/to/its/environment/bin/mini')
   train.run(..., make_env=lambda: program.Program(run))
 
-mini-swe-agent is a package of its own environment (tests/packages/mini-swe-agent.txt). It
-asks the endpoint through litellm, and runs its commands by a command in place of docker
-(containers.py), so in the confined workspace of the task.
+mini-swe-agent is installed in its own environment (tests/packages/mini-swe-agent.txt). It
+calls the endpoint through litellm, and runs its commands by the docker substitute of
+containers.py, so in the confined workspace of the task.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ import pathlib
 from agent_r1_jax import types
 from agent_r1_jax.contrib.harbor import containers, directories
 
-# Its own prompts are 1,500 tokens; these are for small policies.
+# Its own prompts have 1,500 tokens; these are for small policies.
 SHORT = pathlib.Path(__file__).with_name('mini.yaml')
 _VARIABLES = {
   'MSWEA_CONFIGURED': 'true',  # Else it asks for a model and a key.
   'MSWEA_COST_TRACKING': 'ignore_errors',  # The endpoint's policy has no price.
-  'MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT': '1',  # A refusal of the endpoint stays one.
+  'MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT': '1',  # A refusal of the endpoint is final.
   'MSWEA_SILENT_STARTUP': '1',
   'LITELLM_LOCAL_MODEL_COST_MAP': 'True',  # Else litellm fetches prices.
 }
@@ -30,7 +30,7 @@ def make_run(program: str, prompts: str | pathlib.Path = 'mini.yaml', **options)
 
   Args:
     program: The path of its command `mini`.
-    prompts: Its configuration: one that it comes with, or a file such as SHORT.
+    prompts: Its configuration: one of its own, or a file such as SHORT.
     **options: See `containers.WorkspaceRun`.
   """
 

@@ -1,13 +1,13 @@
-"""Reads tasks that are directories, in the layout of Harbor (harborframework.com).
+"""Reads task directories in the layout of Harbor (harborframework.com).
 
-  task.toml            limits of time; what else is asked of the machine
-  instruction.md       the prompt
-  environment/         the files of the workspace, and a Dockerfile that lays them
-  tests/test.sh        judges, and writes /logs/verifier/reward.txt
-  solution/solve.sh    solves the task; without it, `directories.check` refuses it
+task.toml            time limits, and other requirements
+instruction.md       the prompt
+environment/         the files of the workspace, and a Dockerfile that copies them
+tests/test.sh        judges, and writes /logs/verifier/reward.txt
+solution/solve.sh    solves the task; without it, `directories.check` fails
 
-There is no container: what a Dockerfile may say is FROM, WORKDIR, COPY and the pip
-install of what is here already. Anything else is refused, so that no task is played half.
+There is no container: a Dockerfile may have FROM, WORKDIR, COPY and pip install of
+packages that are already here. Anything else raises, so that no task is played half.
 """
 
 import hashlib
@@ -22,13 +22,13 @@ import sys
 import tomllib
 from typing import Any, NamedTuple
 
-# What a folder may hold; all of it travels to the process of a shell in one request.
+# Limits of a folder, which travels to a shell's process in one request.
 MOST_FILES = 2000
 MOST_BYTES = 1 << 22
 MOST_SECONDS = 86_400
-# Harbor's, where task.toml says nothing.
+# Harbor's default.
 _SECONDS = 600.0
-# Where the layout itself has its files.
+# The layout's own directories.
 OWN_PLACES = ('/tests', '/logs', '/solution')
 _SYSTEM = 'bin boot dev etc lib lib64 proc root run sbin sys tmp usr var'.split()
 _IMAGE = re.compile(r'(?:docker\.io/)?(?:library/)?(debian|ubuntu|python)(?::([\w.-]+))?')
@@ -38,7 +38,7 @@ _CAN_DO = (
   'FROM debian, ubuntu or python, WORKDIR, COPY of files, and pip install of packages '
   'that are installed here'
 )
-# What needs more than a shell, by table; '' is the top of task.toml.
+# Keys that need more than a shell, by table; '' is the top of task.toml.
 _REFUSED = {
   '': 'steps artifacts',
   'environment': 'docker_image gpus tpu mcp_servers env healthcheck skills_dir',
@@ -50,19 +50,19 @@ _COMPOSE = ('docker-compose.yaml', 'docker-compose.yml', 'compose.yaml', 'compos
 
 
 class Folder(NamedTuple):
-  """A task that was read.
+  """A task's folder.
 
   Attributes:
     instruction: The prompt.
-    files: The first files, texts by absolute path; bytes that are no UTF-8 are
+    files: The initial files, as texts by absolute path; bytes that are not UTF-8 are
       surrogates.
     tests: The files of tests/, by path below it.
     solution: The files of solution/, by path below it.
-    workdir: The directory that the agent and the tests begin in.
-    places: The absolute paths below which the task's files are; the layout's own too.
-    agent_seconds: The time of the agent.
-    test_seconds: The time of tests/test.sh.
-    digest: Of all of this; equal where the task is.
+    workdir: The initial directory of the agent and the tests.
+    places: The absolute directories of the task's files, and the layout's own.
+    agent_seconds: Time limit of the agent.
+    test_seconds: Time limit of tests/test.sh.
+    digest: Of all fields; equal for equal tasks.
   """
 
   instruction: str
@@ -80,7 +80,8 @@ def read(path: str | os.PathLike) -> Folder:
   """Reads a task's folder.
 
   Raises:
-    ValueError: It is no such folder, or needs what is not here; names the file and line.
+    ValueError: It is not such a folder, or needs something unsupported; names file and
+      line.
   """
   folder = pathlib.Path(path)
   if folder.is_symlink():
@@ -113,7 +114,7 @@ def read(path: str | os.PathLike) -> Folder:
 
 
 def _read_files(folder: pathlib.Path) -> dict[str, str]:
-  """Reads all files below a folder, by relative path; refuses links and what is large."""
+  """Reads all files below a folder, by relative path; rejects links and large files."""
   texts, left, directories = {}, MOST_BYTES, [folder]
   while directories:
     for entry in sorted(os.scandir(directories.pop()), key=lambda entry: entry.name):
@@ -162,7 +163,7 @@ def _read_seconds(folder: pathlib.Path, settings: dict[str, Any], table: str) ->
 
 
 def _lay_out(folder: pathlib.Path, context: dict[str, str]) -> tuple[str, dict[str, str]]:
-  """Returns the directory and the files by absolute path that a Dockerfile makes."""
+  """Returns the directory, and the files by absolute path, that a Dockerfile makes."""
   if 'Dockerfile' not in context:
     return '/app', {f'/app/{name}': text for name, text in context.items()}
   workdir, files, images = '/', {}, 0
@@ -202,7 +203,7 @@ def _lay_out(folder: pathlib.Path, context: dict[str, str]) -> tuple[str, dict[s
 
 
 def _split_lines(text: str) -> list[tuple[int, str]]:
-  """Returns a Dockerfile's instructions, each with the number of its first line."""
+  """Returns a Dockerfile's instructions, each with its first line's number."""
   found, first, parts = [], 0, []
   for number, line in enumerate(text.splitlines(), 1):
     if not (line := line.strip()) or line.startswith('#'):
@@ -235,7 +236,7 @@ def _check_image(image: str, count: int) -> None:
 
 
 def _check_packages(command: str) -> None:
-  """Refuses what is no installation of packages that are installed here."""
+  """Rejects anything but the installation of packages that are installed here."""
   match = _PIP.match(f'{command} ')
   names = shlex.split(command[match.end() :]) if match else []
   if not names:
@@ -253,7 +254,7 @@ def _check_packages(command: str) -> None:
 def _copy(
   words: list[str], context: dict[str, str], workdir: str, directories: set[str]
 ) -> dict[str, str]:
-  """Returns the files that a line COPY makes, by absolute path."""
+  """Returns the files that a COPY instruction makes, by absolute path."""
   *sources, to = words
   target = posixpath.normpath(posixpath.join(workdir, to))
   into = to.endswith(('/', '/.')) or to == '.' or len(sources) > 1
@@ -276,7 +277,7 @@ def _copy(
 
 
 def _find_place(path: str) -> str:
-  """Returns the directory of the root, or of /usr/src, that a path is below."""
+  """Returns the directory of the root, or of /usr/src, that contains a path."""
   first = path.split('/')[1]
   if path.startswith('/usr/src/') and path != '/usr/src/':
     return '/usr/src'

@@ -6,11 +6,11 @@ import re
 from agent_r1_jax.contrib.hub import run_record
 from agent_r1_jax.report import tables
 
-# Stands for the repository in a card, until it is uploaded.
+# Placeholder for the repository in a card, until the upload.
 REPOSITORY = 'USER/NAME'
 
-# The formats of tool calls that vLLM reads, by their names there; 'auto' is mostly the
-# first one. It has no parser for the others.
+# vLLM's parsers of our tool call formats; 'auto' is mostly the first. vLLM has none for
+# the other formats.
 _PARSERS = {
   'auto': 'hermes',
   'hermes': 'hermes',
@@ -63,16 +63,14 @@ vllm serve {base} --enable-lora \\
 def write(record: run_record.RunRecord, *, base: str = '', license_id: str = '') -> str:
   """Returns the text of a run's model card.
 
-  It has no path of this machine. Where it says USER/NAME, `upload.push` puts the name of
-  the repository.
+  It has no path of this machine. `upload.push` replaces USER/NAME by the repository.
 
   Args:
-    record: What the run's workdir says of it.
-    base: The repository on the Hub of the model that the run began with; '' if it has
-      none.
-    license_id: The licence, by the Hub's identifier for it, such as 'apache-2.0'.
+    record: The run.
+    base: The Hub repository of the initial model; '' if it has none.
+    license_id: The licence, by the Hub's identifier, such as 'apache-2.0'.
   """
-  from huggingface_hub import ModelCardData  # It takes a second.
+  from huggingface_hub import ModelCardData  # Takes a second.
 
   is_adapter = record.part == 'adapter'
   sees = 'vision_config' in record.shape
@@ -98,7 +96,7 @@ def write(record: run_record.RunRecord, *, base: str = '', license_id: str = '')
 
 
 def _introduce(record: run_record.RunRecord) -> str:
-  """Says in a paragraph what it is."""
+  """Writes a paragraph about the model."""
   count = sum(record.sizes.values())
   kind = ', '.join([*record.shape.get('architectures', ()), *sorted(record.sizes)])
   what = {
@@ -119,7 +117,7 @@ def _join(parts: list[str]) -> str:
 
 
 def _describe_training(record: run_record.RunRecord, base: str) -> str:
-  """Makes a table of what was trained, on what, and how."""
+  """Makes a table of the model, the data and the training method."""
   config, made_of = record.config, record.made_of
   environment = made_of.get('environment') or {}
   reward = environment.get('reward') or ''
@@ -166,7 +164,7 @@ def _describe_curve(record: run_record.RunRecord) -> str:
 
 
 def _describe_config(record: run_record.RunRecord) -> str:
-  """Makes a table of the fields that are not the defaults."""
+  """Makes a table of the fields that differ from the defaults."""
   changes = run_record.list_changes(record)
   rows = {name: {'value': f'`{_escape(value)}`'} for name, value in changes.items()}
   table = tables.format_table(rows, ['value'], corner='field')
@@ -174,12 +172,12 @@ def _describe_config(record: run_record.RunRecord) -> str:
 
 
 def _escape(text: str) -> str:
-  """Returns a text as the cell of a table."""
+  """Escapes a text for a table cell."""
   return ' '.join(text.replace('|', r'\|').replace('`', "'").split())
 
 
 def _describe_use(record: run_record.RunRecord, base: str) -> str:
-  """Says how it is loaded by transformers, by this project and by vLLM."""
+  """Describes how to load it with transformers, this project and vLLM."""
   is_adapter = record.part == 'adapter'
   parser = _PARSERS.get(record.config['chat.tool_format'])
   options = f' \\\n  --enable-auto-tool-choice --tool-call-parser {parser}'
@@ -209,7 +207,7 @@ def _list_limits(record: run_record.RunRecord, base: str, license_id: str) -> st
 def _find_limits(
   record: run_record.RunRecord, base: str, license_id: str
 ) -> Iterator[str]:
-  """Yields what a reader of the card has to know before the model is used."""
+  """Yields what a reader must know before using the model."""
   config = record.config
   yield (
     f'Episodes of the training had at most {config["limits.max_turns"]} replies of '

@@ -1,4 +1,4 @@
-"""Publishes a run: writes its card, shows what is uploaded, and uploads it."""
+"""Publishes a run: writes its card, shows what would be uploaded, and uploads it."""
 
 from collections.abc import Mapping
 import pathlib
@@ -19,20 +19,20 @@ def publish(
   downloads: Mapping[str, Any] | None = None,
   rewrite: bool = False,
 ) -> None:
-  """Writes the card of a run into its workdir and, with a repository, uploads.
+  """Writes a run's card into its workdir and, with a repository, uploads.
 
   Args:
     workdir: The run's directory.
     repository: USER/NAME on the Hub; '' uploads nothing.
-    part: 'model' or 'adapter', the folder of the workdir that is published.
+    part: 'model' or 'adapter', the folder of the workdir to publish.
     public: Whether everybody may read the repository.
-    license_id: The licence, by the Hub's identifier for it.
-    base: The repository of the base model; '' is that of `find_base`.
+    license_id: The licence, by the Hub's identifier.
+    base: The repository of the base model; '' uses `find_base`.
     downloads: The entries of third_party/manifest.json.
-    rewrite: Whether a card that is there is written again.
+    rewrite: Whether to overwrite an existing card.
 
   Raises:
-    ValueError: The run or an argument is not fit for it; nothing has been uploaded.
+    ValueError: The run or an argument is unsuitable; nothing has been uploaded.
     OSError: A file cannot be read or written, or the Hub fails.
   """
   with run_record.open_run(workdir, part) as record:
@@ -58,7 +58,7 @@ def publish(
 
 
 def _read_card(path: pathlib.Path, record: run_record.RunRecord) -> str:
-  """Reads a card, unless the run has written what is published since."""
+  """Reads a card, unless the run has written the published part since."""
   written = path.stat().st_mtime
   if any(file.stat().st_mtime > written for file in record.folder.iterdir()):
     raise ValueError(
@@ -69,9 +69,9 @@ def _read_card(path: pathlib.Path, record: run_record.RunRecord) -> str:
 
 
 def find_base(path: str, downloads: Mapping[str, Any]) -> str:
-  """Returns the repository on the Hub that a directory was downloaded from, or ''.
+  """Returns the Hub repository that a directory was downloaded from, or ''.
 
-  It is known of the Hub's own cache, and of what `agent-r1-jax fetch` downloads.
+  Knows the Hub's own cache, and the downloads of `agent-r1-jax fetch`.
   """
   parts = pathlib.PurePath(path).parts
   for part in parts:

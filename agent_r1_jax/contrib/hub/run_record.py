@@ -1,4 +1,4 @@
-"""Reads what a run's workdir says of the run, for its model card."""
+"""Reads a run's workdir for its model card."""
 
 from collections.abc import Iterator, Mapping
 import contextlib
@@ -15,24 +15,24 @@ from agent_r1_jax.models.files import tensor_files
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train import fingerprint, metrics
 
-# The file that says what is in a folder, and the end of the files with its tensors.
+# The file that describes each folder, and the folders' tensor files.
 _FOLDERS = {'model': 'config.json', 'adapter': 'adapter_config.json'}
 _TENSORS = '*.safetensors'
-# Fields of the configuration that are directories of this machine.
+# Configuration fields that are directories of this machine.
 _DIRECTORIES = ('model.path', 'model.reference')
 
 
 class RunRecord(NamedTuple):
-  """What a workdir says of its run.
+  """A run, as its workdir describes it.
 
   Attributes:
     workdir: The run's directory.
-    part: What is published of it, 'model' or 'adapter': a folder of the workdir.
+    part: The published part, 'model' or 'adapter': a folder of the workdir.
     config: The configuration, by dotted name, and `devices` and `version`.
     made_of: The algorithm, tools, environment and tasks (train/fingerprint.py).
     lines: The lines of metrics.jsonl.
     shape: The config.json of `model`.
-    sizes: The number of the part's parameters by their type, such as {'F32': 720512}.
+    sizes: The part's number of parameters by type, such as {'F32': 720512}.
     table: The text of table.md, or ''.
   """
 
@@ -47,22 +47,22 @@ class RunRecord(NamedTuple):
 
   @property
   def folder(self) -> pathlib.Path:
-    """The folder that is published."""
+    """The published folder."""
     return self.workdir / self.part
 
   @property
   def steps(self) -> int:
-    """How many steps of training have been written to metrics.jsonl."""
+    """The number of training steps in metrics.jsonl."""
     return max((line['step'] for line in self.lines), default=0)
 
 
 @contextlib.contextmanager
 def open_run(workdir: pathlib.Path, part: str = 'model') -> Iterator[RunRecord]:
-  """Reads a run; inside `with` no other process may resume it.
+  """Reads a run; inside `with` no other process can resume it.
 
   Raises:
-    ValueError: There is no run, it is still going on, it has not written this part yet,
-      or a file is damaged.
+    ValueError: There is no run, it is still running, it has not written this part yet, or
+      a file is damaged.
   """
   if not (workdir / 'config.json').is_file():
     raise ValueError(
@@ -94,7 +94,7 @@ def _read(workdir: pathlib.Path, part: str) -> RunRecord:
 
 
 def _check_part(record: RunRecord) -> None:
-  """Refuses a run that has not written what is to be published."""
+  """Raises ValueError if the run has not written the part to publish."""
   folder = record.folder
   if (folder / _FOLDERS[record.part]).is_file() and any(folder.glob(_TENSORS)):
     return
@@ -128,9 +128,9 @@ def _count_parameters(folder: pathlib.Path) -> dict[str, int]:
 
 
 def list_changes(record: RunRecord) -> dict[str, str]:
-  """Returns the fields of the configuration that are not the defaults.
+  """Returns the configuration fields that differ from the defaults.
 
-  Of a directory only the name is shown: the rest of the path is this machine's.
+  Of a directory only the name is shown, since the rest of the path is this machine's.
   """
   defaults = workdir_lib.flatten_fields(dataclasses.asdict(config_lib.Config()))
   return {
@@ -141,9 +141,9 @@ def list_changes(record: RunRecord) -> dict[str, str]:
 
 
 class Change(NamedTuple):
-  """A metric at the beginning and at the end of a run: steps, values, and episodes.
+  """A metric at the beginning and end of a run: steps, values, and episodes.
 
-  `episodes` is how many episodes the last value is the mean of; None if it is not logged.
+  `episodes` is the number of episodes behind the last value; None if it is not logged.
   """
 
   first_step: int
@@ -154,9 +154,9 @@ class Change(NamedTuple):
 
 
 def summarize_curve(record: RunRecord) -> dict[str, Change]:
-  """Returns the changes of the rewards and scores that a run was watched by.
+  """Returns the changes of a run's rewards and scores.
 
-  The metrics are rollout/reward and, of each set, eval/SET/reward and eval/SET/em.
+  The metrics are rollout/reward and, for each set, eval/SET/reward and eval/SET/em.
   """
   names = dict.fromkeys(name for line in record.lines for name in line)
   curve = {}
@@ -171,7 +171,7 @@ def summarize_curve(record: RunRecord) -> dict[str, Change]:
 
 
 def list_tools(record: RunRecord) -> list[str]:
-  """Returns the names of the tools that the policy was trained with."""
+  """Returns the names of the tools used in training."""
   return sorted(record.made_of.get('tools') or {})
 
 
@@ -179,7 +179,7 @@ def describe_algorithm(record: RunRecord) -> dict[str, str]:
   """Returns the algorithm's functions, each as a call, and its other settings.
 
   Example: {'advantages': 'group_relative(divide_by_std=True)', 'loss': 'ppo_clip(...)'}.
-  A function of the user's script is its name.
+  A function in the user's script is shown by its name.
   """
   defaults = algorithms.Algorithm._field_defaults
   parts = {}
@@ -215,7 +215,7 @@ def _find_calls(part: Mapping[str, Any]) -> Iterator[str]:
 def shorten(text: str) -> str:
   """'agent_r1_jax.rl.losses.ppo_clip.<locals>.surrogate' -> 'ppo_clip'; '0.2' stays.
 
-  Of a path of this machine only the name stays: "'/data/judge'" -> "'judge'".
+  Paths of this machine are cut to their name: "'/data/judge'" -> "'judge'".
   """
   if not text[:1].isalpha():
     return re.sub(r"""(?<=^['"])(/|~|\w:[/\\]).*[/\\]""", '', text)

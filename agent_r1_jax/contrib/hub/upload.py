@@ -10,7 +10,7 @@ from typing import Any
 
 from agent_r1_jax.contrib.hub import model_card, run_record
 
-# What an upload replaces as a whole: a file of an earlier one would be read too.
+# An upload replaces all of these: leftover files of an earlier one would be read too.
 _WEIGHTS = ('model*.safetensors', 'model.safetensors.index.json')
 _SECONDS = 120.0
 
@@ -18,17 +18,17 @@ _SECONDS = 120.0
 def collect(
   record: run_record.RunRecord, card: str, repository: str, base: str = ''
 ) -> dict[str, pathlib.Path | bytes]:
-  """Returns the files of a repository by their names there: as they are, or as bytes.
+  """Returns the files of a repository by their names there, as paths or bytes.
 
   Args:
     record: The run; its part is published.
     card: The text of the model card.
     repository: USER/NAME.
-    base: The repository of the adapters' base model, which their configuration names in
-      place of this machine's directory.
+    base: The repository of the adapters' base model, which replaces this machine's
+      directory in their configuration.
 
   Raises:
-    ValueError: The base model of adapters is not known.
+    ValueError: The base model of adapters is unknown.
   """
   files: dict[str, pathlib.Path | bytes] = {
     path.name: path
@@ -49,7 +49,7 @@ def collect(
 
 
 def measure(content: pathlib.Path | bytes) -> int:
-  """Returns the bytes of a file of `collect`."""
+  """Returns the size of a file of `collect`, in bytes."""
   return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
@@ -63,21 +63,21 @@ def push(
   endpoint: str | None = None,
   token: str | None = None,
 ) -> str:
-  """Uploads files in one commit, into a repository that is made if there is none.
+  """Uploads files in one commit; creates the repository if necessary.
 
-  If there are weights of a model among the files, those that an earlier upload left there
-  are deleted in the same commit.
+  If the files include model weights, weights of earlier uploads are deleted in the same
+  commit.
 
   Args:
     repository: USER/NAME.
     files: The files by their names in the repository, as from `collect`.
-    public: Whether everybody may read a repository that is made, or that exists.
+    public: Whether everybody may read a repository that is created or already exists.
     message: The title of the commit.
-    seconds: The most seconds that the Hub may be silent. The library's own client waits
-      for ever: it gets this limit, for the process.
+    seconds: How long the Hub may be silent. The library's own client would wait forever:
+      it gets this limit, for the process.
     endpoint: The address of the Hub; None is the library's, which reads HF_ENDPOINT.
-    token: The token of the user; None is the library's, which reads HF_TOKEN and what
-      `hf auth login` has saved.
+    token: The user's token; None is the library's, which reads HF_TOKEN and the token
+      that `hf auth login` has saved.
 
   Returns:
     The address of the commit.
@@ -85,8 +85,8 @@ def push(
   Raises:
     ValueError: The name is wrong, there is no token, the token may not write, or the
       repository is public and `public` is not set. Nothing has been uploaded.
-    OSError: The Hub cannot be reached, is silent or fails. The repository is as it was,
-      or empty.
+    OSError: The Hub is unreachable, silent or fails. The repository is unchanged, or
+      empty.
   """
   import huggingface_hub
 
@@ -116,7 +116,7 @@ def push(
 
 
 def _find_old_weights(there: Iterable[str], files: Iterable[str]) -> list[str]:
-  """Returns the weights in a repository that new ones among the files replace."""
+  """Returns the weights in a repository that new files replace."""
   find = lambda names: {x for kind in _WEIGHTS for x in fnmatch.filter(names, kind)}
   new = find(files)
   return sorted(find(there) - new) if new else []
@@ -136,7 +136,7 @@ def _check_name(repository: str) -> None:
 
 
 def _bound_silence(seconds: float) -> None:
-  """Gives the library's client, and those that it makes in its place, a time-out."""
+  """Gives the library's client, and its replacements, a time-out."""
   import huggingface_hub
 
   session = huggingface_hub.get_session()
@@ -148,18 +148,18 @@ def _bound_silence(seconds: float) -> None:
 
 @contextlib.contextmanager
 def _explain_errors(repository: str, endpoint: str, seconds: float) -> Iterator[None]:
-  """Raises an error of one line in place of what the library raises inside `with`."""
+  """Replaces the library's errors inside `with` by one-line errors."""
   try:
     yield
   except Exception as error:
-    # Its own errors, those of its HTTP client, of its uploader, and of a bad answer.
+    # Errors of the library, its HTTP client and its uploader, and of a bad answer.
     raise _explain(error, repository, endpoint, seconds) from error
 
 
 def _explain(
   error: Exception, repository: str, endpoint: str, seconds: float
 ) -> Exception:
-  """Returns an error whose text says in a line what happened, and what to do."""
+  """Returns an error that says in one line what happened, and what to do."""
   chain: list[BaseException] = [error]
   while cause := chain[-1].__cause__:
     chain.append(cause)

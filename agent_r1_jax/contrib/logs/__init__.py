@@ -1,1 +1,1 @@
-"""Logs of episodes, for the programs of others."""
+"""Logs of episodes, in the formats of other programs."""

@@ -1,14 +1,14 @@
-"""Harbor's Agent Trajectory Interchange Format, ATIF 1.8: writes episodes, reads others'.
+"""Harbor's Agent Trajectory Interchange Format, ATIF 1.8: writes and reads it.
 
 A reply is a step of the agent, with the results of its calls as the step's observation.
-Other messages are steps of the user or of the system. Where the log has the columns of an
-episode, a reply has the ids and log-probs of the tokens that the policy sampled, and the
-ids of all that it had read.
+Other messages are steps of the user or the system. If the log has an episode's token
+columns, a reply has the ids and log-probs of its sampled tokens, and the ids of its
+prompt.
 
 Each segment, that is each context, is a document of its own. The last one is the root,
-and its `subagent_trajectories` are those before it, whether they were contexts of
-sub-agents, forks or contexts that were forgotten: the log does not say. A fork repeats no
-message, but its `prompt_token_ids` have all that the policy had read.
+and its `subagent_trajectories` are the earlier ones, whether they were contexts of
+sub-agents, forks or dropped contexts: the log does not say. A fork repeats no messages,
+but its `prompt_token_ids` are complete.
 """
 
 import base64
@@ -25,7 +25,7 @@ from agent_r1_jax.contrib.logs import log_files
 
 _VERSION = 'ATIF-v1.8'
 _AGENT = 'agent_r1_jax'
-# What the root has of an episode beside the conversation.
+# The root's fields of an episode, besides the conversation.
 _EXTRA = ('id', 'group', 'sample', 'step', 'status', 'error', 'answer', 'info', 'reward')
 _CALL = re.compile(r'\s*<tool_call>.*?</tool_call>', re.DOTALL)
 _PICTURE = '[picture]'
@@ -37,14 +37,14 @@ _REWRITTEN = (
   'The program gave replies that the policy never gave, so that the metrics of a step '
   'may be those of another reply.'
 )
-# Two frames of a film are one picture.
+# Two frames of a video are one picture.
 _ADDRESS = re.compile(
   'data:image/(jpeg|png|gif|webp);(?:film=[0-9]+;)?base64,(.*)', re.DOTALL
 )
 
 
 def write_log(log: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-  """Writes each episode of a log as a document of ATIF, and returns their folder."""
+  """Writes each episode of a log as an ATIF document; returns their folder."""
   out, model = folder / log.stem, log_files.read_config(log).get('model', {}).get('path')
   out.mkdir(exist_ok=True)
   for number, episode in enumerate(log_files.read_episodes(log), start=1):
@@ -59,18 +59,18 @@ def write_log(log: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
 def write_episode(
   episode: Mapping[str, Any], out: pathlib.Path, *, run: str, model: str
 ) -> pathlib.Path:
-  """Writes an episode, and returns the path of its document.
+  """Writes an episode; returns the path of its document.
 
   Args:
     episode: A line of a log (agent_r1_jax/report/episodes.py).
-    out: The folder that the document is written to, and its pictures.
-    run: Identifies the episode among those of other logs.
-    model: The model that was trained.
+    out: The folder for the document and its pictures.
+    run: Distinguishes the episode from those of other logs.
+    model: The trained model.
 
   Raises:
-    ValueError: The log is of an earlier version, or the episode's parts do not fit.
+    ValueError: The log is of an earlier version, or the episode's parts do not match.
   """
-  # A model's bytes can decode to halves of surrogate pairs, which readers refuse.
+  # A model's bytes can decode to lone surrogates, which readers reject.
   document = make_document(episode, run=run, model=model, folder=out)
   text = json.dumps(document, allow_nan=False, ensure_ascii=False)
   whole = json.loads(text.encode(errors='replace'))
@@ -82,9 +82,9 @@ def write_episode(
 def make_document(
   episode: Mapping[str, Any], *, run: str, model: str, folder: pathlib.Path
 ) -> dict[str, Any]:
-  """Returns an episode as a document of ATIF; see `write_episode`.
+  """Returns an episode as an ATIF document; see `write_episode`.
 
-  `folder` is where its pictures are written.
+  Pictures are written to `folder`.
   """
   if len(episode.get('turn_segments', ())) != len(episode['turn_tokens']):
     raise ValueError(
@@ -120,7 +120,7 @@ def make_document(
 
 
 def sum_metrics(steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-  """Returns the sums of a document's metrics, as far as they are known."""
+  """Returns the sums of a document's metrics, as far as known."""
   of_steps = [step['metrics'] for step in steps if 'metrics' in step]
   sums = {
     f'total_{name}': sum(metrics[name] for metrics in of_steps)
@@ -131,10 +131,10 @@ def sum_metrics(steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def split(episode: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-  """Splits an episode's messages by its segments.
+  """Splits an episode's messages by segment.
 
-  The log has the messages of one segment after those of another, and each segment but the
-  last ends with a reply. An example of a reply in a prompt is no turn.
+  The log has one segment's messages after another's, and each segment except the last
+  ends with a reply. Example replies in a prompt are not turns.
   """
   segments = episode['turn_segments']
   parts, turn = [[] for _ in range(max(segments, default=0) + 1)], 0
@@ -145,10 +145,10 @@ def split(episode: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
 
 
 def make_metrics(episode: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """Returns ATIF's metrics of each turn: with the ids of its tokens, if they are logged.
+  """Returns ATIF's metrics of each turn, with the ids of its tokens if logged.
 
   Raises:
-    ValueError: The columns do not fit the turns.
+    ValueError: The columns do not match the turns.
   """
   made = []
   spans = locate(episode)
@@ -172,9 +172,9 @@ def make_metrics(episode: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def locate(episode: Mapping[str, Any]) -> list[tuple[int, int, int]]:
-  """Returns where each turn is in the columns: its segment's begin, its start and stop.
+  """Returns each turn's place in the columns: its segment's begin, its start and stop.
 
-  The list is empty if the episode was logged without the columns of its tokens.
+  Empty if the episode was logged without token columns.
   """
   if 'columns' not in episode:
     return []
@@ -208,7 +208,7 @@ def make_steps(
     role = message['role']
     results = list(itertools.takewhile(lambda m: m['role'] == 'tool', messages[i:]))
     step: dict[str, Any]
-    if role == 'tool':  # Without a reply before it in this context.
+    if role == 'tool':  # No reply before it in this context.
       step, results = {'source': 'system', 'message': ''}, [message, *results]
       i -= 1
     elif role == 'assistant':
@@ -240,10 +240,10 @@ def make_steps(
 def make_reply(
   message: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-  """Returns a step of the agent without its observation.
+  """Returns a step of the agent, without its observation.
 
-  Calls in the form of Hermes are taken out of the message, because readers write a step's
-  calls after it; `extra` has the text as it was. Other forms stay in the message.
+  Calls in Hermes form are removed from the message, because readers write a step's calls
+  after it; `extra` has the original text. Other forms stay in the message.
   """
   turn, text = message.get('turn'), message['content']
   calls = [
@@ -260,7 +260,7 @@ def make_reply(
     step |= {'message': _CALL.sub('', text), 'extra': {'text': text}}
   if calls:
     step['tool_calls'] = calls
-  if turn is None:  # An example in the prompt, which is not trained.
+  if turn is None:  # An example in the prompt, which is not trained on.
     return step | {'is_copied_context': True}
   return step | {'metrics': metrics[turn - 1], 'llm_call_count': 1}
 
@@ -271,7 +271,7 @@ def _make_content(message: Mapping[str, Any], folder: pathlib.Path) -> Any:
   if not addresses:
     return text
   texts = text.split(_PICTURE)
-  if len(texts) != len(addresses) + 1:  # The text has these words itself.
+  if len(texts) != len(addresses) + 1:  # The text itself has these words.
     texts = [text, *[''] * len(addresses)]
   parts = []
   for piece, address in itertools.zip_longest(texts, addresses):
@@ -283,7 +283,7 @@ def _make_content(message: Mapping[str, Any], folder: pathlib.Path) -> Any:
 
 
 def _write_picture(address: str, folder: pathlib.Path) -> dict[str, str]:
-  """Writes a picture, unless it is there, and returns its source."""
+  """Writes a picture, unless it exists; returns its source."""
   if not (match := _ADDRESS.match(address)):
     raise ValueError(f'ATIF has no pictures of this kind: {address:.40}')
   kind, data = match[1], base64.b64decode(match[2])
@@ -295,21 +295,21 @@ def _write_picture(address: str, folder: pathlib.Path) -> dict[str, str]:
 def read_conversations(
   path: pathlib.Path, render: Callable[[str, dict[str, Any]], str]
 ) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
-  """Reads a document of any agent for supervised fine-tuning.
+  """Reads any agent's document for supervised fine-tuning.
 
-  A document gives one conversation, and so does each of its subagent_trajectories. What
-  follows the last reply is left out. So is a conversation without a reply, or with one
-  that was copied from elsewhere, because all replies of a conversation are learned.
+  A document gives one conversation, and so does each of its subagent_trajectories. The
+  part after the last reply is left out. Conversations without replies, or with a reply
+  copied from elsewhere, are skipped, since all replies of a conversation are learned.
 
   Args:
     path: The document.
-    render: Writes a call, of a name and its arguments, as the model is to write it.
+    render: Writes a call, given its name and arguments, in the model's format.
 
   Returns:
-    The messages and the schemas of the tools of each: what an sft.Conversation has.
+    Each conversation's messages and tool schemas: the fields of an sft.Conversation.
 
   Raises:
-    ValueError: It is no document of ATIF, or has pictures.
+    ValueError: It is not an ATIF document, or has pictures.
   """
   try:
     root = json.loads(path.read_bytes())

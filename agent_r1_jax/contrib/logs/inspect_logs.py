@@ -1,7 +1,7 @@
 """Writes logs of episodes for Inspect's viewer.
 
-In Inspect's words, a sample is a group's task, its epochs are the members of the group
-(the first is 1), and a score is the reward or a metric.
+In Inspect's terms, a sample is a group's task, its epochs are the group's members (from
+1), and a score is the reward or a metric.
 """
 
 import collections
@@ -13,16 +13,16 @@ from typing import Any
 
 from agent_r1_jax.contrib.logs import log_files
 
-# What Inspect shows in a place of its own.
+# Fields that Inspect shows in a place of their own.
 _SHOWN = ('id', 'sample', 'question', 'answer', 'messages', 'error')
 
 
 def convert(log: pathlib.Path, scores: Sequence[str]) -> dict[str, Any]:
-  """Returns a log as the fields of Inspect's EvalLog; `scores` names metrics."""
+  """Converts a log to the fields of Inspect's EvalLog; `scores` names metrics."""
   episodes = [*log_files.read_episodes(log)]
   groups = {(episode['id'], episode['group']) for episode in episodes}
   counts = collections.Counter(id_ for id_, _ in groups)
-  # Several groups may have one task.
+  # Several groups may have the same task.
   name = lambda e: e['id'] + (f'#{e["group"]}' if counts[e['id']] > 1 else '')
   samples = [make_sample(episode, scores) | {'id': name(episode)} for episode in episodes]
   values = collections.defaultdict(list)
@@ -52,7 +52,7 @@ def convert(log: pathlib.Path, scores: Sequence[str]) -> dict[str, Any]:
 
 
 def make_sample(episode: Mapping[str, Any], scores: Sequence[str]) -> dict[str, Any]:
-  """Returns an episode as the fields of Inspect's EvalSample, but for its id."""
+  """Converts an episode to the fields of Inspect's EvalSample, except its id."""
   messages = [*make_messages(episode['messages'])]
   replies = [message for message in messages if message['role'] == 'assistant']
   actions, tokens = episode['action_tokens'], episode['tokens']
@@ -111,12 +111,12 @@ def make_messages(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, A
 def write_log(
   log: pathlib.Path, folder: pathlib.Path, scores: Sequence[str] = ('em',)
 ) -> pathlib.Path:
-  """Writes a log as one file of Inspect's, and returns its path.
+  """Writes a log as one Inspect file; returns its path.
 
   Args:
     log: The log.
-    folder: The folder that the file is written to.
-    scores: Metrics that are scores, besides the reward.
+    folder: The folder of the file.
+    scores: Metrics to include as scores, besides the reward.
   """
   from inspect_ai import log as inspect_log  # pyright: ignore[reportMissingImports]
 

@@ -1,6 +1,6 @@
 """Reads logs of episodes (agent_r1_jax/report/episodes.py), and a run's configuration.
 
-Nothing but Python is needed: a converter may run in an environment of its own.
+Needs only Python: a converter may run in an environment of its own.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import json
 import pathlib
 from typing import Any
 
-# What converters read of every episode, and its type.
+# The fields that converters read from every episode, and their types.
 _FIELDS: dict[str, type | tuple[type, ...]] = {
   **dict.fromkeys(('id', 'status', 'question'), str),
   **dict.fromkeys(('group', 'sample', 'step', 'tokens', 'action_tokens'), int),
@@ -24,7 +24,7 @@ def read_episodes(log: pathlib.Path) -> Iterator[dict[str, Any]]:
   """Yields the episodes of a log.
 
   Raises:
-    ValueError: It cannot be read, or a line of it is no episode.
+    ValueError: It cannot be read, or a line is not an episode.
   """
   try:
     with log.open('rb') as lines:
@@ -59,6 +59,6 @@ def _refuse_constant(name: str):
 
 
 def read_config(log: pathlib.Path) -> dict[str, Any]:
-  """Returns the configuration of the run that wrote a log, or {} if it is not there."""
+  """Returns the configuration of the run that wrote a log, or {} if it is missing."""
   settings = log.parents[1] / 'config.json'
   return json.loads(settings.read_text()) if settings.exists() else {}

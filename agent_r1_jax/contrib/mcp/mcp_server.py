@@ -1,10 +1,10 @@
-"""The tools of an MCP server: a process that is started here, or an address.
+"""The tools of an MCP server, started here or at an address.
 
   server = mcp_server.McpServer(command=['python', 'my_server.py'])
   make_env = lambda: env.ToolEnv(server.tools, reward)
 
-All episodes share one connection, which lives on an event loop in a thread of its own.
-Whatever the server does, a call ends within its time with an answer or an error text. A
+All episodes share one connection, which lives on an event loop in its own thread.
+Whatever the server does, a call ends in time with an answer or an error text. A
 connection that has ended, or a server that no longer answers, is replaced at the next
 call.
 """
@@ -23,11 +23,11 @@ from typing import Any, Self
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.host import workers
 
-# A server that does not list its tools within so many seconds after a call failed hangs.
+# After a failed call, a server that takes longer than this to list its tools hangs.
 _PROBE_SECONDS = 5.0
-# What the end of a connection may take: the package stops a process in three steps.
+# For closing a connection: the package stops a process in three steps.
 _STOP_SECONDS = 10.0
-# The pause before a start, while one start after the other fails, doubles up to this.
+# The pause between starts that fail in a row doubles up to this.
 _MAX_PAUSE = 60.0
 # A server that lists its tools in more pages than this never ends.
 _MAX_PAGES = 100
@@ -54,15 +54,15 @@ class McpServer:
     Args:
       command: Starts the server, which talks over its standard input and output.
       url: The address of a server that talks over HTTP ("streamable HTTP").
-      env: Names of environment variables that the started server gets. Without them it
-        gets HOME, LOGNAME, PATH, SHELL, TERM and USER alone, and so no API key.
-      seconds: Seconds that a call may take, with the new start that it may need.
-      start_seconds: Seconds that a start may take.
+      env: Names of environment variables to pass to the started server. By default it
+        gets only HOME, LOGNAME, PATH, SHELL, TERM and USER, and so no API key.
+      seconds: Time limit of a call, including a restart if needed.
+      start_seconds: Time limit of a start.
 
     Raises:
       ValueError: Not exactly one of command and url is given, a variable of `env` is not
-        set, or a tool's schema is no JSON Schema.
-      ConnectionError: The server did not start in its time.
+        set, or a tool's schema is not a JSON Schema.
+      ConnectionError: The server did not start in time.
     """
     if bool(command) == bool(url):
       raise ValueError('mcp_server: give either command or url.')
@@ -95,14 +95,14 @@ class McpServer:
     self.close()
 
   def close(self) -> None:
-    """Ends the connection, and the process that was started; waits up to 10 seconds."""
+    """Closes the connection, and ends the started process; waits up to 10 seconds."""
     atexit.unregister(self.close)
-    with contextlib.suppress(RuntimeError):  # It is closed already.
+    with contextlib.suppress(RuntimeError):  # Already closed.
       self._loop.call_soon_threadsafe(self._closing.set)
     self._thread.join(_STOP_SECONDS)
 
   def _run_loop(self) -> None:
-    with self._runner:  # Cancels what still runs at the end.
+    with self._runner:  # Cancels tasks that still run.
       self._runner.run(self._wait_for_close())
 
   async def _wait_for_close(self) -> None:
@@ -121,7 +121,7 @@ class McpServer:
       work = asyncio.run_coroutine_threadsafe(self._call(listed, arguments), self._loop)
       try:
         return await asyncio.wrap_future(work)
-      except asyncio.CancelledError:  # The call is late.
+      except asyncio.CancelledError:  # The call timed out.
         with contextlib.suppress(RuntimeError):  # The server was closed meanwhile.
           self._loop.call_soon_threadsafe(self._probe_if_open)
         raise
@@ -164,7 +164,7 @@ class McpServer:
     """Returns the connection; opens one if there is none.
 
     Raises:
-      ConnectionError: The server did not start, or is not started yet after it ended.
+      ConnectionError: The server did not start, or has not been restarted yet.
     """
     if self._connection is None:
       if (pause := self._not_before - self._loop.time()) > 0:
@@ -177,7 +177,7 @@ class McpServer:
       self._holding.add(task)
       task.add_done_callback(self._holding.discard)
     connection = self._connection
-    # A call that is cancelled must not cancel the start for those that wait with it.
+    # A cancelled call must not cancel the start for others that wait for it.
     await asyncio.shield(connection.opened)
     if connection.probe is None:
       return connection
@@ -185,14 +185,14 @@ class McpServer:
     return await self._connect()
 
   async def _hold(self, connection: '_Connection') -> None:
-    """Opens a connection and holds it until it is to be left.
+    """Opens a connection and holds it until it is to be closed.
 
     The package's cancel scopes must be entered and left by the same task.
     """
     import anyio
     import mcp
 
-    # It prints a traceback for each line of the server that is no message.
+    # It prints a traceback for each server line that is not a message.
     logging.getLogger('mcp.client.stdio').setLevel(logging.CRITICAL)
     target: Any = self._url or mcp.StdioServerParameters(
       command=self._command[0], args=self._command[1:], env=self._env
@@ -219,7 +219,7 @@ class McpServer:
       self._probe(self._connection)
 
   def _probe(self, connection: '_Connection') -> asyncio.Task:
-    """Starts to list the tools again; a server that gives no answer is started again."""
+    """Starts listing the tools again; a server that does not answer is restarted."""
 
     async def probe():
       try:
@@ -236,8 +236,8 @@ class McpServer:
     return connection.probe
 
   def _count_failure(self, connection: '_Connection') -> None:
-    """Lets the next call start the server: at once, later after longer and longer."""
-    if self._connection is not connection:  # Its failure has been counted.
+    """Lets the next call restart the server: at once, later after growing pauses."""
+    if self._connection is not connection:  # Already counted.
       return
     self._connection = None
     self._failures += 1
@@ -246,21 +246,21 @@ class McpServer:
 
 
 class _Connection:
-  """A connection, which is opened and held by a task of its own.
+  """A connection, opened and held by a task of its own.
 
   Attributes:
     client: The package's client.
     tools: The server's tools by name, as the package describes them.
-    opened: Done when the connection is open, or could not be opened.
-    leave: Set when the connection is to be ended.
-    probe: Asks whether the server still answers; None if no call has failed.
+    opened: Done when the connection is open, or has failed to open.
+    leave: Set to close the connection.
+    probe: Checks whether the server still answers; None if no call has failed.
   """
 
   def __init__(self):
     self.client: Any = None
     self.tools: dict[str, Any] = {}
     self.opened = asyncio.get_running_loop().create_future()
-    # Nobody may wait for it any longer; asyncio would warn of its exception.
+    # If nobody waits for it, asyncio would warn of its exception.
     self.opened.add_done_callback(lambda opened: opened.exception())
     self.leave = asyncio.Event()
     self.probe: asyncio.Task | None = None
@@ -278,7 +278,7 @@ class _Connection:
 
 
 def _to_text(block: Any) -> str:
-  """Returns the text of a part of a result; what is no text is only named."""
+  """Returns the text of a part of a result; parts that are not text are only named."""
   if block.type == 'text':
     return block.text
   resource = getattr(block, 'resource', block)
