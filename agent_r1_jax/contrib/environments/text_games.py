@@ -86,11 +86,11 @@ def load_games(*paths: str | os.PathLike) -> list[types.Task]:
   """Makes a task for each game of TextWorld (.z8) and ALFWorld (.tw-pddl).
 
   Args:
-      *paths: Files, or folders to search for such files. A task's id is its file's name
-        in the folder or, if two ids would be equal, its full path.
+    *paths: Files, or folders to search for such files. A task's id is its file's name
+      in the folder or, if two ids would be equal, its full path.
 
-    Raises:
-      ValueError: A file is not such a game, or a path has none; names it.
+  Raises:
+    ValueError: A file is not such a game, or a path has none; names it.
   """
   names: dict[pathlib.Path, str] = {}  # Of the tasks, by their games' files.
   for path in map(pathlib.Path, paths):

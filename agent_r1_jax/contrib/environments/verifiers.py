@@ -36,13 +36,13 @@ def load(
   """Loads an installed environment.
 
   Args:
-      config: The fields of verifiers' EnvConfig, such as {'taskset': {'id': ...}}. The
-        policy plays all agents without a client of their own; there must be at least one.
-        All agents of an episode play at once, unless it has max_concurrent_agents.
-      dialects: APIs that agents use besides chat completions; see program.Program.
+    config: The fields of verifiers' EnvConfig, such as {'taskset': {'id': ...}}. The
+      policy plays all agents without a client of their own; there must be at least one.
+      All agents of an episode play at once, unless it has max_concurrent_agents.
+    dialects: APIs that agents use besides chat completions; see program.Program.
 
-    Returns:
-      Its tasks, and a function that makes the program of an episode.
+  Returns:
+    Its tasks, and a function that makes the program of an episode.
 
   Raises:
     ModuleNotFoundError: verifiers or the environment is not installed.
