@@ -1,7 +1,7 @@
-"""Makes the automata that end replies, at stop ids and stop strings.
+"""Makes the automata that end replies at stop ids and stop strings.
 
-The engine runs automata in its jitted loop (engine/automaton_guide.py). Those that
-restrict replies are made in grammars/compiler.py.
+The engine runs automata in its jitted loop (engine/automaton_guide.py).
+grammars/compiler.py makes the automata that restrict replies.
 
 Letters: V tokens of the vocabulary.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from agent_r1_jax import types
 from agent_r1_jax.agent import byte_automata
 
-# The most bytes of a reply's stop strings, and so the most states of their automaton.
+# The maximum total size of a reply's stop strings, which bounds their automaton's states.
 MAX_STOP_BYTES = 1024
 
 
@@ -23,16 +23,16 @@ def stop(
 ) -> types.Automaton:
   """Makes an automaton that ends a reply at stop ids and stop strings.
 
-  A stop string is found wherever it is completed, across token boundaries and also inside
-  a token; the reply then ends with that token. A stop string does not match across a
-  control token, which has no bytes.
+  Stop strings are found across token boundaries and inside tokens; the reply ends with
+  the token that completes one. They do not match across a control token, which has no
+  bytes.
 
   Args:
     ids: Tokens that end a reply.
-    vocab_size: Tokens of the model (V); those beyond the tokenizer's have no text.
+    vocab_size: Tokens of the model (V); tokens beyond the tokenizer's have no text.
     strings: Strings that end a reply.
     token_bytes: The bytes of each of the tokenizer's tokens, b'' for control tokens;
-      needed with strings.
+      required with strings.
 
   Raises:
     ValueError: A string is empty, the strings are too long, token_bytes are missing, or
@@ -48,7 +48,7 @@ def stop(
 
 
 def check_stop_strings(strings: Sequence[str]):
-  """Raises a ValueError if no automaton is made of these stop strings."""
+  """Raises ValueError if a stop string is empty or they are too long."""
   if not all(strings):
     raise ValueError('A stop string is empty: it would end every reply at once. Drop it.')
   size = sum(len(string.encode()) for string in strings)

@@ -1,4 +1,4 @@
-"""A circuit breaker: keeps calls from what failed many times in a row."""
+"""A circuit breaker: holds back calls to something that failed many times in a row."""
 
 from collections.abc import Callable
 import threading
@@ -6,19 +6,21 @@ import time
 
 
 class Breaker:
-  """Lets calls through until too many fail one after the other.
+  """Lets calls through until too many fail in a row.
 
-  Then no call is let through for a pause; after it a single one is, and if that succeeds
-  all are again.
+  It then holds all calls back for a pause, after which it lets one through. If that call
+  succeeds, it lets all calls through again.
   """
 
   def __init__(
     self, failures: int, pause: float, clock: Callable[[], float] | None = None
   ):
-    """Lets all calls through.
+    """Starts by letting all calls through.
 
-    So many `failures` in a row hold further calls back; `pause` seconds later one is let
-    through.
+    Args:
+      failures: How many failures in a row hold calls back.
+      pause: Seconds after which one call is let through.
+      clock: Returns the time in seconds; time.monotonic by default.
     """
     self._max_failures, self._pause = failures, pause
     self._clock = clock or (lambda: time.monotonic())
@@ -26,7 +28,7 @@ class Breaker:
     self._lock = threading.Lock()
 
   def hold_back(self) -> bool:
-    """Whether a call must not be made now; False lets it through."""
+    """Whether to hold a call back; False lets it through."""
     with self._lock:
       now = self._clock()
       if self._failures < self._max_failures:
@@ -37,7 +39,7 @@ class Breaker:
       return False
 
   def record(self, failed: bool) -> None:
-    """Counts a call that was made."""
+    """Records the outcome of a call that was let through."""
     with self._lock:
       self._failures = self._failures + 1 if failed else 0
       self._until = self._clock() + self._pause

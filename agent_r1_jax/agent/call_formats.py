@@ -1,4 +1,4 @@
-"""The formats of tool calls, a table of them, and their detection in a template."""
+"""The formats of tool calls, and the detection of a chat template's format."""
 
 from collections.abc import Callable
 import contextvars
@@ -166,8 +166,8 @@ GEMMA4 = CallFormat(
 _ALL = HERMES, QWEN3_CODER, MISTRAL, LLAMA3, SEARCH_R1, RETOOL, REACT, HARMONY, GEMMA4
 FORMATS = {f.name: f for f in _ALL}
 
-# The format of the chat whose episode is played: a rollout sets it, and environments and
-# rewards read it, because the script that makes them has no tokenizer.
+# The format of the current episode's chat. Rollouts set it; environments and rewards read
+# it, because the script that makes them has no tokenizer.
 chat_format: contextvars.ContextVar[CallFormat] = contextvars.ContextVar(
   'chat_format', default=HERMES
 )
@@ -176,17 +176,17 @@ chat_format: contextvars.ContextVar[CallFormat] = contextvars.ContextVar(
 def detect(
   render: Callable[[list[types.Message]], str], described: str
 ) -> CallFormat | None:
-  """Returns the format in which a chat template writes a call; None if none is known.
+  """Returns the format in which a chat template writes calls; None if unknown.
 
-  `described` is what it writes of a tool.
+  `described` is the template's rendering of a tool.
   """
   call = {'role': 'assistant', 'content': '', 'tool_calls': [template_forms.make_call()]}
   try:
     text = render([template_forms.USER, call, template_forms.make_answer('y')])
-  except Exception:  # A template is a program of others.
+  except Exception:  # Templates are third-party programs.
     return None
   for call_format in FORMATS.values():
     if template_forms.SEEN in call_format.parse(text):
       return call_format
-  # Templates that write no calls, but answers to them, or how to make one.
+  # Some templates write no calls, but write answers or say how to call.
   return HERMES if '<tool_response>' in text or '<tool_call>' in described else None

@@ -1,7 +1,7 @@
 """Parses and writes the tool calls of each format in call_formats.FORMATS.
 
-In a format with tags, a call ends with its end tag, at which sampling stops; so it
-cannot contain that tag.
+In a format with tags, sampling stops at the end tag of a call, so a call cannot contain
+that tag.
 """
 
 from collections.abc import Sequence
@@ -30,15 +30,15 @@ class JsonParser:
     """Compiles the patterns.
 
     Args:
-      begin: What begins a call: the JSON comes after it, or begins with its brace.
-      close: What must follow the JSON.
-      keys: Names that the arguments may have, one of them; the first is the right one.
-      end_tag: What errors call the text that `close` matches.
-      ignored: A key that may stand beside these, and is not read.
+      begin: Matches the start of a call, up to the JSON or including its brace.
+      close: Must match after the JSON.
+      keys: Keys that may hold the arguments; the first is the documented one.
+      end_tag: The name of the text that `close` matches, for errors.
+      ignored: An additional key that is allowed and not read.
     """
     self._begin = re.compile(calls.THINK + begin)
     self._close = re.compile(close)
-    # A malformed call ends with the thought that it is in, or where another one begins.
+    # A malformed call ends with the thought that it is in, or where another call begins.
     self._stop = re.compile('|'.join(filter(None, ['</think>', begin, end_tag])))
     self._keys, self._end_tag, self._ignored = keys, end_tag, ignored
 
@@ -67,7 +67,7 @@ class JsonParser:
     key = next((key for key in self._keys if key in value), self._keys[0])
     unknown = [x for x in value if x not in ('name', key, self._ignored)]
     if unknown and value.get('type') == 'function':
-      unknown.remove('type')  # As OpenAI's API has it.
+      unknown.remove('type')  # OpenAI's form has it.
     if unknown:
       raise ValueError(
         f'unknown key {json.dumps(unknown[0])}; a call has "name" and "{self._keys[0]}"'
@@ -77,16 +77,16 @@ class JsonParser:
 
 
 def write_json(call: ToolCall, key: str) -> str:
-  """Writes the JSON of a call, whose arguments have a name of their own."""
+  """Writes a call as JSON, with its arguments under `key`."""
   return json.dumps({'name': call.name, key: call.arguments}, ensure_ascii=False)
 
 
 def _end_malformed(
   stop: re.Pattern[str], reply: str, start: int, position: int
 ) -> tuple[str, int]:
-  """Returns the text of a malformed call, and where it ends, after its end tag.
+  """Returns the text of a malformed call without its tags, and where the call ends.
 
-  The text has neither tag; the call ends at the first match of `stop` after `position`.
+  The call ends at the first match of `stop` after `position`, end tag included.
   """
   stopped = stop.search(reply, position)
   if not stopped:
@@ -95,16 +95,16 @@ def _end_malformed(
   return reply[start : stopped.start()], stopped.end() if is_end_tag else stopped.start()
 
 
-# The JSON is scanned, so that '</tool_call>' inside a string does no harm. The closing
-# tag may be missing at the end of the reply.
+# The JSON is decoded, so '</tool_call>' may occur inside a string. The closing tag may be
+# missing at the end of the reply.
 HERMES = JsonParser(
   r'<tool_call>\s*',
   r'\s*(?:</tool_call>|\Z)',
   ('arguments', 'parameters'),
   end_tag='</tool_call>',
 )
-# Text may come before and between calls, and other JSON is an answer. '<|python_tag|>'
-# may begin a call, and a semicolon may end it.
+# Text may come before and between calls; JSON without a call's keys is an answer. A call
+# may begin with '<|python_tag|>' and end with a semicolon.
 LLAMA3 = JsonParser(
   r'<\|python_tag\|>\s*'
   r'|\{(?=\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,'
@@ -112,8 +112,8 @@ LLAMA3 = JsonParser(
   r'\s*;?',
   ('parameters', 'arguments'),
 )
-# A list of calls, or the next one in it. An object alone is a list of one, and a call may
-# have an "id".
+# A list of calls, or its next call. A single object needs no list, and a call may have an
+# "id".
 MISTRAL = JsonParser(
   r'\[TOOL_CALLS\]\s*(?:\[\s*)?|(?<=\}),\s*(?=\{)',
   r'\s*\]?',
@@ -121,7 +121,7 @@ MISTRAL = JsonParser(
   ignored='id',
 )
 
-# What some models write for JSON's words.
+# Some models write Python's words instead of JSON's.
 _PYTHON_WORDS = {'True': 'true', 'False': 'false', 'None': 'null'}
 _TYPES: dict[type, set[str]] = {
   str: {'string'},
@@ -137,15 +137,15 @@ _TYPES: dict[type, set[str]] = {
 def _convert(text: str, schema: Any) -> Any:
   """Converts an argument's text to the type that its schema names.
 
-  Where the schema allows strings, the text stays as it is unless it is JSON of another
-  type that is allowed. Text that is no JSON stays as it is, too: if the tool wants
-  something else, it will say so.
+  If the schema allows strings, the text is kept unless it is JSON of another allowed
+  type. Text that is not JSON is kept too: the tool will report it if it needs another
+  type.
   """
   allowed = calls.list_types(schema)
   word = text.strip()
   try:
     value = json.loads(_PYTHON_WORDS.get(word, word))
-    list(calls.walk([value]))  # What is nested too deeply stays text, too.
+    list(calls.walk([value]))  # JSON that is nested too deeply is kept as text too.
   except (ValueError, RecursionError):
     return text
   as_text = isinstance(value, str) or not _TYPES[type(value)] & allowed
@@ -154,8 +154,8 @@ def _convert(text: str, schema: Any) -> Any:
 
 _QWEN = re.compile(calls.THINK + r'(?:<tool_call>\s*)?<function=([^<>\n]*)>|<tool_call>')
 _PARAMETER = re.compile(r'\s*<parameter=([^<>\n]*)>\n?')
-# A parameter that is not closed ends where another one, or the end of the call, follows,
-# and with the thought that it is in: the call after it must not be swallowed.
+# An unclosed parameter ends at the next parameter, at the end of the call, or at the end
+# of the thought that it is in, so that it does not swallow the next call.
 _VALUE_END = re.compile(
   r'\n?</parameter>(?=\s*(?:<parameter=|</function>|</?tool_call>|\Z))'
   r'|\n(?=<parameter=[^<>\n]*>)'
@@ -172,8 +172,8 @@ _QWEN_STOP = re.compile(r'</?tool_call>|<function=[^<>\n]*>|</think>')
 def parse_qwen3_coder(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
   """Parses each `<function=NAME><parameter=NAME>value</parameter></function>`.
 
-  The newlines around a value do not belong to it. End tags may be missing, and so may
-  '<tool_call>'. A value may contain end tags, unless they stand as they end a call.
+  The newlines around a value are not part of it. End tags and '<tool_call>' may be
+  missing. A value may contain end tags, except in the positions that end a call.
   """
 
   def fail(tag, why, position):
@@ -187,7 +187,7 @@ def parse_qwen3_coder(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
     arguments, position = {}, tag.end()
     while parameter := _PARAMETER.match(reply, position):
       end = _VALUE_END.search(reply, parameter.end())
-      assert end  # The end of the text is one.
+      assert end  # It matches at least the end of the text.
       text = reply[parameter.end() : end.start()]
       arguments[parameter[1]] = _convert(text, properties.get(parameter[1]))
       position = end.end()
@@ -200,7 +200,7 @@ def parse_qwen3_coder(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
 
 
 def render_qwen3_coder(call: ToolCall) -> str:
-  """Writes a call as `parse_qwen3_coder` reads it."""
+  """Writes a call in the form that `parse_qwen3_coder` reads."""
   text = lambda value: (
     value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
   )
@@ -270,8 +270,8 @@ _INPUT_END = re.compile(
 def parse_react(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
   """Parses each line `Action: NAME` with its `Action Input:`, or `Action: NAME[text]`.
 
-  `Final Answer:` ends the episode, and so does the action `Finish` of ReAct's paper,
-  unless there is a tool of that name.
+  `Final Answer:` ends the episode, as does the ReAct paper's action `Finish`, unless
+  there is a tool of that name.
   """
 
   def read(tag):
@@ -306,7 +306,7 @@ def _read_input(text: str, name: str, schemas: Schemas) -> dict[str, Any]:
     if text.startswith('{'):
       raise
     value = text
-  # A number, say, is the text that was written.
+  # Other JSON, such as a number, is kept as the text that was written.
   value = value if isinstance(value, dict | str) else text
   return calls.to_arguments(value, name, schemas, 'Action Input')
 

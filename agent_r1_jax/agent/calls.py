@@ -1,4 +1,4 @@
-"""Tool calls, what a format of calls consists of, and what the formats share.
+"""Tool calls, the definition of a call format, and functions that formats share.
 
 The formats are in call_formats.py.
 """
@@ -16,7 +16,7 @@ from agent_r1_jax import types
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-  """Where a parser found a call: in reply[begin:end], its tags included."""
+  """Where a parser found a call: reply[begin:end], including its tags."""
 
   begin: int = dataclasses.field(default=0, kw_only=True, compare=False, repr=False)
   end: int = dataclasses.field(default=0, kw_only=True, compare=False, repr=False)
@@ -24,7 +24,7 @@ class _Found:
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall(_Found):
-  """A well-formed call; the tool may not exist, and the arguments may not fit it."""
+  """A well-formed call; its tool may not exist, and its arguments may not fit."""
 
   name: str
   arguments: dict[str, Any]
@@ -44,8 +44,8 @@ class CallError(_Found):
 
 
 Call = ToolCall | CallError
-# The most objects and arrays of JSON that lie in each other in a call's arguments: who
-# takes them may walk them by recursion, and Python's ends at about 1,000.
+# The maximum nesting of JSON objects and arrays in a call's arguments: users may walk
+# them recursively, and Python's recursion limit is about 1,000.
 MAX_DEPTH = 64
 _SURROGATE = re.compile('[\ud800-\udfff]')
 # The schemas of tools, in the OpenAI form.
@@ -55,8 +55,8 @@ Schemas = Sequence[Mapping[str, Any]]
 class Parse(Protocol):
   """Returns the calls of a reply, in order; never raises.
 
-  The schemas of the tools tell which argument a bare text means, and the types of
-  arguments that are written as text. Calls can be found without them.
+  The tools' schemas are optional. They give the argument that a bare text means, and the
+  types of arguments that are written as text.
   """
 
   def __call__(self, reply: str, schemas: Schemas = ()) -> list[Call]:
@@ -66,26 +66,26 @@ class Parse(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class CallFormat:
-  """How a model writes tool calls, and what it is told of tools.
+  """How a model writes tool calls, and how tools are described to it.
 
   Attributes:
     name: Its name in the configuration (chat.tool_format).
     parse: Finds the calls in a reply.
-    render: Writes one call, as `parse` reads it.
-    openings: Texts with one of which a call begins; a look-alike may begin with one, too.
-    closing: The text with which each call ends; None if there is none.
-    description: Tells a model of its tools, if the chat template does not; in the place
-      of {schemas} comes a line of JSON for each tool.
-    answer: Writes what a tool answered, in a message of the user; None if that is a
-      message of the role 'tool', which the chat template writes.
+    render: Writes one call in the form that `parse` reads.
+    openings: Every call begins with one of these texts; other text may as well.
+    closing: The text that ends each call, or None.
+    description: Describes the tools to a model, if the chat template does not. {schemas}
+      is replaced by one line of JSON per tool.
+    answer: Writes a tool's answer in a user message; None if answers are messages of the
+      role 'tool', which the chat template writes.
     stop_strings: Strings that end a reply, because a call ends with them.
     only_tool: The only tool that can be called; None if calls name their tool.
-    write: Makes messages that the template takes, which otherwise are tried one by one
-      (template_forms.py); None if the template needs no other form.
-    ends: The control tokens that end a reply, if they are not the template's end of turn.
-    within: The control tokens of a call, which end no reply.
-    answer_begin: The control token with which an answer begins, if it may end a reply.
-    frame: Writes a reply that is only text as the model does.
+    write: Converts messages to the form that the template takes. None tests what the
+      template supports instead (template_forms.py).
+    ends: The control tokens that end a reply, if not the template's end of turn.
+    within: The control tokens inside calls, which do not end a reply.
+    answer_begin: The control token that begins an answer, if it may end a reply.
+    frame: Writes a reply of plain text as the model does.
   """
 
   name: str
@@ -120,18 +120,18 @@ class CallFormat:
     return self.description.format(schemas=lines)
 
 
-# A thought of Harmony (harmony.py), up to the next message or the end of what was cut.
+# A thought in Harmony (harmony.py), up to the next message or the end of the text.
 _ANALYSIS = re.compile(
   r'<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>(?:<\|start\|>assistant)?|\Z)',
   re.DOTALL,
 )
-# The tags around thoughts: of most models, and of Gemma 4.
+# The tags around thoughts, of most models and of Gemma 4.
 _OPEN, _CLOSE = ('<think>', '<|channel>thought'), ('</think>', '<channel|>')
 _THOUGHT_TAGS = re.compile(f'({"|".join(map(re.escape, _OPEN + _CLOSE))})')
-# How the pattern of `scan` begins.
+# The pattern of `scan` begins with it.
 THINK = '<think>|</think>|'
-# The most malformed calls of a reply that are read. To find that a call is malformed can
-# take the time to read the whole rest of the reply, which then is searched once more.
+# The maximum number of malformed calls that are read in a reply: finding that a call is
+# malformed may read the entire rest of the reply, which is then searched again.
 MAX_MALFORMED = 16
 
 
@@ -142,15 +142,15 @@ def scan(
 ) -> list[Call]:
   """Reads the calls of a reply, in order.
 
-  A call in a closed thinking block does not count, even if the prompt opened the block; a
-  call in an open block does, because generation may stop at a call. What follows the
-  last of MAX_MALFORMED malformed calls, those in thinking blocks included, is not read.
+  Calls in a closed thinking block do not count, even if the prompt opened the block.
+  Calls in an open block do, because generation may stop at a call. Text after
+  MAX_MALFORMED malformed calls, including those in thinking blocks, is not read.
 
   Args:
     reply: The reply.
-    pattern: THINK, and what begins a call; a comma does right after another call.
-    read: Returns the call that begins with a match, and where it ends; None in place of
-      the call is the agent's final answer, after which no call counts.
+    pattern: THINK, and the start of a call; a comma only directly after another call.
+    read: Returns the call that begins with a match, and where it ends. None instead of a
+      call means the agent's final answer, after which calls do not count.
   """
   calls: list[Call | None] = []
   thoughts, position, malformed = _Thoughts(calls), 0, 0
@@ -172,14 +172,14 @@ def scan(
 
 
 class _Thoughts:
-  """Drops what was found in a closed thinking block, even if the prompt opened it."""
+  """Drops the findings in closed thinking blocks, even if the prompt opened the block."""
 
   def __init__(self, found: list):
-    """Takes the list of what is found."""
+    """Takes the list of findings, which it will modify."""
     self._found, self._begin, self._is_open = found, 0, False
 
   def note(self, tag: str) -> bool:
-    """Notes a tag; returns whether it is one of thoughts."""
+    """Processes a tag; returns whether it opens or closes a thought."""
     opens, closes = tag in _OPEN, tag in _CLOSE
     if opens and not self._is_open:
       self._begin, self._is_open = len(self._found), True
@@ -190,7 +190,7 @@ class _Thoughts:
 
 
 def remove_thoughts(text: str) -> str:
-  """Removes closed thinking blocks from a reply, in which calls do not count, either."""
+  """Removes the closed thinking blocks of a reply, as `scan` does."""
   text = _ANALYSIS.sub('', text)
   found: list[str] = []
   thoughts = _Thoughts(found)
@@ -206,10 +206,10 @@ def make_error(error: Exception | str, text: str) -> CallError:
 
 
 def check_json(*values: Any) -> None:
-  """Raises ValueError if a value has no JSON that everybody can read; no recursion.
+  """Raises ValueError if a value has no portable JSON; does not recurse.
 
-  That is NaN, an infinite number, half of a surrogate pair, and what is nested more than
-  MAX_DEPTH deep.
+  Not portable are NaN, infinite numbers, half of a surrogate pair, and values that are
+  nested more than MAX_DEPTH deep.
   """
   for level in walk(*values):
     if any(isinstance(x, float) and not math.isfinite(x) for x in level):
@@ -219,7 +219,7 @@ def check_json(*values: Any) -> None:
 
 
 def walk(*values: Any) -> Iterator[list[Any]]:
-  """Yields the levels of JSON, keys included; raises ValueError below MAX_DEPTH."""
+  """Yields the levels of JSON, including keys; raises ValueError below MAX_DEPTH."""
   level = [*values]
   for _ in range(MAX_DEPTH + 1):
     yield level
@@ -237,14 +237,14 @@ def list_names(schemas: Schemas) -> list[str]:
 
 
 def find_parameters(name: str, schemas: Schemas) -> Mapping[str, Any]:
-  """Returns the schema of a tool's arguments; an empty one if there is no such tool."""
+  """Returns the schema of a tool's arguments; {} if there is no such tool."""
   functions = dict(zip(list_names(schemas), schemas, strict=True))
   function = functions[name]['function'] if name in functions else {}
   return function.get('parameters') or {}
 
 
 def list_types(schema: Any) -> set[str]:
-  """Returns the types of JSON that a schema names; none if it does not say."""
+  """Returns the JSON types that a schema names; empty if it names none."""
   if not isinstance(schema, Mapping):
     return set()
   names = schema.get('type', ())
@@ -254,9 +254,9 @@ def list_types(schema: Any) -> set[str]:
 
 
 def find_text_argument(name: str, schemas: Schemas) -> str | None:
-  """Returns the argument that a bare text means.
+  """Returns the argument that a bare text means, or None.
 
-  It is a string, and the tool's only argument that is required, or the only one at all.
+  It is a string, and the tool's only required argument, or its only argument.
   """
   parameters = find_parameters(name, schemas)
   arguments = parameters.get('properties', {})
@@ -267,12 +267,12 @@ def find_text_argument(name: str, schemas: Schemas) -> str | None:
 
 
 def to_arguments(value: Any, name: str, schemas: Schemas, label: str) -> dict[str, Any]:
-  """Checks the arguments of a call; `label` is what errors call them.
+  """Converts the arguments of a call to an object; errors call them `label`.
 
   An object may be encoded twice. A bare string is the argument of `find_text_argument`.
 
   Raises:
-    ValueError: They are neither.
+    ValueError: The value is neither.
   """
   if isinstance(value, str):
     try:

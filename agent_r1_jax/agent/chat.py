@@ -4,14 +4,14 @@ A conversation grows by concatenation and is never encoded again:
 
   encode_prompt(messages) + reply + encode_delta(messages) + reply + ...
 
-A reply is what the policy sampled, including its stop token. The text equals the
-template's own rendering, unless the template rewrites the past (Qwen3 drops earlier
-thinking): the tokens then stay those that the policy has seen and sampled.
+A reply is the tokens that the policy sampled, including its stop token. The text equals
+the template's own rendering, unless the template rewrites the past (Qwen3 drops earlier
+thinking): the tokens then remain those that the policy has seen and sampled.
 
 Control tokens ('<|im_end|>', '<tool_call>') come only from the template, from text that
 a task marks as `types.ControlText`, and from the policy. Everything else is data: a
-question, a passage, a tool's output or description, a simulated user. The name of a
-control token in data is encoded as ordinary characters.
+question, a passage, a tool's output or description, a simulated user. In data, the name
+of a control token is encoded as ordinary characters.
 """
 
 from collections.abc import Sequence
@@ -30,27 +30,27 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 
 
 class TooLongError(ValueError):
-  """A text has more characters than the longest tokens could stand for."""
+  """A text has more characters than `max_tokens` of the longest tokens could hold."""
 
 
 class Chat(renderer_lib.Renderer):
   """Renders and encodes messages; decodes replies.
 
-  A tool's output is cut to `max_tool_tokens`, and marked as cut.
+  Tool outputs longer than `max_tool_tokens` are cut, with a mark.
 
-  A message of the assistant stands for what the policy sampled (a worked example, a
-  repeated history), so control tokens in it are encoded as such, except those that only a
-  template writes: those around a user's message, and those that end a reply. In text that
-  `decode` returned, exactly those are encoded as control tokens that were sampled so.
+  Assistant messages stand for sampled text (a worked example, a repeated history), so
+  control tokens in them are encoded as such, except those that only a template writes:
+  those around a user's message, and those that end a reply. Text from `decode` records
+  which control tokens were sampled, and exactly these are encoded as control tokens.
 
   Attributes:
     stop_ids: The ids that end a reply: the template's end of turn, then those of the
       generation config.
     format: How the model writes tool calls.
-    detected: The format in which the template writes calls; None if it is not known.
+    detected: The format in which the template writes calls; None if unknown.
     supports_tools: Whether the template describes tools and calls in `format`.
-    answer_role: The role in which the template writes what tools answer; None if a
-      message of the user has it, in a form of ours or of `format`.
+    answer_role: The role in which the template writes tools' answers; None if they are
+      written in a user message, in the form of `format` or our own.
   """
 
   def __init__(
@@ -61,14 +61,14 @@ class Chat(renderer_lib.Renderer):
     pictures: pictures_lib.Reader | None = None,
     **options: Any,
   ):
-    """Analyses the template of a tokenizer of `tokenizer.load`.
+    """Analyses the template of a tokenizer from `tokenizer.load`.
 
-    The options are those of config.Chat (see Renderer). `pictures` reads pictures; None
-    if the model sees none.
+    `options` are those of config.Chat (see Renderer). `pictures` reads pictures; None if
+    the model takes no pictures.
 
     Raises:
       ValueError: There is no chat template, its turns do not end with a control token, or
-        the tokenizer has no control tokens for pictures that the model sees.
+        the model takes pictures and the tokenizer lacks their control tokens.
     """
     if not tokenizer.chat_template:
       raise ValueError(
@@ -96,13 +96,13 @@ class Chat(renderer_lib.Renderer):
     )
     names = self._control.names
     self._control.never_sample(
-      *(frame if not self.format.ends else ()),  # There the policy writes frames, too.
+      *(frame if not self.format.ends else ()),  # With `ends`, the policy writes frames.
       *(names[i] for i in self.stop_ids if i in names),
       *(pictures_lib.CONTROL_TOKENS if pictures else ()),
     )
 
   def stop_automaton(self, vocab_size: int) -> types.Automaton:
-    """Returns the automaton that ends a reply, cached for each size of the vocabulary."""
+    """Returns the automaton that ends a reply, cached by vocabulary size."""
     if vocab_size not in self._stops:
       self._stops[vocab_size] = automata.stop(*self.find_stops(vocab_size))
     return self._stops[vocab_size]
@@ -110,7 +110,7 @@ class Chat(renderer_lib.Renderer):
   def find_stops(
     self, vocab_size: int, stop_strings: Sequence[str] = ()
   ) -> tuple[list[int], int, Sequence[str], Sequence[bytes]]:
-    """Returns the arguments of automata.stop, with the given strings too."""
+    """Returns the arguments of automata.stop, with additional stop strings."""
     strings = (*self._stop_strings, *stop_strings)
     # A stop string may be a control token, which has no bytes.
     ids = [*self.stop_ids, *(i for s, i in self._control.ids.items() if s in strings)]
@@ -118,7 +118,7 @@ class Chat(renderer_lib.Renderer):
 
   @functools.cached_property
   def token_bytes(self) -> list[bytes]:
-    """The bytes of each of the tokenizer's tokens, as tokenizer.token_bytes has them."""
+    """The bytes of each of the tokenizer's tokens, from tokenizer.token_bytes."""
     return tokenizer_lib.token_bytes(self.tokenizer)
 
   def encode_prompt(
@@ -129,10 +129,10 @@ class Chat(renderer_lib.Renderer):
     max_tokens: float = math.inf,
     **template_kwargs,
   ) -> np.ndarray:
-    """Encodes a whole context and the start of the assistant's turn as int32 [T].
+    """Encodes a complete context and the start of the assistant's turn as int32 [T].
 
     Raises:
-      TooLongError: It surely has more than `max_tokens`; it is not encoded.
+      TooLongError: It certainly has more than `max_tokens`; it is not encoded.
       ValueError: A message has no role or no content, the template refuses the messages,
         or it cannot describe tools and tools_in_prompt is 'refuse'.
     """
@@ -141,7 +141,7 @@ class Chat(renderer_lib.Renderer):
     try:
       rendered = self._render_prompt(messages, tools, **template_kwargs)
     except ValueError:
-      # Mistral's template takes turns after a failed call one by one only.
+      # After a failed call, Mistral's template renders turns only one at a time.
       if all(m.get('role') != 'assistant' for m in messages[1:]):
         raise
       options = {'tools': tools, 'max_tokens': max_tokens, **template_kwargs}
@@ -160,7 +160,7 @@ class Chat(renderer_lib.Renderer):
     max_tokens: float = math.inf,
     **template_kwargs,
   ) -> list[tuple[np.ndarray, bool]]:
-    """Encodes a conversation as a rollout would have: prompt, reply, delta, reply, ...
+    """Encodes a conversation as a rollout would: prompt, reply, delta, reply, ...
 
     Returns:
       The tokens of each part, int32 [T], and whether it is a reply.
@@ -195,15 +195,15 @@ class Chat(renderer_lib.Renderer):
     max_tokens: float = math.inf,
     **template_kwargs,
   ) -> np.ndarray:
-    """Encodes what follows a reply: the rest of its turn, `messages`, the next start.
+    """Encodes the text after a reply: the rest of its turn, `messages`, the next start.
 
-    `last_token` is the last token of the reply; None stands for a stop id. If it is none,
-    because a stop string or a limit ended the reply, the template's end of turn comes
-    first; it is no action of the policy.
+    `last_token` is the last token of the reply; None stands for a stop id. If it is not a
+    stop id, because a stop string or a limit ended the reply, the template's end of turn
+    comes first; it is not an action of the policy.
 
-    `history` are the messages before the reply, and `tools` those of the prompt:
-    templates derive from them how later turns are written. Of the history they get what
-    the system and the user said.
+    `history` has the messages before the reply, and `tools` the prompt's tools: how
+    templates write later turns depends on them. Templates get the history's system and
+    user messages.
 
     Returns:
       int32 [T].
@@ -214,18 +214,18 @@ class Chat(renderer_lib.Renderer):
     ids = self._insert_pictures(self._encode(tail, mark, max_tokens), messages)
     ended = last_token is None or last_token in self.stop_ids
     if last_token is not None and self.format.answer_begin:
-      ended = last_token == ids[0]  # Of two ends it may be either.
+      ended = last_token == ids[0]  # There are two ends; compare with the one written.
     return ids[1:] if ended else ids
 
   def attach(self, ids: np.ndarray, messages: Sequence[types.Message]) -> types.Prompt:
-    """Adds what the tokens of messages stand for, so that a policy can read them."""
+    """Makes a prompt from tokens and the pictures of their messages."""
     return types.Prompt(ids, self.list_pictures(messages))
 
   def list_pictures(self, messages: Sequence[types.Message]) -> list[np.ndarray]:
-    """Reads the pictures of messages, in their order, uint8 [H, W, 3] each.
+    """Reads the pictures of messages, in order, uint8 [H, W, 3] each.
 
     Raises:
-      ValueError: One cannot be read, or the model sees none.
+      ValueError: A picture cannot be read, or the model takes no pictures.
     """
     urls = [u for message in messages for u in pictures_lib.find_addresses(message)]
     if urls and self._pictures is None:
@@ -238,11 +238,11 @@ class Chat(renderer_lib.Renderer):
   def encode_reply(
     self, reply: str | types.Message, *, max_tokens: float = math.inf
   ) -> np.ndarray:
-    """Encodes a reply and its stop token as int32 [T], for supervised text.
+    """Encodes a reply and its stop token as int32 [T], for supervised training.
 
-    That of a message is its content; if it has calls or thoughts, or the prompt opens a
-    thought, it is written as the template writes it, or in the chat's format. Replies
-    that the policy sampled are never encoded again.
+    It encodes a message's content. If the message has calls or thoughts, or the prompt
+    opens a thought, it encodes the template's rendering, or the chat format's. Sampled
+    replies are never encoded again.
 
     Raises:
       TooLongError: See encode_prompt.
@@ -261,7 +261,8 @@ class Chat(renderer_lib.Renderer):
     else:
       mark = control_tokens.find_unused_mark(message['content'])
       text = self.format.frame(self._control.hide_unsampled(message['content'], mark))
-    # Encoded with the end of the prompt, on which a tokenizer's prefix depends.
+    # Encoded after the end of the prompt, since a tokenizer may treat a text's start
+    # differently.
     before = self._encode(self._start, mark)
     ids = self._encode(self._start + text + end, mark, max_tokens)
     if (ids[: len(before)] == before).all():
@@ -269,9 +270,9 @@ class Chat(renderer_lib.Renderer):
     return self._encode(text + end, mark, max_tokens)
 
   def encode_text(self, text: str, *, max_tokens: float = math.inf) -> np.ndarray:
-    """Encodes a text without a template, in which control tokens are such, int32 [T].
+    """Encodes a text with its control tokens, without a template, as int32 [T].
 
-    What the tokenizer adds to a text, such as a BOS, is added.
+    Adds the tokens that the tokenizer adds to a text, such as a BOS.
 
     Raises:
       TooLongError: See encode_prompt.
@@ -288,7 +289,7 @@ class Chat(renderer_lib.Renderer):
   def decode(self, ids: Sequence[int]) -> types.ControlText:
     """Returns the text of a reply, without the stop token that ended it.
 
-    The text records which control tokens were sampled as such and which were spelt.
+    The text records which control tokens were sampled as such and which were spelled.
     """
     ids = list(ids)
     ids = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
@@ -297,23 +298,23 @@ class Chat(renderer_lib.Renderer):
   def decode_exactly(self, ids: Sequence[int]) -> str:
     """Returns the exact text of any tokens, including control tokens, for people.
 
-    That of a picture's token is empty.
+    The text of a picture's token is empty.
     """
     ids = [i for i in ids if i < types.FIRST_PICTURE_ID]
     return self.tokenizer.decode(ids, skip_special_tokens=False)
 
   def get_bytes(self, token: int) -> bytes:
-    """Returns the bytes of one token, which may be a part of a character.
+    """Returns the bytes of one token, which may be part of a character.
 
-    Those of a control token are its name. A tokenizer that is not byte-level has whole
-    characters only.
+    For a control token they are its name. Without a byte-level tokenizer, tokens are
+    complete characters.
     """
     known = self._known_bytes[token] if token < len(self._known_bytes) else b''
     return known or self.decode_exactly([token]).encode()
 
   @functools.cached_property
   def _known_bytes(self) -> list[bytes]:
-    """`token_bytes`; nothing if the tokenizer is not byte-level."""
+    """`token_bytes`; empty if the tokenizer is not byte-level."""
     try:
       return self.token_bytes
     except ValueError:
@@ -331,7 +332,7 @@ class Chat(renderer_lib.Renderer):
     return end[0]
 
   def _insert_pictures(self, ids: np.ndarray, messages) -> np.ndarray:
-    """Puts the ids of pictures into the places that the renderer left for them."""
+    """Replaces the renderer's placeholders with the ids of pictures."""
     pictures = self.list_pictures(messages)
     if not pictures or not self._pictures:
       return ids
@@ -342,14 +343,14 @@ class Chat(renderer_lib.Renderer):
         f'{len(pictures)} pictures.'
       )
     shown = [types.make_picture_ids(x, self._pictures.side) for x in pictures]
-    first, *others = np.split(ids, places)  # Each of the others begins with a place.
+    first, *others = np.split(ids, places)  # The others begin with a placeholder.
     pieces = [y for x, text in zip(shown, others, strict=True) for y in (x, text[1:])]
     return np.concatenate([first, *pieces]).astype(np.int32)
 
   def _encode(
     self, text: str, mark: str, max_tokens: float = math.inf, *, first: bool = False
   ) -> np.ndarray:
-    """Encodes what the renderer returns."""
+    """Encodes the renderer's text with its mark."""
     if len(text) > max_tokens * self._longest_token:
       raise TooLongError(
         f'the text has {len(text)} characters, which are more than {max_tokens} tokens'

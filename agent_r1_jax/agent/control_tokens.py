@@ -1,9 +1,9 @@
-"""Keeps control tokens apart from data that spells their names.
+"""Distinguishes control tokens from data that spells their names.
 
-A template renders text, in which '<|im_end|>' of a passage looks like the template's own.
-So placeholders stand for the names in data while the template renders: 'qzmarkqz7zqz' for
-the control token with the id 7. When the text is encoded, marks such as 'qzcontrolqz7z'
-stand for the others, and a placeholder becomes the name again, in ordinary tokens.
+In rendered text, an '<|im_end|>' from a passage looks like the template's own. So while
+the template renders, placeholders replace the names in data: 'qzmarkqz7zqz' for the
+control token with the id 7. For encoding, marks such as 'qzcontrolqz7z' replace the real
+control tokens, and each placeholder becomes the name again, in ordinary tokens.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ class ControlTokens:
     tokens: Mapping[int, Any],
     make_encoder: Callable[[str], Callable[[str], list[int]]],
   ):
-    """Takes the tokenizer's added tokens, and what makes an encoder for a mark."""
+    """Takes the tokenizer's added tokens, and a function that makes a mark's encoder."""
     self.names = {i: token.content for i, token in tokens.items()}
     self.ids = {name: i for i, name in self.names.items()}
     self.pattern = self._never_sampled = _match_any(self.ids)
@@ -41,22 +41,22 @@ class ControlTokens:
     self._make_encoder, self._encode_plain = make_encoder, make_encoder(_CONTROL)
 
   def never_sample(self, *names: str):
-    """Says which of them only a template writes; at first it is all of them."""
+    """Sets the control tokens that only a template writes; initially all of them."""
     self._never_sampled = _match_any(names)
 
   def hide(self, value: Any, mark: str) -> Any:
-    """Puts placeholders for control tokens into all strings of a value.
+    """Replaces control tokens with placeholders in all strings of a value.
 
-    In a ControlText they go into its data only.
+    In a ControlText it replaces them in the data parts only.
     """
     return self._hide(value, mark, self.pattern)
 
   def hide_unsampled(self, value: Any, mark: str) -> Any:
-    """Like `hide`, for what the policy said: the tokens that it may sample stay."""
+    """Like `hide`, for the policy's text: tokens that it may sample are left alone."""
     return self._hide(value, mark, self._never_sampled)
 
   def hide_in_message(self, message: types.Message, mark: str) -> types.Message:
-    """Puts placeholders into a message; the assistant keeps tokens that it may sample."""
+    """Hides a message's control tokens, except those that an assistant may sample."""
     hidden = self.hide(message, mark)
     if message['role'] == 'assistant':
       for name in message.keys() & {'content', 'reasoning_content'}:
@@ -79,9 +79,9 @@ class ControlTokens:
   def encode(self, text: str, mark: str, *, first: bool = False) -> np.ndarray:
     """Encodes a text in which `mark` begins the placeholders, as int32 [T].
 
-    The text between two control tokens is encoded in one piece, and each of them as its
-    settings say, so that the tokens are those of the model's own training. `first` says
-    that nothing comes before the text.
+    The text between two control tokens is encoded in one piece, and each control token by
+    its settings, so that the tokens match the model's own training. `first` is True if
+    nothing comes before the text.
     """
     control = find_unused_mark(text, _CONTROL)
     encode = self._encode_plain if control == _CONTROL else self._make_encoder(control)
@@ -93,12 +93,12 @@ class ControlTokens:
   def mark_sampled(
     self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]
   ) -> types.ControlText:
-    """Decodes tokens, and marks which control tokens are such and which are spelt."""
+    """Decodes tokens, and marks which control tokens are real and which are spelled."""
     text = decode(ids)
     if len(self.pattern.findall(text)) == sum(i in self.names for i in ids):
       return types.ControlText(text)
     pieces, spelt = [], []
-    for i in [*ids, -1]:  # No token has the id -1.
+    for i in [*ids, -1]:  # -1 flushes the last piece.
       if i < 0 or i in self.names:
         pieces.append((decode(spelt), False))
         pieces.append((self.names.get(i, ''), True))
@@ -117,9 +117,9 @@ def find_unused_mark(text: str, mark: str = _MARK) -> str:
 
 
 def _match_any(tokens: Iterable[str], words: Collection[str] = ()) -> re.Pattern[str]:
-  """Makes a pattern of control tokens; where one begins another, the longer matches.
+  """Makes a pattern of control tokens; if one is a prefix of another, the longer matches.
 
-  Those in `words` match where they are no part of a longer word; a placeholder is none.
+  Tokens in `words` match only as complete words; placeholders count as word boundaries.
   """
   longest_first = sorted(dict.fromkeys(tokens), key=len, reverse=True)
   before, after = rf'(?:(?<!\w)|(?<={_MARK_END}))', rf'(?:(?!\w)|(?={_MARK}))'

@@ -1,4 +1,4 @@
-"""Environments: they answer the agent's replies and give rewards."""
+"""Environments answer the agent's replies and give rewards."""
 
 import abc
 import asyncio
@@ -33,8 +33,8 @@ ProcessReward = Callable[
   ['ToolEnv', Sequence[Call], Sequence[tool_lib.ToolResult]], Score | Awaitable[Score]
 ]
 
-# Makes the grammar of calls of tools with these schemas, over tokens with these bytes, of
-# a model with so many tokens.
+# (tools' schemas, bytes of each token, vocabulary size) -> the grammar of the tools'
+# calls.
 CallGrammar = Callable[[Sequence[Any], Sequence[bytes], int], types.Automaton]
 
 
@@ -65,8 +65,8 @@ class BaseEnv(abc.ABC):
       def step(self, reply):
         return types.Step([], reward=float(reply == self.answer), done=True)
 
-  An object of any other class with these two methods is an environment too, and may have
-  any of the others.
+  Any other object with these two methods is an environment too, and may have any of the
+  others.
 
   Async methods share an event loop with other episodes and must not block it; plain
   methods run in a thread and may block. A method that raises or takes too long
@@ -107,12 +107,12 @@ class BaseEnv(abc.ABC):
   def set_seed(self, number: int) -> None | Awaitable[None]:
     """Receives the seed of the episode's own randomness, before `reset`.
 
-    It follows from run, rollout, task and sample, so a resumed run repeats it.
+    It depends only on run, rollout, task and sample, so a resumed run repeats it.
     """
     return None
 
   def close(self) -> None | Awaitable[None]:
-    """Frees what the environment holds, such as a connection.
+    """Frees the environment's resources, such as a connection.
 
     Called exactly once per environment, however the episode ended, even if `reset` was
     never reached. A call that took too long may still be running. Exceptions are logged
@@ -130,13 +130,13 @@ class BaseEnv(abc.ABC):
   def least_limits(self, task: types.Task) -> Mapping[str, float]:
     """Returns the smallest config.Limits that a task needs, by field.
 
-    A run with lower limits is refused.
+    A run with lower limits raises ValueError.
     """
     return {}
 
 
 def find_method(env: Any, name: str) -> Callable[..., Any] | None:
-  """Finds an optional method of an environment; None if it keeps BaseEnv's default."""
+  """Finds an optional method of an environment; None if it has only BaseEnv's default."""
   method = getattr(env, name, None)
   is_default = getattr(method, '__func__', None) is getattr(BaseEnv, name)
   return None if is_default else method
@@ -146,21 +146,21 @@ class ToolEnv(BaseEnv):
   """The agent calls tools until it replies without a call; then the episode is done.
 
   Calls of one reply run concurrently, or one after another, and are answered in order.
-  Calls that are malformed, unknown or too many are answered with an error text, and the
-  episode continues.
+  Malformed calls, calls of unknown tools and calls beyond the limit are answered with an
+  error text, and the episode continues.
 
   Every turn gets its process reward, and the last turn also the reward of the
   conversation, even if a budget ended it. An unfinished reply is then the last message;
   its calls are not run, and it gets no process reward.
 
-  Every step's metrics are tool_calls, tool_errors (which include tool_timeouts),
-  format_errors, and the named parts of its reward as 'reward/<name>'. Of tool_errors,
-  tool_failures are calls whose tool raised or timed out, and tool_outages those of them
-  that arguments do not explain. The last step's also include those of `metrics`.
+  Every step has the metrics tool_calls, tool_errors (including tool_timeouts),
+  format_errors, and the named parts of its reward as 'reward/<name>'. Among tool_errors,
+  tool_failures counts calls whose tool raised or timed out, and tool_outages the failures
+  that arguments do not explain. The last step also has the numbers of `metrics`.
 
   Plain functions run in threads (see workers), several at a time. They get copies of the
-  task and the messages, and may change them. A grader that may hold the interpreter
-  belongs in a subprocess (isolated.in_subprocess).
+  task and the messages, and may change them. Run a grader that may hold the interpreter
+  in a subprocess (isolated.in_subprocess).
 
   Attributes:
     task: The task of the episode.
@@ -186,10 +186,10 @@ class ToolEnv(BaseEnv):
       tools: The tools, whose names must differ.
       reward: Scores the conversation when the episode ends.
       process_reward: Scores a turn, in place of the method of that name.
-      parse: Parses the calls in a reply; by default in the chat's format, and in Hermes
+      parse: Parses the calls in a reply; the default uses the chat's format, or Hermes
         format outside a rollout.
-      metrics: Computes further metrics of the episode, such as F1.
-      max_parallel_calls: The most calls of one reply that are run.
+      metrics: Computes additional metrics of the episode, such as F1.
+      max_parallel_calls: Maximum number of calls of one reply that are run.
       in_order: Whether the calls of a reply run one after another.
       reward_seconds: Timeout of each of reward, process_reward, metrics and parse,
         including the wait for a thread; a longer call gives the status FAILED.
@@ -216,12 +216,12 @@ class ToolEnv(BaseEnv):
     self._done = True
 
   def set_tools(self, tools: Sequence[tool_lib.Tool]) -> None:
-    """Replaces the tools, for a subclass whose tasks bring their own.
+    """Replaces the tools, for a subclass whose tasks have their own.
 
     The prompt shows the tools that are set when `reset` returns.
 
     Raises:
-      ValueError: Two have one name, or one is no Tool.
+      ValueError: Two tools have the same name, or an item is not a Tool.
     """
     if not isinstance(tools, Sequence):
       raise ValueError(f'tools is {tools!r:.100}; it must be a list: [my_tool].')
@@ -236,7 +236,7 @@ class ToolEnv(BaseEnv):
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins the episode with the task's messages."""
     self.task = task
-    # Rewards read the content of all messages; one with calls alone has none.
+    # `check` adds the content that messages with only calls lack: rewards read it.
     self.messages = [*map(messages_lib.check, copy_containers(task.messages))]
     self._done = False
     return copy_containers(self.messages)
@@ -284,7 +284,7 @@ class ToolEnv(BaseEnv):
     return step
 
   async def answer_text(self) -> list[types.Message]:
-    """Answers a reply without calls, the last of `messages`; no answer ends the episode.
+    """Answers a reply without calls, the last of `messages`; [] ends the episode.
 
     Subclasses may override it.
     """
@@ -295,12 +295,12 @@ class ToolEnv(BaseEnv):
   ) -> Score | Awaitable[Score]:
     """Scores a turn by the sum of its tools' rewards, under the name 'process'.
 
-    Subclasses may override it, sync or async. A dict names the parts of a sum; a part of
-    the same name in the final reward is added to it.
+    Subclasses may override it, sync or async. A dict names the parts of a sum; equally
+    named parts of the process and final rewards are added.
 
     Args:
-      calls: The turn's calls, also those that could not be parsed; none in the last turn.
-      results: The result of each; `messages` ends with them.
+      calls: The turn's calls, including malformed ones; none in the last turn.
+      results: The result of each call; `messages` ends with the results.
     """
     rewards = [result.reward for result in results]
     return {'process': float(sum(rewards))} if any(rewards) else 0.0
@@ -332,7 +332,7 @@ class ToolEnv(BaseEnv):
     await judge(step, self.task, self.messages, status, *functions, seconds)
 
   async def _call(self, kind: str, fn: Callable, *args) -> Any:
-    """Calls a user's function in a thread; the library's own is quick and runs here."""
+    """Calls a user's function in a thread; the default process_reward runs directly."""
     if getattr(fn, 'func', fn) is ToolEnv.process_reward:
       return fn(*args)
     seconds = self._reward_seconds
@@ -358,15 +358,13 @@ async def call_optional(env: Env, name: str, *args) -> Any:
 
 
 async def close_env(envs: list[Any], seconds: float, owner: str) -> bool:
-  """Closes the environment that the list holds, and logs if that fails or is late.
+  """Closes the environment in the list, and logs if that fails or times out.
 
-  It is first taken out of the list, so that of two threads that come here one closes it;
-  the list is empty where it was not made yet.
-
-  `owner` is what the log calls the environment's owner.
+  It pops the environment first, so that only one of two threads closes it. The list is
+  empty if the environment was never made. `owner` names its owner in the log.
 
   Returns:
-    Whether it failed.
+    Whether closing failed.
   """
   try:
     method = find_method(envs.pop(), 'close')
@@ -390,7 +388,7 @@ def find_tool_error(messages: Sequence[types.Message], metric: str) -> str:
   tool, _, kind = name.rpartition('/')
   answers = [m['content'] for m in messages if m.get('name') == tool]
   errors = [x for x in answers if isinstance(x, str) and x.startswith('Error: ')]
-  # What was late does not say its type.
+  # The error text of a timeout does not name its type.
   return next((x for x in errors if kind in x), errors[0] if errors else '')
 
 

@@ -1,15 +1,15 @@
-"""The calls of Gemma 4, with a quoting of their own, and its chat template's turns.
+"""Gemma 4's tool calls, which have their own quoting, and its chat template's turns.
 
   <|channel>thought
   a thought<channel|><|tool_call>call:NAME{key:<|"|>a text<|"|>,n:3}<tool_call|>
   <|tool_response>response:NAME{value:<|"|>what it answered<|"|>}<tool_response|>
 
-without the line breaks between them. A call and its answer stand in one turn: the model
-ends a reply with the token that begins an answer, or with the end of its turn. Texts are
-quoted by a token and have no escapes; keys have no quotes.
+without the line breaks between them. A call and its answer are in one turn: the model
+ends a reply with the token that begins an answer, or with the end of its turn. Strings
+are quoted by a token and have no escapes; keys have no quotes.
 
-The published template takes calls and answers in OpenAI's form, and leaves out what a
-tool answers where no call stands before it. `write` makes such messages. The format:
+The published template takes calls and answers in OpenAI's form, and drops a tool's answer
+without a call before it. `write` makes messages in that form. The format:
 https://ai.google.dev/gemma/docs/core/prompt-formatting-gemma4.
 """
 
@@ -57,7 +57,7 @@ def parse(reply: str, schemas: calls.Schemas = ()) -> list[calls.Call]:
 
 
 def _read_value(text: str, at: int, depth: int) -> tuple[Any, int]:
-  """Reads a value, and returns where it ends."""
+  """Reads a value; returns it and where it ends."""
   if found := _TEXT.match(text, at):
     return found[1], found.end()
   if found := _NUMBER.match(text, at):
@@ -132,7 +132,7 @@ def _write(value: Any) -> str:
 
 
 def write(messages: Sequence[types.Message]) -> list[types.Message]:
-  """Makes messages that the published template takes."""
+  """Converts messages to the form that the published template takes."""
   written: list[types.Message] = []
   for message in messages:
     if message['role'] == 'assistant':
@@ -144,7 +144,7 @@ def write(messages: Sequence[types.Message]) -> list[types.Message]:
 
 
 def _write_reply(message: types.Message) -> types.Message:
-  """Puts the thoughts and calls of a reply where the template looks for them."""
+  """Moves the thoughts and calls of a reply to the fields that the template reads."""
   text, made = message.get('content') or '', [*(message.get('tool_calls') or ())]
   thoughts = [message.get('reasoning_content') or '', *_THOUGHT.findall(text)]
   found = parse(text)
@@ -154,7 +154,7 @@ def _write_reply(message: types.Message) -> types.Message:
     made += [_make_call(x.name, x.arguments) for x in found]  # pyright: ignore
   made = [{**call, 'id': call.get('id') or f'call{i}'} for i, call in enumerate(made)]
   text = _THOUGHT.sub('', text).strip()
-  if made:  # The template would write the text behind the answers.
+  if made:  # The template would write the text after the answers.
     thoughts, text = [*thoughts, text], ''
   thought = '\n'.join(filter(None, map(str.strip, thoughts)))
   reply = {**message, 'content': text, 'tool_calls': made}
@@ -166,7 +166,7 @@ def _make_call(name: str, arguments: Any) -> types.Message:
 
 
 def _name_call(written: list[types.Message], answer: types.Message) -> types.Message:
-  """Gives an answer the id and name of its call, by id, by name or in their order."""
+  """Gives an answer the id and name of its call, found by id, else by position."""
   begin = len(written)
   while begin and written[begin - 1]['role'] == 'tool':
     begin -= 1
@@ -174,7 +174,7 @@ def _name_call(written: list[types.Message], answer: types.Message) -> types.Mes
     return answer
   made: Any = written[begin - 1].get('tool_calls')
   if not made:
-    # Its call is not known: the template needs one to say who answers.
+    # The template needs a call to name the answer's tool, and its call is unknown.
     name, said = answer.get('name') or 'tool', written[begin - 1]['content']
     call = _make_call(name, said) | {'id': 'call0'}
     written[begin - 1] = {**written[begin - 1], 'content': '', 'tool_calls': [call]}

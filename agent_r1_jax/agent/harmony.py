@@ -1,18 +1,18 @@
-"""Harmony, in which gpt-oss writes thoughts, calls and answers: messages in channels.
+"""Harmony, gpt-oss's format of thoughts, calls and answers: messages in channels.
 
-A reply is one message, or several:
+A reply is one or several messages:
 
   <|channel|>analysis<|message|>a thought<|end|><|start|>assistant
   <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
   <|channel|>final<|message|>the answer<|return|>
 
-without the line breaks. The recipient of a call may stand before its channel, too. A call
-ends the reply, so that there is one at most.
+without the line breaks. The recipient of a call may also come before its channel. A call
+ends the reply, so there is at most one.
 
-The published chat template takes thoughts and calls in fields of their own, one call a
-message, and refuses what a tool answers where no call stands before it. `write` makes
-such messages. Published template: openai/gpt-oss-20b; the format:
+The published chat template takes thoughts and calls in separate fields, one call per
+message, and rejects a tool's answer without a call before it. `write` makes messages in
+that form. Published template: openai/gpt-oss-20b; the format:
 https://cookbook.openai.com/articles/openai-harmony.
 """
 
@@ -28,14 +28,14 @@ from agent_r1_jax.agent import calls
 _BEGIN = re.compile(r'<\|channel\|>([^<]*(?:<\|constrain\|>[^<]*)?)<\|message\|>')
 _END = re.compile(r'<\|(?:end|call|return|start|channel)\|>')
 _RECIPIENT = re.compile(r'\bto=(?:functions\.)?([^\s<]+)')
-# The header before a channel is short: the role, and perhaps a recipient.
+# The maximum length of the header before a channel: the role, and perhaps a recipient.
 _HEADER = 200
-# An argument of a call that stands for a reply which only says that something was called.
+# The argument of an invented call; its value is the text of the reply that had no call.
 _SAID = 'said'
 
 
 class Part(NamedTuple):
-  """A message of a reply; `recipient` is '' if it is no call."""
+  """A message of a reply; `recipient` is '' if it is not a call."""
 
   channel: str
   recipient: str
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 def split(reply: str) -> list[Part]:
-  """Splits a reply into its messages; one without channels has none."""
+  """Splits a reply into its messages; returns [] for a reply without channels."""
   parts, position = [], 0
   while begin := _BEGIN.search(reply, position):
     end = _END.search(reply, begin.end())
@@ -83,19 +83,19 @@ def _parse_call(name: str, text: str, schemas: calls.Schemas) -> calls.Call:
 
 
 def render(call: calls.ToolCall) -> str:
-  """Writes a call as the model does, without the token that ends it."""
+  """Writes a call as the model does, without its end token."""
   arguments = json.dumps(call.arguments, ensure_ascii=False)
   header = f'commentary to=functions.{call.name} <|constrain|>json'
   return f'<|channel|>{header}<|message|>{arguments}'
 
 
 def frame(text: str) -> str:
-  """Puts a text into the channel of answers, unless it has channels."""
+  """Puts a text into the final channel, unless it has channels."""
   return text if split(text) else f'<|channel|>final<|message|>{text}'
 
 
 def write(messages: Sequence[types.Message]) -> list[types.Message]:
-  """Makes messages that the published template takes."""
+  """Converts messages to the form that the published template takes."""
   written: list[types.Message] = []
   for message in messages:
     if message['role'] == 'assistant':
@@ -108,7 +108,7 @@ def write(messages: Sequence[types.Message]) -> list[types.Message]:
 
 
 def _write_reply(message: types.Message) -> list[types.Message]:
-  """Writes thoughts and each call of a reply where the template looks for them."""
+  """Moves the thoughts and calls of a reply to the fields that the template reads."""
   text, thoughts = message.get('content') or '', message.get('reasoning_content') or ''
   made = [*(message.get('tool_calls') or ())]
   if parts := split(text):
@@ -120,7 +120,7 @@ def _write_reply(message: types.Message) -> list[types.Message]:
     text = said('final')
   if not made:
     return [{'role': 'assistant', 'content': text} | _think(thoughts)]
-  # Beside a call there is one text, which is a thought.
+  # A message with a call can have one text, its thought.
   beside = _think('\n'.join(filter(None, [thoughts, text])))
   replies = [{'role': 'assistant', 'content': '', 'tool_calls': [call]} for call in made]
   return [replies[0] | beside, *replies[1:]]
@@ -136,7 +136,7 @@ def _make_call(call: calls.ToolCall) -> types.Message:
 
 
 def _place_answer(written: list[types.Message], answer: types.Message) -> None:
-  """Puts what a tool answered behind its call: by id, by name, or the first without."""
+  """Inserts an answer after its call: by id, by name, or after the first unanswered."""
   begin = len(written)
   while begin and (written[begin - 1]['role'] == 'tool' or _get_call(written[begin - 1])):
     begin -= 1
@@ -154,7 +154,7 @@ def _place_answer(written: list[types.Message], answer: types.Message) -> None:
     written.insert(max(waiting, key=lambda i: (*fits(i), -i)) + 1, answer)
     return
   if written and written[-1]['role'] == 'assistant':
-    # Its call is not known: the template needs one to say who answers.
+    # The template needs a call to name the answer's tool, and its call is unknown.
     said = {_SAID: written.pop()['content']}
     call = _make_call(calls.ToolCall(answer.get('name') or 'tool', said))
     written.append({'role': 'assistant', 'content': '', 'tool_calls': [call]})

@@ -1,4 +1,4 @@
-"""Messages before a chat template renders them: checked, cut, and joined."""
+"""Checks, cuts and joins messages before a chat template renders them."""
 
 from collections.abc import Callable, Mapping, Sequence
 import itertools
@@ -15,8 +15,8 @@ CUT = '\n[output cut]'
 def check(message: types.Message) -> types.Message:
   """Returns the message, or raises ValueError for a wrong role or content.
 
-  That of an assistant with calls or thoughts may have none; it becomes an empty text, and
-  the arguments of calls, which may be JSON in a string, become objects.
+  An assistant message with calls or thoughts may lack content, which becomes ''. The
+  arguments of its calls become objects if they are JSON strings.
   """
   if not isinstance(message, Mapping) or not isinstance(message.get('role'), str):
     raise ValueError(
@@ -49,10 +49,10 @@ def check(message: types.Message) -> types.Message:
 def write_text(
   message: types.Message, cut: Callable[[str], str] = lambda text: text
 ) -> types.Message:
-  """Checks a message and makes a text of its content; `cut` shortens what tools say.
+  """Checks a message and converts its content to text; `cut` shortens tools' answers.
 
   Raises:
-    ValueError: See `check`; or a part of the content is no text and no picture.
+    ValueError: See `check`; or a part of the content is neither text nor a picture.
   """
   message = check(message)
   if message['role'] != 'tool':
@@ -99,7 +99,7 @@ def write_calls(
 
 
 class ToolOutputLimit:
-  """Cuts what tools answer to its first tokens."""
+  """Cuts tools' answers to their first tokens."""
 
   def __init__(
     self,
@@ -107,7 +107,7 @@ class ToolOutputLimit:
     encode: Callable[[str], list[int]],
     decode: Callable[[list[int]], str],
   ):
-    """Takes the most tokens of an answer, and a tokenizer's functions for plain text."""
+    """Takes an answer's maximum tokens, and a tokenizer's functions for plain text."""
     self._max_tokens, self._encode, self._decode = max_tokens, encode, decode
     self._max_head_tokens = max_tokens - len(encode(CUT))
     if self._max_head_tokens < 1:
@@ -116,8 +116,8 @@ class ToolOutputLimit:
   def cut(self, text: str) -> str:
     """Cuts a text.
 
-    Only the first 32 characters a token are encoded, so that 10 MB cost no more than
-    10 kB.
+    Encodes only the first 32 characters per allowed token, so that 10 MB cost no more
+    than 10 kB.
     """
     head = text[: 32 * self._max_tokens]
     ids = self._encode(head)
@@ -131,7 +131,7 @@ class ToolOutputLimit:
 def join_answers(
   messages: Sequence[types.Message], form: types.ControlText
 ) -> list[types.Message]:
-  """Makes one message of the user of the tools' answers that follow each other."""
+  """Joins consecutive answers of tools in one user message."""
   joined = []
   for is_answer, some in itertools.groupby(messages, lambda m: m['role'] == 'tool'):
     if is_answer:

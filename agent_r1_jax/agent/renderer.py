@@ -1,6 +1,6 @@
 """Renders messages with the tokenizer's own chat template.
 
-What a template leaves out or refuses gets another form (template_forms.py); control
+Messages that a template drops or rejects get another form (template_forms.py); control
 tokens in data become placeholders (control_tokens.py).
 """
 
@@ -22,15 +22,15 @@ from agent_r1_jax.agent import (
 from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 
-# Stands for a reply in a rendering; no template's own text contains it.
+# Stands for a reply in a rendering; no template contains it.
 _REPLY = 'qzreplyqz'
-_MAX_HISTORY = 16  # Turns before a reply that a template sees.
+_MAX_HISTORY = 16  # Maximum number of turns before a reply that a template sees.
 
 
 class Renderer:
-  """Renders messages, each to a text and the mark with which its placeholders begin.
+  """Renders messages to text and the mark with which its placeholders begin.
 
-  The attributes are those of chat.Chat.
+  See chat.Chat for the attributes.
   """
 
   def __init__(
@@ -43,9 +43,9 @@ class Renderer:
     template_kwargs: Mapping[str, Any] | None = None,
     date: str = '',
   ):
-    """Tries the template; `template_kwargs` are arguments of every rendering."""
+    """Tests the template; `template_kwargs` are arguments of every rendering."""
     self.tokenizer, self.tools_in_prompt = tokenizer, tools_in_prompt
-    # A rendering of tomorrow must be that of today.
+    # Renderings of one run must not differ from day to day.
     self._options = {'strftime_now': date or str(datetime.date.today())}
     self._options |= {'add_generation_prompt': True, **(template_kwargs or {})}
     self._encode_plain = tokenizer_lib.make_plain_encoder(tokenizer)
@@ -58,7 +58,7 @@ class Renderer:
     )
     try:
       described = self._apply([template_forms.USER], template_process.TEST_TOOLS)
-    except ValueError:  # It refuses tools.
+    except ValueError:  # It rejects tools.
       described = ''
     writes_tools = described not in ('', self._apply([template_forms.USER]))
     self.detected = call_formats.detect(
@@ -71,13 +71,13 @@ class Renderer:
     self.answer_role = self._forms.answer_role
 
   def _render_prompt(self, messages, tools=(), **template_kwargs) -> tuple[str, str]:
-    """Renders a prompt; who describes its tools is as Chat's tools_in_prompt says."""
+    """Renders a prompt; tools are described as config.Chat.tools_in_prompt says."""
     if tools and self.tools_in_prompt != 'own' and not self.supports_tools:
       messages, tools = self._describe_tools(messages, tools), ()
     return self._render(messages, tools, **template_kwargs)
 
   def _describe_tools(self, messages, tools) -> list[types.Message]:
-    """Tells of tools in the system message, or in the first one if there can be none."""
+    """Describes tools in the system message, or in the first message without one."""
     if self.tools_in_prompt == 'refuse':
       raise ValueError(
         f'the chat template of {self.tokenizer.name_or_path} knows no tools in the '
@@ -100,17 +100,17 @@ class Renderer:
     try:
       return _REPLY in self._apply([{'role': 'system', 'content': _REPLY}, message])
     except ValueError:
-      return False  # The template refuses a system message; others leave it out.
+      return False  # Some templates reject system messages; others drop them.
 
   def _render_after_reply(
     self, messages, history=(), tools=(), **template_kwargs
   ) -> tuple[str, str]:
-    """Renders a conversation with a placeholder as reply, and returns what follows.
+    """Renders a conversation with a placeholder as reply; returns the text after it.
 
-    Before the reply comes what the system and the user said, since templates derive from
-    it how later turns are written. Earlier replies, and what tools answered to them, are
-    left out: to the template the turns alternate, whatever was called. Of many turns it
-    gets the first one and the last ones, so that its cost is bounded.
+    The reply follows the system and user messages, since how templates write later turns
+    depends on them. Earlier replies are placeholders too, and tools' answers are left
+    out, so that turns alternate for the template. Of many turns the template gets the
+    first and the last ones, to bound its cost.
     """
     reply, opening = {'role': 'assistant', 'content': ''}, []
     for message in history:
@@ -130,16 +130,16 @@ class Renderer:
     messages = [*opening, *messages]
     text, mark = self._render(messages, tools, **template_kwargs)
     tail = text.rpartition(word)[2]
-    # In Harmony the reply is an argument of a call, which the template goes on to close.
+    # In Harmony the reply is an argument of a call, which the template then closes.
     tags = self._control.pattern.finditer(tail) if self.format.write else ()
     end = next((tag for tag in tags if tag[0] not in self.format.within), None)
     return tail[end.start() :] if end else tail, mark
 
   def _render(self, messages, tools=(), **template_kwargs) -> tuple[str, str]:
-    """Renders messages; in data, placeholders take the place of control tokens.
+    """Renders messages, with placeholders for the control tokens in data.
 
     The template sees everything else unchanged, so it strips, cuts and quotes as usual.
-    It gets the tools if it is to describe them.
+    It gets the tools only if it should describe them.
 
     Returns:
       The text, and the mark with which its placeholders begin.
@@ -166,10 +166,10 @@ class Renderer:
       ) from error
 
   def _render_reply(self, reply: types.Message, ends: list[str]) -> tuple[str, str, str]:
-    """Renders a reply with calls or thoughts, up to one of the texts that end it.
+    """Renders a reply with calls or thoughts, up to the last of `ends`.
 
     Returns:
-      The text, the mark of its placeholders, and the text that ends it.
+      The text, the mark of its placeholders, and the end that was found.
     """
     start, before = (
       self._apply([template_forms.USER], add_generation_prompt=opens)
@@ -177,7 +177,7 @@ class Renderer:
     )
     text, mark = self._render([template_forms.USER, reply], add_generation_prompt=False)
     place, end = max((text.rfind(end), end) for end in ends)
-    # What a prompt begins may be more than the role: an empty thought, in Gemma 4.
+    # The start of a reply may be more than the role: an empty thought, in Gemma 4.
     role = before + start[len(before) :].partition('\n')[0] + '\n'
     for begin in (start, role):
       if text.startswith(begin) and place >= len(begin):

@@ -1,4 +1,4 @@
-"""Calls users' reward functions and metrics, and adds what they say to a step."""
+"""Calls users' reward and metric functions, and adds their results to a step."""
 
 import collections
 from collections.abc import Awaitable, Callable
@@ -14,13 +14,14 @@ from agent_r1_jax.agent.calls import CallError
 from agent_r1_jax.host import workers
 
 Score = float | dict[str, float]
-# (task, messages) -> score, sync or async; both are copies. A dict names the parts of a
-# sum. A parameter `status`, if there is one, gets how the episode ended: DONE, or one
-# of types.BUDGET_STATUSES, where the last message may be an unfinished reply.
+# (task, messages) -> score, sync or async; the arguments are copies. A dict names the
+# parts of a sum. An optional parameter `status` gets how the episode ended: DONE, or one
+# of types.BUDGET_STATUSES, in which case the last message may be an unfinished reply.
 Reward = Callable[..., Score | Awaitable[Score]]
 Numbers = dict[str, float]
 Metrics = Callable[[types.Task, list[types.Message]], Numbers | Awaitable[Numbers]]
-# How many rollouts the policy had learned from that sampled this episode's last reply.
+# The policy step of the episode's last reply: how many rollouts its policy was trained
+# on.
 policy_step: contextvars.ContextVar[int] = contextvars.ContextVar(
   'policy_step', default=0
 )
@@ -40,7 +41,7 @@ async def judge(
   The functions get copies of the task and the messages, and `seconds` each.
 
   Raises:
-    ValueError: The reward is no finite number, or the metrics are no dict.
+    ValueError: The reward is not a finite number, or the metrics are not a dict.
   """
 
   async def call(kind: str, fn: Callable) -> Any:
@@ -63,10 +64,10 @@ async def judge(
 def add_score(step: types.Step, kind: str, task: types.Task, score: Score) -> None:
   """Adds a score and its named parts to a step.
 
-  `kind` is what errors call the score, such as 'reward'.
+  `kind` names the score in errors, such as 'reward'.
 
   Raises:
-    ValueError: The score is no finite number.
+    ValueError: The score is not a finite number.
   """
   parts = score if isinstance(score, dict) else {}
   try:
@@ -85,11 +86,11 @@ def add_score(step: types.Step, kind: str, task: types.Task, score: Score) -> No
 
 
 def count_calls(calls, results) -> dict[str, float]:
-  """Counts a turn's calls, as metrics; a refused call counts as a tool error.
+  """Counts a turn's calls, as metrics; calls that were not run count as tool errors.
 
-  What is rare is counted only where it is: 'tool_retries'; calls of isolated tools as
-  'isolated_calls' and 'isolated/<tool>'; these, and calls whose tool raised or was late,
-  as 'tool_failures'; 'tool_outages'; and what was raised as 'tool_error/<tool>/<type>' or
+  Rare metrics are left out if they are 0: 'tool_retries'; calls of isolated tools as
+  'isolated_calls' and 'isolated/<tool>'; these, and calls whose tool raised or timed out,
+  as 'tool_failures'; 'tool_outages'; and exceptions as 'tool_error/<tool>/<type>' or
   'outage/<tool>/<type>'.
   """
   malformed = sum(isinstance(call, CallError) for call in calls)
@@ -120,15 +121,15 @@ def bind_status(reward: Reward, status: str) -> Reward:
   try:
     parameters = inspect.signature(reward).parameters
   except (TypeError, ValueError):
-    return reward  # A function of another language has no signature.
+    return reward  # Functions in other languages have no signature.
   return functools.partial(reward, status=status) if 'status' in parameters else reward
 
 
 def copy_containers(value: Any) -> Any:
-  """Copies a task or messages: nested dicts, lists, tuples and sets, and nothing else.
+  """Copies only the nested dicts, lists, tuples and sets of a task or messages.
 
-  Text and numbers cannot be changed, and arrays and other objects may be large. A task
-  whose containers contain themselves is not copied.
+  Text and numbers are immutable, and arrays and other objects may be large. A task with
+  circular containers is not copied.
   """
   if isinstance(value, types.Task):
     fields = ('messages', 'answer', 'info')

@@ -1,9 +1,9 @@
-"""What a chat template writes of tools, and the text that stands for the rest.
+"""Finds which parts of tool use a chat template supports, and writes the rest as text.
 
-Published templates differ. Some leave out a reply's calls, or what tools answer, without
-a word (Phi-4, Gemma, OLMo 2); some take one call at a time (Llama 3.1), or want ids of
-nine letters and digits (Mistral). Each is tried once, with marked messages. What it does
-not write becomes text: calls in the chat's format, answers in a message of the user.
+Published templates differ. Some silently drop a reply's calls or tools' answers (Phi-4,
+Gemma, OLMo 2); some take one call at a time (Llama 3.1), or need ids of nine letters and
+digits (Mistral). Each template is tested once, with marked messages. What it does not
+write becomes text: calls in the chat's format, answers in a user message.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.agent.calls import CallFormat, ToolCall
 
 ANSWER = types.ControlText('<tool_response>\n{}\n</tool_response>')
-# OLMo 3's template calls what answers the environment.
+# OLMo 3's template calls the role 'environment'.
 _ROLES = 'tool', 'environment'
 _FIRST, _SECOND = 'qzfirstqz', 'qzsecondqz'
 USER = {'role': 'user', 'content': 'x'}
@@ -41,17 +41,17 @@ def make_id(number: int) -> str:
 
 
 class TemplateForms:
-  """What one template writes.
+  """Converts messages to the forms that one template writes.
 
   Attributes:
-    answer_role: The role of an answer that it writes; None if a message of the user has
-      the answers.
+    answer_role: The role in which the template writes answers; None if they go into a
+      user message.
   """
 
   def __init__(
     self, apply: Callable[[list[types.Message]], str], call_format: CallFormat
   ):
-    """Tries a template; `apply` renders messages, or raises ValueError."""
+    """Tests a template; `apply` renders messages, or raises ValueError."""
 
     def try_(*messages) -> str:
       try:
@@ -81,7 +81,7 @@ class TemplateForms:
     self._keeps_thoughts = _FIRST in try_({**_REPLY, 'reasoning_content': _FIRST})
 
   def write(self, messages: Sequence[types.Message]) -> list[types.Message]:
-    """Makes messages that the template writes; all their contents are text."""
+    """Converts messages to a form that the template writes; all contents are text."""
     if self._format.write:
       return self._format.write(messages)
     messages = [self.write_reply(m) if m['role'] == 'assistant' else m for m in messages]
@@ -100,7 +100,7 @@ class TemplateForms:
     return joined
 
   def write_reply(self, message: types.Message, as_text: bool = False) -> types.Message:
-    """Writes as text what the template would leave out of a reply; or all of it."""
+    """Writes as text what the template would drop from a reply, or everything."""
     message = dict(message)
     calls, text = message.pop('tool_calls', None) or [], message.get('content') or ''
     if as_text or not self._keeps_thoughts:
@@ -114,7 +114,7 @@ class TemplateForms:
     return {**message, 'content': text}
 
   def _name_answers(self, messages: Sequence[types.Message]) -> list[types.Message]:
-    """Gives answers their role and the id of their call; ids have nine characters."""
+    """Gives answers their role and their call's id, of nine characters."""
     named, ids, by_name, count = [], [], {}, 0
     for message in messages:
       if message['role'] == 'assistant':

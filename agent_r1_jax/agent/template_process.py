@@ -1,8 +1,8 @@
-"""Renders the chat template of a model in a process of its own, since it may be hostile.
+"""Renders a model's chat template in a subprocess, since it may be hostile.
 
-A template is a program that can run for ever and take all memory, and the library does
-not prevent it. So it runs in a subprocess, which is killed. This process does not even
-compile it: a compiler evaluates constant expressions.
+A template is a program that can run forever and use all memory, which the library does
+not prevent. So it runs in a subprocess that can be killed. The main process does not even
+compile it, because the compiler evaluates constant expressions.
 """
 
 import datetime
@@ -14,9 +14,8 @@ from typing import Any
 
 from agent_r1_jax.host import isolated
 
-# The resources that a model's template may use for a conversation, and the characters
-# that it may write for a short one. The seconds are those of a processor, for which it
-# gets _WAIT_SECONDS.
+# The limits of a template per conversation, and the maximum characters that it may write
+# for a short one. _CPU_SECONDS is processor time, which may take _WAIT_SECONDS.
 _WAIT_SECONDS, _CPU_SECONDS = 120, 3
 _MEMORY_MB, _MAX_CHARS = 512, 1_000_000
 _CALL = {'type': 'function', 'function': {'name': 'look', 'arguments': {'at': 'it'}}}
@@ -48,11 +47,11 @@ class TemplateProcess:
   """A subprocess that renders a model's chat template.
 
   Attributes:
-    problem: What is wrong with the template; '' if nothing is.
+    problem: What is wrong with the template; '' if it is fine.
   """
 
   def __init__(self, template: str):
-    """Renders short conversations, to find the problem."""
+    """Tests the template on short conversations."""
     self._template, self._lock = template, threading.Lock()
     imports = ['jinja2', 'transformers.utils.chat_template_utils']
     self._render = isolated.in_subprocess(
@@ -68,11 +67,11 @@ class TemplateProcess:
     return text
 
   def _ask(self, arguments: Any) -> tuple[str, str]:
-    """Returns the text, and what went wrong."""
-    # As JSON: other types would be imported there.
+    """Returns the text, and the problem or ''."""
+    # As JSON, since the subprocess would import other types.
     call = self._template, json.dumps(arguments), _CPU_SECONDS
     try:
-      with self._lock:  # One process renders all.
+      with self._lock:  # All threads share one process.
         text, problem = self._render.call_and_wait(*call)
         return text, problem
     except isolated.FailedError as error:
@@ -81,22 +80,22 @@ class TemplateProcess:
       if error.status == -signal.SIGPROF:
         return '', f'did not end within {_CPU_SECONDS} s of a processor'
       return '', f'ended its process with status {error.status}'
-    except TimeoutError:  # On a machine where it is not even run.
+    except TimeoutError:  # The machine is too busy to run it.
       return '', f'gave no answer within {_WAIT_SECONDS} s'
 
 
-# A run has one template or two; each has a process for as long as it is here.
+# A run has one or two templates; each keeps its process while it is cached.
 find_process = functools.lru_cache(4)(TemplateProcess)
 
 
 def _render(template: str, arguments: str, seconds: float) -> tuple[str, str]:
   """Renders a conversation in the subprocess, or tests the template.
 
-  `arguments` are those of `_apply` as JSON; null tests the template. After `seconds` of a
-  processor the system ends this process.
+  `arguments` are those of `_apply` as JSON; null tests the template. After `seconds` of
+  processor time the system kills this process.
 
   Returns:
-    The text, and what went wrong.
+    The text, and the problem or ''.
   """
   import jinja2
 
@@ -114,7 +113,7 @@ def _apply(template: str, conversations, tools, options: dict[str, Any]) -> str:
   from transformers.utils import chat_template_utils
 
   if date := options.pop('strftime_now', None):
-    # The library makes text of functions that are options; it keeps what it compiled.
+    # The library turns functions in options into text, but caches compiled templates.
     compiled = chat_template_utils._compile_jinja_template(template)
     now = datetime.datetime.fromisoformat(date)
     compiled.globals['strftime_now'] = lambda form: now.strftime(form)
@@ -134,7 +133,7 @@ def _test(template: str) -> str:
       except MemoryError:
         raise
       except Exception:
-        continue  # A template may refuse a conversation.
+        continue  # A template may reject a conversation.
       if len(text) > _MAX_CHARS:
         return f'wrote more than {_MAX_CHARS} characters'
   return ''

@@ -14,7 +14,7 @@ from agent_r1_jax.host import model_paths
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerFast
 
-# The chat template of models that we train ourselves: that of Qwen2.5 with the shortest
+# The chat template of models that we train from scratch: Qwen2.5's, with the shortest
 # possible system message.
 CHATML = """\
 {%- set ns = namespace(system='') %}
@@ -50,12 +50,12 @@ CHATML = """\
 def load(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
   """Loads a tokenizer in Hugging Face layout from a local directory.
 
-  For a file it is the directory that holds the file.
+  Given a file, it uses the file's directory.
 
-  tokenizer.json is used unchanged. (AutoTokenizer of transformers 5 does so too, unless
-  config.json has the model_type 'qwen2': then it forces Qwen2's pre-tokenizer on what
-  experiments/train_tokenizer.py wrote, and the ids differ. Give a model of our own
-  another family.)
+  tokenizer.json is used unchanged. (AutoTokenizer of transformers 5 does the same, except
+  with model_type 'qwen2' in config.json: it then replaces the pre-tokenizer of a
+  tokenizer from experiments/train_tokenizer.py with Qwen2's, and the ids differ. Use
+  another family for your own models.)
 
   Raises:
     ValueError: The directory or a file in it is missing, truncated or unreadable, or the
@@ -101,8 +101,8 @@ def make_plain_encoder(
   """Makes an encoder without control tokens: '<|im_end|>' becomes ordinary text.
 
   It encodes any string; lone surrogates become '?'. With a mark, the text f'{mark}7z' is
-  the control token 7, as that token's settings say (whitespace that belongs to it, how
-  the text after it is split), and f'{mark}z' is one that stands for what came before: -1.
+  encoded as the control token 7 with that token's settings (whitespace that it absorbs,
+  how the text after it is split), and f'{mark}z' as -1, which stands for preceding text.
   """
   import tokenizers
 
@@ -122,8 +122,8 @@ def make_plain_encoder(
 
   def encode(text: str) -> list[int]:
     text = text.encode('utf-8', errors='replace').decode('utf-8')
-    # Unlike `encode`, it lets other threads run meanwhile, and it notes no offsets, which
-    # take a hundred times the text's memory.
+    # Unlike `encode`, this releases the GIL and computes no offsets, which take a hundred
+    # times the text's memory.
     encoded = twin.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return [ids.get(i, i) for i in encoded] if mark else encoded
 
@@ -131,7 +131,7 @@ def make_plain_encoder(
 
 
 def find_affixes(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-  """Returns the ids that the tokenizer writes before and after a text, such as a BOS."""
+  """Returns the ids that the tokenizer adds before and after a text, such as a BOS."""
   backend = tokenizer.backend_tokenizer
   text, both = (backend.encode('x', add_special_tokens=s).ids for s in (False, True))
   starts = range(len(both) - len(text) + 1)
@@ -142,9 +142,9 @@ def find_affixes(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[in
 def make_stream_decoder(
   tokenizer: PreTrainedTokenizerFast,
 ) -> Callable[[list[int]], str]:
-  """Makes a function that returns the text of further tokens of a reply.
+  """Makes a function that decodes a reply incrementally, given its next tokens.
 
-  Where the last of them ends within a character, they wait for the next ones.
+  An incomplete character at the end waits for the next tokens.
   """
   from tokenizers import decoders
 
@@ -153,11 +153,11 @@ def make_stream_decoder(
 
 
 def longest_token(tokenizer: PreTrainedTokenizerFast) -> int:
-  """Returns how many characters of a text one token can stand for, at most.
+  """Returns the maximum number of characters of a text that one token can stand for.
 
-  A token of a byte-level tokenizer is written with a character for each byte, which is a
-  character of the text or a part of one. A normalizer may compose characters: NFC makes
-  at most 3 of a text into one of 2 bytes.
+  A byte-level token is written with one character per byte, which is a character of the
+  text or part of one. A normalizer may compose characters: NFC composes at most 3
+  characters into one of 2 bytes.
   """
   longest = max(map(len, tokenizer.get_vocab()))
   return longest if tokenizer.backend_tokenizer.normalizer is None else 2 * longest
@@ -177,7 +177,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
   result = [b''] * size
   for token, i in tokenizer.get_vocab().items():
     try:
-      # A token that was learned is written in GPT-2's characters, one for each byte.
+      # Learned tokens are written in GPT-2's characters, one per byte.
       if i not in added:
         result[i] = bytes(chars[char] for char in token)
       elif not added[i].special:
@@ -191,7 +191,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
 
 
 def eos_ids(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
-  """Returns the ids that end generation: eos, and those of generation_config.json."""
+  """Returns the ids that end generation: eos, and generation_config.json's."""
   path = pathlib.Path(tokenizer.name_or_path) / 'generation_config.json'
   listed: Any = _read_json(path).get('eos_token_id') if path.is_file() else None
   ids = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
@@ -206,17 +206,17 @@ def render(
 ) -> str:
   """Renders messages with the tokenizer's chat template.
 
-  The option 'strftime_now' is the day of which a template's function of that name tells.
+  The option 'strftime_now' is the date that a template's function of that name formats.
 
   Raises:
-    ValueError: The template refuses them, or takes more than its share of time or memory.
+    ValueError: The template rejects the messages, or exceeds its time or memory limit.
   """
   template = tokenizer.get_chat_template(tools=list(tools) or None)
   if template == CHATML:
     options = {'tools': list(tools) or None, 'tokenize': False, **options}
     text: Any = tokenizer.apply_chat_template(messages, **options)
     return text
-  # The library, too, leaves out what is None.
+  # The library also drops fields that are None.
   messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
   options = {**tokenizer.special_tokens_map, **options}
   return template_process.find_process(template).render(

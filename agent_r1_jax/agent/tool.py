@@ -1,7 +1,7 @@
 """Tools: plain Python functions that a model may call.
 
-A tool reports what happened. If it raises, hangs, is called wrongly or returns something
-odd, the model gets a text; the run never gets an exception.
+A tool reports what happened. If it raises, hangs, gets wrong arguments or returns an
+unsupported value, the model gets an error text; the run never gets an exception.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from agent_r1_jax.agent import breaker as breaker_lib
 from agent_r1_jax.agent import pictures, tool_schema
 from agent_r1_jax.host import moments, workers
 
-# A result is cut to so many characters, since a trajectory keeps its messages.
+# Results are cut to this many characters, since a trajectory keeps its messages.
 MAX_CHARS = 200_000
-# An idempotent tool that fails is called so many times more, after these seconds.
+# An idempotent tool that fails is called again after each of these pauses, in seconds.
 _PAUSES = (0.5, 1.0, 2.0, 4.0)
-# A tool that fails so many times in a row, over all episodes, is isolated: its calls are
-# answered with an error at once, and one is tried each time so many seconds have passed.
+# A tool is isolated after this many failures in a row, over all episodes: its calls get
+# an error at once, except for one try each time this many seconds have passed.
 _ISOLATION = (20, 30.0)
-# Exceptions that may be due to the arguments; for others the tool is to blame.
+# Exceptions that may be due to the arguments; others are the tool's fault.
 _OF_ARGUMENTS = (
   *(ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, FileNotFoundError),
   *(FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError),
@@ -45,9 +45,9 @@ class Tool:
     fn: The function. A plain function runs in a thread (see workers) and may block; an
       async one must not block.
     timeout: Seconds after which a call is abandoned, including the wait for a thread. A
-      hung function keeps its thread, which does not keep the interpreter from exiting.
-    idempotent: Whether calling it twice does no more than calling it once. It is then
-      called again if it raises an OSError, such as a ConnectionError, within the same
+      hung function keeps its thread, but does not keep the interpreter from exiting.
+    idempotent: Whether calling it twice has the same effect as calling it once. It is
+      then retried if it raises an OSError, such as a ConnectionError, within the same
       timeout.
   """
 
@@ -64,7 +64,7 @@ class Tool:
         f"tool {self.name}: schema must be {{'type': 'function', 'function': {{'name': "
         f"{self.name!r}, 'description': ..., 'parameters': ...}}}}, not {self.schema}."
       )
-    # A field that is null is none.
+    # A null field counts as missing.
     function = {key: value for key, value in function.items() if value is not None}
     object.__setattr__(self, 'schema', {**self.schema, 'function': function})
     try:
@@ -75,7 +75,7 @@ class Tool:
       raise ValueError(f'tool {self.name}: timeout={self.timeout} must be above 0.')
 
   def __call__(self, *args, **kwargs):
-    """Calls the plain function, whose exceptions pass through."""
+    """Calls the plain function; its exceptions pass through."""
     return self.fn(*args, **kwargs)
 
 
@@ -102,21 +102,21 @@ class ToolResult:
   """The result of a call.
 
   Attributes:
-    text: The text for the model; empty if it is in `parts`.
+    text: The text for the model; empty if `parts` has it.
     ok: Whether the call succeeded.
     seconds: How long it took.
     reward: The reward of the tool's Report, else 0.
-    timed_out: Whether it failed because it took longer than the tool's timeout.
-    failed: Whether the tool failed, and not the agent: it timed out or raised an OSError.
-      Other exceptions may be due to the arguments, and isolating a tool for them would
-      refuse an agent that is learning to call it.
+    timed_out: Whether it exceeded the tool's timeout.
+    failed: Whether the tool failed, not the agent: it timed out or raised an OSError.
+      Other exceptions may be due to the arguments; isolating a tool for them would
+      obstruct an agent that is learning to call it.
     error: The type of the exception; empty if the tool was not called or returned.
     outage: Whether it timed out, is isolated, or raised an error that arguments do not
-      explain; a run with too many ends (config.max_error_rate).
-    retries: How often it was called again.
-    isolated: Whether it was not called, because it is isolated; it failed so
-      often in a row, in any episode, that only one call in a while is tried.
-    parts: The texts and pictures of a result with pictures, as a message has them.
+      explain; a run with too many outages ends (config.max_error_rate).
+    retries: The number of retries.
+    isolated: Whether it was not called because the tool is isolated: it failed too often
+      in a row, over all episodes, so that only occasional calls are tried.
+    parts: The texts and pictures of a result with pictures, as parts of a message.
   """
 
   text: str
@@ -132,10 +132,10 @@ class ToolResult:
   parts: tuple[dict[str, Any], ...] = ()
 
 
-# Episodes may also make tools of code of their own, which nobody calls again.
+# Bounded, since episodes may make tools from new code that is never called again.
 @functools.lru_cache(1024)
 def _get_breaker(name: str, code: Any) -> breaker_lib.Breaker:
-  """Returns the breaker of a tool; episodes may each make a Tool of the same code."""
+  """Returns the breaker of a tool, shared by the Tools that episodes make of its code."""
   return breaker_lib.Breaker(*_ISOLATION)
 
 
@@ -157,15 +157,15 @@ def tool(
   timeout: float = 30.0,
   idempotent: bool = False,
 ) -> Any:
-  """Makes a Tool of a function: `@tool` or `@tool(timeout=5)`.
+  """Makes a Tool from a function: `@tool` or `@tool(timeout=5)`.
 
-  Name, types, defaults and the Google docstring become the schema, by transformers'
-  `get_json_schema`. It knows str, int, float, bool, list[T], dict[str, T], Literal, Any,
-  their unions and None, and requires a line on each argument.
+  transformers' `get_json_schema` makes the schema from the name, types, defaults and the
+  Google docstring. It supports str, int, float, bool, list[T], dict[str, T], Literal,
+  Any, their unions and None, and requires a line for each argument.
 
   Raises:
-    ValueError: The docstring does not say what the tool or an argument is, or an
-      argument's type is not a JSON type.
+    ValueError: The docstring does not describe the tool or an argument, or an argument's
+      type is not a JSON type.
   """
 
   def make(fn: Callable) -> Tool:
@@ -176,7 +176,7 @@ def tool(
 
 
 async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
-  """Calls a tool within its timeout; never raises, whatever the tool does."""
+  """Calls a tool within its timeout; never raises."""
   with moments.watch(moments.ToolCall(tool.name)) as moment:
     moment.result = await _call(tool, arguments)
   return moment.result
@@ -185,8 +185,8 @@ async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
 async def _call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
   start, retries = _clock(), 0
   breaker = _get_breaker(tool.name, getattr(tool.fn, '__code__', type(tool.fn)))
-  # Calls that never reach the tool say nothing about it, and must not use up the one
-  # call that an isolated tool is tried with.
+  # Calls that never reach the tool say nothing about it, and must not use up the try of
+  # an isolated tool.
   parameters = tool.schema['function'].get('parameters', {})
   if problem := tool_schema.find_problem(parameters, arguments):
     result = ToolResult(f'Error: {tool.name}: {problem}', ok=False)
@@ -201,8 +201,7 @@ async def _call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
         break
       await _sleep(pause)
       result, retries = await _attempt(tool, arguments, left), retries + 1
-    # Other exceptions may be due to the arguments: they show neither that the tool works
-    # nor that it does not.
+    # Other exceptions may be due to the arguments, and say nothing about the tool.
     if result.ok or result.failed:
       breaker.record(result.failed)
   text = result.text
@@ -215,7 +214,7 @@ async def _call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
 async def _attempt(
   tool: Tool, arguments: Mapping[str, Any], seconds: float
 ) -> ToolResult:
-  # The result becomes text in the thread of the function, as that may take long too.
+  # The result is converted to text in the function's thread, since that may be slow too.
   def run():
     return _to_result(tool.fn(**arguments))
 
@@ -258,7 +257,7 @@ def _to_result(value: Any) -> ToolResult:
 
 
 def _get_text(value: Any) -> Any:
-  """Returns the text of a part of a message; any other value stays as it is."""
+  """Returns the text of a message part; returns any other value unchanged."""
   match value:
     case {'type': 'text', 'text': str(text)}:
       return text
@@ -275,7 +274,7 @@ def _to_text(value: Any) -> str:
       value = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
       kind, value = type(value).__name__, str(value)
-      # Python's default text of an object says nothing to a model.
+      # Python's default repr means nothing to a model.
       if re.search(r' at 0x[0-9a-f]+>', value):
         raise TypeError(
           f'the function returned a {kind}, which is no text; return a str, a number, '

@@ -1,4 +1,4 @@
-"""The JSON schemas of tools: made of a function, and checked against calls."""
+"""The JSON schemas of tools: makes them from functions, and checks calls against them."""
 
 from collections.abc import Callable, Mapping
 import functools
@@ -8,7 +8,7 @@ from typing import Any
 
 from agent_r1_jax.host import workers
 
-# Schemas that are known to be valid, as texts: environments make the same tools for every
+# Schemas that are known to be valid, as text: environments make the same tools for every
 # episode, and a check takes milliseconds.
 _VALID: set[str] = set()
 _MOST_VALID = 10_000
@@ -18,7 +18,7 @@ def describe(fn: Callable, name: str) -> dict[str, Any]:
   """Describes a function by its signature and docstring, in the OpenAI form.
 
   Raises:
-    ValueError: transformers' `get_json_schema` refuses it, or it takes *args or **kwargs.
+    ValueError: transformers' `get_json_schema` rejects it, or it takes *args or **kwargs.
   """
   # Set before the import, which otherwise warns that PyTorch is missing.
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
@@ -59,7 +59,7 @@ def find_problem(parameters: dict[str, Any], arguments: Mapping[str, Any]) -> st
 
 
 def check(schema: Any, name: str):
-  """Raises a ValueError, which says where, if a value is no JSON schema."""
+  """Raises ValueError with the location if a value is not a valid JSON schema."""
   text = repr(schema)
   if text in _VALID:
     return
@@ -77,10 +77,10 @@ def check(schema: Any, name: str):
 
 
 def make_validator(schema: Any) -> Any:
-  """Makes jsonschema's validator of a schema; see `_make_validator`."""
+  """Makes a jsonschema validator for a schema; see `_make_validator`."""
   import referencing
 
-  # With an empty registry, the library downloads no $ref.
+  # An empty registry keeps the library from downloading a $ref.
   return _make_validator()(schema, registry=referencing.Registry())
 
 
@@ -97,8 +97,8 @@ def list_keywords() -> set[str]:
 def _make_validator() -> Any:
   """Returns a validator class of JSON Schema, with two differences.
 
-  None is valid where a schema is `nullable`, as `get_json_schema` writes it. 3.0 is no
-  integer, because a function that asks for an int would get a float.
+  None is valid if a schema is `nullable`, as `get_json_schema` writes it. 3.0 is not an
+  integer, because a function that expects an int would get a float.
   """
   from jsonschema import validators
 

@@ -1,8 +1,8 @@
 """The transcript of an episode: its tokens, action mask, log-probs, turns and forks.
 
-Whether an environment or a program behind an endpoint speaks: what the episode trains is
-written here. The action mask is decided here and nowhere else. A token is an action in
-the passage in which the policy sampled it, and in no other; a fork's copy of it is not.
+It records the training data of an episode, whether an environment or a program behind an
+endpoint plays it, and is the only code that sets the action mask. A token is an action
+only in the passage in which the policy sampled it, not in a fork's copy.
 """
 
 import copy
@@ -14,7 +14,7 @@ from agent_r1_jax import types
 
 
 class Passage:
-  """A segment while it grows: the text of one context.
+  """A growing segment: the tokens of one context.
 
   Attributes:
     segment: All tokens so far, with the action mask.
@@ -22,7 +22,7 @@ class Passage:
   """
 
   def __init__(self, copied: types.Prompt):
-    """Begins with tokens copied from another passage, or with none."""
+    """Begins with tokens copied from another passage, if any."""
     self.segment = types.Segment.read(copied)
     self.turns: list[types.Turn] = []
 
@@ -37,7 +37,7 @@ class Passage:
   def add_turn(
     self, observed: np.ndarray | types.Prompt, reply: types.SampledReply
   ) -> types.Turn:
-    """Appends what the policy read, which is no action, and then what it sampled."""
+    """Appends an observation, which is not an action, and then the sampled reply."""
     self.segment = self.segment.add_turn(types.Prompt.of(observed), reply)
     self.turns.append(types.Turn(0, len(self) - len(reply.tokens), len(self)))
     return self.turns[-1]
@@ -50,38 +50,38 @@ class Passage:
 
 
 class Transcript:
-  """The passages of an episode, and its turns in the order in which they were sampled."""
+  """The passages of an episode, and its turns in sampling order."""
 
   def __init__(self):
-    """Begins without a passage."""
+    """Begins without passages."""
     self._passages: list[Passage] = []
     self.turns: list[types.Turn] = []
 
   @property
   def count(self) -> int:
-    """How many passages were begun."""
+    """The number of passages."""
     return len(self._passages)
 
   @property
   def passage(self) -> Passage:
-    """The passage that was begun last."""
+    """The newest passage."""
     return self._passages[-1]
 
   def begin(self) -> Passage:
-    """Begins a passage of its own: at the start, or where a context is forgotten."""
+    """Begins an empty passage: at the start, or when a context is dropped."""
     self._passages.append(Passage(types.Prompt()))
     return self.passage
 
   def fork(self, passage: Passage, length: int) -> Passage:
     """Begins a passage with the first `length` tokens of another one.
 
-    What the policy sampled before the fork is an action there, and not here.
+    Tokens that the policy sampled before the fork are actions only in the original.
     """
     self._passages.append(Passage(passage.segment.prompt[:length]))
     return self.passage
 
   def drop(self, passage: Passage):
-    """Forgets a passage in which nothing was sampled."""
+    """Removes a passage without turns."""
     self._passages.remove(passage)
 
   def add_turn(
@@ -95,7 +95,7 @@ class Transcript:
     return self.turns[-1]
 
   def copy(self) -> 'Transcript':
-    """Returns an independent copy, for an episode that goes on in another way."""
+    """Returns an independent copy, for an episode that continues differently."""
     other = Transcript()
     other._passages = [passage.copy() for passage in self._passages]
     pairs = zip(self._passages, other._passages, strict=True)
@@ -108,16 +108,16 @@ class Transcript:
     return other
 
   def list_played(self) -> list[Passage]:
-    """Returns the passages that have a turn, in the order of their last turns.
+    """Returns the passages with turns, in the order of their last turns.
 
-    So the last one is what the episode ended with.
+    The episode ended in the last passage.
     """
     number = {id(turn): i for i, turn in enumerate(self.turns)}
     played = [passage for passage in self._passages if passage.turns]
     return sorted(played, key=lambda passage: number[id(passage.turns[-1])])
 
   def collect(self) -> tuple[list[types.Segment], list[types.Turn]]:
-    """Returns what is trained: segments, and turns in the order of the segments."""
+    """Returns the training data: segments, and turns in the order of the segments."""
     played = self.list_played()
     for i, passage in enumerate(played):
       for turn in passage.turns:
