@@ -1,8 +1,8 @@
-"""The data that rooms pass to each other: records on the host, and the device's batch.
+"""The data types shared by all rooms: records on the host, and the device's batch.
 
 Task -> Trajectory (text and tokens, on the host) -> Batch (packed arrays, on devices).
-Letters: B packed rows, T tokens and E entries of each, F features of pictures' tokens, D
-embed, L layers, k experts of a token.
+Letters: B packed rows, T tokens and E entries per row, F features of pictures' tokens, D
+embed, L layers, k experts per token.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ Message = dict[str, Any]
 
 
 class Status(enum.StrEnum):
-  """How an episode ended; each member equals its text in files and metrics."""
+  """How an episode ended; each member equals its name in files and metrics."""
 
   # The environment ended it.
   DONE = 'done'
@@ -38,8 +38,8 @@ class Status(enum.StrEnum):
   OUT_OF_TOKENS = 'truncated'
   # The turn budget was used.
   OUT_OF_TURNS = 'max_turns'
-  # The environment or the reward raised or took too long; such a trajectory is masked
-  # out, never scored 0.
+  # The environment or the reward raised or timed out; such a trajectory is masked out,
+  # never scored 0.
   FAILED = 'error'
 
 
@@ -47,38 +47,38 @@ BUDGET_STATUSES = (Status.OUT_OF_TOKENS, Status.OUT_OF_TURNS)
 
 
 class ControlText(str):
-  """Text of a task itself, in which control tokens are encoded as control tokens.
+  """A task's own text, whose control tokens are encoded as control tokens.
 
   All other text in a prompt is data: '<answer>' in it is encoded as ordinary characters,
-  even if the tokenizer has a control token of that name. Mark the task's own words, and
-  only these:
+  even if the tokenizer has a control token of that name. Mark only the task's own words:
 
     ASK = types.ControlText('Answer inside <answer> and </answer>: {question}')
     task = types.Task('1', [{'role': 'user', 'content': ASK.format(question=question)}])
 
-  What `format` fills in is data unless it is a ControlText itself. All other methods,
-  `+` too, return plain strings, which are data.
+  Values that `format` fills in are data unless they are ControlText themselves. All other
+  methods, including `+`, return plain strings, which are data.
 
   Attributes:
-    parts: The text in pieces, alternately control text and data; the first is control.
+    parts: The pieces of the text, alternately control text and data; the first is
+      control.
   """
 
   parts: tuple[str, ...]
 
   def __new__(cls, text: str, parts: tuple[str, ...] | None = None):
-    """Marks a text as control text; with `parts`, which join to it, every second one."""
+    """Marks a text as control text, or only every other of the `parts` that form it."""
     self = super().__new__(cls, text)
     self.parts = (str(text),) if parts is None else parts
     return self
 
   @classmethod
   def joined(cls, pieces: Iterable[tuple[str, bool]]) -> 'ControlText':
-    """Joins pieces of text, each with whether it is control text."""
+    """Joins pieces of text; the flag of each says whether it is control text."""
     parts = ['']
     for text, control in pieces:
       if not text:
         continue
-      # Control text has even indices. Neighbours of one kind become one part, so that two
+      # Control text has even indices. Adjacent pieces of one kind are merged, so that two
       # pieces of data cannot form a control token together.
       if (len(parts) % 2 == 1) != control:
         parts.append('')
@@ -89,7 +89,7 @@ class ControlText(str):
     """Formats as str.format, with simple fields: '{name}', '{0.x}', '{:5.2f}'.
 
     Raises:
-      ValueError: The text contains data already.
+      ValueError: The text already contains data.
     """
     if len(self.parts) != 1:
       raise ValueError('format: the text has been filled in already.')
@@ -120,7 +120,7 @@ class Task:
   info: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def ask(self, content: str) -> 'Task':
-    """Returns the task with a single message of the user."""
+    """Returns the task with a single user message."""
     return dataclasses.replace(self, messages=[{'role': 'user', 'content': content}])
 
 
@@ -132,7 +132,7 @@ class Step:
     messages: The messages that the agent sees next; empty when `done`.
     reward: The reward of this turn; the turn's last action token gets it.
     done: Whether the episode is over.
-    fresh: Whether the context is dropped: `messages` is then a new prompt, which starts a
+    fresh: Whether to drop the context: `messages` is then a new prompt, which starts a
       new segment.
     metrics: Named numbers to log for the trajectory. 'reward/NAME' names a part of the
       reward, which gdpo reads; the number itself is not added to the reward.
@@ -163,14 +163,14 @@ class Trajectory:
     task: The task.
     group: Number of the group; its trajectories answer the same task.
     sample: Number of the trajectory in its group.
-    segments: The contexts; none if the prompt did not fit a row, or after some errors.
-    turns: The replies in order; the reward of each is at token `turn.stop - 1`.
+    segments: The contexts; empty if the prompt did not fit a row, or after some errors.
+    turns: The replies in order; each has its reward at token `turn.stop - 1`.
     messages: The conversation as text, for people and rewards.
     status: How it ended.
     metrics: Named numbers to log, summed over the steps' metrics. 'timeouts' is 1 if the
       user's code timed out; 'abandoned_calls' counts calls that never returned, and
       'abandoned/<name>' those of one tool or function.
-    error: The exception or timeout, if the status is FAILED; or why there is no turn.
+    error: The exception or timeout, if the status is FAILED; or why there are no turns.
   """
 
   task: Task
@@ -200,14 +200,14 @@ class Trajectory:
 class Automaton:
   """A finite automaton over the tokens of a vocabulary; it begins in state 0.
 
-  agent/automata.py makes one of stop strings, grammars/compiler.py of a grammar.
+  agent/automata.py makes automata from stop strings, grammars/compiler.py from grammars.
   Letters: V tokens, Q states, C classes of tokens.
 
   Attributes:
-    classes: int32 [V]; tokens of one class lead from each state to the same one.
+    classes: int32 [V]; tokens of one class have the same transitions in all states.
     table: int [Q, C]; table[state, classes[token]] is the next state, or -1 if the token
-      is forbidden there. Some token is allowed in every state.
-    ends: bool [Q]; a reply ends with the token that leads to such a state.
+      is forbidden there. Every state allows at least one token.
+    ends: bool [Q]; a reply ends with the token that reaches such a state.
   """
 
   classes: np.ndarray
@@ -221,10 +221,9 @@ class Automaton:
 
   @functools.cached_property
   def kinds(self) -> tuple[np.ndarray, np.ndarray]:
-    """The kind of each state, int32 [Q], and what each kind allows, uint32 [K, W].
+    """The kind of each state, int32 [Q], and each kind's token mask, uint32 [K, W].
 
-    States of one kind allow the same tokens; bit i of [kind, w] is for
-    token 32 w + i.
+    States of one kind allow the same tokens; bit i of [kind, w] is for token 32 w + i.
     """
     number: dict[bytes, int] = {}
     kinds_Q = np.zeros(len(self.table), np.int32)
@@ -242,7 +241,7 @@ class Automaton:
 
 
 class Segments(NamedTuple):
-  """Whole segments in packed rows: a token sees those of its segment, up to itself."""
+  """Complete segments in packed rows: attention is causal within each segment."""
 
   ids: Int[Array, 'B T']  # 1, 2, ... within a packed row; 0 is padding.
 
@@ -253,7 +252,7 @@ class Tree(NamedTuple):
   rl/prefix_trees.py has an example.
 
   Attributes:
-    parents: The column of the token before each; its own for a first token.
+    parents: The column of the previous token; a segment's first token has its own.
     ends: The column after the token's last descendant: position t sees position s if
       s <= t < ends[s].
   """
@@ -266,15 +265,15 @@ class Pictures(NamedTuple):
   """The pictures in rows; rl/picture_rows.py and engine/row_pictures.py make them.
 
   Attributes:
-    coordinates: The time, row and column by which M-RoPE turns each token; see
+    coordinates: The M-RoPE coordinates of each token: time, row and column; see
       models/pictures/picture_tokens.locate.
-    index: The feature of each token, -1 for text. With `patches` it counts in the row,
-      else in all `features`. None, as are both of these, where there is text only, which
+    index: The index of each token's feature, -1 for text; it counts per row with
+      `patches`, else over all `features`. Like these two it is None for text alone, which
       may follow pictures.
-    features: The embeddings of pictures' tokens, where they are known already; behind
-      each, what the decoder's first layers add to it, in families whose layers do.
-    patches: The patches of each row's pictures, of which the vision tower makes the
-      features, as models/pictures/picture_tokens.PatchBatch.
+    features: The embeddings of pictures' tokens, if already computed; each is followed by
+      the terms that the first decoder layers add, in families that do so.
+    patches: The patches of each row's pictures, from which the vision tower computes the
+      features; see models/pictures/picture_tokens.PatchBatch.
   """
 
   coordinates: Int[Array, 'B T 3']
@@ -284,20 +283,20 @@ class Pictures(NamedTuple):
 
 
 class Rows(NamedTuple):
-  """All that a model reads: packed rows, or the next tokens of cached ones.
+  """All inputs of a model: packed rows, or the next tokens of cached rows.
 
-  What is optional is set where it arises, and read by the layer that uses it.
+  Optional fields are set at their source, and read by the layer that uses them.
 
   Attributes:
     tokens: Token ids.
-    positions: The position of each token in its segment, from 0; in a cache, the slot
-      that it is written to, or kv_cache.NOWHERE.
-    sees: Which tokens of a packed row see which; None in a cache, whose rows are one
-      text each.
-    pictures: The pictures that tokens stand for, if there are any.
-    routes: The experts that compute each token, and NO_EXPERT where the router chooses;
-      None if it always does.
-    adapters: The adapter of each row, as models/lora.Adapters; None if it has none.
+    positions: The position of each token in its segment, from 0; with a cache, the slot
+      to write, or kv_cache.NOWHERE.
+    sees: The attention mask of packed rows; None with a cache, whose rows hold one
+      sequence each.
+    pictures: The pictures that tokens stand for, if any.
+    routes: The experts that compute each token; NO_EXPERT where the router chooses. None
+      if it always does.
+    adapters: The adapter of each row, as models/lora.Adapters; None without adapters.
   """
 
   tokens: Int[Array, 'B T']
@@ -311,25 +310,25 @@ class Rows(NamedTuple):
 class Batch(NamedTuple):
   """Packed rows on the device, and the entries of their loss.
 
-  An entry is a token of a segment. A token that segments share, in trees, has an entry
-  for each of them; without trees, entries and tokens have the same columns.
+  An entry is a token of a segment. In trees, a shared token has one entry per segment;
+  without trees, entries and tokens have the same columns.
 
   Attributes:
-    rows: What models read.
+    rows: The inputs of models.
     segment_ids: 1, 2, ... within a packed row; 0 is padding.
     action_mask: True where the policy sampled the token (the paper's action mask).
-    old_logprobs: log π_old, from which the ratio of a loss is formed: the behaviour
-      log-probs, or with a correction those of the policy before the update; 0 off the
-      action mask.
+    old_logprobs: log π_old, the denominator of a loss's ratio: the behaviour log-probs,
+      or with a correction those of the policy before the update; 0 off the action mask.
     advantages: Advantage of each action token; 0 off the action mask.
-    weights: Weight of each token in the loss, Σ weights · token loss, with the global
-      denominators. Off the action mask it is 0 in RL, and small in fine-tuning.
+    weights: Weight of each token in the loss, Σ weights · token loss, including the
+      global denominators. Off the action mask it is 0 in RL, and small in fine-tuning.
     ref_logprobs: Log-probs of the reference policy, if a KL term needs them.
-    kl_weights: Weight of each token in the KL term of the loss, coefficient included.
-    correction: Importance weights of stale trajectories; they multiply the policy loss.
+    kl_weights: Weight of each token in the KL term of the loss, including its
+      coefficient.
+    correction: Importance weights of off-policy tokens; they multiply the policy loss.
     values: The critic's values at rollout, if there is a critic.
     returns: The critic's targets, if there is a critic.
-    columns: The column of each entry's token in its row; None if it is the entry's own.
+    columns: The column of each entry's token in its row; None if the columns are equal.
   """
 
   rows: Rows

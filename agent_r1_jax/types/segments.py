@@ -1,10 +1,10 @@
-"""Tokens on the host, and what else a model reads of them.
+"""Tokens on the host, with their pictures and experts.
 
-Prompt (what a policy reads) + SampledReply (what it samples) + ... -> Segment, which is
-trained. On the device both are types.Rows. A new kind of input is a field here, and the
-layer that reads it.
+Prompt (which a policy reads) + SampledReply (which it samples) + ... -> Segment, the
+training data. On the device they are types.Rows. A new kind of input needs a field here,
+and a layer that reads it.
 
-Letters: T tokens, L layers, k experts of a token.
+Letters: T tokens, L layers, k experts per token.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ from typing import Protocol
 
 import numpy as np
 
-# Token ids from here on stand for squares of pictures; no vocabulary has so many.
+# Token ids from here on stand for squares of pictures; vocabularies are smaller.
 FIRST_PICTURE_ID = 2**30
-# Stands in `routes` for an expert that the router has yet to choose.
+# Marks tokens in `routes` whose experts are unknown, so that the router chooses.
 NO_EXPERT = -1
 
 
 def make_picture_ids(pixels: np.ndarray, side: int) -> np.ndarray:
   """Makes the token ids of a picture, int32 [n], one for each square of its pixels.
 
-  They are a hash of what it shows: equal tokens are equal pictures. So rows of the cache
-  share prefixes, and packed rows trees, by their tokens alone.
+  They are a hash of its pixels: equal tokens mean equal pictures. So cache rows can share
+  prefixes, and packed rows trees, by comparing tokens alone.
 
   Args:
-    pixels: The picture, uint8 [H, W, 3]; two frames of a film are one, [H, W, 6].
-    side: The pixels of a square in each direction, which divide H and W.
+    pixels: The picture, uint8 [H, W, 3]; two frames of a video form one, [H, W, 6].
+    side: The width and height of a square in pixels, which must divide H and W.
   """
   content = f'{pixels.shape}'.encode() + pixels.tobytes()
   count = pixels.shape[0] * pixels.shape[1] // side**2
@@ -38,11 +38,11 @@ def make_picture_ids(pixels: np.ndarray, side: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prompt:
-  """Tokens for a policy to read: a whole prompt, or the next piece of a text.
+  """Tokens for a policy to read: a complete prompt, or the next part of a sequence.
 
   Attributes:
     tokens: int32 [T].
-    pictures: The pictures that they stand for, uint8 [H, W, 3] each, and perhaps others.
+    pictures: The pictures that they stand for, uint8 [H, W, 3] each; may include others.
   """
 
   tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
@@ -50,7 +50,7 @@ class Prompt:
 
   @classmethod
   def of(cls, tokens: 'np.ndarray | Prompt') -> 'Prompt':
-    """Makes a prompt of tokens alone; one that is a prompt already stays as it is."""
+    """Makes a prompt from tokens; returns a Prompt unchanged."""
     return tokens if isinstance(tokens, Prompt) else cls(np.asarray(tokens, np.int32))
 
   def __len__(self) -> int:
@@ -65,7 +65,7 @@ class Prompt:
 
 
 class SampledReply(Protocol):
-  """What the policy sampled, such as an engine's Chunk; see Segment."""
+  """A reply that the policy sampled, such as an engine's Chunk; see Segment."""
 
   @property
   def tokens(self) -> np.ndarray:
@@ -84,26 +84,25 @@ class SampledReply(Protocol):
 
   @property
   def routes(self) -> np.ndarray | None:
-    """The experts of the text, from its first token up to the reply's last ones."""
+    """The experts of the sequence's tokens from its start; the last may be missing."""
     ...
 
 
 @dataclasses.dataclass
 class Segment:
-  """The exact tokens of one context: prompts and observations, and what was sampled.
+  """The exact tokens of one context: prompts, observations and sampled replies.
 
   Attributes:
     tokens: int32 [T].
     action_mask: bool [T], True where the policy sampled the token.
     behaviour_logprobs: float32 [T], log-probs under the distribution that the tokens were
-      sampled from: the policy's, as guides and truncation have changed it; 0 off the
-      action mask.
-    policy_steps: int32 [T], the number of rollouts that the policy which sampled the
-      token had learned from; 0 off the action mask, and by default everywhere.
+      sampled from, after guides and truncation; 0 off the action mask.
+    policy_steps: int32 [T], the number of rollouts that the sampling policy had been
+      trained on; 0 off the action mask. All 0 by default.
     pictures: The pictures that its tokens stand for, uint8 [H, W, 3] each.
     routes: The experts that computed each token in the sampler, int8 or int16 [T, L, k]
-      for the k experts in each of L layers, and NO_EXPERT where they are not known. None
-      if there are no experts, or nothing was recorded.
+      for the k experts in each of L layers; NO_EXPERT if unknown. None if there are no
+      experts, or none were recorded.
   """
 
   tokens: np.ndarray
@@ -118,7 +117,7 @@ class Segment:
       self.policy_steps = np.zeros(len(self.tokens), np.int32)
 
   def check(self) -> None:
-    """Raises ValueError unless its arrays have an entry for each token."""
+    """Raises ValueError unless all arrays have an entry for each token."""
     columns = self.action_mask, self.behaviour_logprobs, self.policy_steps
     shapes = {np.shape(column) for column in (self.tokens, *columns)}
     if self.routes is not None:
@@ -128,18 +127,18 @@ class Segment:
 
   @classmethod
   def read(cls, prompt: Prompt) -> 'Segment':
-    """Makes a segment of what the policy read, which is no action."""
+    """Makes a segment from tokens that the policy read, which are not actions."""
     none = np.zeros(len(prompt), np.float32)
     tokens = prompt.tokens.astype(np.int32)
     return cls(tokens, none > 0, none, pictures=tuple(prompt.pictures))
 
   @property
   def prompt(self) -> Prompt:
-    """All of its tokens, for a policy to read."""
+    """All tokens and pictures, for a policy to read."""
     return Prompt(self.tokens, self.pictures)
 
   def add_turn(self, prompt: Prompt, reply: SampledReply) -> 'Segment':
-    """Returns it with what the policy read next, and what it then sampled."""
+    """Returns the segment extended by what the policy read next and its reply."""
     sampled = Segment(
       reply.tokens.astype(np.int32),
       np.ones(len(reply.tokens), bool),
@@ -152,7 +151,7 @@ class Segment:
       routes = np.pad(
         reply.routes, [(0, after), (0, 0), (0, 0)], constant_values=NO_EXPERT
       )
-      # What was known first is what sampled; a row may have been computed again.
+      # Keep the first known experts, which sampled; a row may have been recomputed.
       first = routes if joined.routes is None else joined.routes
       joined.routes = np.where(first == NO_EXPERT, routes, first)
     return joined
