@@ -24,7 +24,7 @@ def compile_regex(pattern: str) -> tuple[np.ndarray, np.ndarray]:
   """Compiles a regular expression to an automaton over bytes; no text has a byte 0.
 
   By itself, the library also compiles a search for the expression anywhere in a text,
-  which takes 2**n states for a string of up to n characters, and it drops the longer
+  which takes 2**n states for a string of up to n characters, and it drops all other
   alternatives once one has matched. In '(?:BEGIN(?:...)END|)', the search ends at once
   with the empty text, and each alternative waits for END, the byte 0.
 
@@ -33,7 +33,6 @@ def compile_regex(pattern: str) -> tuple[np.ndarray, np.ndarray]:
     the text matches, bool [Q].
 
   Raises:
-    ValueError: The expression is malformed, matches no text or has too many states.
     ValueError: The expression is malformed, matches no text or has too many states.
   """
   import outlines_core

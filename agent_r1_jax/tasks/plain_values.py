@@ -145,7 +145,7 @@ def decode(
 
   Raises:
     ValueError, TypeError, KeyError, IndexError, ArithmeticError, AttributeError: `data`
-        is not a result of `encode`, or a range is too long.
+      is not a result of `encode`, or a range is too long.
   """
   known: Any = [] if shared is None else shared
 

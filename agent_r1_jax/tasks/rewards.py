@@ -24,9 +24,9 @@ def hybrid(**parts: tuple[Weight, env_lib.Reward]) -> env_lib.Reward:
 
   A weight may be a schedule over the run, such as one of optax's:
 
-      hybrid(outcome=(1.0, em), model=(optax.linear_schedule(0.3, 0.0, 40), model))
+    hybrid(outcome=(1.0, em), model=(optax.linear_schedule(0.3, 0.0, 40), model))
 
-    The parts are computed concurrently.
+  The parts are computed concurrently.
 
   Args:
     **parts: A weight and a reward function, sync or async, which returns a number.

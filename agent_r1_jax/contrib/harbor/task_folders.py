@@ -1,10 +1,10 @@
 """Reads task directories in the layout of Harbor (harborframework.com).
 
-task.toml            time limits, and other requirements
-instruction.md       the prompt
-environment/         the files of the workspace, and a Dockerfile that copies them
-tests/test.sh        judges, and writes /logs/verifier/reward.txt
-solution/solve.sh    solves the task; without it, `directories.check` fails
+  task.toml            time limits, and other requirements
+  instruction.md       the prompt
+  environment/         the files of the workspace, and a Dockerfile that copies them
+  tests/test.sh        judges, and writes /logs/verifier/reward.txt
+  solution/solve.sh    solves the task; without it, `directories.check` fails
 
 There is no container: a Dockerfile may have FROM, WORKDIR, COPY and pip install of
 packages that are already here. Anything else raises, so that no task is played half.

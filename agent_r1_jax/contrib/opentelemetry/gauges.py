@@ -1,4 +1,4 @@
-"""The metrics of a run: each number of a line, and those that have a name in #88."""
+"""A run's metrics: each number of a line, and the names of proposal #88."""
 
 from collections.abc import Mapping
 import re
@@ -6,7 +6,7 @@ from typing import Any
 
 from opentelemetry import metrics as metrics_lib
 
-# Numbers of a line in seconds, and the histograms of the proposal that they are.
+# Durations in a line, in seconds, and their histograms in the proposal.
 _DURATIONS = {'time/rollout': 'rl.sample.duration', 'time/update': 'rl.train.duration'}
 _LOSSES = {
   'train/loss': 'policy',
@@ -23,7 +23,7 @@ class Lines:
   """Records the lines of metrics.jsonl."""
 
   def __init__(self, meter: metrics_lib.Meter, facts: Mapping[str, Any]):
-    """Takes the attributes that all numbers of the run get."""
+    """`facts` are the attributes of all numbers of the run."""
     self._meter, self._facts = meter, dict(facts)
     self._gauges: dict[str, Any] = {}
     histogram = lambda name: meter.create_histogram(name, unit='s')
@@ -33,7 +33,7 @@ class Lines:
     self._episodes = meter.create_counter('rl.sample.episodes')
 
   def count_episodes(self, episodes: int) -> None:
-    """Counts episodes of a training rollout that has ended."""
+    """Counts the episodes of a finished training rollout."""
     self._episodes.add(episodes, self._facts)
 
   def record(self, metrics: Mapping[str, float]) -> None:
@@ -59,5 +59,5 @@ class Lines:
 
 
 def _clean(name: str) -> str:
-  """Makes a name of an instrument, as OpenTelemetry allows it."""
+  """Makes a valid OpenTelemetry instrument name."""
   return re.sub(r'[^\w.-]', '_', name.replace('/', '.'), flags=re.ASCII)[:200]

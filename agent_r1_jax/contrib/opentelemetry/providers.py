@@ -1,4 +1,4 @@
-"""The process's providers of spans and metrics, by the variables OTEL_*."""
+"""The process's providers of spans and metrics, from the variables OTEL_*."""
 
 import importlib.metadata
 import logging
@@ -16,16 +16,16 @@ from opentelemetry.sdk.trace import export as trace_export
 import agent_r1_jax
 
 _LOGGER = logging.getLogger(__name__)
-# How long the end of a run waits for the exporters to send what is left.
+# How long the end of a run waits for the exporters to send the rest.
 _FLUSH_SECONDS = 10.0
 _PROTOCOLS = {'http/protobuf': 'otlp_proto_http', 'grpc': 'otlp_proto_grpc'}
 
 
 def find() -> tuple[trace.TracerProvider, metrics.MeterProvider]:
-  """Returns the providers of the process; those that are missing are made and set.
+  """Returns the process's providers; creates and sets missing ones.
 
-  One that is made exports in a thread of its own, from a bounded queue, and the end of
-  the process does not wait for it.
+  A created provider exports in its own thread, from a bounded queue; the end of the
+  process does not wait for it.
 
   Raises:
     ValueError: An exporter that OTEL_* names is not installed.
@@ -38,9 +38,9 @@ def find() -> tuple[trace.TracerProvider, metrics.MeterProvider]:
 
 
 def flush(*found: Any) -> None:
-  """Sends what providers have not sent; gives up after _FLUSH_SECONDS, and logs that."""
+  """Flushes providers; gives up after _FLUSH_SECONDS, with a log message."""
   flushes = [getattr(provider, 'force_flush', lambda: None) for provider in found]
-  # The SDK does not bound the flush of spans.
+  # The SDK's flush of spans has no time limit.
   threads = [threading.Thread(target=f, daemon=True) for f in flushes]
   for thread in threads:
     thread.start()
@@ -61,14 +61,14 @@ def _make_tracer_provider() -> trace_sdk.TracerProvider:
 def _make_meter_provider() -> metrics_sdk.MeterProvider:
   readers, exporter = [], _load_exporter('metrics')
   if exporter and issubclass(exporter, metrics_export.MetricReader):
-    readers = [exporter()]  # Such as that of Prometheus, which is asked.
+    readers = [exporter()]  # Such as Prometheus's, which is scraped.
   elif exporter:
     readers = [metrics_export.PeriodicExportingMetricReader(exporter())]
   return metrics_sdk.MeterProvider(readers, _describe(), shutdown_on_exit=False)
 
 
 class _Once(logging.Filter):
-  """Lets each kind of message through once: exporters repeat theirs every few seconds."""
+  """Logs each kind of message once: exporters repeat theirs every few seconds."""
 
   def __init__(self):
     super().__init__()
@@ -87,7 +87,7 @@ def _describe() -> resources.Resource:
 
 
 def _load_exporter(signal: str) -> Any:
-  """Returns the class of the exporter of a signal, 'traces' or 'metrics', or None."""
+  """Returns the exporter class of a signal, 'traces' or 'metrics', or None."""
   variable = f'OTEL_{signal.upper()}_EXPORTER'
   name = os.environ.get(variable) or 'otlp'
   if name == 'none':

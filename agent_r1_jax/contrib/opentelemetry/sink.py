@@ -1,9 +1,9 @@
-"""A sink that gives OpenTelemetry the spans and the metrics of a run.
+"""A sink that sends a run's spans and metrics to OpenTelemetry.
 
   agent-r1-jax quickstart \
     --config.sinks=tensorboard,agent_r1_jax.contrib.opentelemetry.sink
 
-README.md has the tree of spans.
+README.md shows the tree of spans.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,7 +46,7 @@ class Sink:
     self._providers = tracer_provider, meter_provider
     self._tracer = tracer_provider.get_tracer('agent_r1_jax', agent_r1_jax.__version__)
     self._meter = meter_provider.get_meter('agent_r1_jax', agent_r1_jax.__version__)
-    # The spans of steps that have begun, by number: several, if rollouts are ahead.
+    # The open spans of steps, by number: several if rollouts are ahead.
     self._loops: dict[int, trace.Span] = {}
 
   @contextlib.contextmanager
@@ -70,7 +70,7 @@ class Sink:
         try:
           yield
         finally:
-          # Rollouts of the loops that are left were ahead.
+          # Remaining steps are rollouts that were ahead.
           for span in (*self._loops.values(), self._run):
             with self._caught():
               span.end()
@@ -80,12 +80,12 @@ class Sink:
       providers.flush(*self._providers)
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Records the metrics of a line; they are sent by another thread."""
+    """Records the metrics of a line; another thread sends them."""
     with self._caught():
       self._lines.record(metrics)
 
   def carrier(self) -> dict[str, str]:
-    """Returns traceparent, and what else OTEL_PROPAGATORS asks for."""
+    """Returns traceparent, and the other headers of OTEL_PROPAGATORS."""
     headers: dict[str, str] = {}
     with self._caught():
       propagate.inject(headers)
@@ -93,11 +93,11 @@ class Sink:
 
   @contextlib.contextmanager
   def watch(self, moment: Any) -> Iterator[Any]:
-    """Makes a span of a moment, which is the current one inside `with`."""
+    """Makes a span of a moment; it is the current span inside `with`."""
     span = trace.INVALID_SPAN
     with self._caught():
       span = self._start(moment)
-    # Neither the text of an exception nor its stack: they may quote what an agent said.
+    # Neither an exception's text nor its stack: they may quote what an agent said.
     quiet = {'record_exception': False, 'set_status_on_exception': False}
     with trace.use_span(span, **quiet):
       try:
@@ -108,7 +108,7 @@ class Sink:
       finally:
         with self._caught():
           self._finish(span, moment)
-        with self._caught():  # A processor of the user's may raise.
+        with self._caught():  # A user's processor may raise.
           span.end()
 
   def _start(self, moment: Any) -> trace.Span:
@@ -144,10 +144,10 @@ class Sink:
           'gen_ai.tool.type': 'function',
         }
         return begin(f'execute_tool {name}', attributes=attributes)
-    return begin(type(moment).__name__)  # One that is newer than this file.
+    return begin(type(moment).__name__)  # A moment newer than this file.
 
   def _finish(self, span: trace.Span, moment: Any) -> None:
-    """Adds what is known at the end of a moment."""
+    """Adds what is known when a moment ends."""
     match moment:
       case moments.Step(number):
         self._loops.pop(number, None)
@@ -171,7 +171,7 @@ class Sink:
     return {'gen_ai.operation.name': operation, **self._agent, **attributes}
 
   def _find_loop(self, step: int) -> trace.Span:
-    """Returns the span of a step; it begins with the first thing that the step does."""
+    """Returns the span of a step, starting it if this is the step's first moment."""
     if step not in self._loops:
       attributes = {'rl.loop.iteration': step, **self._facts}
       self._loops[step] = self._start_root('rl.loop', attributes)
@@ -180,8 +180,7 @@ class Sink:
   def _start_root(self, name: str, attributes: dict[str, Any]) -> trace.Span:
     """Starts a trace of its own, with a link to the run's span.
 
-    A run in one trace would be too large for those who keep and show traces, and would
-    be incomplete until its end.
+    A run in one trace would be too large to store and show, and incomplete until its end.
     """
     links = [trace.Link(self._run.get_span_context())]
     attributes = {**self._facts, **attributes}
@@ -191,7 +190,7 @@ class Sink:
 
   @contextlib.contextmanager
   def _caught(self) -> Iterator[None]:
-    """Logs what is raised inside: nothing here may end a run or an episode."""
+    """Logs exceptions raised inside: nothing here may end a run or an episode."""
     try:
       yield
     except Exception:
@@ -213,6 +212,6 @@ def _set_error(span: trace.Span, kind: str) -> None:
 
 
 def _make_id(workdir: pathlib.Path) -> str:
-  """Makes the id of a run: that of its directory, which a resumed run has, too."""
+  """Makes a run's id from its directory, so that a resumed run keeps it."""
   digest = hashlib.sha256(str(workdir.resolve()).encode()).hexdigest()
   return f'{workdir.resolve().name}-{digest[:8]}'

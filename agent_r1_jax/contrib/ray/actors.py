@@ -1,7 +1,7 @@
-"""Ray itself: connects to a cluster, starts actors, calls them, and packs what they need.
+"""Ray itself: connects to a cluster, starts and calls actors, and packs their arguments.
 
-Nothing else in this folder but cluster.py's object store touches Ray, so that the rest is
-tested without it.
+Apart from cluster.py's object store, only this file touches Ray, so the rest is tested
+without it.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any
 
 from agent_r1_jax.contrib.ray import remote as remote_lib
 
-# How many calls of an actor run at a time; its own code bounds them.
+# How many calls of an actor may run at once; its own code limits them further.
 _MOST_CALLS = 10_000
 
 
@@ -29,7 +29,7 @@ def check_installed(what: str) -> None:
 
 
 def start(kind: type, takes: Mapping[str, Any]) -> remote_lib.Remote:
-  """Asks Ray for an actor; it begins once a machine has room for it.
+  """Requests an actor from Ray; it starts once a machine has room for it.
 
   Args:
     kind: The actor's class, whose methods are coroutine functions.
@@ -54,7 +54,7 @@ def start(kind: type, takes: Mapping[str, Any]) -> remote_lib.Remote:
 
 
 class _Actor:
-  """A remote.Remote that is an actor of Ray."""
+  """A remote.Remote on a Ray actor."""
 
   def __init__(self, actor: Any):
     self._actor = actor
@@ -88,10 +88,10 @@ class _Actor:
 
 
 def pack(value: Any, what: str) -> bytes:
-  """Pickles what an actor needs, and the file of the script that it may be of.
+  """Pickles an actor's argument, with the file of the script that may define it.
 
   Raises:
-    ValueError: It cannot be pickled; `what` is sent.
+    ValueError: It cannot be pickled; `what` names it.
   """
   from ray import cloudpickle
 
@@ -107,20 +107,20 @@ def pack(value: Any, what: str) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-  """Returns what `pack` has packed, in an actor.
+  """Unpickles in an actor what `pack` pickled.
 
-  Classes of the learner's script are of `__main__` here, too. The fingerprint tells them
-  from those of installed packages by its file.
+  Classes of the learner's script belong to `__main__` here, too. The fingerprint tells
+  them from classes of installed packages by its file.
   """
   from ray import cloudpickle
 
   value, script = cloudpickle.loads(packed)
-  if script:  # A notebook has none.
+  if script:  # A notebook has no script.
     sys.modules['__main__'].__file__ = script
   return value
 
 
-# How many use the connection that this module made; 0 if the script made one itself.
+# The number of users of this module's connection; 0 if the script connected itself.
 _users, _lock = 0, threading.Lock()
 
 
@@ -128,7 +128,7 @@ def connect(address: str | None, what: str) -> None:
   """Connects to the cluster, unless this process is connected.
 
   Raises:
-    ValueError: There is none; `what` needs it.
+    ValueError: There is no cluster; `what` needs it.
   """
   global _users
   import ray
@@ -142,7 +142,7 @@ def connect(address: str | None, what: str) -> None:
 
 
 def disconnect() -> None:
-  """Ends a connection that `connect` made, once nobody uses it."""
+  """Closes a connection of `connect`, once nobody uses it."""
   global _users
   with _lock:
     _users -= 1
@@ -155,7 +155,7 @@ def disconnect() -> None:
 
 @contextlib.contextmanager
 def connection(address: str | None, what: str) -> Iterator[None]:
-  """Is connected to the cluster inside `with`."""
+  """Connects to the cluster inside `with`."""
   connect(address, what)
   try:
     yield
@@ -169,7 +169,7 @@ def _connect(address: str | None, what: str):
   main = threading.current_thread() is threading.main_thread()
   numbers = (signal.SIGTERM, signal.SIGINT) if main else ()
   handlers = {number: signal.getsignal(number) for number in numbers}
-  # It warns that it handles no SIGTERM outside of the main thread, which is as it should.
+  # It warns that it handles no SIGTERM outside of the main thread, which is intended.
   logging.getLogger('ray._private.worker').setLevel(logging.ERROR)
   try:
     # Not `init()`, which would start a cluster here: that forks, which a process with
@@ -181,6 +181,6 @@ def _connect(address: str | None, what: str):
       f'({error}); start one with `ray start --head`, and `ray start --address=...` on '
       'the other machines.'
     ) from error
-  # Ray's would end the process before the run is saved.
+  # Ray's handlers would end the process before the run is saved.
   for number, handler in handlers.items():
     signal.signal(number, handler)

@@ -24,12 +24,12 @@ from agent_r1_jax.rollout import sockets
 from agent_r1_jax.rollout import store as store_lib
 
 _LOGGER = logging.getLogger(__name__)
-# How long the end of a run waits for the thread that looks after samplers.
+# How long the end of a run waits for the thread that manages samplers.
 _CLOSE_SECONDS = 10.0
 
 
 class RaySamplers(sockets.Samplers):
-  """Samplers that are actors of Ray; ray.samplers makes it."""
+  """Samplers that are Ray actors; use ray.samplers."""
 
   def __init__(
     self, options: pool_lib.Options, takes: Mapping[str, Any], address: str | None
@@ -37,7 +37,7 @@ class RaySamplers(sockets.Samplers):
     """Connects to nothing yet; `takes` are the resources of each actor."""
     self._options, self._takes, self._address = options, takes, address
     self._job: sockets.Job | None = None
-    self._step = -1  # That of the policy published last.
+    self._step = -1  # Of the last published policy.
     self._published = self._bytes = self._tokens = 0
     self._frozen: Any = None
 
@@ -93,7 +93,7 @@ class RaySamplers(sockets.Samplers):
     if not self._published:
       self._frozen = self._store(frozen)
     weights, model = self._job.config.engine.weights, self._job.model
-    # Fewer bytes, and the same numbers sample. Adapters are small, and merged before.
+    # Fewer bytes, and the same numbers sample. Adapters are small, and merged earlier.
     if not frozen and weights == 'model':
       learned = engine_params.cast_params(learned, model)
     elif not frozen:
@@ -113,10 +113,10 @@ class RaySamplers(sockets.Samplers):
   def measure(self) -> dict[str, float]:
     """See sockets.Samplers.measure.
 
-    'samplers/playing' is how many there are; the others count since the last call:
-    samplers that joined, were lost and were refused; episodes that were played again
-    because their sampler was lost, and that idle samplers played too; tokens sampled,
-    without those that were dropped; bytes published.
+    'samplers/playing' is their number; the other metrics count since the last call:
+    samplers that joined, were lost and were refused; episodes replayed because their
+    sampler was lost, and played twice by idle samplers; tokens sampled, without dropped
+    ones; bytes published.
     """
     counts = self._pool.orders.counts
     names = ('joined', 'lost', 'refused', 'replayed', 'twice')
@@ -129,7 +129,7 @@ class RaySamplers(sockets.Samplers):
     return numbers | {'samplers/playing': float(self._pool.size)}
 
   def _store(self, params: Any) -> Any:
-    """Puts parameters into the object store, from which each machine reads them once."""
+    """Puts parameters into the object store; each machine reads them from there once."""
     arrays = jax.tree.map(np.asarray, params)
     self._bytes += sum(x.nbytes for x in jax.tree.leaves(arrays))
     return _put(arrays)
@@ -144,16 +144,16 @@ class RaySamplers(sockets.Samplers):
     await asyncio.wait([running, closed], return_when=asyncio.FIRST_COMPLETED)
     if not self._closed.is_set():
       _LOGGER.error('samplers: their pool has ended', exc_info=running.exception())
-      await closed  # Orders that come meanwhile get the error.
+      await closed  # Later orders get the error.
     running.cancel()
     await asyncio.wait([running])
 
   def _start(self, number: int) -> remote_lib.Remote:
-    """Asks Ray for an actor; it begins once a machine has room for it."""
+    """Requests an actor from Ray; it starts once a machine has room for it."""
     return actors.start(sampler_lib.Sampler, self._takes)
 
   def _refuse(self, found: Mapping[str, Any]) -> str | None:
-    """Says why a sampler that describes itself so may not play; None if it may."""
+    """Returns why a sampler with this description may not play; None if it may."""
     assert self._job is not None
     mine = {**self._me, 'made_of': self._job.made_of}
     for part in ('versions', 'made_of', 'programs'):
@@ -186,5 +186,5 @@ def _put(arrays: Any) -> Any:
 
 
 def _read(packed: bytes, order: sockets.Order) -> types.Trajectory:
-  """Makes the trajectory of an order from what a sampler sent; no code of it runs."""
+  """Makes an order's trajectory from a sampler's data; runs no code in it."""
   return store_lib.make_trajectory(records.unpack(packed), order.task)

@@ -1,8 +1,8 @@
 """An actor that holds environments, each for one episode of another machine.
 
-Users' functions run as in a rollout (host/workers.py): plain ones in threads, coroutines
-on an event loop of their own, so that this actor answers whatever they do. It has no time
-limits: whoever waits for an answer cancels the call.
+Users' functions run as in a rollout (host/workers.py): plain functions in threads,
+coroutines on their own event loop, so this actor always answers. It has no time limits:
+the caller cancels a call that takes too long.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from agent_r1_jax.host import thread_pool, workers
 from agent_r1_jax.rollout import sockets
 from agent_r1_jax.train import fingerprint, preflight
 
-# The most plain functions that run at a time; Ray's own resources say how much a machine
-# is to do.
+# Maximum number of plain functions at once; Ray's own resources limit the work per
+# machine.
 _THREADS = 1024
 _OPTIONAL = 'finish', 'set_seed', 'least_limits'
 _COMPARED = 'environment', 'tools'
@@ -34,6 +34,7 @@ class Call(NamedTuple):
     args: Its arguments.
     policy_step: See agent/scoring.py.
     turn: Where the episode is, for the log.
+  turn: The position in the episode, for the log.
   """
 
   method: str
@@ -43,11 +44,11 @@ class Call(NamedTuple):
 
 
 class Made(NamedTuple):
-  """An environment that was made.
+  """A created environment.
 
   Attributes:
     methods: The optional methods that it has.
-    schemas: Those of its tools.
+    schemas: Its tools' schemas.
     call_grammar: See env.BaseEnv.
   """
 
@@ -57,11 +58,11 @@ class Made(NamedTuple):
 
 
 class Answer(NamedTuple):
-  """What a method returned.
+  """The result of a method.
 
   Attributes:
-    value: The value.
-    schemas: Those of the environment's tools, if they have changed.
+    value: The return value.
+    schemas: The schemas of the environment's tools, if they have changed.
   """
 
   value: Any
@@ -69,12 +70,12 @@ class Answer(NamedTuple):
 
 
 class Fault(NamedTuple):
-  """What a user's function raised.
+  """An exception of a user's function.
 
   Attributes:
     name: The name of its type.
-    text: What it says, and where it was raised.
-    lost: Whether it was caught in what happened to others, and can be played again.
+    text: Its message, and where it was raised.
+    lost: Whether a failure elsewhere caused it, so that the episode can be replayed.
   """
 
   name: str
@@ -84,7 +85,7 @@ class Fault(NamedTuple):
 
 @dataclasses.dataclass
 class _Held:
-  """An environment, its event loop, and what the other side knows of its tools."""
+  """An environment, its event loop, and the schemas that the other side knows."""
 
   env: Any
   chat_format: call_formats.CallFormat
@@ -93,7 +94,7 @@ class _Held:
 
 
 class EnvironmentHost:
-  """Holds environments by the numbers that the other side gives them."""
+  """Holds environments by numbers that the other side assigns."""
 
   def __init__(self):
     """Loads nothing yet."""
@@ -103,10 +104,10 @@ class EnvironmentHost:
     """Answers."""
 
   async def open(self, packed: bytes) -> dict[str, Any]:
-    """Takes make_env, packed, and makes an environment to look at.
+    """Unpickles make_env, and makes an environment to describe.
 
     Returns:
-      Where this process is, and what versions and code it has.
+      Where this process is, and its versions and code.
     """
     return await asyncio.to_thread(self._open, packed)
 
@@ -127,7 +128,7 @@ class EnvironmentHost:
     }
 
   async def make(self, number: int, chat_format: call_formats.CallFormat) -> Made | Fault:
-    """Makes an environment, whose replies have calls in this format."""
+    """Makes an environment; replies have calls in this format."""
     env = await _call(self._make_env, 'make_env')
     if isinstance(env, Fault):
       return env
@@ -152,7 +153,7 @@ class EnvironmentHost:
     return Answer(value, schemas if changed else None)
 
   async def close(self, number: int) -> None | Fault:
-    """Closes an environment, and forgets it."""
+    """Closes and forgets an environment."""
     held = self._held.pop(number)
     workers.home.set(held.home)
     if method := env_lib.find_method(held.env, 'close'):

@@ -1,4 +1,4 @@
-"""The open orders of a run: which sampler plays which, until each has one result."""
+"""A run's open orders: which sampler plays which, until each has one result."""
 
 import asyncio
 import collections
@@ -9,8 +9,8 @@ from agent_r1_jax import types
 from agent_r1_jax.contrib.ray import places as places_lib
 from agent_r1_jax.rollout import sockets
 
-# An episode ends the run if it has raised on so many samplers, or if so many were lost
-# while they played it: it would take all of them down, one after the other.
+# An episode that raised on this many samplers, or during which this many were lost, ends
+# the run: it would take all of them down, one after the other.
 _MOST_ERRORS, _MOST_LOSSES = 3, 10
 
 
@@ -21,7 +21,7 @@ def now() -> float:
 
 @dataclasses.dataclass(eq=False)
 class OpenOrder:
-  """An order that nobody has played to its end yet.
+  """An order without a result.
 
   Attributes:
     order: The order.
@@ -29,7 +29,7 @@ class OpenOrder:
     players: The samplers that play it, each with its task.
     began: When it was last handed out.
     losses: How many samplers were lost while they played it.
-    errors: On how many it raised.
+    errors: On how many samplers it raised.
   """
 
   order: sockets.Order
@@ -45,11 +45,11 @@ class OpenOrder:
 
 @dataclasses.dataclass(eq=False)
 class Player(places_lib.Member):
-  """A sampler that has been admitted.
+  """An admitted sampler.
 
   Attributes:
-    capacity: The most episodes that it plays at a time.
-    version: That of its policy; -1 before the first.
+    capacity: How many episodes it can play at once.
+    version: Its policy's version; -1 before the first.
     playing: The orders that it plays.
   """
 
@@ -68,12 +68,13 @@ class Orders:
   def __init__(
     self, notify: Callable[[], None], twice: bool, counts: collections.Counter
   ):
-    """Has no order yet; `notify` is called when samplers may have something to do."""
+    """Starts without orders; `notify` is called when samplers may have work."""
     self._notify, self._twice, self.counts = notify, twice, counts
     self._open: dict[OpenOrder, None] = {}
     self._waiting = collections.deque[OpenOrder]()
     self._failure: BaseException | None = None
-    # The mean duration of episodes, recent ones more; 0 before the first has ended.
+    # The mean duration of episodes, weighted towards recent ones; 0 before the first
+    # ends.
     self._mean_seconds = 0.0
 
   async def play(self, order: sockets.Order) -> types.Trajectory:
@@ -91,16 +92,17 @@ class Orders:
       self._close(opened)
 
   def fail(self, error: BaseException):
-    """Ends all open orders, and those to come, with an error."""
+    """Ends all open and future orders with an error."""
     self._failure = error
     for opened in list(self._open):
       self._end(opened, error)
 
   def choose(self, player: Player, players: int) -> OpenOrder | None:
-    """Chooses what one of `players` plays next: no more than its share, in their order.
+    """Chooses what one of `players` plays next: orders in turn, up to its share.
 
-    If nothing waits, an idle sampler plays what another has played for longer than
-    episodes take on average: they are equal, and the first one counts.
+    If no order waits, an idle sampler plays one that another has played for longer than
+    the
+    mean episode: results are equal, and the first one counts.
     """
     share = -(-len(self._open) // max(1, players))
     if len(player.playing) >= min(share, player.capacity):
@@ -121,14 +123,14 @@ class Orders:
     return None
 
   def hand_out(self, opened: OpenOrder, player: Player, task: asyncio.Task):
-    """Notes that a sampler plays an order in a task."""
+    """Records that a sampler plays an order in a task."""
     player.playing.add(opened)
     opened.players[player], opened.began = task, now()
-    # Not in the task, which may be cancelled before it begins.
+    # As a callback, since a task may be cancelled before it begins.
     task.add_done_callback(lambda _: self._leave(opened, player))
 
   def finish(self, opened: OpenOrder, trajectory: types.Trajectory, seconds: float):
-    """Gives an order its result, unless another sampler has."""
+    """Sets an order's result, unless another sampler has."""
     before = self._mean_seconds or seconds
     self._mean_seconds = 0.9 * before + 0.1 * seconds
     if not opened.result.done():
@@ -136,14 +138,14 @@ class Orders:
       self._close(opened)
 
   def note_error(self, opened: OpenOrder, error: Exception):
-    """Notes that an order raised on a sampler."""
+    """Records that an order raised on a sampler."""
     opened.errors += 1
     if opened.errors == _MOST_ERRORS:
       text = f'an episode ({opened}) raised on {_MOST_ERRORS} samplers: {error}'
       self._end(opened, RuntimeError(text))
 
   def _leave(self, opened: OpenOrder, player: Player):
-    """Lets an order wait again that nobody plays any more, and that has no result."""
+    """Re-queues an order that has no player and no result."""
     player.playing.discard(opened)
     opened.players.pop(player, None)
     if opened.result.done() or opened.players:
@@ -163,7 +165,7 @@ class Orders:
       self._close(opened)
 
   def _close(self, opened: OpenOrder):
-    """Forgets an order, and cancels it where it is still played."""
+    """Forgets an order, and cancels it wherever it is still played."""
     if opened not in self._open:
       return
     del self._open[opened]

@@ -1,7 +1,7 @@
-"""Keeps a process at each of some places, whatever becomes of them.
+"""Keeps one process running at each of several places.
 
 A place starts a process, admits it, employs it until it is lost, and starts the next one.
-Nobody waits for a particular process. All of it runs in one event loop.
+Nobody waits for a particular process. Everything runs in one event loop.
 """
 
 import asyncio
@@ -15,16 +15,16 @@ from typing import Generic, TypeVar
 from agent_r1_jax.contrib.ray import remote as remote_lib
 
 _LOGGER = logging.getLogger(__name__)
-# How often a process is asked whether it is there.
+# How often to check that a process answers.
 _PING_SECONDS = 1.0
-# A place that lost its process starts the next one after this. The pauses become longer
-# if that never gets as far as working, or is refused.
+# The pause before a place replaces a lost process. It grows while processes never get to
+# work, or are refused.
 _RESTART_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 30.0
 
 
 @dataclasses.dataclass(eq=False)
 class Member:
-  """A process that has been admitted.
+  """An admitted process.
 
   Attributes:
     remote: The process.
@@ -59,11 +59,11 @@ class Places(Generic[M]):
     """Starts nothing yet; make it inside the event loop.
 
     Args:
-      name: What messages call a process.
+      name: The name of a process in messages.
       start: Starts the process of a place; a call of it may wait for a machine.
       admit: Makes a process ready to work, or raises RefusedError.
-      employ: Has a member work in a group of tasks, until it is cancelled.
-      silence_seconds: A process that does not answer for so long is lost.
+      employ: Runs a member's work in a task group, until it is cancelled.
+      silence_seconds: A process that does not answer for this long is lost.
     """
     self._name, self._start, self._admit, self._employ = name, start, admit, employ
     self._silence = silence_seconds
@@ -73,14 +73,14 @@ class Places(Generic[M]):
     self.changed = asyncio.Event()
 
   def notify(self) -> None:
-    """Wakes whoever waits for `changed`."""
+    """Wakes everyone who waits for `changed`."""
     self.changed.set()
     self.changed = asyncio.Event()
 
   async def keep(self, number: int) -> None:
-    """Keeps a process at a place until it is cancelled."""
+    """Keeps a process running at a place until it is cancelled."""
     own_task, pause = asyncio.current_task(), _RESTART_SECONDS
-    # If it is cancelled while a process is lost, only the latter is raised.
+    # If it is cancelled while a process is lost, only the loss is raised.
     while not (own_task and own_task.cancelling()):
       remote = None
       try:
@@ -102,12 +102,12 @@ class Places(Generic[M]):
       pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
   def _complain(self, text: str):
-    if text not in self.complaints:  # A refused one is refused again and again.
+    if text not in self.complaints:  # A refused process is refused repeatedly.
       self.complaints.append(text)
       _LOGGER.warning('%s', text)
 
   async def _employ_until_lost(self, member: M):
-    """Has a member work.
+    """Runs a member's work until the member is lost.
 
     Raises:
       LostError, RaisedError: It is gone, or something raised there.
@@ -138,7 +138,7 @@ class Places(Generic[M]):
 
 @contextlib.contextmanager
 def marking(member: Member) -> Iterator[None]:
-  """Marks a member that is lost inside, before its other tasks are cancelled."""
+  """Marks a member that is lost inside `with`, before its other tasks are cancelled."""
   try:
     yield
   except (remote_lib.LostError, remote_lib.RaisedError):
@@ -148,7 +148,7 @@ def marking(member: Member) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def bound(seconds: float, doing: str) -> AsyncIterator[None]:
-  """Raises LostError if it takes longer."""
+  """Raises LostError if the body of `with` takes longer."""
   try:
     async with asyncio.timeout(seconds):
       yield

@@ -1,7 +1,7 @@
-"""Keeps samplers that come and go, and gives them a run's orders.
+"""Manages samplers that come and go, and distributes a run's orders to them.
 
-Each place (places.py) keeps one sampler: it compares its code with the learner's, and
-gives it parameters and orders. All of it runs in one event loop.
+Each place (places.py) keeps one sampler: it compares the sampler's code with the
+learner's, and sends it parameters and orders. Everything runs in one event loop.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ from agent_r1_jax.contrib.ray import places as places_lib
 from agent_r1_jax.contrib.ray import remote as remote_lib
 from agent_r1_jax.rollout import sockets
 
-# How long orders are collected before they are handed out: a rollout's arrive together,
-# and each sampler shall get neighbours, whose prompts share their first tokens.
+# How long to collect orders before handing them out: a rollout's orders arrive together,
+# and each sampler should get neighbours, whose prompts share a prefix.
 _COLLECT_SECONDS = 0.02
-# How often a sampler looks whether others' episodes have become late.
+# How often a sampler checks whether others' episodes are late.
 _LOOK_SECONDS = 0.25
 
 
 class Options(NamedTuple):
-  """What the pool goes by; see ray.samplers."""
+  """The pool's settings; see ray.samplers."""
 
   minimum: int = 1
   maximum: int = 1
@@ -36,8 +36,8 @@ class Pool:
   """The samplers of a run.
 
   Attributes:
-    orders: What they play. Its counts have samplers that 'joined', were 'lost' and were
-      'refused', too.
+    orders: The run's orders. Their counts include samplers that 'joined', were 'lost' and
+      were 'refused'.
   """
 
   def __init__(
@@ -52,10 +52,10 @@ class Pool:
 
     Args:
       start: Starts the process of a place; a call of it may wait for a machine.
-      job: What Sampler.open takes.
-      refuse: Returns why a sampler that describes itself so is refused, or None.
-      read: Makes a trajectory of what Sampler.play returned for an order.
-      options: The numbers of samplers, and the bounds of waits.
+      job: The argument of Sampler.open.
+      refuse: Returns why a sampler with this description is refused, or None.
+      read: Makes an order's trajectory from the result of Sampler.play.
+      options: The numbers of samplers, and time limits.
     """
     self._job, self._refuse, self._read = job, refuse, read
     self._options = options
@@ -73,20 +73,20 @@ class Pool:
     return len(self._places.ready)
 
   async def run(self) -> None:
-    """Keeps samplers at all places until it is cancelled."""
+    """Keeps samplers running at all places until it is cancelled."""
     try:
       async with asyncio.TaskGroup() as group:
         group.create_task(self._watch_minimum())
         for number in range(self._options.maximum):
           group.create_task(self._places.keep(number))
     except BaseException as error:
-      # Whoever waits for an order would never learn of it.
+      # Otherwise nobody who waits for an order would learn of it.
       first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
       self.orders.fail(first)
       raise
 
   def publish(self, policy: remote_lib.Policy) -> None:
-    """Has all samplers take this policy before they begin another episode."""
+    """Makes all samplers load this policy before they begin another episode."""
     self._policy = policy
     self._places.notify()
 
@@ -101,7 +101,7 @@ class Pool:
     self._places.notify()
 
   async def _watch_minimum(self):
-    """Ends the run if too few samplers are there for too long."""
+    """Ends the run if there are too few samplers for too long."""
     enough_at = orders_lib.now()
     while True:
       options, now = self._options, orders_lib.now()
@@ -119,15 +119,15 @@ class Pool:
       await asyncio.sleep(min(1.0, options.wait_seconds / 10))
 
   async def _admit(self, remote: remote_lib.Remote) -> orders_lib.Player:
-    """Compares a sampler with the learner, and has it make its engine.
+    """Compares a sampler with the learner, and makes it create its engine.
 
     Raises:
       RefusedError: Its code or its machine differs from the learner's.
       LostError, RaisedError: It is gone, or something raised there.
     """
-    # The first call waits for a machine that has room, and for that there is no bound.
+    # The first call waits without limit for a machine that has room.
     await remote.call('ping')
-    # Half of what ends the run, so that another one can be tried.
+    # Half of the time that ends the run, so that another sampler can be tried.
     async with places_lib.bound(self._options.wait_seconds / 2, 'loading'):
       self._check(await remote.call('describe'))
       try:
@@ -146,20 +146,20 @@ class Pool:
       raise remote_lib.RefusedError(reason)
 
   async def _hand_out(self, player: orders_lib.Player, group: asyncio.TaskGroup):
-    """Gives a sampler the newest policy and orders, again and again."""
+    """Repeatedly sends a sampler the newest policy and orders."""
     while True:
       changed = self._places.changed
       await self._sync(player)
       while opened := self.orders.choose(player, self.size):
         task = group.create_task(self._play(player, opened))
         self.orders.hand_out(opened, player, task)
-      # In steps: that an episode of another sampler is late is no event.
+      # With a time-out, since no event says that another sampler's episode is late.
       with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LOOK_SECONDS):
           await changed.wait()
 
   async def _sync(self, player: orders_lib.Player):
-    """Gives a sampler the newest policy, and the first time all parameters."""
+    """Sends a sampler the newest policy, and all parameters the first time."""
     policy = self._policy
     if policy and policy.version != player.version:
       frozen = (policy.frozen,) if player.version < 0 else ()
@@ -168,7 +168,7 @@ class Pool:
       player.version = policy.version
 
   async def _play(self, player: orders_lib.Player, opened: orders_lib.OpenOrder):
-    """Has a sampler play an order, and gives the order its result."""
+    """Makes a sampler play an order, and sets the order's result."""
     began = orders_lib.now()
     with places_lib.marking(player):
       try:

@@ -1,4 +1,4 @@
-"""A sampler as the learner sees it: a process somewhere, which can be lost."""
+"""The learner's view of a sampler: a remote process, which can be lost."""
 
 import dataclasses
 from typing import Any, Protocol
@@ -9,38 +9,38 @@ class LostError(Exception):
 
 
 class RaisedError(Exception):
-  """A call raised on the sampler; the text says what."""
+  """A call raised on the sampler; the text is the error."""
 
 
 class RefusedError(Exception):
-  """A sampler has other code or another machine than the learner."""
+  """A sampler's code or machine differs from the learner's."""
 
 
 class Remote(Protocol):
-  """A process that samples, somewhere (sampler.py has its methods)."""
+  """A remote process that samples (its methods are in sampler.py)."""
 
   async def call(self, method: str, *args: Any) -> Any:
-    """Calls a method; cancels it there if it is cancelled here.
+    """Calls a method; cancelling the call here cancels it there.
 
     Raises:
-      LostError, RaisedError: See there.
+      LostError, RaisedError: See these classes.
     """
     ...
 
   def kill(self) -> None:
-    """Ends the process, if it is still there; does not wait for that."""
+    """Ends the process, if it still runs, without waiting."""
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """Parameters that are published.
+  """Published parameters.
 
   Attributes:
-    version: How many there have been before.
+    version: How many have been published before.
     step: The policy step of its tokens.
-    learned: What `Sampler.sync` takes as `learned`.
-    frozen: What it takes as `frozen`, which is the same in all versions.
+    learned: The argument `learned` of `Sampler.sync`.
+    frozen: The argument `frozen`, which is the same in all versions.
   """
 
   version: int

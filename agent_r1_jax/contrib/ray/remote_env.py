@@ -1,8 +1,8 @@
 """Environments on other machines, as the engine's process sees them.
 
-`ray.environments(make_env, ...)` is a make_env. What it makes passes every method on to
-an environment that an actor (host.py) holds, so that tools, sandboxes and rewards are
-where that is. If the actor is lost, the episode is played again from its beginning.
+`ray.environments(make_env, ...)` is a make_env. Its environments forward every method to
+an environment in an actor (host.py), so tools, sandboxes and rewards run there. If the
+actor is lost, the episode is played again from its beginning.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from agent_r1_jax.host import thread_pool, workers
 from agent_r1_jax.rollout import faults
 from agent_r1_jax.train import fingerprint
 
-# How long an actor may load the user's modules and make its first environment.
+# Time limit for an actor to load the user's modules and make its first environment.
 _LOAD_SECONDS = 600.0
-# How long the end waits for the thread that looks after actors.
+# How long closing waits for the thread that manages actors.
 _CLOSE_SECONDS = 10.0
 
 
 class EnvironmentLostError(workers.LostCallError):
-  """The machine of an environment is gone, or does not answer."""
+  """An environment's machine is gone, or does not answer."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,7 +52,7 @@ class Holder(places.Member):
 
 
 class Environments:
-  """Makes environments on other machines; ray.environments makes it."""
+  """Makes environments on other machines; use ray.environments."""
 
   def __init__(
     self,
@@ -71,7 +71,7 @@ class Environments:
     self._lock, self._holders = threading.Lock(), None
 
   def __reduce__(self):
-    """Samplers that are actors, too, get one without a connection."""
+    """Pickles without the connection, for samplers that are actors too."""
     return Environments, self._given
 
   def __call__(self) -> 'RemoteEnv':
@@ -80,7 +80,7 @@ class Environments:
     Raises:
       faults.EnvironmentFaultError: The user's make_env raised there.
       EnvironmentLostError: The machine is gone.
-      RuntimeError: No machine has been there for `wait_seconds`, or all are refused.
+      RuntimeError: There was no machine for `wait_seconds`, or all were refused.
     """
     with self._lock:
       if not self._holders:
@@ -89,13 +89,13 @@ class Environments:
     return holders.run(holders.make(call_formats.chat_format.get())).result()
 
   def measure(self) -> dict[str, int]:
-    """Counts the actors that joined, were lost and refused, and environments by place."""
+    """Counts actors that joined, were lost or refused, and environments by place."""
     if not self._holders:
       return {}
     return self._holders.measure()
 
   def close(self) -> None:
-    """Ends all actors, which end with this process otherwise."""
+    """Ends all actors, which otherwise end with this process."""
     with self._lock:
       holders, self._holders = self._holders, None
     if holders:
@@ -103,7 +103,7 @@ class Environments:
       actors.disconnect()
 
   def _connect(self) -> '_Holders':
-    """Connects to the cluster, and starts a thread that looks after the actors."""
+    """Connects to the cluster, and starts the thread that manages the actors."""
     make_env, maximum, takes, address, wait_seconds, silence_seconds = self._given
     packed = actors.pack(make_env, 'environments: make_env')
     actors.connect(address, 'environments')
@@ -120,7 +120,7 @@ class Environments:
 
 
 class _Holders:
-  """The actors that hold environments; but for `run`, all is used in their event loop."""
+  """The actors that hold environments; only `run` may be called from any thread."""
 
   def __init__(
     self,
@@ -132,7 +132,7 @@ class _Holders:
     self._packed, self._takes, self._wait = packed, takes, wait_seconds
     self._loop, self._numbers = asyncio.get_running_loop(), itertools.count()
     self._closed, self._thread = asyncio.Event(), threading.current_thread()
-    self._refusals, self._maximum = 0, 0  # Refusals in a row.
+    self._refusals, self._maximum = 0, 0  # Consecutive refusals.
     self._made_of: Mapping[str, Any] = {}
     self._places = places.Places[Holder](
       'Environments', self._start, self._admit, self._watch, silence_seconds
@@ -153,7 +153,7 @@ class _Holders:
     return counts | {'held': sum(holder.count for holder in [*self._places.ready])}
 
   async def keep(self, maximum: int):
-    """Keeps actors at all places until it is closed."""
+    """Keeps actors running at all places until it is closed."""
     self._maximum = maximum
     kept = [asyncio.create_task(self._places.keep(n)) for n in range(maximum)]
     await self._closed.wait()
@@ -176,7 +176,7 @@ class _Holders:
     """Calls a method of an environment.
 
     Raises:
-      EnvironmentLostError, faults.EnvironmentFaultError: See there.
+      EnvironmentLostError, faults.EnvironmentFaultError: See these classes.
     """
     return await self._ask(holder, 'call', number, call)
 
@@ -187,7 +187,7 @@ class _Holders:
       await self._ask(holder, 'close', number)
 
   async def _choose(self) -> Holder:
-    """Waits for an actor, and returns the one that holds the fewest environments."""
+    """Waits for an actor, and returns the one with the fewest environments."""
     try:
       async with asyncio.timeout(self._wait):
         while not self._places.ready:
@@ -205,14 +205,14 @@ class _Holders:
     raise RuntimeError(f'environments: no machine can hold one. {said}')
 
   async def _ask(self, holder: Holder, method: str, *args: Any) -> Any:
-    """Calls an actor, and gives up once it is lost."""
+    """Calls an actor; gives up once the actor is lost."""
     call = asyncio.ensure_future(holder.remote.call(method, *args))
     try:
       await asyncio.wait([call, holder.lost], return_when=asyncio.FIRST_COMPLETED)
       if not call.done():
         raise remote_lib.LostError('it does not answer')
       answer = call.result()
-    except remote_lib.RaisedError as error:  # What it returned cannot be sent.
+    except remote_lib.RaisedError as error:  # Its result cannot be sent.
       raise faults.EnvironmentFaultError(str(error)) from error
     except remote_lib.LostError as error:
       holder.reason = str(error)
@@ -228,12 +228,12 @@ class _Holders:
     return actors.start(host.EnvironmentHost, self._takes)
 
   async def _admit(self, remote: remote_lib.Remote) -> Holder:
-    """Compares an actor's code with this process's, and has it load the user's.
+    """Compares an actor's code with this process's, and makes it load the user's.
 
     Raises:
-      RefusedError: It has other code, or make_env raises there.
+      RefusedError: Its code differs, or make_env raises there.
     """
-    # The first call waits for a machine that has room, and for that there is no bound.
+    # The first call waits without limit for a machine that has room.
     await remote.call('ping')
     try:
       async with places.bound(_LOAD_SECONDS, 'loading'):
@@ -247,7 +247,7 @@ class _Holders:
     return Holder(remote, found['made_of'], lost)
 
   def _compare(self, found: Mapping[str, Any]):
-    """Raises RefusedError unless the code is this process's, and that of the others."""
+    """Raises RefusedError unless the code equals this process's and the other actors'."""
     mine = fingerprint.describe_versions()
     self._made_of = self._made_of or found['made_of']
     for theirs, expected in (
@@ -275,13 +275,13 @@ class RemoteEnv:
   """An environment on another machine.
 
   Attributes:
-    tools: Describe the tools to the prompt; they are called where the environment is.
+    tools: Describe the tools for the prompt; calls run where the environment is.
     call_grammar: See BaseEnv.
     made_of: Describes its code, for train/fingerprint.py.
   """
 
   def __init__(self, holders: _Holders, holder: Holder, number: int, made: host.Made):
-    """Has the optional methods that the environment has."""
+    """Defines the optional methods that the environment has."""
     self._holders, self._place = holders, (holder, number)
     self.made_of, self.call_grammar = holder.made_of, made.call_grammar
     self._set_tools(made.schemas)
@@ -332,11 +332,11 @@ def _refuse_call(**arguments: Any) -> NoReturn:
 
 
 def _raise_fault(fault: host.Fault) -> NoReturn:
-  """Raises what an environment raised elsewhere.
+  """Raises an environment's remote exception here.
 
   Raises:
-    faults.EnvironmentFaultError: The name of its cause's type is that of what was raised.
-    EnvironmentLostError: It was caught in what happened to others there.
+    faults.EnvironmentFaultError: Its cause has the original exception's type name.
+    EnvironmentLostError: A failure elsewhere on that machine caused it.
   """
   if fault.lost:
     raise EnvironmentLostError(fault.text)

@@ -1,7 +1,7 @@
-"""A sampler: an actor of Ray with an engine on its own chips, which plays whole episodes.
+"""A sampler: a Ray actor with an engine on its own chips, which plays whole episodes.
 
-Its methods are what pool.py calls. Loading, compiling and the engine itself run in other
-threads, so that it answers meanwhile.
+pool.py calls its methods. Loading, compiling and the engine run in other threads, so that
+it always answers.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.train import fingerprint, preflight
 from agent_r1_jax.train.plan import setup
 
-# What besides the code and the chip decides which programs XLA makes.
+# What determines XLA's programs besides the code and the chip.
 _FLAGS = ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')
 # The parts of a run's fingerprint that a sampler has, too.
 _COMPARED = ('environment', 'tools', 'guides')
 
 
 def describe_process() -> dict[str, Any]:
-  """Describes the code and the machine of this process, for pool.Pool's `refuse`."""
+  """Describes this process's code and machine, for pool.Pool's `refuse`."""
   runtime.initialize()
   options = ('jax_default_matmul_precision', 'jax_disable_most_optimizations')
   programs = {name: str(getattr(jax.config, name, None)) for name in options}
@@ -44,7 +44,7 @@ def describe_process() -> dict[str, Any]:
 
 
 def _describe_chip() -> str:
-  """Names the kind of chip; on a CPU the model, for whose instructions XLA compiles."""
+  """Names the kind of chip; for a CPU the model, which determines XLA's instructions."""
   kind, info = jax.devices()[0].device_kind, pathlib.Path('/proc/cpuinfo')
   if kind != 'cpu' or not info.exists():
     return kind
@@ -71,19 +71,19 @@ class Sampler:
     """Answers."""
 
   async def open(self, packed: bytes) -> dict[str, Any]:
-    """Takes the run's sockets.Job, pickled.
+    """Unpickles the run's sockets.Job.
 
     Returns:
-      How many episodes it plays at a time, and what its environment is made of.
+      How many episodes it plays at once, and a description of its environment.
     """
     return await asyncio.to_thread(self._open, packed)
 
   async def sync(self, step: int, learned: Any, frozen: Any = None) -> None:
-    """Takes parameters; the first time all of them, and makes the engine."""
+    """Loads parameters; the first time all of them, and makes the engine."""
     await asyncio.to_thread(self._sync, step, learned, frozen)
 
   async def play(self, order: sockets.Order) -> bytes:
-    """Plays an episode, and returns the fields of its trajectory (rollout/store.py)."""
+    """Plays an episode; returns the fields of its trajectory (rollout/store.py)."""
     assert self._engine is not None
     future = self._engine.start([self._play(order)])
     (trajectory,) = await asyncio.wrap_future(future)
@@ -93,7 +93,7 @@ class Sampler:
     self._job = job = actors.unpack(packed)
     with preflight.open_environment(job.make_env, job.config.limits) as env:
       made_of = fingerprint.describe_run(None, env, [], guides=job.decoding.guides)
-    # All chips that are here sample; the learner's mesh says only how many share a layer.
+    # All local chips sample; the learner's mesh only determines how many share a layer.
     mesh = dataclasses.replace(job.config.mesh, data=1, fsdp=0, context=1, samplers=0)
     self._config = dataclasses.replace(job.config, mesh=mesh)
     self._mesh = setup.make_mesh(mesh)
@@ -135,7 +135,7 @@ class Sampler:
     self._engine = engine
 
   def _place(self, params: Any) -> Any:
-    """Puts arrays of the object store on this process's chips."""
+    """Puts arrays from the object store on this process's chips."""
     if self._mesh is None:
       return jax.device_put(params)
     return sharding.shard_params(params, self._mesh)

@@ -1,1 +1,1 @@
-"""Code that a model wrote, run on a server that speaks the protocol of SandboxFusion."""
+"""Model-written code, run on a server that speaks SandboxFusion's protocol."""

@@ -1,9 +1,9 @@
-"""Runs Python that a model wrote on a server that speaks SandboxFusion's protocol.
+"""Runs model-written Python on a server that speaks SandboxFusion's protocol.
 
   box = remote_sandbox.RemoteSandbox('http://sandbox:8080')
   tool = python.python_tool(box)
 
-The server does the confinement. Each call is one request, POST /run_code.
+The server confines the code. Each call is one request, POST /run_code.
 """
 
 import functools
@@ -15,7 +15,7 @@ from typing import Any
 from agent_r1_jax.tools import sandbox, sandbox_worker
 from agent_r1_jax.web import bounded_http
 
-# What a request may take beyond its code's seconds: the queue, the start, the way.
+# Allowed beyond the code's time limit, for queueing, starting and the network.
 _EXTRA_SECONDS = 20.0
 _COMPILE_SECONDS = 10.0
 # A character may take six bytes of JSON.
@@ -23,16 +23,16 @@ _BYTES_PER_CHARACTER = 6
 
 
 class RemoteSandbox:
-  """A server that runs code; may be shared by threads."""
+  """A server that runs code; thread-safe."""
 
   def __init__(self, url: str, *, memory_mb: int = 512, max_output: int = 20_000):
-    """Asks nothing of the server yet.
+    """Sends nothing to the server yet.
 
     Args:
       url: The server's address, without /run_code.
       memory_mb: MiB that a call's code may allocate.
-      max_output: Characters of a call's output that are kept; a call that prints sixteen
-        times as much has printed too much.
+      max_output: Maximum characters of a call's output; one that prints sixteen times as
+        much has printed too much.
     """
     import httpx2
 
@@ -43,12 +43,12 @@ class RemoteSandbox:
     self.close = self._client.close
 
   def run(self, code: str, seconds: float = 10.0) -> sandbox.CodeOutput:
-    """Runs code in an interpreter of its own; prints what a cell of a notebook would.
+    """Runs code in an interpreter of its own; prints what a notebook cell would.
 
-    It may take so many seconds of the clock.
+    `seconds` limit the wall time.
 
     Raises:
-      ConnectionError: The server cannot be reached, is late, or answers nonsense.
+      ConnectionError: The server is unreachable, late, or gives an invalid answer.
     """
     import httpx2
 
@@ -93,10 +93,10 @@ class RemoteSandbox:
 
 
 def _read_result(answer: dict[str, Any]) -> tuple[str, str]:
-  """Returns (output, status) of the protocol's answer.
+  """Returns (output, status) from an answer of the protocol.
 
   Raises:
-    ValueError, LookupError, TypeError: It is no such answer, or the server failed.
+    ValueError, LookupError, TypeError: The answer is invalid, or the server failed.
   """
   if answer['status'] not in ('Success', 'Failed'):
     raise ValueError(answer['status'])
@@ -110,7 +110,7 @@ def _read_result(answer: dict[str, Any]) -> tuple[str, str]:
 
 
 def _make_script(code: str) -> str:
-  """Returns a program that runs code as the sandbox of this machine does."""
+  """Returns a program that runs code as this machine's sandbox does."""
   return (
     f'import ast, traceback\n{_read_cell_source()}\n'
     f'raise SystemExit(_run_cell({code!r}, {{"__name__": "__main__"}}))\n'

@@ -1,4 +1,4 @@
-"""A retriever on another machine: any server that speaks Search-R1's protocol."""
+"""A remote retriever: any server that speaks Search-R1's protocol."""
 
 from collections.abc import Sequence
 import json
@@ -14,14 +14,14 @@ _MAX_ANSWER = 1 << 26  # Bytes; a server that sends more is broken.
 
 
 class RemoteError(ConnectionError):
-  """A server gave no passages; the text names it, and says why."""
+  """A server gave no passages; the text names the server and the reason."""
 
 
 class _TransientError(Exception):
-  """The server failed in a way that may pass.
+  """A temporary failure of the server.
 
   Attributes:
-    after: Seconds before the next attempt, if the server says so.
+    after: Seconds before the next attempt, if the server sets them.
   """
 
   def __init__(self, text: str, after: float = 0.0):
@@ -30,11 +30,11 @@ class _TransientError(Exception):
 
 
 class Remote:
-  """Asks a server for passages, and fails within a deadline, whatever the server does.
+  """Asks a server for passages; fails within a deadline, whatever the server does.
 
-  What may pass (no connection, a time-out, 429 and 5xx) is tried again with exponential
-  back-off until the deadline. A search tool whose server stays away is isolated as any
-  other tool that fails (agent/tool.py).
+  Temporary failures (no connection, a time-out, 429 and 5xx) are retried with exponential
+  back-off until the deadline. If the server stays away, its search tool is isolated like
+  any failing tool (agent/tool.py).
   """
 
   def __init__(
@@ -52,7 +52,7 @@ class Remote:
       timeout: Seconds for one attempt.
       deadline: Seconds for a search with all its attempts; below search_tool's timeout,
         so that the agent reads why there are no passages.
-      backoff: The most seconds before the second attempt, twice as many before the third.
+      backoff: Maximum seconds before the second attempt, doubled before each further one.
     """
     import httpx2
 
@@ -70,13 +70,13 @@ class Remote:
     """Finds at most k passages for each query.
 
     Raises:
-      RemoteError: No passages before the deadline, or an answer that makes no sense.
+      RemoteError: No passages before the deadline, or an invalid answer.
     """
     if not queries:
       return []
     import tenacity
 
-    # Random, so that the clients of a server that was down do not come back at once.
+    # Random, so that a restarted server's clients do not all return at once.
     backoff = tenacity.wait_random_exponential(self._backoff, _MAX_BACKOFF)
 
     def wait(state: Any) -> float:
@@ -123,7 +123,7 @@ class Remote:
 
 
 def _read_seconds(text: str) -> float:
-  """Reads Retry-After; it may hold a date, which is ignored."""
+  """Reads Retry-After in seconds; a date is ignored."""
   return float(text) if text.isdecimal() else 0.0
 
 
@@ -150,6 +150,6 @@ def _parse_hit(hit: Any) -> Hit:
     raise ValueError(f'score is {score}')
   title, newline, text = document['contents'].partition('\n')
   title, text = (title.strip('"'), text) if newline else ('', title)
-  # Not every server has ids; fusion needs one that is the same for the same passage.
+  # Not every server has ids; fusion needs equal ids for equal passages.
   name = str(document.get('id', document['contents']))
   return Hit(Document(name, str(document.get('title', title)), text), float(score))

@@ -2,15 +2,15 @@
 
   POST /retrieve  {"queries": [...] or "query": "...", "topk": 3, "return_scores": false}
                   -> {"result": [[{"document": {"id", "title", "contents"}, "score"}]]};
-                  without scores, the documents alone
+                  without scores, only the documents
   GET or POST /search  {"queries": [...], "top_k": 5}
                   -> {"results": [[{"id", "title", "text", "score"}]]}
   GET /health     200, or 503 while searches hang
   GET /metrics    counts and times in Prometheus's text format
 
 An error is {"error": "..."}: 400 for bad input, 413 for too much of it, 503 with
-Retry-After when too many queries wait, 504 for a search that took too long, 500 for one
-that failed.
+Retry-After if too many queries wait, 504 for a search that took too long, 500 for a
+failed search.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from agent_r1_jax.retrieval import batching
 from agent_r1_jax.retrieval.documents import Hit, Retriever
 from agent_r1_jax.web import http
 
-_CALL = 'retriever'  # What the pool of threads calls a search.
-_MAX_BODY = 1 << 20  # Bytes of a request.
-_SHUTDOWN_SECONDS = 3  # What SIGTERM leaves to requests that have begun.
+_CALL = 'retriever'  # The name of a search in the thread pool.
+_MAX_BODY = 1 << 20  # Of a request, in bytes.
+_SHUTDOWN_SECONDS = 3  # How long running requests may take after SIGTERM.
 
 
 class _SearchMetrics:
@@ -65,24 +65,24 @@ class _Searches:
   def __init__(self, retriever, metrics, max_batch, window, max_waiting, timeout, cache):
     self._retriever, self._metrics = retriever, metrics
     self._timeout, self._max_waiting, self._cache_size = timeout, max_waiting, cache
-    # By the sha256 of a query, which may be as long as a request, and its k.
+    # By k and the sha256 of the query, which may be as long as a request.
     self._cache: collections.OrderedDict[tuple[bytes, int], list[Hit]] = (
       collections.OrderedDict()
     )
-    self._lock = threading.Lock()  # Of the cache, which searches fill in their threads.
-    self._count = 0  # Queries that wait or are searched.
+    self._lock = threading.Lock()  # For the cache, which searches fill in their threads.
+    self._count = 0  # Queries in the queue or in a search.
     self._batcher = batching.Batcher(
       self._search,
       _CALL,
       window=window,
       timeout=timeout,
       max_size=max_batch,
-      # So that no answer depends on the k of others.
+      # So that no answer depends on another query's k.
       group=lambda query: query[1],
     )
 
   async def search(self, texts: Sequence[str], k: int) -> list[list[Hit]]:
-    """Finds the passages of each query; raises RefusedError where there is no answer."""
+    """Finds the passages of each query; raises RefusedError if there is no answer."""
     hits_by_text = {
       text: hits for text in texts if (hits := self._find_cached(text, k)) is not None
     }
@@ -106,10 +106,10 @@ class _Searches:
     return [hits_by_text[text] for text in texts]
 
   def _search(self, queries: list[tuple[str, int]]) -> list[list[Hit]]:
-    """Searches a batch of one k, in a thread."""
+    """Searches a batch of queries with the same k, in a thread."""
     self._metrics.batches.observe(len(queries))
     rankings = self._retriever.search([text for text, _ in queries], queries[0][1])
-    # Also where nobody waits any longer: whoever asks again has it at once.
+    # Cached even if nobody waits any longer, so that a retry is fast.
     for (text, k), hits in zip(queries, rankings, strict=False):
       with self._lock:
         self._cache[_digest(text), k] = hits
@@ -147,14 +147,14 @@ def make_app(
 
   Args:
     retriever: The retriever. It need not be thread-safe: two calls overlap only if the
-      first one was abandoned.
-    max_batch: The most queries in a search.
+      first was abandoned.
+    max_batch: The maximum number of queries per search.
     window: Seconds to wait for further queries before a search.
-    max_waiting: The most queries that wait or are searched; further ones get 503.
-    timeout: Seconds until a query gets 504, and until a search is abandoned and the
+    max_waiting: The maximum number of queries in progress; further ones get HTTP 503.
+    timeout: Seconds until a query gets HTTP 504, and until a search is abandoned and the
       next one begins.
-    cache: Answers to keep, the latest used; 0 keeps none.
-    max_k: The most passages a query may ask for.
+    cache: The number of cached answers, least recently used dropped first; 0 is none.
+    max_k: The maximum number of passages per query.
   """
   from starlette import applications, routing
 
@@ -184,7 +184,7 @@ def make_app(
 
 
 def _make_endpoint(searches: _Searches, metrics: _SearchMetrics, model, render) -> Any:
-  """Makes what answers the requests of one protocol, and counts and times them."""
+  """Makes the handler of one protocol's requests, which counts and times them."""
 
   async def answer(request):
     began, headers = time.perf_counter(), {}
@@ -206,7 +206,7 @@ def _make_endpoint(searches: _Searches, metrics: _SearchMetrics, model, render) 
 
 
 async def _read(request) -> dict[str, Any]:
-  """Reads the fields of a request, from its JSON or, of a GET, from its URL."""
+  """Reads the fields of a request, from its JSON or, for GET, from its URL."""
   if request.method == 'GET':
     fields: dict[str, Any] = dict(request.query_params)
     if 'queries' in fields:
@@ -218,7 +218,7 @@ async def _read(request) -> dict[str, Any]:
 
 
 def _make_model(k_name: str, default_k: int, max_queries: int, max_k: int) -> Any:
-  """Makes the pydantic model of a request in one protocol."""
+  """Makes the pydantic model of a protocol's request."""
   import pydantic
 
   def make_list(queries):
@@ -263,12 +263,12 @@ def _render_results(rankings: list[list[Hit]], with_scores: bool) -> dict[str, A
 
 
 def serve(app: Any, host: str = '127.0.0.1', port: int = 8000) -> None:
-  """Serves until SIGTERM or SIGINT, and prints the address once it accepts requests.
+  """Serves until SIGTERM or SIGINT; prints the address once it accepts requests.
 
-  0.0.0.0 is reached from other machines; port 0 takes a free one.
+  The host 0.0.0.0 accepts other machines; port 0 chooses a free one.
   """
-  # The passages stay. Looking for garbage among a million of them holds all answers up
-  # for a third of a second.
+  # The passages are permanent. Garbage collection over a million of them would block all
+  # answers for a third of a second.
   gc.collect()
   gc.freeze()
   with http.listen(host, port) as listener:

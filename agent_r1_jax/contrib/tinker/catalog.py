@@ -1,4 +1,4 @@
-"""What a server has: training runs and saved states, as the client reads them."""
+"""A server's training runs and saved states, as the client reads them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from agent_r1_jax.contrib.tinker import training
 def list_runs(
   trainings: training.Trainings, states: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-  """Lists the runs that are there or have saved states, the last active first.
+  """Lists runs that are active or have saved states, the last active first.
 
   Args:
-    trainings: The runs that are there.
-    states: What States.describe_all returned.
+    trainings: The active runs.
+    states: The result of States.describe_all.
   """
   saved: dict[str, list[Mapping[str, Any]]] = {}
   for state in states:
@@ -42,7 +42,7 @@ def list_runs(
 
 
 def describe_adapter(saved: Mapping[str, Any]) -> dict[str, Any]:
-  """Describes the adapter of a state that States.describe has described."""
+  """Describes the adapter of a state, given the result of States.describe."""
   targets = set(saved['targets'])
   return {
     'base_model': saved['base_model'],

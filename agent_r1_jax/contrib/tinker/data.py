@@ -1,17 +1,17 @@
 """Data of the Tinker API, and how they are packed into micro-batches of one shape.
 
 A datum has an input x and targets y: y[i] is a token that may follow x[0] ... x[i], most
-often x[i + 1]. Each target is the last token of a text that begins as the input does:
+often x[i + 1]. Each target is the last token of a sequence that begins like the input:
 
-  x      a b c     texts   a b c d        y[0], y[1] and y[2] are in it
+  x      a b c     sequences   a b c d    has y[0], y[1] and y[2]
   y      b c d
 
-  x      a b c     texts   a b c d        y[0] and y[2] are in it
-  y      b z d             a b z          and y[1] is here
+  x      a b c     sequences   a b c d    has y[0] and y[2]
+  y      b z d                 a b z      has y[1]
 
-So targets that are not the input's next token, or several targets of one position, need
-no other program: packing computes what texts share once (rl/prefix_trees.py), which are
-here a datum's own texts, and the prompts that data share.
+So targets other than the input's next token, or several targets per position, need no
+other program: packing computes shared prefixes once (rl/prefix_trees.py), here among a
+datum's own sequences and among data with the same prompt.
 
 Letters: n tokens of a datum, K targets of each position, B, E as in types.Batch.
 """
@@ -25,15 +25,15 @@ import numpy as np
 from agent_r1_jax import types
 from agent_r1_jax.rl import packing, prefix_trees, table
 
-# The most tokens of all texts of a request, those that are shared counted in each; the
-# most texts beyond the inputs' own, for which packing takes a second; and the most
-# targets of a datum, those that a sparse matrix does not list counted too.
+# The maximum number of tokens of all sequences of a request, shared ones counted in each;
+# of sequences besides the inputs' own, which packing handles in a second; and of targets
+# of a datum, including those that a sparse matrix does not list.
 MAX_TOKENS = 1 << 22
 _MAX_BRANCHES = 1 << 14
 _MAX_TARGETS = 1 << 20
 
 
-# The columns of a batch, the columns of data that they are made of, and what others have.
+# The columns of a batch, the data columns they are made from, and the default.
 _SOURCES = {
   'advantages': (('weights', 'advantages'), 1.0),
   'old_logprobs': (('logprobs',), 0.0),
@@ -42,10 +42,10 @@ _SOURCES = {
 
 
 class Datum(NamedTuple):
-  """An input, what may follow its tokens, and numbers of these targets."""
+  """An input, its targets, and numbers for these targets."""
 
   tokens: np.ndarray  # int32 [n].
-  # int32 [n] or [n, K]; where it is masked, there is no target.
+  # int32 [n] or [n, K]; masked where there is no target.
   targets: np.ma.MaskedArray
   columns: dict[str, np.ndarray]  # By name, float32 of the targets' shape.
 
@@ -61,12 +61,12 @@ def make_column(
   name: str,
   csr: Sequence[np.ndarray] | None = None,
 ) -> np.ma.MaskedArray:
-  """Makes a column of a flat array, or of a matrix in CSR, masked where it lists nothing.
+  """Makes a column of a flat array, or of a CSR matrix, masked where it lists nothing.
 
-  `csr` is where each row begins among the values, and the end, and each value's column.
+  `csr` has each row's first index into the values, then the end; and each value's column.
 
   Raises:
-    ValueError: The arrays are not those of this shape.
+    ValueError: The arrays do not have this shape.
   """
   if csr is None:
     if any(size < 0 for size in shape) or int(np.prod(shape)) != len(values):
@@ -92,7 +92,7 @@ def make_column(
 
 
 def make_datum(tokens: np.ndarray, columns: Mapping[str, np.ma.MaskedArray]) -> Datum:
-  """Makes a datum of the tensors that a client sent.
+  """Makes a datum from a client's tensors.
 
   Raises:
     ValueError: There are no tokens or no targets, shapes differ, or a number is not
@@ -127,7 +127,7 @@ def make_datum(tokens: np.ndarray, columns: Mapping[str, np.ma.MaskedArray]) -> 
 def check(data: Sequence[Datum], vocab_size: int, row_tokens: int):
   """Raises ValueError for data that the model cannot compute.
 
-  A text is an input and its last target, and must fit a packed row of `row_tokens`.
+  A sequence is an input and its last target, and must fit a packed row of `row_tokens`.
   """
   if not data:
     raise ValueError('data is empty')
@@ -164,21 +164,21 @@ class Packed:
   """Data as micro-batches.
 
   Attributes:
-    batches: Their weights are 1 at each target.
-    plain: Whether every target is in the text of its input, so that a segment is a datum.
+    batches: The micro-batches; weights are 1 at each target.
+    plain: Whether every target is in its input's sequence, so that a segment is a datum.
   """
 
   batches: list[types.Batch]
   plain: bool
   _data: Sequence[Datum]
   _layout: prefix_trees.TreeLayout
-  _places: list[np.ndarray]  # Of each datum's targets, their tokens in the table.
+  _places: list[np.ndarray]  # The positions of each datum's targets in the table.
 
   def unpack(self, packed: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Takes the targets' numbers out of a column of all micro-batches, [B, E] each.
+    """Extracts the targets' numbers from a column of all micro-batches, [B, E] each.
 
     Returns:
-      For each datum an array of the targets' shape, 0 where they are masked.
+      One array per datum, of the targets' shape, 0 where they are masked.
     """
     column = np.zeros(len(self._layout.index), np.float32)
     column[self._layout.entries] = np.concatenate(packed).reshape(-1)[self._layout.places]
@@ -190,7 +190,7 @@ class Packed:
 
 
 def pack(data: Sequence[Datum], shape: packing.MicrobatchShape) -> Packed:
-  """Packs data that `check` has checked; _SOURCES says what the columns are made of."""
+  """Packs checked data; _SOURCES defines the columns."""
   segments: list[types.Segment] = []
   places, begin, plain = [], 0, True
   for datum in data:
@@ -217,25 +217,25 @@ def pack(data: Sequence[Datum], shape: packing.MicrobatchShape) -> Packed:
 
 
 def _take(datum: Datum, sources: Sequence[str], rest: float) -> np.ndarray:
-  """Takes the numbers of a datum's targets from the first source that it has."""
+  """Returns the numbers of a datum's targets from its first available source."""
   found = [datum.columns[name] for name in sources if name in datum.columns]
   return found[0][datum.wanted] if found else np.full(datum.targets.count(), rest)
 
 
 def _list_branches(datum: Datum) -> np.ndarray:
-  """Lists the (position, column) of the targets that the input's own text has not."""
+  """Lists the (position, column) of targets that are not in the input's own sequence."""
   targets = datum.targets.reshape(len(datum.tokens), -1)
   follows = np.zeros(targets.shape, bool)
   follows[:-1] = targets[:-1].data == datum.tokens[1:, None]
   follows[-1] = True  # The last position's first target ends the text.
   wanted = datum.wanted.reshape(targets.shape)
   follows &= wanted
-  follows &= np.cumsum(follows, axis=1) == 1  # Of equal ones, only the first.
+  follows &= np.cumsum(follows, axis=1) == 1  # Of equal targets, only the first.
   return np.argwhere(~follows & wanted)
 
 
 def _list_texts(datum: Datum) -> tuple[list[np.ndarray], np.ndarray]:
-  """Lists a datum's texts, and for each target its text and its place there, [m, 2]."""
+  """Lists a datum's sequences, and each target's sequence and position in it, [m, 2]."""
   n = len(datum.tokens)
   targets = datum.targets.reshape(n, -1)
   last = targets[-1].compressed()[:1]

@@ -1,7 +1,7 @@
-"""The training runs of clients: adapters over one base model, gradients, Adam.
+"""Clients' training runs: adapters over one base model, gradients, Adam.
 
-Every adapter has all projections and the server's highest rank; what a client did not
-ask for is zeros, whose gradients and updates are 0. So all runs share their programs, and
+Every adapter has all projections and the server's maximum rank; parts that a client did
+not ask for are zeros, with zero gradients and updates. So all runs share their programs:
 nothing is compiled for another client, rank, learning rate or number of data.
 
 The functions run in one thread (work.py), never in the event loop.
@@ -22,26 +22,26 @@ from agent_r1_jax.contrib.tinker import losses as losses_lib
 from agent_r1_jax.models import decoder, lora
 from agent_r1_jax.rl import learner, losses, packing
 
-# The scale of an adapter of rank r is ALPHA / r, as in the LoRA of Tinker's cookbook.
+# The scale of an adapter of rank r is ALPHA / r, as in the Tinker cookbook.
 ALPHA = 32.0
 
 
 class Shape(NamedTuple):
-  """What a client asks of an adapter, and what a saved one is."""
+  """The shape of a requested or saved adapter."""
 
   rank: int
   seed: int
-  targets: tuple[str, ...]  # Names of families.TARGETS.
+  targets: tuple[str, ...]  # Names in families.TARGETS.
 
 
 @dataclasses.dataclass
 class TrainingRun:
-  """The training run of one client.
+  """A client's training run.
 
   Attributes:
-    shape: Its adapter's.
-    state: The base's parameters with its adapter, and Adam's state.
-    gradients: What forward_backward has added up since the last optim_step.
+    shape: The adapter's shape.
+    state: The base's parameters with the adapter, and Adam's state.
+    gradients: The sum of forward_backward since the last optim_step.
   """
 
   shape: Shape
@@ -50,7 +50,7 @@ class TrainingRun:
 
 
 class Result(NamedTuple):
-  """Of a pass: for each datum arrays of its targets' shape, and the sum of the loss."""
+  """The result of a pass: per datum, arrays of its targets' shape; and the total loss."""
 
   logprobs: list[np.ndarray]
   losses: list[np.ndarray]
@@ -73,13 +73,13 @@ def _make_adam(
 
 
 class Learning:
-  """Makes and trains runs over one base model.
+  """Creates and trains runs over one base model.
 
   Attributes:
     config: The model's shape.
-    shape: The shape of micro-batches, of which every request is made.
-    rank: The highest rank of an adapter.
-    targets: What adapters may be of: names of families.TARGETS.
+    shape: The shape of all requests' micro-batches.
+    rank: The maximum rank of an adapter.
+    targets: The projections that adapters may have: names in families.TARGETS.
     no_adapter: An adapter of zeros.
   """
 
@@ -90,23 +90,23 @@ class Learning:
     shape: packing.MicrobatchShape,
     rank: int,
   ):
-    """Takes the base's parameters, which have no adapters; nothing is copied."""
+    """Takes the base's parameters, which have no adapters, without copying them."""
     self.config, self.shape, self.rank = config, shape, rank
     self.targets = tuple(dict.fromkeys(x.target for x in lora.list_targets(config)))
-    # The numbers are arrays of its state, so that a step may change them.
+    # The hyperparameters are arrays in its state, so that a step may change them.
     self._adam = optax.inject_hyperparams(_make_adam)(*[1.0] * 6)
-    # A value head would be learned.
+    # A value head would be trained.
     self._base = {k: v for k, v in params.items() if k != 'value_head'}
     self.no_adapter = self.pad({'layers': {}})
 
   def start(self, shape: Shape) -> TrainingRun:
-    """Starts a run, whose rank `check_rank` allows; its adapter changes nothing yet."""
+    """Starts a run of a rank that `check_rank` allows; its adapter is initially zero."""
     key = jax.random.key(shape.seed)
     added = lora.add(self._base, shape.rank, shape.targets, ALPHA, key)
     return self.resume(shape, lora.take(added))
 
   def check_rank(self, rank: int):
-    """Raises ValueError if there is no room for an adapter of this rank."""
+    """Raises ValueError if an adapter of this rank does not fit."""
     if not 1 <= rank <= self.rank:
       raise ValueError(
         f'the rank of the adapter is {rank}, and this server has room for 1 to '
@@ -119,27 +119,27 @@ class Learning:
     adapter: decoder.Params,
     moments: Mapping[str, Any] | None = None,
   ) -> TrainingRun:
-    """Makes a run of an adapter of its own rank, with what `get_moments` returned."""
+    """Makes a run from an adapter of its own rank, and the result of `get_moments`."""
     params = lora.join(self.pad(adapter), self._base)
     state = learner.init(params, self._adam)
     if moments is not None:
       _check_finite(moments)
-      # Padded alike, and without the scale, which is not learned.
+      # Padded alike, and without the scale, which is not trained.
       new = {name: lora.split(self.pad(moments[name]))[0] for name in ('mu', 'nu')}
       count = jnp.array(moments['count'], jnp.int32)
       adam: Any = state.opt_state
       inner = optax.tree.set(adam.inner_state, count=count, **new)
       adam = adam._replace(count=count, inner_state=inner)
-      # Each is donated, so that none may be another's buffer.
+      # Copied, since each is donated and no two may share a buffer.
       state = state._replace(opt_state=jax.tree.map(jnp.copy, adam), step=count)
     return TrainingRun(shape, state)
 
   def score(
     self, adapter: decoder.Params, data: Sequence[data_lib.Datum], loss: losses_lib.Loss
   ) -> Steps:
-    """Computes log-probs and the loss, a micro-batch at each step.
+    """Computes log-probs and the loss, one micro-batch per step.
 
-    The adapter is of the server's rank, as `pad` and `get_adapter` return it.
+    The adapter has the server's rank, as `pad` and `get_adapter` return it.
     """
     params = lora.join(adapter, self._base)
     compute = lambda batch: learner.logprobs(params, batch, config=self.config)
@@ -148,8 +148,8 @@ class Learning:
   def differentiate(
     self, run: TrainingRun, data: Sequence[data_lib.Datum], loss: losses_lib.Loss
   ) -> Steps:
-    """Adds the gradient of the loss to the run's, a micro-batch at each step."""
-    # Until all are done the run keeps its own, which a call would donate.
+    """Adds the gradient of the loss to the run's, one micro-batch per step."""
+    # The run keeps its gradients until the pass is complete; a call would donate them.
     gradients = jax.tree.map(jnp.copy, run.gradients)
 
     def compute(batch: types.Batch) -> Any:
@@ -170,7 +170,7 @@ class Learning:
     return result
 
   def _compute(self, data, loss: losses_lib.Loss, compute) -> Steps:
-    """Packs data; computes the log-probs of each micro-batch, and the loss of them."""
+    """Packs data; computes each micro-batch's log-probs and loss."""
     packed = data_lib.pack(data, self.shape)
     if loss.kind.sequence and not packed.plain:
       raise ValueError(
@@ -191,11 +191,11 @@ class Learning:
 
     Args:
       run: The run.
-      adam: The arguments of _make_adam; no `grad_clip_norm` if that is 0.
+      adam: The arguments of _make_adam; without `grad_clip_norm` if that is 0.
 
     Raises:
       ValueError: There is no gradient.
-      NotFiniteError: The loss or the gradient is not finite. It is dropped.
+      NotFiniteError: The loss or the gradient is not finite; the gradient is dropped.
     """
     if run.gradients is None:
       raise ValueError('optim_step: there is no gradient; call forward_backward first')
@@ -220,7 +220,7 @@ class Learning:
     return _check_finite(jax.tree.map(lambda x: np.array(x, copy=True), adapter))
 
   def get_moments(self, run: TrainingRun) -> dict[str, Any]:
-    """Copies Adam's count and moments, at the run's own rank, as `get_adapter` does."""
+    """Copies Adam's count and moments to the host, at the run's own rank."""
     moments = {
       name: self.trim(optax.tree.get(run.state.opt_state, name), run.shape)
       for name in ('mu', 'nu')
@@ -228,7 +228,7 @@ class Learning:
     return _check_finite(moments | {'count': int(run.state.step)})
 
   def pad(self, adapter: Mapping[str, Any]) -> decoder.Params:
-    """Gives an adapter all projections and the server's rank."""
+    """Pads an adapter to all projections and the server's rank."""
     layers: dict[str, Any] = {}
     for place, name, shapes in self._list_shapes(self.rank):
       padded = {leaf: np.zeros(shape, np.float32) for leaf, shape in shapes.items()}
@@ -238,7 +238,7 @@ class Learning:
     return {'layers': jax.tree.map(jnp.array, layers)}
 
   def trim(self, adapter: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
-    """The inverse of `pad`, on the host; the scale may be missing."""
+    """Inverts `pad`, on the host; the scale may be missing."""
     layers: dict[str, Any] = {}
     for place, name, shapes in self._list_shapes(shape.rank):
       if name in shape.targets:
@@ -249,14 +249,14 @@ class Learning:
     return {'layers': layers}
 
   def _list_shapes(self, rank: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Lists the place, the name and the shapes of an adapter of each projection."""
+    """Lists each projection's place, name and adapter shapes."""
     for target in lora.list_targets(self.config):
       shapes = lora.get_shapes(self.config, target, rank)
       yield target.place, target.target, shapes
 
 
 def _check_finite(tree: Any) -> Any:
-  """Returns arrays that may be saved; raises FloatingPointError for others."""
+  """Returns finite arrays; raises FloatingPointError for others."""
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
     if not np.isfinite(x).all():
       raise FloatingPointError(
@@ -267,6 +267,6 @@ def _check_finite(tree: Any) -> Any:
 
 
 def _score(loss: losses_lib.Loss, logprobs: np.ndarray, batch: types.Batch) -> np.ndarray:
-  """Computes the loss of each entry of a micro-batch, outside of the model's program."""
+  """Computes the loss of each entry of a micro-batch, outside the model's program."""
   stats = losses.TokenStats(jnp.asarray(logprobs), jnp.zeros(logprobs.shape))
   return np.asarray(loss.surrogate(stats, jax.tree.map(jnp.asarray, batch))[0])

@@ -1,7 +1,7 @@
 """The losses of the Tinker API, as sums over tokens, in terms of rl/losses.py.
 
 Notation as there: ρ = π/π_old with π_old from the datum's 'logprobs', A its 'advantages',
-w its 'weights'. All of them add up the tokens of all data; nothing is averaged.
+w its 'weights'. All losses are summed over the tokens of all data, without averaging.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,18 +15,18 @@ from agent_r1_jax import types
 from agent_r1_jax.rl import learner, losses
 from agent_r1_jax.web import http
 
-# Each set of options is compiled, so that a server has so many besides the defaults.
+# Each set of options is compiled, so a server allows this many besides the defaults.
 _MOST = 32
 _RL = ('logprobs', 'advantages')
 
 
 class _Kind(NamedTuple):
-  """A loss of which a client gives the options."""
+  """A loss that takes options from a client."""
 
   make: Callable[..., losses.Surrogate]
   defaults: dict[str, float] = {}  # Of its options.
-  columns: tuple[str, ...] = _RL  # What a datum must have besides target_tokens.
-  optional: tuple[str, ...] = ()  # What it may have.
+  columns: tuple[str, ...] = _RL  # Required besides target_tokens.
+  optional: tuple[str, ...] = ()  # Optional columns.
   sequence: bool = False  # Whether it reads all tokens of a datum together.
 
 
@@ -55,7 +55,7 @@ def _ppo(clip_low_threshold: float, clip_high_threshold: float) -> losses.Surrog
 
 
 def _cispo(clip_low_threshold: float, clip_high_threshold: float) -> losses.Surrogate:
-  """-sg(clip(ρ, low, high)) A log π; the defaults are those of Tinker's tutorial 202."""
+  """-sg(clip(ρ, low, high)) A log π; with the defaults of Tinker's tutorial 202."""
   return losses.cispo(clip_low=1 - clip_low_threshold, clip_high=clip_high_threshold - 1)
 
 
@@ -74,13 +74,13 @@ def _dro(beta: float) -> losses.Surrogate:
 def _gspo(clip_low_threshold: float, clip_high_threshold: float) -> losses.Surrogate:
   """PPO's clip of s = exp(mean log ρ) over the tokens of the mask.
 
-  Without one, over those that have a log-prob or an advantage.
+  Without a mask, over tokens that have a log-prob or an advantage.
   """
   inner = losses.gspo(clip_low=1 - clip_low_threshold, clip_high=clip_high_threshold - 1)
 
   def surrogate(stats: losses.TokenStats, batch: types.Batch):
     sampled = (batch.old_logprobs != 0) | (batch.advantages != 0)
-    if batch.correction is not None:  # Where data.pack puts the mask.
+    if batch.correction is not None:  # data.pack puts the mask here.
       sampled = batch.correction != 0
     counted = jnp.where(sampled, batch.weights, 0.0)
     return inner(stats, batch._replace(weights=counted))
@@ -121,8 +121,8 @@ class Losses:
     """Finds or makes a loss.
 
     Raises:
-      RefusedError: There is no such loss or option, a number is out of its range, or
-        there are too many sets of options already.
+      RefusedError: There is no such loss or option, a number is out of range, or there
+        are too many sets of options already.
     """
     kind = _KINDS.get(name)
     if kind is None:
@@ -162,7 +162,7 @@ def _add_up(surrogate: losses.Surrogate, stats: losses.TokenStats, batch: types.
 
 
 def check_columns(loss: Loss, number: int, columns: Mapping[str, Any]):
-  """Refuses a datum that lacks what its loss reads, or has what it does not read."""
+  """Rejects a datum that lacks a column of its loss, or has an unused one."""
   kind = loss.kind
   if missing := set(kind.columns) - columns.keys():
     text = f'data[{number}]: loss_fn_inputs has no {min(missing)}, which the loss reads'

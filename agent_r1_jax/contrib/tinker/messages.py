@@ -1,10 +1,9 @@
 """The protobuf messages of the Tinker API: data in, log-probs and samples out.
 
 The client sends the data of forward and forward_backward as protobuf, and reads their
-results and those of samples as such. The messages are described here by a table, from
-which Google's library makes the classes. A map of protobuf is on the wire a list of
-entries with the fields `key` and `value`, and an enumeration is an int32; so the table
-has them.
+results and samples in it. A table describes the messages, from which Google's library
+makes the classes. On the wire, a protobuf map is a list of entries with the fields `key`
+and `value`, and an enumeration is an int32; the table uses these.
 
 Letters: n tokens of a datum, K targets of each position.
 """
@@ -21,8 +20,8 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.web import http
 
 MEDIA_TYPE = 'application/x-protobuf'
-MOST_DATA = 1024  # Of a request, as the client sends them.
-# The fields of each message: (number, type), a type with a * being a list.
+MOST_DATA = 1024  # Per request, as the client sends them.
+# The fields of each message: (number, type); a type with a * is a list.
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
   'SparseCsr': {
     'values': (1, 'bytes'),
@@ -94,9 +93,9 @@ class ForwardBackward(NamedTuple):
   seq_id: int
   forward_only: bool
   loss: str
-  options: dict[str, float]  # The numbers of the loss.
+  options: dict[str, float]  # The loss's numbers.
   data: list[data.Datum]
-  body: bytes  # All of this, as it was sent.
+  body: bytes  # The complete request, as it was sent.
 
 
 @functools.cache
@@ -134,10 +133,10 @@ def make(name: str, **fields: Any) -> Any:
 
 
 def parse(body: bytes) -> dict[str, Any]:
-  """Parses a request, of whose fields only the names of its run and its own are read.
+  """Parses a request; of its fields, reads only the run's name and its own.
 
   Raises:
-    RefusedError: It is no such message.
+    RefusedError: It is not such a message.
   """
   from google.protobuf import message as message_lib
 
@@ -153,10 +152,10 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def read_forward_backward(fields: Mapping[str, Any]) -> ForwardBackward:
-  """Reads what `parse` has parsed.
+  """Reads the result of `parse`.
 
   Raises:
-    RefusedError: A datum has what is not supported.
+    RefusedError: A datum has something unsupported.
   """
   message = fields['message']
   options = {entry.key: entry.value for entry in message.loss_fn_config}
@@ -176,7 +175,7 @@ def read_forward_backward(fields: Mapping[str, Any]) -> ForwardBackward:
       read.append(_read_datum(datum))
     except ValueError as error:
       raise http.RefusedError(400, f'data[{number}]: {error}') from None
-    total += read[-1].targets.size  # That of a sparse matrix is not bounded by the body.
+    total += read[-1].targets.size  # The body does not limit a sparse matrix's size.
     if total > data.MAX_TOKENS:
       text = f'the data have more than {data.MAX_TOKENS:,} targets; send fewer'
       raise http.RefusedError(400, text)
@@ -185,7 +184,7 @@ def read_forward_backward(fields: Mapping[str, Any]) -> ForwardBackward:
 
 
 def _read_datum(message: Any) -> data.Datum:
-  """Reads a datum; raises ValueError for what cannot be."""
+  """Reads a datum; raises ValueError if it is invalid."""
   chunks = []
   for chunk in message.model_input:
     if not chunk.HasField('encoded_text'):
@@ -205,7 +204,7 @@ def _read_numbers(raw: bytes, dtype: np.dtype) -> np.ndarray:
 
 
 def _read_tensor(message: Any, name: str) -> np.ma.MaskedArray:
-  """Reads a tensor; what a sparse one does not list is masked."""
+  """Reads a tensor; entries that a sparse one does not list are masked."""
   if message.dtype not in _DTYPES:
     raise ValueError(f'{name} has the dtype {message.dtype}; send float32 or int64')
   sparse, csr = message.sparse_csr, None
@@ -224,10 +223,11 @@ def write_forward_backward(
 
   Args:
     columns: By name, an array [n] or [n, K] for each datum, float32.
-    metrics: Named numbers; a name ends with how the client joins them, such as ':sum'.
+    metrics: Named numbers; a name's suffix, such as ':sum', says how the client joins
+      them.
   """
   rows = [dict(zip(columns, x, strict=True)) for x in zip(*columns.values(), strict=True)]
-  # A record has data of one K, which is that of all columns.
+  # A record has data of one K, the same for all columns.
   shape = lambda row: next(iter(row.values())).shape[1:]
   records = [_make_record([*group]) for _, group in itertools.groupby(rows, shape)]
   return make(
@@ -258,7 +258,7 @@ def write_samples(
   prompt_logprobs: np.ndarray | None,
   target_logprobs: np.ndarray | None = None,
 ) -> bytes:
-  """Writes replies, the log-probs of their prompt [n], and of other tokens [n - 1, K]."""
+  """Writes replies, their prompt's log-probs [n], and other tokens' [n - 1, K]."""
   message = make('SampleResponse')
   for sample in samples:
     sequence = message.sequences.add(

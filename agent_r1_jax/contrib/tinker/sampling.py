@@ -1,8 +1,8 @@
-"""Sampling sessions: the weights that each of them samples from, and the replies.
+"""Sampling sessions: the weights that each one samples from, and the replies.
 
-The engine has a few adapters (Engine.adapters), and there may be more sampling
-sessions: the weights of a session are given to the engine when they are asked for, in
-place of those that were not asked for longest.
+The engine has room for a few adapters (Engine.adapters), and there may be more sampling
+sessions: a session's weights are loaded into the engine on demand, and replace the least
+recently used.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.web import fairness, http
 
-# Snapshots without a name that are kept for one client's process, and sessions in all.
+# Maximum unnamed snapshots of one client process, and maximum sessions in total.
 _MOST_SNAPSHOTS, _MOST_SESSIONS = 16, 4096
 
 
@@ -35,10 +35,10 @@ class Sampler:
 
   Attributes:
     session: The session of the client's process.
-    name: What the engine calls its weights; no other has had it.
-    path: That of the saved weights, if they are saved.
-    adapter: The weights of a snapshot, of the server's rank.
-    replies: How many are under way.
+    name: The engine's name for its weights, never reused.
+    path: The path of the saved weights, if they are saved.
+    adapter: A snapshot's weights, at the server's rank.
+    replies: The number of replies in progress.
   """
 
   session: str
@@ -52,8 +52,8 @@ class Samplers:
   """The sampling sessions of all clients, by id.
 
   Attributes:
-    by_id: The sessions; those that were asked last are last.
-    slots: The most tokens of a prompt with its reply.
+    by_id: The sessions, least recently used first.
+    slots: The maximum number of tokens of a prompt and its reply.
   """
 
   def __init__(
@@ -69,18 +69,18 @@ class Samplers:
 
     Args:
       engine: Samples; has the base's weights, and room for adapters of the learner's
-        rank. What uses this runs in its event loop.
+        rank. Everything here runs in its event loop.
       chat: Knows the stop tokens and the bytes of the tokens.
-      trainings: Has the sessions, the saved states, the thread that scores, the results.
-      max_waiting: How many replies may wait for a row; further ones get 429.
-      seconds: The most seconds of a request.
+      trainings: Has the sessions, the saved states, the scoring thread and the results.
+      max_waiting: How many replies may wait for a row; further ones get HTTP 429.
+      seconds: Time limit of a request.
     """
     self.by_id: collections.OrderedDict[str, Sampler] = collections.OrderedDict()
     self.slots = engine.sizes.slots
     self._engine, self._chat, self._trainings = engine, chat, trainings
     self._most_replies = engine.sizes.rows * len(engine.replicas) + max_waiting
     self._seconds, self._replies = seconds, fairness.Shares()
-    self._setting = asyncio.Lock()  # Held while the engine gets weights.
+    self._setting = asyncio.Lock()  # Held while weights are loaded into the engine.
 
   def create(self, request: wire.CreateSamplingSession) -> dict[str, Any]:
     """Begins a session with saved weights, or with the base's."""
@@ -98,7 +98,7 @@ class Samplers:
     return {'sampling_session_id': sampler_id, 'type': 'create_sampling_session'}
 
   def save(self, request: wire.SaveForSampler) -> dict[str, Any]:
-    """Saves a run's weights with a name, or begins a session with a snapshot of them."""
+    """Saves a run's weights under a name, or begins a session with a snapshot of them."""
     if request.path is not None:
       return self._trainings.save(request)
     loop = asyncio.get_running_loop()
@@ -113,7 +113,7 @@ class Samplers:
     return self._trainings.begin(request, compute)
 
   def _keep(self, session: str, sampler_id: str, adapter: decoder.Params):
-    """Keeps a snapshot, of which clients that have a run keep the newest."""
+    """Stores a snapshot; clients that have a run keep their newest snapshots."""
     self._add(sampler_id, session, adapter=adapter)
     live = {training.session for training in self._trainings.by_id.values()}
     snapshots = [(k, s) for k, s in self.by_id.items() if s.adapter]
@@ -128,14 +128,14 @@ class Samplers:
     return {'sampler_id': sampler_id, 'base_model': base, 'model_path': path}
 
   def _add(self, sampler_id: str, session: str, **weights: Any):
-    """Begins a session, in place of one that had the id before."""
+    """Begins a session, replacing an earlier one with the same id."""
     self.by_id[sampler_id] = Sampler(session, secrets.token_hex(8), **weights)
     self.by_id.move_to_end(sampler_id)
     while len(self.by_id) > _MOST_SESSIONS:
       self.by_id.popitem(last=False)
 
   def find(self, sampler_id: str) -> Sampler:
-    """Finds a session, which is then the one that was asked last."""
+    """Finds a session, and marks it as the most recently used."""
     if sampler_id not in self.by_id:
       text = (
         f'there is no sampling session {sampler_id!r:.120}: the server was restarted, '
@@ -182,7 +182,7 @@ class Samplers:
     return self._work(request, sampler, one, targets)
 
   def cancel(self, request: wire.RetrieveFuture) -> dict[str, Any]:
-    """Ends a request whose client does not wait for it; others are ignored."""
+    """Ends a request that its client has given up; ignores unknown ones."""
     if request.request_id.rpartition(':')[0] in self.by_id:
       self._trainings.results.cancel(request.request_id)
     return {}
@@ -192,7 +192,7 @@ class Samplers:
     sampler.replies -= count
 
   def _read_prompt(self, request: wire.Sample) -> tuple[np.ndarray, int]:
-    """Returns the prompt and the most tokens of a reply."""
+    """Returns the prompt and the maximum number of tokens in a reply."""
     tokens = [token for chunk in request.prompt.chunks for token in chunk.tokens]
     room = self.slots - len(tokens)
     most = request.sampling_params.max_tokens
@@ -210,7 +210,7 @@ class Samplers:
       raise http.RefusedError(400, text)
 
   def _make_stops(self, stop: str | Sequence[Any] | None) -> list[types.Automaton]:
-    """Makes what ends a reply: the model's own ends too, unless `stop` is []."""
+    """Makes the stop automata: they include the model's own, unless `stop` is []."""
     size = self._engine.config.vocab_size
     if stop == []:
       return []
@@ -228,7 +228,7 @@ class Samplers:
   def _make_targets(
     self, request: wire.Sample, prompt: np.ndarray
   ) -> data_lib.Datum | None:
-    """Makes what is scored of other tokens than the prompt's own, if any are named."""
+    """Makes a datum that scores other tokens than the prompt's own, if any are given."""
     last = request.prompt_logprobs_last_n
     if len(prompt) < 2 and (request.prompt_logprobs or request.target_prompt_logprobs):
       raise http.RefusedError(400, 'a prompt of one token has no log-probs')
@@ -259,9 +259,9 @@ class Samplers:
     """Samples and scores; returns the message.
 
     Args:
-      request: What is asked for.
+      request: The client's request.
       sampler: Its session.
-      one: A request to the engine, without weights and without randomness.
+      one: A request to the engine, without weights and random key.
       targets: Tokens to score.
     """
     seed = request.sampling_params.seed
@@ -272,7 +272,7 @@ class Samplers:
         one = dataclasses.replace(one, adapter=await self._give_weights(sampler))
         requests = [dataclasses.replace(one, key=key) for key in keys]
         if request.prompt_logprobs:
-          # At temperature 1, as `forward` does.
+          # At temperature 1, as in `forward`.
           rest = {'automata': (), 'top_logprobs': 0, 'sampling': config_lib.GREEDY}
           scored = dataclasses.replace(one, max_tokens=1, score_prompt=True, **rest)
           requests.append(scored)
@@ -300,7 +300,7 @@ class Samplers:
     return generations
 
   async def _score(self, sampler: Sampler, targets: data_lib.Datum) -> np.ndarray:
-    """Computes the log-probs of targets in the turn of the client's process."""
+    """Computes the log-probs of targets, in the turn of the client's process."""
     score = self._trainings.learning.score
     loss = self._trainings.losses.find('cross_entropy', {})
     compute = lambda: score(self._get_weights(sampler), [targets], loss)
@@ -308,11 +308,11 @@ class Samplers:
     return result.logprobs[0]
 
   async def _give_weights(self, sampler: Sampler) -> str | None:
-    """Gives a session's weights to the engine; returns the adapter's name."""
+    """Loads a session's weights into the engine; returns the adapter's name."""
     if sampler.path is None and sampler.adapter is None:
       return None
     table, name = self._engine.adapters, sampler.name
-    if name in table.names:  # Not behind those who wait for a slot.
+    if name in table.names:  # Need not queue for a slot.
       return name
     async with self._setting:
       if name not in table.names:
@@ -323,12 +323,12 @@ class Samplers:
         )
         try:
           await asyncio.shield(setting)
-        finally:  # Who is cancelled keeps the lock until the thread is done.
+        finally:  # If cancelled, keep the lock until the thread is done.
           await asyncio.wait([setting])
     return name
 
   def _get_weights(self, sampler: Sampler) -> decoder.Params:
-    """Returns a session's weights; saved ones are loaded."""
+    """Returns a session's weights; loads saved weights."""
     learner = self._trainings.learning
     if sampler.path is None:
       return sampler.adapter or learner.no_adapter
@@ -336,11 +336,11 @@ class Samplers:
     return learner.pad(adapter)
 
   async def _free_slot(self):
-    """Takes a name from the engine's weights, if it has no slot, and waits for one.
+    """Evicts weights from the engine if no slot is free, and waits for a slot.
 
-    Weights whose session is gone are taken first, then those that were asked for longest
-    ago, of both rather those that no request uses. Requests that do go on, and their
-    slot is free when they have ended; new ones wait behind who waits here.
+    Unused weights are evicted before used ones, then weights without a session, then the
+    least recently used. Running requests continue, and free the slot when they end; new
+    ones queue behind this one.
     """
     table = self._engine.adapters
     if not table.free and table.names:
@@ -349,4 +349,4 @@ class Samplers:
       first = min(table.names, key=lambda x: (x not in unused, ages.get(x, 0)))
       self._engine.adapters.remove(first)
     while not table.free:
-      await asyncio.sleep(0.05)  # Until the request's own time is over.
+      await asyncio.sleep(0.05)  # Until the request times out.

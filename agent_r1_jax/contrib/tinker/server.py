@@ -1,13 +1,12 @@
 """A server of the Tinker API: clients train adapters of one model, and sample from them.
 
-The client is `tinker`, a package of its own; guide.md has a script. A request to
-compute gets the id of a result at once, and /api/v1/retrieve_future waits for it.
+The client is the separate package `tinker`; guide.md has a script. A request to compute
+gets the id of its result at once, and /api/v1/retrieve_future waits for the result.
 
-An error is {"error": TEXT, "category": "user" or "server"}: 400 for what cannot be done,
-401 for a wrong key, 404 for what is not there, 410 for a session that has ended, 413 for
-a body that is too long, 429 where too much waits already, 503 where the device is lost.
-What fails while it is computed is such an object with the status 200, as the client wants
-it.
+An error is {"error": TEXT, "category": "user" or "server"}: 400 for an invalid request,
+401 for a wrong key, 404 for a missing object, 410 for a session that has ended, 413 for a
+body that is too long, 429 if too much waits already, 503 if the device is lost. A failure
+during computation is such an object with status 200, which the client expects.
 
 The handlers run in the engine's own event loop, and one thread computes (work.py).
 """
@@ -20,13 +19,13 @@ from typing import Any
 from agent_r1_jax.contrib.tinker import catalog, messages, sampling, training, wire
 from agent_r1_jax.web import http
 
-# Bytes of a request with data, and of one in JSON.
+# Maximum bytes of a request with data, and of a JSON request.
 _MAX_BODY, _MAX_JSON = 1 << 23, 1 << 22
 _API = '/api/v1'
-# What the client asks at its start: how it shall speak with this server.
+# The settings that the client requests at its start.
 _CLIENT_CONFIG = {
   'pjwt_auth_enabled': False,
-  # Parts of one pass come one after the other, so that each finds the part before it.
+  # Parts of a pass are sent one after the other, so that each finds the previous part.
   'parallel_fwdbwd_chunks': False,
   'fwdbwd_max_chunk_len': messages.MOST_DATA,
   'fwdbwd_max_chunk_bytes_count': _MAX_BODY // 4,
@@ -37,19 +36,19 @@ _DYNAMIC_CONFIG = {'sample_cancel_enabled': True}
 
 
 class _Handlers:
-  """Answers requests; each handler returns what becomes JSON, or a response."""
+  """Answers requests; each handler returns a response, or an object to send as JSON."""
 
   def __init__(self, trainings: training.Trainings, samplers: sampling.Samplers):
     self._trainings, self._samplers = trainings, samplers
 
   def list_posts(self) -> dict[str, Callable]:
-    """Lists the handlers of POST by their paths."""
+    """Lists the POST handlers by path."""
     trainings, samplers = self._trainings, self._samplers
     data = trainings.read_forward_backward, trainings.forward_backward
     return {
       '/client/config': _say(_CLIENT_CONFIG),
       '/client/dynamic_config': _say(_DYNAMIC_CONFIG),
-      '/telemetry': _say({'status': 'accepted'}),  # What was sent is dropped.
+      '/telemetry': _say({'status': 'accepted'}),  # The content is dropped.
       '/create_session': _answer(wire.CreateSession, trainings.begin_session),
       '/session_heartbeat': _answer(wire.SessionId, self.heartbeat),
       '/sessions/{session_id}/finish': self.finish_session,
@@ -68,7 +67,7 @@ class _Handlers:
     }
 
   def list_gets(self) -> dict[str, Callable]:
-    """Lists the handlers of GET by their paths."""
+    """Lists the GET handlers by path."""
     return {
       '/get_server_capabilities': self.capabilities,
       '/samplers/{sampler_id}': self.sampler,
@@ -82,7 +81,7 @@ class _Handlers:
     return self._begin(_read_json, _check(model), begin)
 
   def _begin(self, read: Callable, make: Callable, begin: Callable) -> Callable:
-    """Handles a run's operation; if it can never be done, the next do not wait for it."""
+    """Handles a run's operation; if it is invalid, later ones do not wait for it."""
 
     async def handle(request):
       names: dict[str, Any] = {}
@@ -175,7 +174,7 @@ async def _read_message(request: Any, make: Callable[[dict[str, Any]], Any]) -> 
 
 
 def _answer(model: Any, answer: Callable[[Any], dict]) -> Callable:
-  """Handles a request in JSON, of which `answer` gets the model."""
+  """Handles a JSON request, which `answer` gets as the model."""
 
   async def handle(request):
     return answer(await _read_json(request, _check(model)))
@@ -184,7 +183,7 @@ def _answer(model: Any, answer: Callable[[Any], dict]) -> Callable:
 
 
 def _say(content: dict) -> Callable:
-  """Answers all requests alike."""
+  """Gives all requests the same answer."""
 
   async def handle(request):
     await http.read_body(request, _MAX_JSON)
@@ -194,7 +193,7 @@ def _say(content: dict) -> Callable:
 
 
 def _page(request: Any, name: str, found: list[dict]) -> dict:
-  """Makes the page of a list that a client asks for."""
+  """Returns the requested page of a list."""
   page = http.check_fields(wire.Page, dict(request.query_params))
   cursor = page.model_dump() | {'total_count': len(found)}
   return {name: found[page.offset : page.offset + page.limit], 'cursor': cursor}
@@ -205,7 +204,7 @@ def make_app(
 ) -> Any:
   """Makes an ASGI application; it runs in the engine's event loop.
 
-  Clients must have one of the `keys`, if there are any.
+  If there are `keys`, clients must have one of them.
   """
   from starlette import applications, routing
 
@@ -241,7 +240,7 @@ def _refuse(error: http.RefusedError) -> Any:
 
 
 async def _explain_missing(request: Any, error: Any) -> Any:
-  """Answers a request for what this server has not."""
+  """Answers requests for paths and methods that this server lacks."""
   asked, page = f'{request.method} {request.url.path:.200}', 'contrib/tinker/guide.md'
   text = f'{asked} is not supported; see {page}'
   return _refuse(http.RefusedError(404, text))

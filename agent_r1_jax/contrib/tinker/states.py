@@ -1,10 +1,10 @@
 """Saved states: `tinker://RUN/weights/NAME` and `tinker://RUN/sampler_weights/NAME`.
 
-A state is a folder of the workdir: an adapter in PEFT's layout, state.json, of a run's
-state Adam's moments too (optimizer.safetensors), and the checksums of these. The folder
-has a random name, and RUN/KIND/NAME is a link to it that is made, or changed, when all
-is on the disk. So a state is there completely or not at all, also if the process is
-killed.
+A state is a folder of the workdir: an adapter in PEFT's layout, state.json, for a run's
+state also Adam's moments (optimizer.safetensors), and the checksums of these files. The
+folder has a random name, and RUN/KIND/NAME is a link to it that is created or changed
+when everything is on disk. So a state exists completely or not at all, even if the
+process is killed.
 """
 
 from collections.abc import Mapping
@@ -31,12 +31,12 @@ SCHEME, _DATA = 'tinker://', '.data'
 KINDS = {'weights': 'training', 'sampler_weights': 'sampler'}
 _NAME = '[A-Za-z0-9][A-Za-z0-9._:-]{0,127}'
 _PATH = re.compile(f'{SCHEME}({_NAME})/({"|".join(KINDS)})/({_NAME})')
-_MOST_STATES = 1000  # Of one run.
+_MOST_STATES = 1000  # Per run.
 _OPTIMIZER, _STATE = 'optimizer.safetensors', 'state.json'
 
 
 def check_name(name: str, what: str) -> str:
-  """Returns a name that may be that of a folder; refuses others."""
+  """Returns a name that is valid for a folder; rejects others."""
   if not re.fullmatch(_NAME, name):
     text = (
       f'{what} is {name!r:.80}; give 1 to 128 letters, digits and . _ : -, of which the '
@@ -50,18 +50,18 @@ class States:
   """The saved states in a workdir.
 
   Attributes:
-    base: What clients call the base model.
+    base: The clients' name for the base model.
   """
 
   def __init__(
     self, workdir: str | os.PathLike, base: str, config: decoder.DecoderConfig
   ):
-    """Opens the workdir, and removes what a killed server did not finish.
+    """Opens the workdir, and removes files that a killed server did not finish.
 
     Args:
-      workdir: Made if missing. One server at a time may have it (workdir_lib.lock).
-      base: What clients call the base model.
-      config: Its shape.
+      workdir: Created if missing. One server at a time may use it (workdir_lib.lock).
+      base: The clients' name for the base model.
+      config: The base model's shape.
     """
     self.directory = workdir_lib.make_writable(pathlib.Path(workdir)) / 'states'
     self.base, self._config = base, config
@@ -85,15 +85,15 @@ class States:
     """Saves a state.
 
     Args:
-      path: The state's.
-      shape: The adapter's.
-      adapter: Of that shape's rank and targets, on the host.
-      moments: What Learning.get_moments returned, or None.
-      info: What state.json has besides; JSON.
-      overwrite: Whether a state of the path is replaced.
+      path: The state's path.
+      shape: The adapter's shape.
+      adapter: The adapter, of that shape's rank and targets, on the host.
+      moments: The result of Learning.get_moments, or None.
+      info: Further fields of state.json; JSON.
+      overwrite: Whether to replace a state at the path.
 
     Raises:
-      ValueError: There is one of the path, or the run has too many.
+      ValueError: The path exists, or the run has too many states.
       OSError: The disk is full, or cannot be written to.
     """
     link = self._get_link(path)
@@ -135,17 +135,17 @@ class States:
   def load(
     self, path: str, *, optimizer: bool
   ) -> tuple[learning.Shape, decoder.Params, dict[str, Any] | None]:
-    """Loads a state: the adapter's shape, the adapter, and the moments if asked.
+    """Loads a state: the adapter's shape, the adapter, and the moments if requested.
 
     Raises:
-      RefusedError: There is none, it is damaged, or has no moments.
+      RefusedError: There is no such state, it is damaged, or it has no moments.
     """
     folder, record = self._find(path)
     if damage := checksums.find_mismatch(folder):
       raise http.RefusedError(400, f'{path}: {damage}; take another state')
     adapter = peft_files.load(folder, self._config)
     shape = learning.Shape(record['rank'], record['seed'], tuple(record['targets']))
-    # From alpha and rank, PEFT's file may round it.
+    # From alpha and rank, since PEFT's file may round it.
     scale = np.float32(learning.ALPHA / shape.rank)
     for kernels in adapter['layers'].values():
       for leaves in kernels.values():
@@ -165,7 +165,7 @@ class States:
     return shape, adapter, moments
 
   def describe(self, path: str) -> dict[str, Any]:
-    """Returns what state.json says; raises RefusedError if there is no such state."""
+    """Returns the content of state.json; raises RefusedError if there is none."""
     return self._find(path)[1]
 
   def describe_all(self, run_id: str | None = None) -> list[dict[str, Any]]:
@@ -175,7 +175,7 @@ class States:
     return sorted(filter(None, found), key=lambda state: state['time'], reverse=True)
 
   def delete(self, path: str):
-    """Deletes a state; raises RefusedError if there is none."""
+    """Deletes a state; raises RefusedError if it does not exist."""
     folder, _ = self._find(path)
     self._get_link(path).unlink()
     shutil.rmtree(folder, ignore_errors=True)
@@ -191,7 +191,7 @@ class States:
       folder, record = self._find(path)
       size = sum(file.stat().st_size for file in folder.iterdir())
     except (http.RefusedError, FileNotFoundError):
-      return None  # Its time is over, or somebody has deleted it meanwhile.
+      return None  # It has expired, or has been deleted meanwhile.
     return {
       'checkpoint_id': f'{kind}/{name}',
       'checkpoint_type': KINDS[kind],
@@ -228,7 +228,7 @@ class States:
 
 
 def _point(link: pathlib.Path, folder: pathlib.Path):
-  """Makes or changes a link at once, and removes what it pointed to before."""
+  """Atomically creates or changes a link, and removes its previous target."""
   old = link.resolve() if link.is_symlink() else None
   link.parent.mkdir(parents=True, exist_ok=True)
   new = folder.with_name(f'{folder.name}.link')
@@ -240,7 +240,7 @@ def _point(link: pathlib.Path, folder: pathlib.Path):
 
 
 def _sync(path: pathlib.Path):
-  """Waits until a file or folder is on the disk."""
+  """Waits until a file or folder is on disk."""
   descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""The training runs of a server: what clients ask of them, and in which order.
+"""A server's training runs: clients' operations on them, and their order.
 
-Each answer here is an id at once; the result is in `results` later. The operations of a
-run have numbers; they are done in the order of these, and one that arrives again, after a
-lost connection, is not done twice.
+Each operation returns an id at once; the result is in `results` later. The operations of
+a run are numbered and executed in that order; one that arrives again, after a lost
+connection, is not repeated.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,11 +20,11 @@ from agent_r1_jax.web import fairness, http
 
 UNEMBED = 'this server has no adapter of the unembedding: train_unembed does nothing'
 
-# Of the names of adapters; layers with a state have the last three.
+# Names of adapters; the last three are of layers with a recurrent state.
 ATTENTION = {'q', 'k', 'v', 'o', 'z', 'a', 'b'}
-# How long a session must be silent before its run gives its place to another one.
+# How long a session must be silent before another run may replace its run.
 _IDLE_SECONDS = 1800.0
-_MOST_BYTES = 1 << 28  # Of all requests that wait.
+_MOST_BYTES = 1 << 28  # Of all waiting requests.
 
 
 def _now() -> str:
@@ -37,10 +37,10 @@ class Training:
 
   Attributes:
     session: The session that began it.
-    metadata: What a client said of it; its saved states record that.
+    metadata: The client's description, which its saved states record.
     run: Its state; None until it has been made.
     order: The order of its operations.
-    last_time: When the last one came, in ISO format.
+    last_time: When the latest operation arrived, in ISO format.
   """
 
   session: str
@@ -55,11 +55,11 @@ class Trainings:
 
   Attributes:
     learning: Computes.
-    states: Saves, and knows what clients call the base model.
-    worker: The thread in which both do.
+    states: Saves, and has the clients' name for the base model.
+    worker: The thread in which both run.
     results: The results of all requests.
-    losses: What they learn from.
-    sessions: When each session, by id, was last heard of: seconds of time.monotonic().
+    losses: The losses that clients use.
+    sessions: When each session, by id, was last active, by time.monotonic().
     by_id: The runs.
   """
 
@@ -76,8 +76,8 @@ class Trainings:
     Args:
       learner: Computes.
       saved: Saves.
-      most: The most runs.
-      seconds: The most seconds of a micro-batch; else the device is taken as lost.
+      most: The maximum number of runs.
+      seconds: Time limit of a micro-batch, after which the device is considered lost.
     """
     self.learning, self.states = learner, saved
     self.worker, self.results = work.Worker(seconds), work.Results()
@@ -87,7 +87,7 @@ class Trainings:
     self._most = most
 
   def begin_session(self, request: wire.CreateSession) -> dict[str, Any]:
-    """Begins a session; those that were silent for long and have no run are forgotten."""
+    """Begins a session; forgets sessions that were silent for long and have no run."""
     used = {training.session for training in self.by_id.values()}
     for session_id in self.sessions.keys() - used:
       if self._is_idle(session_id):
@@ -100,14 +100,14 @@ class Trainings:
     return kind | {'session_id': session_id}
 
   def hear(self, session_id: str):
-    """Notes that a session has been heard of; refuses one that is not there."""
+    """Marks a session as active; rejects an unknown session."""
     if session_id not in self.sessions:
       text = f'there is no session {session_id!r:.80}: it ended, or the server did'
       raise http.RefusedError(410, text)
     self.sessions[session_id] = time.monotonic()
 
   def finish_session(self, session_id: str):
-    """Ends a session and its runs; what has begun is done."""
+    """Ends a session and its runs; operations that have begun are completed."""
     self.hear(session_id)
     del self.sessions[session_id]
     for run_id in [k for k, v in self.by_id.items() if v.session == session_id]:
@@ -121,7 +121,7 @@ class Trainings:
     return self._begin_run(request, lambda: self.learning.start(shape))
 
   def _begin_run(self, request: Any, make, **result: Any) -> dict[str, Any]:
-    """Begins a run that `make` makes; `result` is what the client reads then."""
+    """Begins a run made by `make`; `result` is what the client then reads."""
     run_id = f'{request.session_id}:train:{request.model_seq_id}'
     self.hear(request.session_id)
 
@@ -145,7 +145,7 @@ class Trainings:
     return {'request_id': request_id, 'model_id': run_id}
 
   def find(self, run_id: str) -> Training:
-    """Finds a run; its session has been heard of with that."""
+    """Finds a run, and marks its session as active."""
     if (training := self.by_id.get(run_id)) is None:
       text = (
         f'there is no training run {run_id!r:.120}: it was ended, or the server was; '
@@ -156,7 +156,7 @@ class Trainings:
     return training
 
   def describe(self, request: wire.ModelId) -> dict[str, Any]:
-    """Describes a run as the client's get_info reads it."""
+    """Describes a run, for the client's get_info."""
     run_id = request.model_id
     training = self.find(run_id)
     if training.run is None:
@@ -171,19 +171,19 @@ class Trainings:
     }
 
   def check_base(self, name: str | None):
-    """Refuses another base model than this server's."""
+    """Rejects another base model than this server's."""
     if name not in (None, self.states.base):
       text = f'the base model {name!r:.120} is not here; there is {self.states.base}'
       raise http.RefusedError(400, text)
 
   def check_state(self, path: str):
-    """Refuses a saved state that is not there, or does not fit this server."""
+    """Rejects a saved state that does not exist, or does not fit this server."""
     saved = self.states.describe(path)
     self.check_base(saved['base_model'])
     self.learning.check_rank(saved['rank'])
 
   def read_forward_backward(self, fields: Mapping[str, Any]) -> messages.ForwardBackward:
-    """Reads what messages.parse has parsed and checks its data, in whatever thread."""
+    """Reads the result of messages.parse and checks its data; thread-safe."""
     request = messages.read_forward_backward(fields)
     shape, size = self.learning.shape, self.learning.config.vocab_size
     data_lib.check(request.data, size, shape.row_tokens)
@@ -219,7 +219,7 @@ class Trainings:
     return self.begin(request, compute)
 
   def save(self, request: wire.SaveWeights | wire.SaveForSampler) -> dict[str, Any]:
-    """Saves a run's state, or only its weights, for sampling, with a name."""
+    """Saves a run's state, or only its weights for sampling, under a name."""
     name = states.check_name(request.path or '', 'path')
     metadata = self.find(request.model_id).metadata | (request.user_metadata or {})
 
@@ -295,7 +295,7 @@ class Trainings:
     return {'request_id': request_id, 'model_id': run_id}
 
   def skip(self, run_id: Any, seq_id: Any):
-    """Lets a run's next operations not wait for one that was refused."""
+    """Tells a run's later operations not to wait for a refused one."""
     training = self.by_id.get(run_id) if isinstance(run_id, str) else None
     if training and type(seq_id) is int:
       training.order.skip(seq_id)
@@ -313,7 +313,7 @@ class Trainings:
     return learning.Shape(lora.rank, seed, targets)
 
   def _find_place(self) -> str | None:
-    """Finds the run that gives its place, if there are too many; else refuses."""
+    """Finds a run to replace, if there are too many; raises if none is idle."""
     if len(self.by_id) < self._most:
       return None
     oldest = min(self.by_id, key=lambda k: self.sessions[self.by_id[k].session])

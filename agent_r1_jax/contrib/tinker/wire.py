@@ -1,7 +1,7 @@
-"""The JSON requests of the Tinker API; messages.py has those in protobuf.
+"""The JSON requests of the Tinker API; messages.py has the protobuf ones.
 
-A field that is not here is refused, unless it has the value that the client gives it by
-default: what is asked for is done, or refused with its name.
+An unknown field is rejected by name, unless it has the client's default value: nothing
+that a client asks for is ignored.
 """
 
 from typing import Annotated, Any, Literal
@@ -82,19 +82,19 @@ class ModelId(_WireModel):
 
 
 class AdamParams(_WireModel):
-  """The numbers of a step of Adam."""
+  """The hyperparameters of a step of Adam."""
 
   learning_rate: _Number = Field(default=1e-4, ge=0)
   beta1: _Number = Field(default=0.9, ge=0, lt=1)
   beta2: _Number = Field(default=0.95, ge=0, lt=1)
-  # Where the second moment is 0, so is the first: 0 / 0 without it.
+  # Where the second moment is 0, so is the first: avoids 0 / 0.
   eps: _Number = Field(default=1e-12, ge=1e-30)
   weight_decay: _Number = Field(default=0.0, ge=0)
   grad_clip_norm: _Number = Field(default=0.0, ge=0)
 
 
 class _Operation(ModelId):
-  """One of a run's operations, which are done in the order of their numbers."""
+  """An operation of a run; operations are executed in the order of their numbers."""
 
   seq_id: _Seq
 
@@ -106,7 +106,7 @@ class OptimStep(_Operation):
 
 
 class _Saving(_Operation):
-  """Saves what a run has."""
+  """Saves part of a run."""
 
   ttl_seconds: int | None = Field(default=None, ge=1)
   user_metadata: Annotated[dict[str, str] | None, Field(max_length=64)] = None
@@ -120,7 +120,7 @@ class SaveWeights(_Saving):
 
 
 class SaveForSampler(_Saving):
-  """Saves a run's weights for sampling: with a name, or for a sampling session only."""
+  """Saves a run's weights for sampling: under a name, or only for a sampling session."""
 
   path: _Path | None = None
   sampling_session_seq_id: _Seq | None = None
@@ -179,7 +179,7 @@ class ModelInput(_WireModel):
 
 
 class SamplingParams(_WireModel):
-  """How tokens are chosen, and what ends a reply."""
+  """The sampling settings, and what ends a reply."""
 
   max_tokens: int | None = Field(default=None, ge=1)
   seed: int | None = None
@@ -230,7 +230,7 @@ class TinkerPath(_WireModel):
 
 
 class Page(BaseModel):
-  """The part of a list that is asked for, in the query of the address."""
+  """The requested part of a list, in the query of the address."""
 
   limit: int = Field(default=100, ge=0, lt=10**9)
   offset: int = Field(default=0, ge=0, lt=10**9)

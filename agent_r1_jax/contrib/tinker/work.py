@@ -1,9 +1,8 @@
-"""What clients have asked for: one thread that computes it, and the results for later.
+"""Clients' requests: one thread that computes them, and their results for later.
 
-A client gets an id for its request at once, and asks for the result until it is there.
-Everything here runs in the event loop, except for the functions that `Worker` calls. A
-long one is a generator function: between its steps, such as micro-batches, others are
-served.
+A client gets an id for its request at once, and polls until the result is there.
+Everything here runs in the event loop, except the functions that `Worker` calls. A long
+one is a generator function: between its steps, such as micro-batches, others run.
 """
 
 import asyncio
@@ -18,31 +17,31 @@ from agent_r1_jax.host import thread_pool
 from agent_r1_jax.web import fairness, http
 
 _LOGGER = logging.getLogger(__name__)
-_POLL_SECONDS = 20.0  # Of one question for a result; the client's own limit is 45.
+_POLL_SECONDS = 20.0  # Of one poll for a result; the client's own limit is 45.
 _MOST_RESULTS = 4096
 _MOST_BYTES = 1 << 28  # Of all results.
 _MOST_WAITING = 64  # Operations of one run.
-_GAP_SECONDS = 60.0  # That an operation waits for those before it.
+_GAP_SECONDS = 60.0  # How long an operation waits for earlier ones to arrive.
 
 
 class Worker:
-  """Runs functions in one thread: each owner's in their order, the owners in turn.
+  """Runs functions in one thread: each owner's in order, the owners in turn.
 
   Attributes:
-    stuck: Why it runs nothing any longer, or ''.
+    stuck: Why it no longer runs anything, or ''.
   """
 
   def __init__(self, seconds: float):
     """Starts nothing.
 
     Args:
-      seconds: The longest that a function, or a step of one, may run. If it does not
-        return, the thread is lost with the device that it waits for: everything that
-        waits fails.
+      seconds: The time limit of a function, or of a step of one. If it does not return,
+        the thread is lost with the device that it waits for, and everything that waits
+        fails.
     """
     self.stuck, self._seconds = '', seconds
     self._pool, self._turns = thread_pool.Pool(threads=1), fairness.Turns(1)
-    # Of each owner that has functions here, and of no other.
+    # Only of owners with functions here.
     self._owners = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
   def check(self):
@@ -54,9 +53,9 @@ class Worker:
     """Runs a function in its owner's turn; returns its result.
 
     Args:
-      owner: Whose functions run in the order of the calls.
-      fn: The function, or a generator function that returns the result. Between its
-        steps the other owners have their turns.
+      owner: An owner's functions run in the order of the calls.
+      fn: The function, or a generator function that returns the result. Between its steps
+        the other owners have their turns.
 
     Raises:
       RefusedError: The thread is lost.
@@ -99,33 +98,33 @@ def _advance(steps: Generator[None, None, Any]) -> tuple[Any] | None:
 
 
 class Order:
-  """The order of a run's operations: that of their numbers, which begin at 1."""
+  """Runs a run's operations in the order of their numbers, which begin at 1."""
 
   def __init__(self):
-    self._next = 1  # The lowest number that has neither begun nor been refused.
+    self._next = 1  # The lowest number neither begun nor refused.
     self._refused: set[int] = set()  # Numbers that may come again.
     self._waiting: dict[int, asyncio.Future] = {}  # Operations that came too early.
-    self._count = 0  # Operations that are not done.
+    self._count = 0  # Unfinished operations.
 
   def check(self, number: int):
-    """Raises RefusedError for a number that is over, or if too many operations wait."""
+    """Raises RefusedError for a past number, or if too many operations wait."""
     if number < self._next and number not in self._refused:
       text = f'seq_id is {number}, and {self._next - 1} has been answered already'
       raise http.RefusedError(400, text)
-    # Beyond those that came too early, there is room for those that they wait for.
+    # Besides operations that came too early, leave room for those they wait for.
     awaited = number == self._next and self._waiting
     if self._count >= _MOST_WAITING * (2 if awaited else 1):
       text = f'{self._count} requests of this model wait already; ask again later'
       raise http.RefusedError(429, text)
 
   def skip(self, number: int):
-    """Lets the next operations not wait for one that was refused."""
+    """Tells later operations not to wait for a refused one."""
     if number >= self._next:
       self._refused.add(number)
       self._go_on()
 
   async def run(self, number: int, compute: Callable[[], Awaitable]) -> Any:
-    """Computes when all operations before this one have begun.
+    """Computes once all earlier operations have begun.
 
     Raises:
       RefusedError: One did not come within _GAP_SECONDS.
@@ -152,7 +151,7 @@ class Order:
         raise http.RefusedError(400, f'{text}{number}, which fails')
 
   def _go_on(self):
-    """Passes all numbers that have come, or have been refused."""
+    """Moves past all numbers that have come or been refused."""
     while self._next in self._waiting or self._next in self._refused:
       if turn := self._waiting.pop(self._next, None):
         turn.set_result(None)
@@ -165,7 +164,7 @@ class _Entry(NamedTuple):
 
   @property
   def size(self) -> int:
-    """Bytes of its result, when it is done."""
+    """The bytes of its result, once it is done."""
     result = b'' if self.task.cancelled() else self.task.result()
     return len(result) if isinstance(result, bytes) else 1000
 
@@ -179,15 +178,15 @@ class Results:
   def begin(
     self, request_id: str, request: Any, start: Callable[[], Awaitable[bytes | dict]]
   ) -> asyncio.Task | None:
-    """Begins a request and returns its task; None: it had begun, and has come again.
+    """Begins a request and returns its task, or None if it is a repeated one.
 
     Args:
-      request_id: The request's.
-      request: Its bytes, or its fields: what tells it from another one.
-      start: Returns what will be the result; what it raises is raised here.
+      request_id: The request's id.
+      request: Its bytes or fields, which distinguish it from others.
+      start: Returns the future result; its exceptions are raised here.
 
     Raises:
-      RefusedError: Another request has begun with its id.
+      RefusedError: Another request has begun with this id.
     """
     text = request if isinstance(request, bytes) else repr(request).encode()
     digest = hashlib.blake2b(text, digest_size=16).digest()
@@ -202,15 +201,15 @@ class Results:
     return task
 
   def cancel(self, request_id: str):
-    """Ends a request whose client does not wait for it; unknown ids are ignored."""
+    """Ends a request that its client has given up; ignores unknown ids."""
     if entry := self._entries.get(request_id):
       entry.task.cancel()
 
   async def wait(self, request_id: str) -> bytes | dict | None:
-    """Waits for a result, for _POLL_SECONDS at most; None: it is not there yet.
+    """Waits for a result, up to _POLL_SECONDS; returns None if it is not there yet.
 
     Raises:
-      RefusedError: No such request is known.
+      RefusedError: The request is unknown.
     """
     entry = self._entries.get(request_id)
     if entry is None:
@@ -243,7 +242,7 @@ def _fail(text: str, category: str) -> dict:
 
 
 async def _catch(work: Awaitable[bytes | dict]) -> bytes | dict:
-  """Awaits a result; an exception becomes the description of a failure."""
+  """Awaits a result; converts an exception to the description of a failure."""
   try:
     return await work
   except http.RefusedError as error:
