@@ -1,21 +1,19 @@
-"""The forward pass whose bits for a token depend on the text before it alone.
+"""A forward pass in which a token's bits depend only on the sequence up to it.
 
-How a product of matrices adds its numbers, and how XLA fuses what is around it, depends
-on the shapes of a program: a decode, a prefill and an update compute the same token to
-other last bits. Here all of them compute it by the same code: a block of U tokens at a
-time, whichever texts they are of, in the body of a loop that has one shape in every
-program. Each token attends by itself to the keys of its text, in blocks that are counted
-from the text's first token. XLA compiles the body of a loop by itself, if it does not
-know the number of steps, and the rows of a product of one shape do not depend on each
-other; so a token's bits depend neither on the batch, the chunk of a prefill and the
-bucket of the cache, nor on packing and shared prefixes. tests/test_batch_invariant.py
+The order of sums in a matmul, and XLA's fusions around it, depend on a program's shapes:
+a decode, a prefill and an update give the same token different last bits. Here all of
+them run the same code: a block of U tokens at a time, from any sequences, in the body of
+a loop that has the same shapes in every program. Each token attends on its own to the
+keys of its sequence, in blocks counted from the sequence's first token. XLA compiles a
+loop's body separately if it does not know the number of steps, and the rows of a matmul
+of fixed shape do not depend on each other. So a token's bits are independent of batch,
+prefill chunk, cache bucket, packing and shared prefixes. tests/test_batch_invariant.py
 compares them.
 
-Inside a layer numbers are float32. Where config.dtype is bfloat16, kernels, keys, values
-and what goes from layer to layer have its values; they are rounded by reduce_precision,
-which XLA never leaves out.
+Layers compute in float32. If config.dtype is bfloat16, kernels, keys, values and the
+layers' outputs are rounded to it by reduce_precision, which XLA never removes.
 
-Letters as in decoder.py, and: M tokens of all rows, U tokens of a block, C keys of one.
+Letters as in decoder.py, and: M tokens of all rows, U tokens or C keys of a block.
 """
 
 from collections.abc import Callable
@@ -43,12 +41,12 @@ from agent_r1_jax.models import (
   block as block_lib,
 )
 
-# Tokens of a block, and keys of one.
+# The tokens of a block, and the keys of a block.
 _TOKENS, _KEYS = 16, 64
 _HIDDEN = float(jnp.finfo(jnp.float32).min)
-# (numbers of tokens [U], positions in their texts [C]) -> keys and values, [U, C, K, H].
+# (tokens' indices [U], positions in their sequences [C]) -> keys and values [U, C, K, H].
 Read = Callable[[Array, Array], tuple[Array, Array]]
-# (number of a layer, its keys and values [M, K, H]) -> how they are read.
+# (a layer's index, its keys and values [M, K, H]) -> a function that reads them.
 Store = Callable[[int, Array, Array], Read]
 
 
@@ -61,18 +59,18 @@ def check(
   weights: str = 'model',
   cache: str = 'model',
 ) -> None:
-  """Refuses what has not been shown to have equal bits.
+  """Raises ValueError for options that have not been shown to give equal bits.
 
   Args:
     config: The policy's shape.
-    params: Its parameters.
-    chips: The devices of the mesh.
-    adapters: The named adapters that an engine has room for.
+    params: The policy's parameters.
+    chips: Number of devices of the mesh.
+    adapters: Number of named adapters that the engine has room for.
     weights: The format of the engine's kernels.
-    cache: The numbers of its cache.
+    cache: The format of the engine's cache.
 
   Raises:
-    ValueError: The message names it.
+    ValueError: Names the unsupported option.
   """
   unknown = {
     f'on a {sharding.platform()}': sharding.platform() != 'cpu',
@@ -96,10 +94,10 @@ def check(
 def hidden_and_loads(
   params: decoder.Params, config: decoder.DecoderConfig, rows: types.Rows
 ) -> tuple[Float[Array, 'B T D'], None]:
-  """Computes decoder.hidden_and_loads of packed rows; there are no experts.
+  """Computes decoder.hidden_and_loads of packed rows, without experts or gradient.
 
-  Positions alone tell where the tokens of a text are, in segments and along paths. The
-  params are the learner's; there is no gradient.
+  Positions alone identify the tokens of a sequence, in segments and along paths. The
+  params are the learner's.
   """
   B, T = rows.tokens.shape
   path_MT = _find_paths(rows.positions)
@@ -125,7 +123,7 @@ def extend(
   """Computes decoder.extend."""
   B, T = rows.tokens.shape
   slots = cache[0].keys.shape[2]
-  # Of a token that is not written, no more blocks are read than there are.
+  # A token that is not written must not read past the last block.
   positions = jnp.minimum(rows.positions, slots)
   new_cache: list[Any] = []
 
@@ -146,7 +144,7 @@ def extend(
 
 
 def _run(params, config, tokens_M, positions_M, store: Store) -> Float[Array, 'M D']:
-  """Computes all layers of tokens and their positions, and the last norm."""
+  """Applies all layers and the final norm to tokens at their positions."""
   exact = dataclasses.replace(config, dtype='float32', ops=None)
   embedding = params['embed']['embedding']
   x_MD = _by_blocks(
@@ -179,9 +177,9 @@ def _run(params, config, tokens_M, positions_M, store: Store) -> Float[Array, 'M
 def _apply_layer(
   exact, layer, kind, x_UD, position_U, attend=None
 ) -> tuple[Array, Array, Array]:
-  """Applies a layer to a block of tokens; returns its keys and values, [U, K, H], too.
+  """Applies a layer to a block of tokens; also returns their keys and values [U, K, H].
 
-  Without `attend`, only these have a meaning: XLA leaves out what nobody reads.
+  Without `attend`, only keys and values are valid; XLA drops the rest as unused.
   """
   keys_and_values: list[Array] = []
 
@@ -200,7 +198,7 @@ def _apply_layer(
 
 
 def _attend(q_UNH, position_U, read, rules: attention.Rules) -> Float[Array, 'U N H']:
-  """Attends from each token to the keys of its text, in blocks from its first one on."""
+  """Attends from each token to its sequence's keys, in blocks from the first key on."""
   U, N, H = q_UNH.shape
   K = jax.eval_shape(read, jax.ShapeDtypeStruct((_KEYS,), jnp.int32))[0].shape[2]
   q_UKGH = (q_UNH * H**-0.5).reshape(U, K, N // K, H)
@@ -218,8 +216,8 @@ def _attend(q_UNH, position_U, read, rules: attention.Rules) -> Float[Array, 'U 
     scores_UKGC = attention.cap_scores(scores_UKGC, rules.cap)
     scores_UKGC = jnp.where(sees_UC[:, None, None], scores_UKGC, _HIDDEN)
     new_UKG = jnp.maximum(most_UKG, scores_UKGC.max(-1))
-    # A block of which no key is seen changes nothing: its weights are 0 and `before` is
-    # 1; or, if it is before the window, `before` is 0 at the first key that is seen.
+    # A block with no visible key changes nothing: its weights are 0 and `before` is 1; a
+    # block before the window is erased by `before` = 0 at the first visible key.
     p_UKGC = jnp.exp(scores_UKGC - new_UKG[..., None])
     before_UKG = jnp.exp(most_UKG - new_UKG)
     out_UKGH *= before_UKG[..., None]
@@ -234,10 +232,10 @@ def _attend(q_UNH, position_U, read, rules: attention.Rules) -> Float[Array, 'U 
 
 
 def _find_paths(positions_BT: Int[Array, 'B T']) -> Int[Array, 'M T']:
-  """Finds where a token's text has its position 0, 1, ...: the numbers of those tokens.
+  """Finds for each token the indices of its sequence's tokens at positions 0, 1, ...
 
-  It is the last token before it of that position, since paths are in depth-first order.
-  What stands at a later position than the token's own has no meaning.
+  Paths are in depth-first order, so each is the last earlier token with that position.
+  Entries past the token's own position are meaningless.
   """
   B, T = positions_BT.shape
 
@@ -271,14 +269,14 @@ def logprobs(
   wanted: Bool[Array, 'B T'],
   temperature: float,
 ) -> tuple[Float[Array, 'B T'], Float[Array, 'B T']]:
-  """Computes decoder.logprobs, from the learner's params; there is no gradient."""
+  """Computes decoder.logprobs from the learner's params, without a gradient."""
   score = _make_head(params, config)
   order_M = jnp.argsort(~wanted.reshape(-1), stable=True)
   x_MD, tokens_M = x.reshape(-1, x.shape[-1])[order_M], tokens.reshape(-1)[order_M]
   temperature_M = jnp.full(len(x_MD), temperature, jnp.float32)
 
   def describe(x_CD, token_C, temperature_C):
-    # The loops that the engine has, and between them nothing but the division.
+    # The same loops as in the engine, with only the division between them.
     logits_CV = _by_blocks(score, x_CD) / temperature_C[:, None]
     logp_CV = log_softmax(logits_CV)
     chosen_C = jnp.take_along_axis(logp_CV, token_C[:, None], axis=1)[:, 0]
@@ -294,9 +292,9 @@ def logprobs(
 def with_plain_gradient(
   compute: Callable[..., Any], config: decoder.DecoderConfig
 ) -> Callable[[Any], Any]:
-  """Makes a function of parameters whose gradient is that of the plain configuration.
+  """Makes a function of parameters with the gradient of the plain configuration.
 
-  Both compute the same but for rounding; the gradient needs no bits of its own.
+  Both compute the same up to rounding; gradients need no equal bits.
   """
   exact = functools.partial(compute, config=config)
   plain_config = dataclasses.replace(config, ops=None)
@@ -318,7 +316,7 @@ def with_plain_gradient(
 
 def _make_head(params, config) -> Callable[[Array], Array]:
   tied = config.tie_embeddings
-  # XLA would transpose tied embeddings in one program and not in another.
+  # XLA would transpose tied embeddings in some programs only.
   form = 'ud,vd->uv' if tied else 'ud,dv->uv'
   kernel = params['embed']['embedding'] if tied else params['lm_head']['kernel']
   kernel = _round(kernel, config).astype(jnp.float32)
@@ -336,17 +334,17 @@ def _by_blocks(
   count: Array | None = None,
   size: int = _TOKENS,
 ) -> Any:
-  """Applies a function of blocks [size, ...] to arrays [M, ...], or to their `count`."""
+  """Applies a function of blocks [size, ...] to the first `count` (or M) of [M, ...]."""
   M = len(arrays[0])
   count = jnp.asarray(M) if count is None else count
-  # Of one block XLA would make no slices, and then other products.
+  # With a single block XLA would drop the slices and compile other products.
   blocks = max(2, -(-M // size))
   pad = lambda x: jnp.pad(x, [(0, blocks * size - M)] + [(0, 0)] * (x.ndim - 1))
   arrays = tuple(map(pad, arrays))
   take = lambda x, i: jax.lax.dynamic_slice_in_dim(x, i * size, size)
 
   def add_block(i, out):
-    # The barriers keep what is around the block out of its fusions.
+    # The barriers keep operations around the block out of its fusions.
     block = jax.lax.optimization_barrier([take(x, i) for x in arrays])
     new = jax.lax.optimization_barrier(fn(*block))
     put = jax.lax.dynamic_update_slice_in_dim
@@ -355,7 +353,7 @@ def _by_blocks(
   shapes = jax.eval_shape(fn, *[take(x, 0) for x in arrays])
   shape = lambda x: (blocks * size, *x.shape[1:])
   out = jax.tree.map(lambda x: jnp.zeros(shape(x), x.dtype), shapes)
-  # A loop of one step, or of a known number of them, would not be compiled by itself.
+  # XLA would not compile the body separately if it knew the number of steps.
   steps = jax.lax.optimization_barrier((count + size - 1) // size)
   out = jax.lax.fori_loop(0, steps, add_block, out)
   return jax.tree.map(lambda x: x[:M], out)
@@ -366,7 +364,7 @@ def _round(x: Any, config) -> Any:
 
 
 def _widen(layer, config) -> decoder.Params:
-  """Casts a layer to float32; the kernel of the queries gets an axis for heads again."""
+  """Casts a layer to float32, and splits the heads' axis of the query kernel again."""
   layer = jax.tree.map(lambda x: x.astype(jnp.float32), layer)
   split = lambda x: x.reshape(*x.shape[:-1], config.num_heads, config.head_dim)
   return layer | {'attn': layer['attn'] | {'q': jax.tree.map(split, layer['attn']['q'])}}
@@ -380,5 +378,5 @@ INVARIANT = ops.Ops(
   log_softmax=log_softmax,
   differentiate=with_plain_gradient,
   check=check,
-  rings=False,  # Its blocks of keys begin at a text's first token.
+  rings=False,  # Blocks of keys begin at a sequence's first token.
 )

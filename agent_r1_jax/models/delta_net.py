@@ -1,16 +1,16 @@
-"""Gated DeltaNet: a layer with a state in place of keys and values (arXiv 2412.06464).
+"""Gated DeltaNet: a recurrent layer, with a state instead of keys and values.
 
-A head's state S is a matrix that maps keys to values. Each token lets it decay by
-α = exp(g), and then corrects, by a part β, what S answers to the token's key k:
+As in arXiv 2412.06464, a head's state S is a matrix that maps keys to values. Each token
+decays it by α = exp(g), and then corrects by a factor β the value that S gives for k:
 
   S' = α S,  S = S' + k β (v - S'ᵀ k)ᵀ,  o = Sᵀ q
 
-k and q are of length 1, and q is divided by √X; all three pass a convolution over the
-last Z tokens. A decode computes one token after the other; rows of many tokens are cut
-into chunks, in which all is matrix products.
+k and q have length 1, and q is divided by √X; q, k and v pass a convolution over the last
+Z tokens. Decoding computes one token after the other; rows of many tokens are cut into
+chunks, which are computed by matrix products alone.
 
-A text begins where its position is 0: there, the state is zeros, and convolutions see
-nothing of what stands before. States are computed in float32, with exact products.
+A sequence begins at position 0: there the state is zero, and convolutions do not see
+earlier tokens. States are computed in float32, with exact products.
 
 Letters as in decoder.py, and: G key heads, U value heads, R = U / G, X numbers of a key,
 Y of a value, Z tokens of a convolution; n chunks of C tokens each.
@@ -36,24 +36,24 @@ _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 class Inputs(NamedTuple):
-  """What a state is computed from, float32."""
+  """The float32 inputs of the recurrence."""
 
   q: Float[Array, 'B T G X']
   k: Float[Array, 'B T G X']
   v: Float[Array, 'B T U Y']
   g: Float[Array, 'B T U']  # ln α, below 0.
   beta: Float[Array, 'B T U']
-  begins: Bool[Array, 'B T']  # Whether a text begins with the token.
+  begins: Bool[Array, 'B T']  # Whether the token is the first of its sequence.
 
 
 class DeltaNet(nn.Module):
-  """A layer's part that mixes tokens. `cache` is None in training."""
+  """The part of a layer that mixes tokens. `cache` is None in training."""
 
   config: DecoderConfig
 
   @nn.compact
   def __call__(self, x_BTD, rows, cache: kv_cache.StateCache | None):
-    """Mixes a text's tokens up to each; returns the cache too."""
+    """Mixes each token with earlier tokens of its sequence; also returns the cache."""
     if isinstance(rows.sees, types.Tree):
       raise ValueError(
         f'rows: a {self.config.family} has layers with a state, which follows one text '
@@ -79,7 +79,7 @@ class DeltaNet(nn.Module):
       for name, heads in (('b', value[:1]), ('a', value[:1]), ('z', value))
     )
     g = Decay(name='decay')(a)
-    # What is not written changes no state.
+    # Tokens that are not written must leave the state unchanged.
     g, beta = (jnp.where(written_BT[..., None], y, 0) for y in (g, nn.sigmoid(b)))
     inputs = Inputs(q * key[1] ** -0.5, k, mixed[2], g, beta, rows.positions == 0)
     if self.is_initializing():
@@ -98,7 +98,7 @@ class DeltaNet(nn.Module):
 
 
 class Convolution(nn.Module):
-  """Sums, for each number, the last Z tokens of a text; then SiLU."""
+  """A causal depthwise convolution over a sequence's last Z tokens, then SiLU."""
 
   width: int
   heads: tuple[int, int]
@@ -111,7 +111,7 @@ class Convolution(nn.Module):
     before: Float[Array, 'B G W X'] | None,
     count_B: Int[Array, 'B'],
   ) -> tuple[Array, Array]:
-    """Returns the sums, and the last inputs of each row after `count_B` tokens."""
+    """Returns the outputs, and each row's last inputs after `count_B` tokens."""
     Z, T = self.width, x.shape[1]
     init = nn.initializers.variance_scaling(1.0, 'fan_in', 'uniform', in_axis=(0, 1))
     flat = lambda key, shape: init(key, (*shape[:2], shape[2] * shape[3])).reshape(shape)
@@ -134,7 +134,7 @@ class Decay(nn.Module):
 
   @nn.compact
   def __call__(self, a: Float[Array, 'B T U']) -> Array:
-    """Computes ln α of each head."""
+    """Computes ln α for each head."""
     log = lambda key, shape: jnp.log(
       jax.random.uniform(key, shape, minval=0.01, maxval=16)
     )
@@ -144,7 +144,7 @@ class Decay(nn.Module):
 
 
 def _compute_on_mesh(inputs: Inputs, state: Array | None) -> tuple[Array, Array]:
-  """Computes `compute`; where a mesh is set, each chip some heads of whole rows."""
+  """Runs `compute`; on a mesh, each chip computes some heads of complete rows."""
   B, _, G, X = inputs.q.shape
   U, Y = inputs.v.shape[2:]
   if state is None:
@@ -152,7 +152,7 @@ def _compute_on_mesh(inputs: Inputs, state: Array | None) -> tuple[Array, Array]
   mesh = sharding.active_mesh()
   if mesh is None:
     return compute(inputs, state)
-  # Heads that `tensor` cannot divide are computed on each of its chips.
+  # If `tensor` does not divide the heads, each of its chips computes all of them.
   split = 'tensor' if G % mesh.shape['tensor'] == 0 else None
   heads = PartitionSpec(sharding.ROW_AXES, None, split)
   states = PartitionSpec(sharding.ROW_AXES, split)
@@ -171,7 +171,7 @@ def compute(
 ) -> tuple[Float[Array, 'B T U Y'], Float[Array, 'B U X Y']]:
   """Computes each token's o, and the state after the last token.
 
-  `state` is that before the first one, which a text that begins does not see.
+  `state` is the state before the first token; tokens of a new sequence do not see it.
   """
   one = inputs.q.shape[1] == 1
   return _compute_token(inputs, state) if one else _compute_chunks(inputs, state)
@@ -192,11 +192,11 @@ def _compute_chunks(inputs: Inputs, state: Array) -> tuple[Array, Array]:
   B, T, G, X = inputs.q.shape
   U, Y = inputs.v.shape[2:]
   C = min(_CHUNK, T)
-  # Zeros are not multiplied with what another text may have left.
+  # Another sequence may have left values that times 0 are not 0.
   state = jnp.where(inputs.begins[:, :1, None, None], 0.0, state)
 
   def cut(x, *heads):
-    """Cuts tokens, [B, T, ...] -> [n, B, heads, C, ...]; padding writes nothing."""
+    """Cuts tokens into chunks, [B, T, ...] -> [n, B, heads, C, ...], padded with 0."""
     x = jnp.pad(x, ((0, 0), (0, -T % C), *[(0, 0)] * (x.ndim - 2)))
     x = x.reshape(B, -1, C, *heads, *x.shape[3:])
     return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, 2 + len(heads))
@@ -206,7 +206,7 @@ def _compute_chunks(inputs: Inputs, state: Array) -> tuple[Array, Array]:
   chunks = _prepare(q, k, v, g, beta, cut(inputs.begins))
 
   def step(state, chunk):
-    """Goes on from the state before a chunk; states are [B, G, R, X, Y]."""
+    """Computes a chunk from the state before it; states are [B, G, R, X, Y]."""
     values, reads, queries, within, keys, left = chunk
     values -= _einsum('bgrcx,bgrxy->bgrcy', reads, state)
     out = _einsum('bgrcx,bgrxy->bgrcy', queries, state)
@@ -220,23 +220,23 @@ def _compute_chunks(inputs: Inputs, state: Array) -> tuple[Array, Array]:
 
 
 def _prepare(q, k, v, g, beta, begins) -> tuple[Array, ...]:
-  """Computes what the chunks have before their states are known.
+  """Computes the parts of all chunks that do not depend on the states.
 
-  In a chunk, what is written is that of a triangular system: each token corrects what
-  those before it have written. Its solution is linear in the state before the chunk.
+  The values that a chunk writes solve a triangular system, since each token corrects the
+  writes of the tokens before it. They are linear in the state before the chunk.
 
   Returns:
-    Of each chunk and head: what is written without a state [C, Y]; what is read of one
-    for it [C, X]; the queries that read the state [C, X]; the weights of the chunk's
-    tokens [C, C]; the keys that the state after it has [C, X]; and what is left of the
-    one before it.
+    For each chunk and head: the values written from a zero state [C, Y]; the keys that
+    read the state for their correction [C, X]; the queries that read the state [C, X];
+    the weights between the chunk's tokens [C, C]; the keys that write the next state
+    [C, X]; and the decay of the state over the chunk.
   """
   C = q.shape[-2]
-  # Texts in a chunk are numbered; the state before it is of text 0.
+  # Sequences in a chunk are numbered; the state before the chunk belongs to number 0.
   text = jnp.cumsum(begins, -1)[:, :, None, None]  # [n, B, 1, 1, C]
   total = jnp.cumsum(
     g, -1
-  )  # [n, B, G, R, C], the ln of the decay since the chunk's begin.
+  )  # [n, B, G, R, C], the ln of the decay since the start of the chunk.
   seen = (text[..., :, None] == text[..., None, :]) & jnp.tri(C, dtype=bool)[
     None, None, None, None
   ]
@@ -255,10 +255,10 @@ def _prepare(q, k, v, g, beta, begins) -> tuple[Array, ...]:
 
 @jax.custom_vjp
 def _solve(system: Array, right: Array) -> Array:
-  """Solves (I + L) y = right, where L is what `system` [*, C, C] has below its diagonal.
+  """Solves (I + L) y = right, where L is `system` [*, C, C] below its diagonal.
 
-  By products alone. jaxlib's triangular solve waits on a CPU for threads that wait for
-  it: two that run at once on two cores never end (jaxlib 0.10.2, lapack_strsm_ffi).
+  Uses products alone, because jaxlib's triangular solve deadlocks on CPUs: two at once on
+  two cores never end (jaxlib 0.10.2, lapack_strsm_ffi).
   """
   return _solve_forward(system, right)[0]
 
@@ -279,9 +279,9 @@ _solve.defvjp(_solve_forward, _solve_backward)
 
 
 def _invert(system: Array) -> Array:
-  """Inverts I + L by blocks on the diagonal, each of two of half the size.
+  """Inverts I + L by diagonal blocks, each made of two blocks of half its size.
 
-  The inverse of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']] with those of A and D.
+  The inverse of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']], where ' is the inverse.
   """
   C = system.shape[-1]
   size = 1 << (C - 1).bit_length()

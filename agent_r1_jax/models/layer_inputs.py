@@ -1,12 +1,13 @@
-"""What each layer is given of a token beside the residual stream (Gemma 4).
+"""Per-layer inputs: what each layer gets besides the residual stream (Gemma 4).
 
-It is made of the token alone and of its embedding, for all layers at once:
+They are computed from the token and its embedding, for all layers at once:
 
   inputs = (norm(W embedding / sqrt(D)) + sqrt(i) table[token]) / sqrt(2)
 
-A layer multiplies it with a gate of its residual stream, and adds what it projects back.
+A layer multiplies its input with a gate computed from the residual stream, projects the
+product back and adds it.
 
-Letters as in decoder.py, and: i numbers of a token for a layer, l = L i for all layers.
+Letters as in decoder.py, and: i input features per token and layer, l = L i for all.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ from agent_r1_jax.models.layers import Projection, RMSNorm, apply_flat
 
 
 class LayerInputs(nn.Module):
-  """Tokens and their embeddings to the inputs of all layers."""
+  """Computes the inputs of all layers from tokens and their embeddings."""
 
   config: DecoderConfig
 
@@ -51,13 +52,13 @@ class LayerInputs(nn.Module):
 
 
 class Input(nn.Module):
-  """The residual stream of a layer, and its inputs, to what it adds to the former."""
+  """Computes what a layer adds to its residual stream from its inputs."""
 
   config: DecoderConfig
 
   @nn.compact
   def __call__(self, x_BTD: Float[Array, 'B T D'], inputs_BTi: Any) -> Array:
-    """[B, T, D] and [B, T, i] to [B, T, D]; without inputs, their parameters alone."""
+    """[B, T, D] and [B, T, i] to [B, T, D]; without inputs, only makes parameters."""
     c = self.config
     gate_BTi = nn.gelu(
       apply_flat(Projection((c.input_dim,), c.dtype, name='gate'), x_BTD)

@@ -1,8 +1,8 @@
-"""Layers of several kinds: some attend and others have a state, or their heads differ.
+"""Layers of several kinds: attention and recurrent layers, or layers of different heads.
 
-A leaf is stacked over the layers that have it. The kinds repeat, for example three layers
-with a state and one that attends: the scan is over these groups, so that a compiler sees
-one. Layers that share the keys and values of earlier ones have a scan of their own.
+A leaf is stacked over the layers that have it. The kinds repeat, for example three
+recurrent layers and one attention layer; the scan is over these groups, so XLA compiles
+one. Layers that share the keys and values of earlier layers have a scan of their own.
 """
 
 import functools
@@ -20,7 +20,7 @@ from agent_r1_jax.models.decoder_config import DecoderConfig, LayerShape, layer_
 from agent_r1_jax.models.layers import REMAT_POLICIES, UNROLLED_LAYERS
 
 _LEAF = 'a leaf of one layer'
-# Of layers that attend to all tokens, and of others: keys and values [B, T, K, H].
+# Keys and values [B, T, K, H] to share, by whether their layer attends to all tokens.
 _Kept = dict[bool, tuple[Array, ...]]
 
 
@@ -31,7 +31,7 @@ class Layers(nn.Module):
 
   @nn.compact
   def __call__(self, x_BTD, rows, angles, inputs_LBTi, route_LBTk):
-    """Returns the residual stream, and the loads of the experts [L, E], if any."""
+    """Returns the residual stream, and the experts' loads [L, E], if any."""
     c = self.config
     if self.is_initializing():
       for place, leaves in self._init(x_BTD, rows, angles).items():
@@ -50,7 +50,7 @@ class Layers(nn.Module):
     return x_BTD, None if loads[0] is None else jnp.concatenate(loads)
 
   def _scan(self, layers: range, x_BTD: Array, kept: _Kept, own: list, given: tuple):
-    """Applies layers group by group; returns keys and values that others share, too."""
+    """Applies layers group by group; also returns the keys and values to share."""
     c = self.config
     kinds = layer_kinds(c) or [None] * c.num_layers
     facts = [(c.layer_shapes[i], kinds[i]) for i in layers]
@@ -59,7 +59,7 @@ class Layers(nn.Module):
     divide = lambda x: x.reshape(groups, -1, *x.shape[1:])
     stacked = {path: divide(x) for path, x in self._cut(layers).items()}
     policy = REMAT_POLICIES[c.remat]
-    # A leaf that a layer is cut out of is in memory anyway; the layer's would be a copy.
+    # The stacked leaf is in memory anyway; saving a layer's leaf would copy it.
     policy = policy or jax.checkpoint_policies.save_anything_except_these_names(_LEAF)
 
     def apply_group(carry, xs):
@@ -91,7 +91,7 @@ class Layers(nn.Module):
     return x_BTD, new, loads
 
   def _make_kept(self, layers: range, x_BTD: Array) -> _Kept:
-    """Makes room for the keys and values that are shared with later layers."""
+    """Makes zeros for the keys and values that later layers share."""
     c = self.config
     if not c.shared_layers or c.layer_shapes[layers[0]].shares:
       return {}
@@ -100,7 +100,7 @@ class Layers(nn.Module):
     return {kind: (jnp.zeros(x, c.dtype),) * 2 for kind, x in heads.items()}
 
   def _cut(self, layers: range) -> dict[str, Array]:
-    """Cuts the part of these layers out of the leaves, by their paths."""
+    """Slices the stacked leaves to these layers; returns them by path."""
     flat: Any = traverse_util.flatten_dict(self.variables['params'], sep='/')
     parts = {}
     for path, x in flat.items():
@@ -112,7 +112,7 @@ class Layers(nn.Module):
     return parts
 
   def _take(self, layers: range, i: int, group: dict[str, Array]) -> dict[str, Any]:
-    """Takes the leaves of layer i of a group."""
+    """Returns the leaves of layer i of a group."""
     leaves = {}
     for path, x in group.items():
       having = [n for n in self.config.list_layers(f'layers/{path}') if n in layers]
@@ -138,13 +138,13 @@ class Layers(nn.Module):
 
 
 def _apply(c: DecoderConfig, shape: LayerShape, leaves: dict[str, Any], *given) -> Any:
-  """Applies a block; its leaves have the names of the learner's parameters."""
+  """Applies a block, under the learner's parameter names."""
   layer = _Layer(c, shape, parent=None)
   return layer.apply({'params': {'layers': leaves}}, *given)
 
 
 class _Layer(nn.Module):
-  """A block under the name that the layers have among the learner's parameters."""
+  """A block under the name that layers have in the learner's parameters."""
 
   config: DecoderConfig
   shape: LayerShape
@@ -155,7 +155,7 @@ class _Layer(nn.Module):
 
 
 def _find_period(kinds: list[Any]) -> int:
-  """Finds after how many layers their kinds repeat."""
+  """Finds the number of layers after which their kinds repeat."""
   return next(
     n
     for n in range(1, len(kinds) + 1)

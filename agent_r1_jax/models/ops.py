@@ -1,6 +1,6 @@
-"""The functions that compute a policy: PLAIN, or what DecoderConfig.ops names.
+"""The functions that compute a policy: PLAIN, or DecoderConfig.ops.
 
-The sampler and the learner compute by the same ones, so that their log-probs agree.
+The sampler and the learner use the same functions, so that their log-probs agree.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from agent_r1_jax.models.decoder_config import DecoderConfig
 
 
 class Ops(NamedTuple):
-  """Functions of (params, config, ...) with the arguments of the decoder's.
+  """Functions of (params, config, ...) with the arguments of the decoder's functions.
 
   Attributes:
     hidden_and_loads: As decoder.hidden_and_loads.
@@ -24,8 +24,8 @@ class Ops(NamedTuple):
     log_softmax: As jax.nn.log_softmax, of [M, V].
     differentiate: (f, config) -> a function of parameters that computes
       f(params, config=config) and can be differentiated.
-    check: (config, params, **options of an engine): refuses what cannot be computed so.
-    rings: Whether the cache of a layer that slides may be a ring.
+    check: (config, params, **options of an engine); raises ValueError if unsupported.
+    rings: Whether the cache of a sliding layer may be a ring.
   """
 
   hidden_and_loads: Callable[..., Any]

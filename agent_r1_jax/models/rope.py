@@ -1,10 +1,10 @@
-"""Rotary position embeddings (RoPE, arXiv 2104.09864), and how they are stretched.
+"""Rotary position embeddings (RoPE, arXiv 2104.09864) and their scalings.
 
-A model has one rotation, or several of which each layer has one: Gemma 3 turns the layers
-with a sliding window faster, and some layers of SmolLM3 are not turned at all.
+A model has one rotation, or several from which each layer uses one: sliding layers of
+Gemma 3 rotate faster, and some layers of SmolLM3 do not rotate at all.
 
-Letters as in decoder.py, and: R rotations, P pairs of numbers of a head that are turned,
-at most H / 2.
+Letters as in decoder.py, and: R rotations, P rotated pairs of a head's numbers, at most
+H / 2.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 import numpy as np
 
-# The ways to stretch a rotation: `rope_type` in config.json -> the other fields of
+# Scalings of a rotation: `rope_type` in config.json -> the other fields of
 # DecoderConfig.rope_scaling. models/files/hf_config.py reads them.
 SCALINGS = {
   'linear': ('factor',),
@@ -41,16 +41,16 @@ SCALINGS = {
 def frequencies(
   theta: float, size: int, scaling: dict[str, Any] | None = None
 ) -> Float[Array, 'P']:
-  """The inverse wavelengths of a rotation of `size` numbers, a position's angle each."""
+  """Computes the angle per position of each pair in a rotation of `size` numbers."""
   freq = 1.0 / theta ** (jnp.arange(0, size, 2, dtype=jnp.float32) / size)
   if scaling is None:
     return freq
   kind = scaling['rope_type']
-  if kind == 'proportional':  # The last pairs are not turned (Gemma 4).
+  if kind == 'proportional':  # The last pairs are not rotated (Gemma 4).
     turned = int(scaling['partial_rotary_factor'] * size // 2)
     return jnp.where(jnp.arange(size // 2) < turned, freq, 0.0)
   factor = scaling['factor']
-  # 1 keeps a frequency, 0 divides it by the factor, between them the two are mixed.
+  # 1 keeps a frequency, 0 divides it by the factor; values between mix the two.
   keep: Array | float = 0.0
   if kind == 'llama3':
     rotations = scaling['original_max_position_embeddings'] * freq / (2 * math.pi)
@@ -62,10 +62,10 @@ def frequencies(
 
 
 def list_axes(section: Sequence[int], alternates: bool) -> Int[np.ndarray, 'P']:
-  """Lists the number by which M-RoPE turns each pair: 0 time, 1 row, 2 column.
+  """Lists the coordinate that rotates each pair in M-RoPE: 0 time, 1 row, 2 column.
 
-  `section` says how many pairs turn by each. In Qwen3-VL they alternate as long as there
-  are some of all three: of 4, 2 and 2 pairs, 0 1 2 0 1 2 0 0.
+  `section` has the number of pairs per coordinate. In Qwen3-VL they alternate while all
+  three have pairs left: 4, 2 and 2 pairs give 0 1 2 0 1 2 0 0.
   """
   axes_P = np.repeat(np.arange(3), section)
   if alternates:
@@ -76,10 +76,10 @@ def list_axes(section: Sequence[int], alternates: bool) -> Int[np.ndarray, 'P']:
 
 
 def _keep_by_yarn(theta: float, size: int, scaling: dict[str, Any]) -> Array:
-  """How much of each frequency YaRN keeps (arXiv 2309.00071, section 3.2).
+  """Computes how much of each frequency YaRN keeps (arXiv 2309.00071, section 3.2).
 
-  It is 1 before the pair that turns beta_fast times in the original context, and 0 after
-  the one that turns beta_slow times.
+  1 before the pair that turns beta_fast times in the original context, 0 after the pair
+  that turns beta_slow times.
   """
   original = scaling['original_max_position_embeddings']
   pair = lambda turns: (
@@ -97,13 +97,13 @@ def _keep_by_yarn(theta: float, size: int, scaling: dict[str, Any]) -> Array:
 def compute_angles(
   positions: Int[Array, 'B T *P'], rotations: list[tuple[Array, float]]
 ) -> tuple[Float[Array, 'R B T 1 P'], Float[Array, 'R B T 1 P']]:
-  """Sin and cos at each position, times the factor of each rotation.
+  """Computes sin and cos at each position, times the factor of each rotation.
 
   Args:
-    positions: The tokens' positions; [B, T, P] if each pair turns by another number, as
-      in M-RoPE (arXiv 2409.12191).
-    rotations: The frequencies and the factor of each; without frequencies, of zeros,
-      nothing is turned. Shorter ones are for smaller heads, and filled up.
+    positions: The tokens' positions; [B, T, P] if each pair has its own coordinate, as in
+      M-RoPE (arXiv 2409.12191).
+    rotations: (frequencies, factor) of each rotation; zero frequencies rotate nothing.
+      Shorter frequencies, for smaller heads, are padded with zeros.
   """
   most = max(len(freq) for freq, _ in rotations)
   freq_RP = jnp.stack([jnp.pad(x, (0, most - len(x))) for x, _ in rotations])
@@ -116,7 +116,7 @@ def compute_angles(
 
 
 def rotate(x_BTNH: Array, angles: tuple[Array, Array]) -> Array:
-  """Turns the first 2 P numbers of each head: number i together with number i + P."""
+  """Rotates the first 2 P numbers of each head, number i together with number i + P."""
   sin, cos = angles
   turned = 2 * sin.shape[-1]
   x, rest = x_BTNH[..., :turned], x_BTNH[..., turned:]

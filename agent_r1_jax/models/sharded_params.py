@@ -1,4 +1,4 @@
-"""What the decoder does with parameters that a mesh splits (sharding.py)."""
+"""How the decoder gathers parameters that a mesh shards (sharding.py)."""
 
 import functools
 from typing import Any
@@ -13,7 +13,7 @@ from agent_r1_jax.models import sharding
 def constrain_params(params: Any) -> Any:
   """Constrains parameters, and so their gradients, to their shardings if a mesh is set.
 
-  Without it, XLA replicates some gradients on every chip.
+  Without the constraint, XLA replicates some gradients on every chip.
   """
   mesh = sharding.active_mesh()
   if mesh is None:
@@ -22,16 +22,16 @@ def constrain_params(params: Any) -> Any:
 
 
 def gather_kernel(kernel: jax.Array, name: str) -> jax.Array:
-  """Gathers a layer's kernel, so that only `tensor` splits it; scatters its gradient.
+  """Gathers a layer's kernel, leaving only `tensor` sharded; scatters its gradient.
 
-  Without it a TPU's compiler multiplies with one part of the kernel after another while
-  the chips pass them on. Each product then contracts few numbers and adds to a result in
-  main memory: 1.4 times the time for a gradient of 7B on sixteen v5e, as it estimates.
+  Otherwise the TPU compiler multiplies by one shard of the kernel after another while
+  chips pass them on. Each product then contracts few numbers and adds to a result in main
+  memory: 1.4 times the time for a gradient of 7B on sixteen v5e, by its own estimate.
 
   Args:
     kernel: The kernel of one layer, in the activations' dtype.
-    name: The path of the stacked parameter, for example 'layers/mlp/up/kernel'. Others
-      are returned as they are: the engine's, of which only `tensor` splits each.
+    name: The path of the stacked parameter, for example 'layers/mlp/up/kernel'. Kernels
+      with other paths, the engine's, are returned unchanged: only `tensor` shards them.
   """
   if sharding.active_mesh() is None or not name.startswith('layers/'):
     return kernel
@@ -51,7 +51,7 @@ _gather_kernel.defvjp(
 
 def _constrain_kernel(kernel: jax.Array, name: str, *, gathered: bool) -> jax.Array:
   mesh: Any = sharding.active_mesh()
-  # As one layer of the stacked parameter, whose first axis nothing splits.
+  # As one layer of the stacked parameter, whose first axis is not sharded.
   spec = PartitionSpec(*sharding.make_spec(name, (1, *kernel.shape), mesh)[1:])
   spec = sharding.keep_tensor(spec) if gathered else spec
   return jax.lax.with_sharding_constraint(kernel, NamedSharding(mesh, spec))
@@ -60,8 +60,8 @@ def _constrain_kernel(kernel: jax.Array, name: str, *, gathered: bool) -> jax.Ar
 def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
   """Looks up the embeddings [B, T, D] of tokens in a sharded table.
 
-  Each chip looks up the tokens of all chips that share D in its part of the table; then
-  an all-to-all gives each chip its own tokens with all of D. By itself, XLA would gather
+  Each chip looks up the tokens of all chips that share D in its shard of the table; then
+  an all-to-all gives each chip its own tokens with all of D. XLA on its own would gather
   all embeddings on each chip.
   """
 

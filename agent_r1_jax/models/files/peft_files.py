@@ -1,11 +1,11 @@
 """Low-rank adapters in the layout of the PEFT library, which inference servers read.
 
-PEFT adds s · B · A to a weight [outputs, inputs]; ours is s · A · B beside a kernel
-[inputs, outputs] (models/lora.py). So a tensor of PEFT is our layer, transposed.
+PEFT adds s · B · A to a weight [outputs, inputs]; we add s · A · B to a kernel [inputs,
+outputs] (models/lora.py). So a PEFT tensor is our layer's leaf, transposed.
 
-Where a module of transformers has the outputs of n kernels of ours (Phi-4, Qwen3.5), its
-adapter has n times the rank: one A after the other, and each B in a block of its own. An
-adapter of the plain rank, as others train them, becomes n that have its A in common.
+If a transformers module fuses n of our kernels (Phi-4, Qwen3.5), its adapter has n times
+the rank: the A stacked, and each B in its own block. An adapter of the plain rank, as
+other libraries train it, becomes n adapters that share its A.
 """
 
 import json
@@ -23,10 +23,10 @@ from agent_r1_jax.models.decoder_config import DecoderConfig
 from agent_r1_jax.models.family import Parameter
 from agent_r1_jax.models.files import json_fields, tensor_files
 
-_ROOT = 'base_model.model.'  # In front of the names of the base's modules.
+_ROOT = 'base_model.model.'  # The prefix of the base's module names.
 _CONFIG, _TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
-# Settings of PEFT, and the values of each with which it adds s · B · A, with one s and
-# one rank, to the weights of the base as they are.
+# PEFT settings, and their values that mean adding s · B · A, with a single s and rank, to
+# the unchanged weights of the base.
 _PLAIN: dict[str, tuple[Any, ...]] = {
   'peft_type': ('LORA',),
   'use_rslora': (False, None),
@@ -37,7 +37,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
   'modules_to_save': (None, []),
   'alora_invocation_tokens': (None, []),
   'layer_replication': (None, []),
-  # The others, such as PiSSA's, change the base.
+  # Other initialisations, such as PiSSA's, change the base.
   'init_lora_weights': (True, False, None, 'gaussian', 'orthogonal', 'eva'),
 }
 
@@ -51,11 +51,11 @@ def save(
   """Writes adapter_config.json and adapter_model.safetensors, in float32.
 
   Args:
-    directory: Is made if it is missing; earlier files of these names are replaced.
-    params: Parameters with adapters. If several processes hold them, all must call this,
-      and the first one writes.
+    directory: Created if missing; earlier files of these names are replaced.
+    params: Parameters with adapters. If they span processes, all processes must call
+      this, and the first writes.
     base: The model that the adapters belong to, which PEFT loads first.
-    config: Its shape.
+    config: The base model's shape.
 
   Raises:
     ValueError: params have no adapters.
@@ -85,7 +85,7 @@ def save(
   folder = pathlib.Path(directory)
   folder.mkdir(parents=True, exist_ok=True)
   tensor_files.save(folder / _TENSORS, tensors)
-  # Other modules, such as a vision tower's, have names with the same ends.
+  # Names of other modules, such as a vision tower's, have the same endings.
   modules = [*dict.fromkeys(modules)]
   names = f'{facts.write_name("model.")}.*({"|".join(modules)})'
   settings = _config(rank, alpha, names if facts.renamed else modules, base)
@@ -95,17 +95,17 @@ def save(
 
 
 def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder.Params:
-  """Reads what `save` or PEFT wrote: the leaves of lora.take, float32.
+  """Reads an adapter written by `save` or PEFT: the leaves of lora.take, float32.
 
   lora.join(base's params, adapter) adds them to a policy.
 
   Args:
-    directory: Holds adapter_config.json and adapter_model.safetensors.
+    directory: Contains adapter_config.json and adapter_model.safetensors.
     config: The shape of the model that the adapter belongs to.
 
   Raises:
-    ValueError: A file or tensor is missing, broken, unexpected, not finite or of another
-      shape than the policy's, or the settings are not those of a plain adapter.
+    ValueError: A file or tensor is missing, broken, unexpected, not finite or does not
+      fit the policy's shape, or the settings do not describe a plain adapter.
   """
   folder = pathlib.Path(directory)
   for name in (_CONFIG, _TENSORS):
@@ -138,7 +138,7 @@ def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder
     b = _read_tensors(file, tensors, names['B'], (inner, sum(outputs)))
     for i, (a_part, b_part) in enumerate(_split(file, names['B'], a, b, rank, outputs)):
       if len(module.targets) > 1 and not a_part.any():
-        continue  # What has no adapter in a module of several.
+        continue  # This kernel of a fused module has no adapter.
       target, leaves = module.targets[i], (a_part, b_part)
       leaves = {
         leaf: jax.device_put(x.reshape(shapes[i][leaf]))
@@ -159,7 +159,7 @@ def load(directory: str | os.PathLike, config: decoder.DecoderConfig) -> decoder
 
 
 class _Module(NamedTuple):
-  """A module of transformers, and our kernels whose outputs it has."""
+  """A transformers module, and our kernels whose outputs it computes."""
 
   name: str  # '{}' stands for the layer.
   targets: list[Parameter]
@@ -167,18 +167,18 @@ class _Module(NamedTuple):
 
   @property
   def end(self) -> str:
-    """The last part of its name."""
+    """The last part of the module's name."""
     return self.name.split('.')[-1]
 
 
 def _list_modules(config: DecoderConfig) -> list[_Module]:
-  """Lists what adapters may be of, in the order of lora.list_targets."""
+  """Lists the modules that can have adapters, in the order of lora.list_targets."""
   fused = config.facts.fused
   owner = {part: whole for whole, parts in fused.items() for part in parts}
   modules: dict[str, _Module] = {}
   for target in lora.list_targets(config):
     name = owner.get(target.tensor, target.tensor).removesuffix('.weight')
-    # Layers of two kinds may have modules of the same name.
+    # Layers of different kinds may have modules of the same name.
     key = f'{target.place}/{name}'
     module = _Module(name, [], config.list_layers(target.path))
     modules.setdefault(key, module).targets.append(target)
@@ -188,7 +188,7 @@ def _list_modules(config: DecoderConfig) -> list[_Module]:
 def _get_adapter(
   params: decoder.Params, target: Parameter
 ) -> tuple[np.ndarray, np.ndarray, float] | None:
-  """Returns A [L, I, R], B [L, R, O] and s, if there are any."""
+  """Returns A [L, I, R], B [L, R, O] and s; None without an adapter."""
   leaf = params['layers'].get(target.place, {}).get(target.target, {})
   if 'lora_a' not in leaf:
     return None
@@ -200,7 +200,7 @@ def _get_adapter(
 def _join(
   config: DecoderConfig, module: _Module, adapters: list[Any], rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Makes one A and one B of those of a module; what has none gets zeros."""
+  """Joins the adapters of a module into one A and one B, with zeros for missing ones."""
   shapes = [lora.get_shapes(config, target, rank) for target in module.targets]
   L, n = len(module.layers), len(adapters)
   outputs = [math.prod(x['lora_b'][2:]) for x in shapes]
@@ -220,7 +220,7 @@ def _split(
   rank: int,
   outputs: list[int],
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Does the inverse of `_join`, or shares an A of the plain rank."""
+  """Inverts `_join`, or shares an A of the plain rank among all parts."""
   ranks, columns = _list_blocks(rank, outputs)
   if a_LIR.shape[-1] == rank:
     return [(a_LIR, b_LRO[..., block]) for block in columns]
@@ -238,14 +238,14 @@ def _split(
 
 
 def _list_blocks(rank: int, outputs: list[int]) -> tuple[list[slice], list[slice]]:
-  """Returns which of the ranks, and which of the outputs, each part of a module has."""
+  """Returns the slices of ranks and of outputs that belong to each part of a module."""
   ends = np.cumsum(outputs)
   ranks = [slice(i * rank, (i + 1) * rank) for i in range(len(outputs))]
   return ranks, [slice(end - n, end) for n, end in zip(outputs, ends, strict=True)]
 
 
 def _list_patterns(joined: dict[str, int], rank: int, alpha: float) -> dict[str, Any]:
-  """Returns PEFT's settings for modules of several kernels, by how many they have."""
+  """Returns PEFT's settings for fused modules; `joined` has their numbers of kernels."""
   if not joined:
     return {}
   return {
@@ -257,9 +257,9 @@ def _list_patterns(joined: dict[str, int], rank: int, alpha: float) -> dict[str,
 def _read_config(
   file: pathlib.Path, parts: dict[str, int]
 ) -> tuple[int, float, list[str]]:
-  """Reads the rank, alpha, and which modules have the rank of all their parts.
+  """Reads the rank, alpha, and the fused modules that have the rank of all their parts.
 
-  Settings that compute something else are refused.
+  Settings other than a plain adapter's raise ValueError.
   """
   raw = json_fields.read_json(file)
   for name, values in _PLAIN.items():
@@ -291,12 +291,12 @@ def _read_tensors(
   names: list[str],
   transposed: tuple[int, int],
 ) -> np.ndarray:
-  """Reads A [L, I, R] or B [L, R, O], and takes its tensors from `tensors`.
+  """Reads A [L, I, R] or B [L, R, O], and removes its tensors from `tensors`.
 
   Args:
-    file: Where they are.
-    tensors: Those that nothing has read yet.
-    names: A name for each layer.
+    file: The file of the tensors.
+    tensors: The tensors that have not been read yet, by name.
+    names: The tensor's name in each layer.
     transposed: The shape of a tensor's transpose.
   """
   array = np.empty((len(names), *transposed), np.float32)

@@ -1,7 +1,7 @@
-"""Attention by the kernels of one platform: in Pallas for TPUs, and cuDNN's for GPUs.
+"""Attention with platform kernels: Pallas on TPUs and Hopper GPUs, cuDNN on other GPUs.
 
-models/attention.py computes by one of them where it supports the shapes, else by XLA; the
-results are the same up to rounding. A kernel is imported where it is used: that is slow,
+models/attention.py uses a kernel if it supports the shapes, and XLA otherwise; results
+agree up to rounding. Kernels are imported where they are used, because imports are slow
 and useless on other platforms. Letters as there.
 """
 
@@ -17,31 +17,31 @@ from jaxtyping import Float
 from agent_r1_jax.models import kv_cache, sharding
 from agent_r1_jax.models.kernels import hopper
 
-# Causal attention over a row is computed in at most this many blocks of queries.
+# The most query blocks of causal attention over a row.
 MAX_BLOCKS = 8
-# The kernel for TPUs takes whole tiles of LANES numbers, and blocks of this many tokens.
+# The TPU kernel needs full tiles of LANES numbers, and takes blocks of so many tokens.
 LANES, _SPLASH_BLOCK = 128, 512
-# The most slots of a page of the kernel for decoding on TPUs, and the most pages: their
-# numbers are in scalar memory, of which a core has 1 MiB.
+# The most slots per page of the TPU kernel for decoding, and the most pages: their
+# indices are in scalar memory, of which a core has 1 MiB.
 PAGE, _PAGES = 512, 1 << 16
-# The dtypes of cuDNN's attention on every GPU that has it, and its largest head dim (on
-# Hopper it could be 256), which must be a multiple of 8.
+# The dtypes of cuDNN's attention on every GPU that has it, and its largest head dim (256
+# on Hopper), which must be a multiple of 8.
 _CUDNN_DTYPES, _CUDNN_HEAD = ('float16', 'bfloat16'), 128
 
 
 def reads_used_slots(
   shape: tuple[int, ...], dtype: Any, queries: int = 1, rounded: bool = False
 ) -> bool:
-  """Whether attention to a cache reads no slots of a row but those of its text.
+  """Whether a kernel exists that reads only the slots that a row's sequence uses.
 
-  All kernels compute in bfloat16: on TPUs one for one token and one for many, and one on
-  GPUs of the kind of the H100, where it has passed a check. Those of TPUs have no form
-  for a cache of 8 bits: JAX's for one token repeats a scale H times, in float32.
+  All kernels compute in bfloat16: TPUs have one for a single token and one for many,
+  Hopper GPUs have one, used after it has passed a check. The TPU kernels do not support
+  8-bit caches: JAX's for a single token repeats a scale H times, in float32.
 
   Args:
     shape: The cache's [B, K, S, H].
-    dtype: Of the queries.
-    queries: How many tokens of a row are computed at a time.
+    dtype: The dtype of the queries.
+    queries: Number of tokens per row and call.
     rounded: Whether the cache has 8 bits.
   """
   B, K, S, H = shape
@@ -62,9 +62,9 @@ def reads_used_slots(
 def over_used_slots(
   q_BTNH, k_BKSH, v_BKSH, positions_BT, scales: kv_cache.Scales | None = None
 ) -> Float[Array, 'B T N H']:
-  """Computes `cached` by a kernel that reads nothing after a position's page or block.
+  """Computes `cached` with a kernel that reads no page or block after the position.
 
-  A token that is past the last slot reads one of them, and its result has no meaning.
+  A token past the last slot reads another slot instead; its result is meaningless.
   """
   attend = _attend_to_blocks if sharding.platform() == 'gpu' else _attend_on_tpu
   mesh = sharding.active_mesh()
@@ -72,8 +72,8 @@ def over_used_slots(
   if mesh is None:
     return attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, 0, K, scales)
   tensor = mesh.shape['tensor']
-  # As sharding.cached lays them out: fewer key-value heads than chips are on each, and
-  # the query heads of a chip then share one of them.
+  # As in sharding.cache_sharding: if `tensor` does not divide the key-value heads, each
+  # chip has all of them, and its query heads share one.
   split = K % tensor == 0
 
   def on_chip(q_BTNH, k_BKSH, v_BKSH, positions_BT, scales):
@@ -92,7 +92,7 @@ def over_used_slots(
 
 
 def _attend_on_tpu(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads: int, scales):
-  """Attends on one chip; its queries are for `heads` key-value heads, from `first` on."""
+  """Attends on one chip with queries for `heads` key-value heads, from `first` on."""
   assert scales is None
   if q_BTNH.shape[1] == 1:
     return _attend_to_pages(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads)
@@ -106,18 +106,18 @@ def _attend_on_tpu(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads: int, scal
 def _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
   """Attends from one token of each row.
 
-  The slots of a row and a key-value head lie together: they are the pages of a text.
+  The slots of a (row, key-value head) are contiguous; they form the pages of a sequence.
   """
   from jax.experimental.pallas.ops.tpu import paged_attention
 
   B, K, S, H = k_BKSH.shape
   N, page = q_B1NH.shape[2], math.gcd(S, PAGE)
-  # Each row and key-value head is a text to the kernel, with one key-value head. It sums
-  # in the type of the queries.
+  # To the kernel each (row, key-value head) is a sequence with one key-value head. It
+  # sums in the queries' dtype.
   q_QGH = (q_B1NH.astype(jnp.float32) * H**-0.5).reshape(B * heads, N // heads, H)
   k_1PSH, v_1PSH = (x.reshape(1, -1, page, H) for x in (k_BKSH, v_BKSH))
-  # The pages of row b and head k begin at (b K + k) S / page; with 4 pages a text, K = 2
-  # and both heads here, row 1's are 8 9 10 11 and 12 13 14 15.
+  # The pages of row b and head k begin at (b K + k) S / page; with 4 pages per sequence,
+  # K = 2 and both heads here, row 1 has pages 8 9 10 11 and 12 13 14 15.
   text_BK = jnp.arange(B)[:, None] * K + first + jnp.arange(heads)[None]
   pages_QP = text_BK.reshape(-1, 1) * (S // page) + jnp.arange(S // page)[None]
   length_B = jnp.where(positions_B1[:, 0] < S, positions_B1[:, 0] + 1, 1)
@@ -133,7 +133,7 @@ def _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
 
 
 def _attend_to_blocks(q_BTNH, k_BKSH, v_BKSH, positions_BT, first, heads: int, scales):
-  """The same by the kernel for GPUs (slot_attention.py)."""
+  """Attends on one chip with the GPU kernel (slot_attention.py)."""
   from agent_r1_jax.models.kernels import slot_attention
 
   positions_BT = jnp.where(positions_BT < k_BKSH.shape[2], positions_BT, 0)
@@ -152,10 +152,10 @@ def splash(
   sinks_N: Array | None = None,
   interpret: bool = False,
 ) -> Float[Array, 'B T N H']:
-  """Computes `packed` by Pallas' kernel for TPUs: scores never leave the chip's core.
+  """Computes `packed` with Pallas' TPU kernel; scores never leave the chip's core.
 
-  A mask is a constant of the kernel, so that there are two where some layers slide; a
-  layer computes one of them.
+  A mask is a constant of the kernel, so a model with sliding layers has two kernels, of
+  which each layer runs one.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention
 
@@ -164,7 +164,7 @@ def splash(
   names = ('q', 'kv', 'q_dkv', 'kv_dkv', 'q_dq', 'kv_dq')
   sizes: dict[str, Any] = {f'block_{name}': block for name in names}
   ids = splash_attention.SegmentIds(segment_ids_BT, segment_ids_BT)
-  # Heads of fewer numbers (64 in the smallest Qwen2.5) end with zeros.
+  # Smaller heads (64 in the smallest Qwen2.5) are padded with zeros.
   lanes = ((0, 0), (0, 0), (0, 0), (0, -H % LANES))
   padded = (jnp.pad(x, lanes) for x in (q_BTNH * H**-0.5, k_BTKH, v_BTKH))
   heads_first = [jnp.swapaxes(x, 1, 2) for x in padded]
@@ -182,15 +182,15 @@ def splash(
   causal = splash_attention.CausalMask((T, T))
   if slides is None or window >= T:
     return attend(causal)
-  # (tokens before, tokens after); the causal mask has no tokens after either.
+  # (tokens before, tokens after)
   near = splash_attention.LocalMask((T, T), (window - 1, 0), 0)
   return jax.lax.cond(slides, lambda: attend(near), lambda: attend(causal))
 
 
 def along_trees(q_BTNH, k_BTKH, v_BTKH, ends_BT) -> Float[Array, 'B T N H']:
-  """Computes `packed` along the paths of trees by a kernel of our own for TPUs.
+  """Computes `packed` along the paths of trees with our own TPU kernel.
 
-  Splash attention, which knows segments, would need a mask of T x T numbers for each row.
+  Splash attention knows only segments, and would need a T x T mask for each row.
   """
   from agent_r1_jax.models.kernels import tpu_attention
 
@@ -198,9 +198,9 @@ def along_trees(q_BTNH, k_BTKH, v_BTKH, ends_BT) -> Float[Array, 'B T N H']:
 
 
 def knows_spans(q_BTNH) -> bool:
-  """Whether attention over rows of this shape and dtype is that of row_attention.py.
+  """Whether row_attention.py computes attention over rows of this shape and dtype.
 
-  It is for GPUs of the kind of the H100, where it has passed a check.
+  It does on Hopper GPUs, after the kernel has passed a check.
   """
   if not hopper.is_here():
     return False
@@ -214,7 +214,7 @@ def knows_spans(q_BTNH) -> bool:
 
 
 def over_rows(q_BTNH, k_BTKH, v_BTKH, ends_BT) -> Float[Array, 'B T N H']:
-  """Computes `packed` by the kernel for GPUs that `knows_spans`."""
+  """Computes `packed` with the GPU kernel of row_attention.py."""
   from agent_r1_jax.models.kernels import row_attention
 
   return row_attention.attend(q_BTNH, k_BTKH, v_BTKH, ends_BT)
@@ -224,19 +224,19 @@ def has_cudnn(q_BTNH) -> bool:
   """Whether cuDNN's attention supports queries of this shape and dtype."""
   T, H = q_BTNH.shape[1], q_BTNH.shape[3]
   fits = H <= _CUDNN_HEAD and H % 8 == 0
-  # All blocks must have an even number of tokens.
+  # Every block must have an even number of tokens.
   return q_BTNH.dtype in _CUDNN_DTYPES and fits and T % (2 * MAX_BLOCKS) == 0
 
 
 def cudnn(
   q_BTNH, k_BSKH, v_BSKH, mask_BTS, implementation: Any = 'cudnn'
 ) -> Float[Array, 'B T N H']:
-  """Computes `_attend` by cuDNN: a mask reaches the GPU's memory, scores do not.
+  """Computes `_attend` with cuDNN: the mask is stored in GPU memory, scores are not.
 
-  JAX's public interface has no segments, so that the mask becomes an addend of B T S
-  numbers of 2 bytes, the same for all heads, and the backward pass gives one more of that
-  size. In blocks of an eighth of a row of 16,384 tokens that is 64 MiB each, where scores
-  in float32 would be 128 MiB times N.
+  JAX's public interface has no segments, so the mask becomes a bias of B T S 2-byte
+  numbers, shared by all heads; the backward pass returns another of that size. In blocks
+  of an eighth of a row of 16,384 tokens that is 64 MiB each; float32 scores would take
+  N times 128 MiB.
   """
   return jax.nn.dot_product_attention(
     q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], implementation=implementation

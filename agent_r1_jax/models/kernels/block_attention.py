@@ -1,12 +1,12 @@
 """Attention over packed rows in blocks that stay in a CPU's caches.
 
-A block of queries reads, one after the other, the blocks of keys that one of its queries
-sees: not those of other segments, of later tokens, or of other branches of a tree. As in
-FlashAttention (arXiv 2205.14135), the softmax is joined from block to block, and the
-backward pass computes the scores again, so that no array has T x T numbers.
+A block of queries reads in turn the blocks of keys that any of its queries sees, skipping
+other segments, later tokens and other branches of a tree. As in FlashAttention (arXiv
+2205.14135), the softmax is accumulated over blocks and the backward pass recomputes the
+scores, so that no array has T x T numbers.
 
 Letters as in attention.py, and: U tokens of a block, A blocks of a row, Z = B A blocks of
-all rows, M = G U queries of a block for each key-value head.
+all rows, M = G U queries of a block per key-value head.
 """
 
 import functools
@@ -17,13 +17,13 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-# Tokens of a block. With 128 the gradient of a small model takes as long or longer.
+# Tokens per block. With 128 the gradient of a small model takes as long or longer.
 _BLOCK = 64
 _HIDDEN = float(jnp.finfo(jnp.float32).min)
 
 
 def find_ends(segment_ids: Int[Array, 'B T']) -> Int[Array, 'B T']:
-  """Finds where the segment of each token ends; padding ends with itself."""
+  """Finds the column after each token's segment; a padding token ends with itself."""
   T = segment_ids.shape[1]
   after_1T = jnp.arange(1, T + 1)[None]
   changes_BT = segment_ids[:, 1:] != segment_ids[:, :-1]
@@ -35,19 +35,19 @@ def find_ends(segment_ids: Int[Array, 'B T']) -> Int[Array, 'B T']:
 class Reach(NamedTuple):
   """How far back tokens see in a layer with a sliding window, [B, T] each."""
 
-  positions: Array  # Their positions in their texts.
-  since: Array  # The first position that they attend to.
+  positions: Array  # The tokens' positions in their sequences.
+  since: Array  # The first position that each token attends to.
 
 
 class _Spans(NamedTuple):
-  """Which keys are seen, in blocks [B, A, U]."""
+  """The limits of the keys that tokens see, in blocks [B, A, U]."""
 
   ends: Array
   reach: Reach | None
 
 
 def attend(*inputs: Any) -> Float[Array, 'B T N H']:
-  """Computes `attend_and_sum` without the sums."""
+  """Computes only the outputs of `attend_and_sum`."""
   return attend_and_sum(*inputs)[0]
 
 
@@ -61,8 +61,8 @@ def attend_and_sum(
 ) -> tuple[Float[Array, 'B T N H'], Float[Array, 'B T N']]:
   """Attends from position t to each position s with s <= t < ends[s].
 
-  With `reach`, s is also at or after the first position of t; a cap c makes c · tanh(x /
-  c) of the scores. Returns ln Σ exp(scores) of the keys that a token sees, too.
+  With `reach`, s must also be at or after the first position that t reaches; a cap c
+  turns a score x into c · tanh(x / c). Also returns ln Σ exp(scores) over visible keys.
   """
   B, T, N, H = q_BTNH.shape
   K = k_BTKH.shape[2]
@@ -82,7 +82,7 @@ def attend_and_sum(
 def _split(x: Array) -> Array:
   """Splits rows into blocks, [B, T, ...] to [B, A, U, ...].
 
-  The row's tokens do not see what fills the last block, which comes after them.
+  The padding of the last block comes after the row's tokens, which do not see it.
   """
   B, T = x.shape[:2]
   U = min(_BLOCK, T)
@@ -153,7 +153,7 @@ def _backward(cap, saved, gradients):
     dq_KMH, *dkv = jax.lax.fori_loop(0, count_Z[z], add_keys, begin)
     return _put(dq_ZKMH, dq_KMH, z), *dkv
 
-  # Sums over several blocks are float32, whatever the keys are.
+  # Sums over several blocks are float32 for every dtype of the keys.
   begin = jnp.zeros_like(q_ZKMH), *(jnp.zeros(x.shape) for x in (k_ZKUH, v_ZKUH))
   dq_ZKMH, dk_ZKUH, dv_ZKUH = jax.lax.fori_loop(
     0, len(q_ZKMH), differentiate_block, begin
@@ -165,9 +165,9 @@ _attend.defvjp(_forward, _backward)
 
 
 def find_seen(ends_BAU: Int[Array, 'B A U']) -> Bool[Array, 'B A A']:
-  """Finds which blocks of keys (the last axis) each block of queries sees.
+  """Finds the blocks of keys (last axis) that each block of queries sees.
 
-  A block always sees itself, so that no sum of a softmax is 0, not even of padding.
+  A block always sees itself, so that every softmax has a sum above 0, even for padding.
   """
   _, A, U = ends_BAU.shape
   begins_A, last_BA = jnp.arange(0, A * U, U), ends_BAU.max(-1)
@@ -179,7 +179,7 @@ def find_seen(ends_BAU: Int[Array, 'B A U']) -> Bool[Array, 'B A A']:
 def _list_visible(spans: _Spans) -> tuple[Int[Array, 'Z A'], Int[Array, 'Z']]:
   """Lists the blocks of keys that each block of queries sees, and counts them.
 
-  What stands after the count is not seen.
+  Entries after the count are not seen.
   """
   B, A, _ = spans.ends.shape
   sees_BAA = find_seen(spans.ends)
@@ -195,7 +195,7 @@ def _scores(q_ZKMH, k_ZKUH, spans: _Spans, z, y, cap):
   """Computes the scores of the queries of block z and the keys of block y of its row.
 
   Returns:
-    The scores [K, M, U], and the slope that a cap gives them, or 1.
+    The scores [K, M, U], and the slope of the cap, or 1.
   """
   _, A, U = spans.ends.shape
   _, K, M, _ = q_ZKMH.shape

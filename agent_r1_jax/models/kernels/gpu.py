@@ -1,13 +1,14 @@
-"""What kernels for GPUs of Hopper's kind are made of: registers, and tiles of tokens.
+"""Building blocks of kernels for Hopper GPUs: registers, and tiles of tokens.
 
-Pallas' kernels for such GPUs (Mosaic GPU) say how numbers are laid out over the threads;
-its interpreter (jax 0.10.2) has copies and barriers, but neither layouts nor transposed
-operands. So a kernel is written once, with one of two classes of the same methods.
+Pallas kernels for Hopper (Mosaic GPU) state how numbers are laid out over threads, but
+Pallas' interpreter (jax 0.10.2) has copies and barriers and neither layouts nor
+transposed operands. So a kernel is written once, over one of two classes with the same
+methods.
 
-`compute` runs programs that each compute a tile of 128 tokens, of one head of one row, by
-which blocks of others come. It has three groups of 128 threads. Two of them have 64
-tokens each, whose numbers stay in shared memory; the third copies the blocks of 64 tokens
-of the other side, ahead of the tensor cores.
+Each program of `compute` processes a tile of 128 tokens of one head and row, streaming
+blocks of the other side past it. It has three groups of 128 threads: two hold 64 tokens
+of the tile each, in shared memory; the third copies blocks of 64 tokens of the other
+side, ahead of the tensor cores.
 
 M = U = SIZE: rows of a product, and columns of a block.
 """
@@ -22,38 +23,38 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-# Rows of a product of the tensor cores, and tokens of a group or a block.
+# Rows of a tensor-core product, and tokens of a group or a block.
 SIZE = 64
-# The groups that compute, and the tokens of a tile.
+# The number of computing groups, and the tokens of a tile.
 GROUPS = 2
 TILE = GROUPS * SIZE
-# Blocks in shared memory at a time. With heads of 128 numbers of 16 bits, they and what
-# stays there take 192 of 227 KiB where both sides have two arrays of heads.
+# Blocks in shared memory at a time. With 128 16-bit numbers per head and two arrays per
+# side, blocks and tile take 192 of 227 KiB.
 _DEPTH = 4
-# Registers of a thread: 3 groups of 128 have 65,536, and the one that copies needs few.
+# Registers per thread: 3 groups of 128 share 65,536, and the copying group needs few.
 _COPYING, _COMPUTING = 40, 232
 
 
 class Hopper:
-  """What is done with numbers in registers, on an H100: they have layouts."""
+  """Operations on numbers in the registers of a Hopper GPU, which have layouts."""
 
   def full(self, shape: tuple[int, ...], value: float) -> Array:
-    """Makes float32 numbers for rows, [M], or for rows and columns, [M, ...]."""
+    """Makes a float32 array of rows [M], or of rows and columns [M, ...]."""
     layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
   def load(self, ref: Any) -> Array:
-    """Loads a number for each row from shared memory."""
+    """Loads one number per row from shared memory."""
     return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(1))
 
   def load_columns(self, ref: Any) -> Array:
-    """Loads a number for each column, and repeats it in each row, [M, U]."""
+    """Loads one number per column and repeats it in each row, [M, U]."""
     x_U = plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(0))
     x_MU = jax.lax.broadcast_in_dim(x_U, (SIZE, SIZE), [1])
     return plgpu.layout_cast(x_MU, plgpu.Layout.WGMMA)
 
   def cast(self, ref: Any, wide_ref: Any) -> None:
-    """Casts the integers of a block, from shared memory to shared memory."""
+    """Casts a block of integers, from shared memory to shared memory."""
     x_UH = plgpu.load(ref, (), layout=plgpu.Layout.WGMMA_UPCAST_2X)
     wide_UH = x_UH.astype(wide_ref.dtype)
     wide_ref[...] = plgpu.layout_cast(wide_UH, plgpu.Layout.WGMMA)
@@ -84,14 +85,10 @@ class Hopper:
 
 
 class Interpreted:
-  """The same for Pallas' interpreter.
-
-  It has copies and barriers, but (jax 0.10.2) neither layouts of registers nor transposed
-  operands.
-  """
+  """The operations of `Hopper` for Pallas' interpreter."""
 
   def full(self, shape: tuple[int, ...], value: float) -> Array:
-    """Makes float32 numbers."""
+    """Makes a float32 array of `shape`."""
     return jnp.full(shape, value, jnp.float32)
 
   def load(self, ref: Any) -> Array:
@@ -103,7 +100,7 @@ class Interpreted:
     return jax.lax.broadcast_in_dim(ref[...], (SIZE, SIZE), [1])
 
   def cast(self, ref: Any, wide_ref: Any) -> None:
-    """Casts."""
+    """Casts a block of integers."""
     wide_ref[...] = ref[...].astype(wide_ref.dtype)
 
   def count(self, axis: int) -> Array:
@@ -125,16 +122,16 @@ Registers = Hopper | Interpreted
 
 
 def choose(interpret: Any) -> Registers:
-  """Returns those of the interpreter where its parameters are given."""
+  """Returns the interpreter's operations if `interpret` has its parameters."""
   return Interpreted() if interpret else Hopper()
 
 
 class Tokens(NamedTuple):
-  """Tokens in shared memory: those of a tile that one group has, or a block.
+  """Tokens in shared memory: one group's part of a tile, or a block.
 
   Attributes:
-    refs: Their numbers, in the order in which `compute` got the arrays.
-    first: The place of the first token in its row.
+    refs: The tokens' numbers, in the order of the arrays passed to `compute`.
+    first: The index of the first token in its row.
   """
 
   refs: tuple
@@ -142,13 +139,13 @@ class Tokens(NamedTuple):
 
 
 class Work(NamedTuple):
-  """What a group computes.
+  """The computation of a group.
 
   Attributes:
-    name: What the kernel is called in a profile.
-    begin: Registers, head dim -> the sums before the first block.
-    add: Registers, the tile, a block, the sums -> the sums with the block.
-    end: The sums, head dim -> what is stored.
+    name: The kernel's name in a profile.
+    begin: (registers, head dim) -> the sums before the first block.
+    add: (registers, the tile, a block, the sums) -> the sums with the block.
+    end: (the sums, head dim) -> the outputs.
   """
 
   name: str
@@ -161,20 +158,20 @@ def compute(work: Work, lists, *, tiles, blocks, outputs, interpret) -> tuple[Ar
   """Computes all tiles.
 
   Args:
-    work: What is computed.
-    lists: The blocks that come by each tile [rows, tiles, blocks], and their count.
+    work: The computation.
+    lists: The blocks to stream past each tile [rows, tiles, blocks], and their count.
     tiles: The arrays of the tiles' side: [rows, tokens, heads, head dim] first, then
       [rows, heads, tokens] or [rows, tokens].
-    blocks: Those of the blocks' side. Where it has more heads, all those that share a
-      head of the tiles come by; where it has fewer, the one that the tile's head shares.
-    outputs: Like arrays of the tiles' side, and in the order of the first of them, in
-      whose shared memory they are gathered; then [rows, heads, tokens].
+    blocks: The arrays of the blocks' side. If it has more heads, a tile gets all heads
+      that share the tile's head; if it has fewer, the head that the tile's head shares.
+    outputs: The outputs' shapes and dtypes: first like the leading arrays of `tiles`,
+      whose shared memory they reuse; then [rows, heads, tokens].
     interpret: The parameters of Pallas' interpreter, for tests.
   """
   rows, tokens, heads, head_dim = tiles[0].shape
 
   def shared(array, *leading: int) -> Any:
-    """Shared memory for tokens of an array."""
+    """Describes shared memory for SIZE tokens of an array."""
     if array.ndim < 4:
       return plgpu.SMEM((*leading, SIZE), array.dtype)
     tiling = plgpu.TilingTransform((8, 128 // array.dtype.itemsize))
@@ -196,7 +193,7 @@ def compute(work: Work, lists, *, tiles, blocks, outputs, interpret) -> tuple[Ar
     grid_names=('tile', 'head', 'row'),
     num_threads=GROUPS + 1,
     thread_name='group',
-    # Powers of 2 by one instruction.
+    # Computes powers of 2 with one instruction.
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,
     kernel_name=work.name,
@@ -205,16 +202,17 @@ def compute(work: Work, lists, *, tiles, blocks, outputs, interpret) -> tuple[Ar
 
 
 class _BlockStream(NamedTuple):
-  """The blocks that come by a tile, one after the other.
+  """The blocks streamed past a tile, one after the other.
 
   Attributes:
-    numbers: Which blocks, and how many.
-    refs: Their arrays in main memory.
-    smem: _DEPTH blocks of them.
-    arrived: Barriers of the copies to each place.
-    read: Barriers of the groups that have read what is there.
-    passes: How many heads come by.
-    head: The first of them.
+    numbers: The blocks' indices.
+    count: The number of blocks.
+    refs: The blocks' arrays in main memory.
+    smem: Shared memory for _DEPTH blocks.
+    arrived: For each place in shared memory, the barrier of the copies to it.
+    read: For each place, the barrier of the groups that have read it.
+    passes: The number of heads to stream.
+    head: The first of these heads.
   """
 
   numbers: Any
@@ -227,12 +225,12 @@ class _BlockStream(NamedTuple):
   head: Array
 
   def locate(self, step) -> tuple[Array, Array]:
-    """Returns the place in shared memory and the first token of a block."""
+    """Returns a step's place in shared memory and the first token of its block."""
     block = self.numbers[jax.lax.rem(step, self.count)]
     return jax.lax.rem(step, jnp.int32(_DEPTH)), block * SIZE
 
   def copy(self, row) -> None:
-    """Copies all blocks, each to where the one _DEPTH steps before has been read."""
+    """Copies each block to the place of the block _DEPTH steps before, once read."""
     steps = self.count * self.passes
 
     def fetch(step, _):
@@ -249,7 +247,7 @@ class _BlockStream(NamedTuple):
     jax.lax.fori_loop(0, steps + _DEPTH, fetch, None)
 
   def fold(self, add: Callable, sums: tuple) -> tuple:
-    """Adds all blocks to the sums, each when it has arrived."""
+    """Adds all blocks to the sums, each once it has arrived."""
 
     def read(step, sums):
       place, first = self.locate(step)
@@ -270,7 +268,7 @@ def _kernel(
   work: Work,
   registers: Registers,
 ):
-  """Computes one tile, of one head and row."""
+  """Computes one tile of one head and row."""
   *out_refs, tiles_smem, blocks_smem, numbers_smem, loaded, arrived, read = refs
   names = 'tile', 'head', 'row', 'group'
   tile, head, row, group = (jax.lax.axis_index(name) for name in names)
@@ -311,7 +309,7 @@ def _kernel(
 
 
 def _find_tokens(ref, row, head, first) -> Any:
-  """Returns SIZE tokens of a row, of one head where there are heads, from `first` on."""
+  """Returns SIZE tokens of a row from `first` on, of one head if the array has heads."""
   tokens = pl.ds(first, SIZE)
   places = {4: (row, tokens, head), 3: (row, head, tokens), 2: (row, tokens)}
   return ref.at[places[len(ref.shape)]]

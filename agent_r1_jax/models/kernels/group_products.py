@@ -1,9 +1,9 @@
-"""Products of rows that are sorted by group with each group's matrix.
+"""Grouped matmuls: products of rows, sorted by group, with their group's matrix.
 
 XLA has no kernel for them on GPUs: its ragged product computes every group for every row.
-These are the kernels that JAX ships beside Pallas, for GPUs of Hopper's kind and for TPUs
-(megablox), which read the rows of a group alone. On such a GPU each process checks them
-first; without them experts compute in rounds (experts.py).
+The kernels here ship with JAX's Pallas, for Hopper GPUs and for TPUs (megablox), and read
+only a group's own rows. On a Hopper GPU each process checks the kernel first; without it
+experts compute in rounds (experts.py).
 
 Letters: S rows, E groups, X numbers of a row, Y numbers of its product.
 """
@@ -19,17 +19,17 @@ from jaxtyping import Float, Int
 from agent_r1_jax.models import sharding
 from agent_r1_jax.models.kernels import hopper
 
-# 0 in the environment leaves the kernels for GPUs out.
+# 0 in the environment disables the GPU kernels.
 VARIABLE = 'AGENT_R1_GROUP_PRODUCTS'
 INSTEAD = 'Experts compute in rounds, as many as the busiest one needs'
-# GPUs: numbers of a row in a block, and blocks in shared memory at a time.
+# GPUs: numbers per row in a block, and blocks in shared memory at a time.
 _DEPTH, _STEPS = 64, 4
-# TPUs: the lanes of a tile, and the most numbers of a row in a block.
+# TPUs: the lanes of a tile, and the most numbers per row in a block.
 _LANES, _WIDEST = 128, 1024
 
 
 def supports(rows: int, sizes: tuple[int, ...], dtype: Any) -> bool:
-  """Whether a kernel for this platform takes so many rows, and numbers of a row."""
+  """Whether this platform has a kernel for so many rows, and sizes of rows."""
   parts = (rows, *sizes) if sharding.platform() == 'tpu' else sizes
   least = _LANES if sharding.platform() == 'tpu' else _DEPTH
   return jnp.dtype(dtype) == jnp.bfloat16 and not any(n % least for n in parts)
@@ -41,7 +41,7 @@ def multiply(
 ) -> Float[Array, 'S Y']:
   """Multiplies the first sizes[0] rows by the first matrix, the next by the second, ...
 
-  The rows that are left become 0.
+  The remaining rows become 0.
   """
   return _multiply(x_SX, kernel_EXY, sizes_E, transposed=False)
 
@@ -52,8 +52,8 @@ def _forward(x_SX, kernel_EXY, sizes_E):
 
 def _backward(saved, dy_SY):
   x_SX, kernel_EXY, sizes_E = saved
-  # A kernel leaves rows of other groups out by products with 0, so that the rows that are
-  # left have to be finite in both, and 0 in one.
+  # A kernel masks rows of other groups by multiplying with 0, so the rows of no group
+  # must be finite in both operands, and 0 in one.
   dkernel_EXY = _multiply_groups(x_SX, _clear(dy_SY, sizes_E), sizes_E)
   return _multiply(dy_SY, kernel_EXY, sizes_E, transposed=True), dkernel_EXY, None
 
@@ -113,7 +113,7 @@ def _describe_pipeline() -> dict[str, Any]:
 
 
 def _choose_rows(S: int, groups: int) -> int:
-  """Returns the rows of a block: a quarter of a group, whose ends cost one each."""
+  """Returns the rows per block: a quarter of a mean group, as each end wastes a block."""
   sizes = (512, 256, 128) if sharding.platform() == 'tpu' else (128, 64)
   return next((n for n in sizes if 4 * n * groups <= S and S % n == 0), sizes[-1])
 
@@ -123,20 +123,20 @@ def _choose_block(size: int) -> int:
 
 
 def _choose_tile(size: int) -> int:
-  """Returns the largest whole part of `size` that a TPU's block may have."""
+  """Returns the largest divisor of `size` that a TPU's block may have."""
   return max(n for n in range(_LANES, _WIDEST + 1, _LANES) if size % n == 0)
 
 
 def _clear(y_SY, sizes_E) -> Array:
-  """Clears the rows of no group, which no kernel writes."""
+  """Sets rows of no group to 0, which kernels leave unwritten."""
   return jnp.where((jnp.arange(len(y_SY)) < sizes_E.sum())[:, None], y_SY, 0)
 
 
 def measure_gap() -> float:
-  """Measures the largest difference to plain products, and their gradients, here.
+  """Measures the largest difference to plain products and their gradients on this device.
 
-  One group is empty, others end within a block, and some rows are left. It is a share of
-  the largest number.
+  The result is relative to the largest number. One group is empty, others end within a
+  block, and some rows have no group.
   """
   sizes_E = jnp.asarray([100, 0, 300, 57, 500], jnp.int32)
   keys = jax.random.split(jax.random.key(0), 3)
@@ -157,7 +157,7 @@ def measure_gap() -> float:
 
 
 def multiply_plainly(x_SX, kernel_EXY, sizes_E) -> Array:
-  """The definition of `multiply`: each row by every matrix, of which one is its own."""
+  """The definition of `multiply`: multiplies rows by all matrices, and masks others'."""
   starts_S = jnp.arange(len(x_SX))
   group_S = jnp.searchsorted(jnp.cumsum(sizes_E), starts_S, side='right')
   mine_SE = group_S[:, None] == jnp.arange(len(sizes_E))[None]

@@ -1,7 +1,7 @@
-"""When kernels for GPUs of Hopper's kind (H100, H200) are used.
+"""Decides when kernels for Hopper GPUs (H100, H200) are used.
 
-Each process checks one before its first use: such a kernel is compiled for GPUs that are
-not here, so that what it computes on one is not known before.
+Each process checks a kernel before its first use: the kernels were developed by
+ahead-of-time compilation, and their results on a GPU are not known in advance.
 """
 
 import concurrent.futures
@@ -16,27 +16,27 @@ import numpy as np
 
 from agent_r1_jax.models import sharding
 
-# In the names of GPUs with the instructions that the kernels have; GH200 and H200 too.
+# Parts of the names of GPUs with the kernels' instructions, including GH200 and H200.
 _HOPPER = ('H100', 'H20', 'H800')
-# The most that outputs of size 1, or a part of the largest number of outputs and
-# gradients, may differ from XLA's: a few bits of bfloat16.
+# The largest allowed difference to XLA, for outputs of size 1 or relative to the largest
+# output or gradient: a few bits of bfloat16.
 _LARGEST_GAP = 0.05
-# How long that is waited for, compilation included.
+# The time limit of a check, compilation included.
 _CHECK_SECONDS = 300.0
 _LOGGER = logging.getLogger(__name__)
 
 
 def is_here() -> bool:
-  """Whether programs are for a GPU of the kind of the H100."""
+  """Whether programs are compiled for a Hopper GPU."""
   return sharding.platform() == 'gpu' and any(
     kind in sharding.device_kind() for kind in _HOPPER
   )
 
 
 def find_gap(found: Any, plain: Any) -> float:
-  """Finds the largest difference of arrays, as a share of the largest of the plain ones.
+  """Finds the largest difference of arrays, relative to the largest plain number.
 
-  The host does: XLA's maximum may leave NaN out (on a CPU, jax 0.10.2).
+  Computed on the host, because XLA's maximum may ignore NaN (on a CPU, jax 0.10.2).
   """
 
   def compare(x, y):
@@ -48,31 +48,31 @@ def find_gap(found: Any, plain: Any) -> float:
 
 @functools.cache
 def passes_check(kernel: Any, *sizes) -> bool:
-  """Whether a kernel for GPUs computes here what XLA does; else a warning says so.
+  """Whether a GPU kernel gives XLA's results on this device; warns if not.
 
   Args:
     kernel: A module with `measure_gap`, `VARIABLE`, which is 0 in the environment to
-      leave the kernel out, and what happens `INSTEAD`.
-    *sizes: What its `measure_gap` is given.
+      disable the kernel, and `INSTEAD`, which names the fallback.
+    *sizes: The arguments of `measure_gap`.
   """
   if os.environ.get(kernel.VARIABLE) == '0':
     return False
   if jax.default_backend() != 'gpu':
-    return True  # Programs are only compiled, for GPUs that are not here.
+    return True  # Ahead-of-time compilation, without a GPU.
   answer: concurrent.futures.Future[float] = concurrent.futures.Future()
 
   def measure():
     try:
       answer.set_result(kernel.measure_gap(*sizes))
-    except Exception as error:  # Whatever its compiler or the driver raises.
+    except Exception as error:  # From the kernel's compiler or the driver.
       answer.set_exception(error)
 
-  # A thread of its own, where no program is being traced; nobody waits for its end.
+  # In a separate thread, where no program is being traced; it need not end.
   threading.Thread(target=measure, daemon=True).start()
   try:
     gap = answer.result(_CHECK_SECONDS)
   except TimeoutError as error:
-    # What hangs on a GPU holds up all that comes after it.
+    # A kernel that hangs blocks everything queued after it on the GPU.
     raise RuntimeError(
       f'the check of {kernel.__name__} has given no answer within {_CHECK_SECONDS:g} '
       f'seconds; {kernel.VARIABLE}=0 leaves the kernel out.'
@@ -86,10 +86,10 @@ def passes_check(kernel: Any, *sizes) -> bool:
 
 
 def passes_everywhere(kernel: Any, *sizes) -> bool:
-  """Whether the kernel passes its check, of a program that all processes run together.
+  """Whether a kernel passes its check, for programs that all processes run together.
 
   Raises:
-    RuntimeError: It fails here, and there are other processes, which may use it.
+    RuntimeError: The check fails here, while other processes may use the kernel.
   """
   passes, left_out = passes_check(kernel, *sizes), os.environ.get(kernel.VARIABLE) == '0'
   if not passes and not left_out and jax.process_count() > 1:

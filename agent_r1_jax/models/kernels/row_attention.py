@@ -1,18 +1,19 @@
-"""Attention over packed rows on GPUs of Hopper's kind, in Pallas (Mosaic GPU).
+"""Attention over packed rows on Hopper GPUs, in Pallas (Mosaic GPU).
 
-cuDNN knows a mask only as an addend of T x T numbers for each row. This kernel is told
-where the span of each key ends, as that for TPUs is (tpu_attention.py), and knows whole
-texts and the paths of trees by it. As in FlashAttention (arXiv 2205.14135), the softmax
-is joined from block to block, and the backward pass computes the scores again.
+cuDNN takes a mask only as a bias of T x T numbers per row. This kernel takes the end of
+each key's span, as the TPU kernel does (tpu_attention.py), which covers both segments and
+the paths of trees. As in FlashAttention (arXiv 2205.14135), the softmax is accumulated
+over blocks, and the backward pass recomputes the scores.
 
-Tiles (gpu.py) are queries, by which keys and values come, except in the kernel for
-the gradients of keys and values, by which the queries of all heads that share them come.
+Tiles (gpu.py) are queries, past which keys and values are streamed. In the kernel for the
+gradients of keys and values, tiles are keys, past which the queries of all heads that
+share them are streamed.
 
-It has been compiled for an H100 and interpreted on a CPU, and has not run on a GPU: there
-it is used only if it computes what XLA does (attention_kernels.py).
+The kernel has been compiled for an H100 and interpreted on a CPU, and has not run on a
+GPU: there it is used only if its results match XLA's (attention_kernels.py).
 
-Letters as in attention.py, and: M = 64 tokens of a tile that one group of threads has,
-U = 64 tokens of a block, A blocks of a row, C tiles of a row.
+Letters as in attention.py, and: M = 64 tokens of a tile in one group of threads, U = 64
+tokens of a block, A blocks of a row, C tiles of a row.
 """
 
 from collections.abc import Callable
@@ -28,25 +29,25 @@ from jaxtyping import Float, Int
 from agent_r1_jax.models.kernels import block_attention, gpu, hopper
 
 _M = _U = gpu.SIZE
-# What is 0 in the environment where the kernel is not to be used, and what happens then.
+# 0 in the environment disables the kernel; INSTEAD names the fallback.
 VARIABLE = 'AGENT_R1_ROW_ATTENTION'
 INSTEAD = 'Rows attend by cuDNN, with a mask of T x T numbers'
-# Stands for -∞, so that no difference is NaN.
+# Stands for -∞, whose differences would be NaN.
 _LOWEST = -1e30
 
 
 def supports(tokens: int, head_dim: int, dtype: Any) -> bool:
-  """Whether the kernel takes rows of these tokens, of a model of this dtype."""
+  """Whether the kernel supports rows of so many tokens, and this head dim and dtype."""
   return (
     jnp.dtype(dtype) == jnp.bfloat16 and tokens % gpu.TILE == 0 and head_dim in (64, 128)
   )
 
 
 def measure_gap(H: int) -> float:
-  """Measures the largest difference to plain attention, on two rows of this machine.
+  """Measures the largest difference to plain attention on this device.
 
-  One has three texts and padding, the other a tree. Of a gradient it is the share of its
-  largest number.
+  One row has three segments and padding, the other a tree. For gradients, the difference
+  is relative to the largest number.
   """
   T, keys = 2 * gpu.TILE, jax.random.split(jax.random.key(0), 4)
   tree = [T] * 100 + [170] * 70 + [T] * (T - 170)
@@ -75,8 +76,8 @@ def attend(
 ) -> Float[Array, 'B T N H']:
   """Attends from position t to each position s with s <= t < ends[s].
 
-  T is a multiple of gpu.TILE, and each token sees itself. `interpret` are the
-  parameters of Pallas' interpreter, for tests.
+  T is a multiple of gpu.TILE, and each token sees itself. `interpret` has the parameters
+  of Pallas' interpreter, for tests.
   """
   return _attend(q_BTNH, k_BTKH, v_BTKH, ends_BT.astype(jnp.int32), interpret)
 
@@ -129,10 +130,10 @@ _attend.defvjp(_forward, _backward)
 
 
 def _list_seen(ends_BT, *, of_keys: bool) -> tuple[Array, Array]:
-  """Lists the blocks that come by each tile, [B, C, A], and counts them, [B, C].
+  """Lists the blocks to stream past each tile, [B, C, A], and counts them, [B, C].
 
   They are the blocks of keys that a tile of queries sees, or, with `of_keys`, the blocks
-  of queries that see a tile of keys. What stands after the count does not come.
+  of queries that see a tile of keys. Entries after the count are not streamed.
   """
   seen_BAA = block_attention.find_seen(ends_BT.reshape(len(ends_BT), -1, _U))
   seen_BAA = jnp.swapaxes(seen_BAA, 1, 2) if of_keys else seen_BAA
@@ -148,7 +149,7 @@ def _begin_forward(registers, H: int) -> tuple:
 
 
 def _add_keys(registers, tile: gpu.Tokens, block: gpu.Tokens, sums: tuple) -> tuple:
-  """Adds a block to the output, and to the maximum and the sum of its weights."""
+  """Adds a block of keys to the output, the maximum score and the sum of weights."""
   (q_ref,), (k_ref, v_ref, ends_ref) = tile.refs, block.refs
   out_MH, top_M, sum_M = sums
   score_MU = _score_queries(registers, q_ref, k_ref, ends_ref, tile, block)
@@ -161,7 +162,7 @@ def _add_keys(registers, tile: gpu.Tokens, block: gpu.Tokens, sums: tuple) -> tu
 
 
 def _end_forward(sums: tuple, H: int) -> tuple:
-  """Returns the output, and the logarithm to base 2 of the sum of its weights."""
+  """Returns the output, and the base-2 logarithm of the sum of its weights."""
   out_MH, top_M, sum_M = sums
   return out_MH / _repeat(sum_M, out_MH), top_M + jnp.log(sum_M) * math.log2(math.e)
 
@@ -173,7 +174,7 @@ def _begin_gradients(count: int) -> Callable:
 def _differentiate_queries(
   registers, tile: gpu.Tokens, block: gpu.Tokens, sums: tuple
 ) -> tuple:
-  """Adds what a block of keys gives to the gradient of the queries."""
+  """Adds a block of keys to the gradient of the queries."""
   (q_ref, dout_ref, lse_ref, sum_ref), (k_ref, v_ref, ends_ref) = tile.refs, block.refs
   score_MU = _score_queries(registers, q_ref, k_ref, ends_ref, tile, block)
   p_MU = jnp.exp2(score_MU - _repeat(registers.load(lse_ref), score_MU))
@@ -189,7 +190,7 @@ def _end_queries(sums: tuple, H: int) -> tuple:
 def _differentiate_keys(
   registers, tile: gpu.Tokens, block: gpu.Tokens, sums: tuple
 ) -> tuple:
-  """Adds what a block of queries gives to the gradients of keys and values."""
+  """Adds a block of queries to the gradients of keys and values."""
   (k_ref, v_ref, ends_ref), (q_ref, dout_ref, lse_ref, sum_ref) = tile.refs, block.refs
   dk_MH, dv_MH = sums
   score_MU = registers.multiply(k_ref, q_ref, (_M, _U), transposed=True)
@@ -216,11 +217,11 @@ def _score_queries(registers, q_ref, k_ref, ends_ref, tile, block) -> Array:
 
 
 def _hide(score_MU, key_MU, query_MU, end_MU, H: int) -> Array:
-  """Scales scores for powers of 2, and lowers those of keys that a query does not see."""
+  """Scales scores for exp2, and masks the keys that a query does not see."""
   seen_MU = (key_MU <= query_MU) & (query_MU < end_MU)
   return jnp.where(seen_MU, score_MU * (H**-0.5 * math.log2(math.e)), _LOWEST)
 
 
 def _repeat(x_M: Array, like: Array) -> Array:
-  """Repeats a number of each row in all columns of `like`."""
+  """Repeats each row's number in all columns of `like`."""
   return jax.lax.broadcast_in_dim(x_M, like.shape, [0])

@@ -1,23 +1,22 @@
-"""Attention to the used slots of a cache: a kernel for GPUs.
+"""Attention to the used slots of a cache: a kernel for Hopper GPUs.
 
-XLA's attention reads as many slots of each row as the longest text needs, rounded up to a
-bucket, and for a prefill it keeps all scores in memory. This kernel (Pallas, Mosaic GPU)
-reads of each row the blocks that its text uses, and scores stay in registers.
+XLA's attention reads in every row the slots that the longest sequence needs, rounded up
+to a bucket, and in a prefill it stores all scores. This kernel (Pallas, Mosaic GPU) reads
+in each row only the blocks that its sequence uses, and keeps scores in registers.
 
-The queries of a row that share a key-value head, all heads of all tokens, are computed 64
-at a time, as the tensor cores multiply them; where there are fewer, the others are zeros.
-A program computes one such tile over each `parts`-th block of slots, so that few rows
-fill a GPU too and all parts have equally much to do. It copies blocks to shared memory
-ahead of the tensor cores, and leaves the maximum and the sum of its weights with its
-output, by which XLA joins the parts.
+Queries of a row that share a key-value head, from all its heads and tokens, are computed
+in tiles of 64, the tensor cores' size, padded with zeros. A program computes one tile
+over every `parts`-th block of slots, so that few rows fill a GPU too and parts have equal
+work. It copies blocks to shared memory ahead of the tensor cores, and stores the maximum
+and the sum of its weights next to its output, so that XLA can combine the parts.
 
-Of a cache of 8 bits (kv_cache.py) integers and their scales are copied. A block is cast
-in shared memory before its product, whose other operand or result takes the scales.
+From an 8-bit cache (kv_cache.py) integers and scales are copied. A block is cast in
+shared memory before its product; the scales multiply the other operand or the result.
 
-It has been compiled for an H100 and interpreted on a CPU, and has not run on a GPU: there
-it is used only if it computes what XLA does (attention_kernels.py).
+The kernel has been compiled for an H100 and interpreted on a CPU, and has not run on a
+GPU: there it is used only if its results match XLA's (attention_kernels.py).
 
-Letters as in attention.py, and M = 64 queries, Q tiles of them, P parts, U slots of a
+Letters as in attention.py, and M = 64 queries of a tile, Q tiles, P parts, U slots of a
 block.
 """
 
@@ -36,30 +35,30 @@ import numpy as np
 from agent_r1_jax.models import kv_cache
 from agent_r1_jax.models.kernels import gpu
 
-# Queries of a tile, and the slots of a block.
+# The queries of a tile, and the slots of a block.
 _M = BLOCK = gpu.SIZE
-# Blocks of keys and of values that are in shared memory at a time: with heads of 128
-# numbers of 16 bits 128 of 227 KiB.
+# Blocks of keys and of values in shared memory at a time: with 128 16-bit numbers per
+# head they take 128 of 227 KiB.
 _DEPTH = 4
 # The cores of an H100, and the most parts.
 _CORES, _MOST_PARTS = 132, 16
-# What is 0 in the environment where the kernel is not to be used, and what happens then.
+# 0 in the environment disables the kernel; INSTEAD names the fallback.
 VARIABLE = 'AGENT_R1_SLOT_ATTENTION'
 INSTEAD = 'The cache is read by XLA, in whole buckets'
-# Stands for -∞ where a part has no slot, so that no difference is NaN.
+# Stands for -∞, whose differences would be NaN in a part without slots.
 _LOWEST = -1e30
 
 
 def supports(shape: tuple[int, ...], dtype: Any) -> bool:
-  """Whether the kernel takes a cache [B, K, S, H] of a model of this dtype."""
+  """Whether the kernel supports a cache [B, K, S, H] and a model of this dtype."""
   _, _, S, H = shape
   return jnp.dtype(dtype) == jnp.bfloat16 and S % BLOCK == 0 and H in (64, 128)
 
 
 def measure_gap(H: int, rounded: bool = False) -> float:
-  """Measures the largest difference to plain attention, on a few rows of this machine.
+  """Measures the largest difference to plain attention on this device, on a few rows.
 
-  If it is `rounded`, the cache has 8 bits.
+  With `rounded`, the cache has 8 bits.
   """
   B, T, N, K, S = 4, 5, 32, 2, 4 * BLOCK
   keys = jax.random.split(jax.random.key(0), 3)
@@ -74,14 +73,14 @@ def measure_gap(H: int, rounded: bool = False) -> float:
     scales = k_BKS, v_BKS
   out_BTNH = jax.jit(attend)(q_BTNH, k_BKSH, v_BKSH, positions_BT, scales=scales)
   plain_BTNH = attend_plainly(q_BTNH, k_BKSH, v_BKSH, positions_BT, scales)
-  # As hopper.find_gap: on the host, and of outputs that are of size 1.
+  # On the host, as in hopper.find_gap; the outputs are of size 1.
   return float(np.abs(np.asarray(out_BTNH, np.float32) - np.asarray(plain_BTNH)).max())
 
 
 def attend_plainly(
   q_BTNH, k_BKSH, v_BKSH, positions_BT, scales: kv_cache.Scales | None = None
 ) -> Float[Array, 'B T N H']:
-  """Computes `attend` in float32 by XLA."""
+  """Computes `attend` in float32 with XLA."""
   if scales:
     k_BKSH, v_BKSH = k_BKSH * scales[0][..., None], v_BKSH * scales[1][..., None]
   k_BSKH, v_BSKH = jnp.swapaxes(k_BKSH, 1, 2), jnp.swapaxes(v_BKSH, 1, 2)
@@ -100,17 +99,17 @@ def attend(
   interpret: Any = None,
   scales: kv_cache.Scales | None = None,
 ) -> Float[Array, 'B T N H']:
-  """Attends to every slot at or before the query's position, which is one of S.
+  """Attends to every slot up to the query's position, which must be below S.
 
-  The queries share `heads` key-value heads from `first` on, by default all; the others
-  are not read. `interpret` are the parameters of Pallas' interpreter, for tests. A cache
-  of int8 has `scales`.
+  The queries share `heads` key-value heads from `first` on, by default all; other heads
+  are not read. `interpret` has the parameters of Pallas' interpreter, for tests. An int8
+  cache has `scales`.
   """
   B, T, N, H = q_BTNH.shape
   K, S = heads or k_BKSH.shape[1], k_BKSH.shape[2]
   G = N // K
   tiles = -(-G * T // _M)
-  # Of the 64 queries of a tile, those that are written.
+  # The queries of a tile that are written.
   rows = min(_M, -(-G * T // 8) * 8)
   parts = _count_parts(B * K * tiles, S // BLOCK)
   spare = (0, tiles * _M - G * T)
@@ -151,7 +150,7 @@ def _list_scratch(H: int, dtype: Any, *, rounded: bool) -> tuple:
   """Returns the shared memory and the barriers of `_kernel`."""
 
   def block(*shape: int, dtype: Any) -> Any:
-    """In tiles of 8 times as many numbers as 128 bytes hold, or all that a row has."""
+    """Describes memory in tiles of 8 rows of at most 128 bytes."""
     size = min(128, H * jnp.dtype(dtype).itemsize)
     tiling = plgpu.TilingTransform((8, size // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(size)))
@@ -169,7 +168,7 @@ def _list_scratch(H: int, dtype: Any, *, rounded: bool) -> tuple:
 
 
 def _count_parts(programs: int, blocks: int) -> int:
-  """Returns the number of parts that keeps most cores busy; of equals the fewest."""
+  """Returns the smallest number of parts that keeps the most cores busy."""
 
   def share(parts: int) -> float:
     waves = -(-programs * parts // _CORES)
@@ -181,24 +180,24 @@ def _count_parts(programs: int, blocks: int) -> int:
 class _Slots(NamedTuple):
   """Keys or values on their way from main memory to the tensor cores."""
 
-  refs: tuple[Any, Any]  # All of them, and their scales or None.
-  smem: tuple[Any, Any]  # _DEPTH blocks of them.
+  refs: tuple[Any, Any]  # The full arrays: numbers, and scales or None.
+  smem: tuple[Any, Any]  # _DEPTH blocks of each.
   barriers: Any
-  wide_smem: Any  # Where a block of 8 bits is cast, if they have 8 bits.
+  wide_smem: Any  # Where 8-bit blocks are cast to.
 
   def fetch(self, at: tuple, place: Any) -> None:
-    """Begins to copy a block."""
+    """Starts copying a block."""
     for ref, smem in zip(self.refs, self.smem, strict=True):
       if ref is not None:
         plgpu.copy_gmem_to_smem(ref.at[at], smem.at[place], self.barriers.at[place])
 
   def receive(self, place: Any, registers: Any) -> tuple[Any, Array | None]:
-    """Waits for a block; returns it, and its scales for each query, [M, U], if any."""
+    """Waits for a block; returns it and its scales, repeated per query [M, U], if any."""
     plgpu.barrier_wait(self.barriers.at[place])
     block, scales = self.smem
     if scales is None:
       return block.at[place], None
-    # Before the cast, at whose end all threads have read what is overwritten next.
+    # Before the cast, after which the scales may be overwritten.
     scale_MU = registers.load_columns(scales.at[place])
     registers.cast(block.at[place], self.wide_smem)
     return self.wide_smem, scale_MU
@@ -234,7 +233,7 @@ def _kernel(
   steps = jax.lax.div(jnp.maximum(blocks - part + (parts - 1), 0), jnp.int32(parts))
 
   def fetch(step):
-    """Begins to copy a block, to where the block _DEPTH steps before was."""
+    """Starts copying a block to the place of the block _DEPTH steps before."""
     place = jax.lax.rem(step, jnp.int32(_DEPTH))
     at = row, first_ref[0] + head, pl.ds((part + step * parts) * BLOCK, BLOCK)
     keys.fetch(at, place)
@@ -287,9 +286,9 @@ def _store(sums, sums_smem, refs, rows: int) -> None:
 
 
 def _weigh(score_MU: Array, seen_MU: Array, sums: tuple) -> tuple[Array, tuple]:
-  """Returns the weights of a block, and the sums before it in terms of its maximum.
+  """Returns a block's weights, and the earlier sums rescaled to the new maximum.
 
-  Weights are powers of 2, which a GPU computes faster than those of e.
+  Weights are powers of 2, which a GPU computes faster than powers of e.
   """
   out_MH, top_M, sum_M = sums
   score_MU *= out_MH.shape[1] ** -0.5 * math.log2(math.e)

@@ -1,25 +1,24 @@
 """Attention on TPUs, in Pallas: along the paths of trees, and of many tokens to a cache.
 
-As in FlashAttention (arXiv 2205.14135), the softmax is joined from one block of keys to
-the next: of all blocks before, a kernel keeps the weighted sum of the values, the sum of
-the weights and the largest score. Scores never leave the core.
+As in FlashAttention (arXiv 2205.14135), the softmax is accumulated over blocks of keys: a
+kernel keeps the weighted sum of the values, the sum of the weights and the largest score
+so far. Scores never leave the core.
 
-Arrays of scores have keys in rows and queries in columns. What there is of a query, such
-as the sum of its weights, is then a row of numbers that lie side by side, where a column
-of them would take 128 times its memory. The only column of numbers is that of the keys'
-ends in trees, which all heads share.
+Arrays of scores have keys in rows and queries in columns, so that a number per query,
+such as the sum of its weights, is a contiguous row; a column would take 128 times the
+memory. The only column is the keys' ends in trees, which all heads share.
 
-Along trees, a block of queries reads the blocks of keys that one of its queries sees, and
-the backward pass computes the scores again. The lists of such blocks are computed before
-a kernel begins, so that a block that nothing sees is not fetched either.
+Along trees, a block of queries reads the blocks of keys that any of its queries sees, and
+the backward pass recomputes the scores. The lists of blocks are computed before a kernel
+begins, so that blocks without a reader are not fetched.
 
-Of a cache, the blocks of slots are read that a row's tokens see. The queries that share a
-key-value head, all heads of all tokens, are computed together, so that keys and values
-are read once for a block of them. This kernel has been interpreted on a CPU and compiled
-for TPUs, and has not run on one.
+From a cache, the kernel reads the blocks of slots that a row's tokens see. Queries that
+share a key-value head, from all its heads and tokens, are computed together, so that keys
+and values are read once per block of queries. This kernel has been interpreted on a CPU
+and compiled for TPUs, and has not run on a TPU.
 
-Letters as in attention.py, and: A blocks of a row, U tokens of a block of keys and one of
-queries in trees; of a cache X = T G queries in blocks of Q, and P slots of a block.
+Letters as in attention.py, and: A blocks of a row, U tokens of a block of keys or queries
+in trees; with a cache, X = T G queries in blocks of Q, and P slots of a block.
 """
 
 import math
@@ -34,13 +33,13 @@ from jaxtyping import Bool, Float, Int
 
 from agent_r1_jax.models.kernels import block_attention
 
-# Tokens of a block: the first of these that divides a row. They are whole tiles of a TPU.
+# Tokens per block: the first size that divides a row. All are multiples of a TPU's tile.
 BLOCKS = (512, 256, 128)
-# The most slots of a block of a cache, and its numbers of queries: the first that divides
-# them. Their scores have 2 MiB at most.
+# The most slots per block of a cache, and the sizes of a block of queries, of which the
+# first that divides them is used. A block's scores take at most 2 MiB.
 _SLOTS, _QUERIES = 512, (1024, *BLOCKS)
 _HIDDEN = float(jnp.finfo(jnp.float32).min)  # The score of a key that is not seen.
-# The axis of each of two matrices over which their product sums: x · yᵀ, x · y, xᵀ · y.
+# The contracted axis of each matrix in x · yᵀ, x · y and xᵀ · y.
 _ROWS_BY_ROWS, _ROWS_BY_COLUMNS, _COLUMNS_BY_COLUMNS = (
   (((x,), (y,)), ((), ())) for x, y in ((1, 1), (1, 0), (0, 0))
 )
@@ -54,7 +53,7 @@ def attend_along_trees(
 ) -> Float[Array, 'B T N H']:
   """Attends from position t to each position s with s <= t < ends[s] (types.Tree).
 
-  T is a multiple of the least of BLOCKS.
+  T is a multiple of the smallest of BLOCKS.
   """
   heads_first = (
     jnp.swapaxes(x, 1, 2) for x in (q_BTNH * q_BTNH.shape[3] ** -0.5, k_BTKH, v_BTKH)
@@ -140,7 +139,7 @@ def _forward_kernel(
 
   @pl.when(n == pl.num_programs(3) - 1)
   def end():
-    # No sum is 0: each token sees itself, padding too.
+    # Every sum is above 0: each token sees itself, even padding.
     out_ref[...] = sums.mean().astype(out_ref.dtype)
     lse_ref[...] = sums.most[...] + jnp.log(sums.weights[...])
 
@@ -212,9 +211,9 @@ def _scores(q_ref, k_ref, ends_ref, i, j) -> Float[Array, 'U U']:
 
 
 def _next(others_ref, count_ref, n) -> tuple[Array, Array]:
-  """Returns the n-th block that this block is computed with, and whether there is one."""
+  """Returns the n-th block to compute with this block, and whether there is one."""
   A = pl.num_programs(2)
-  # The lists of block x of row b are the (b A + x)-th.
+  # The lists of block x of row b have index b A + x.
   place = pl.program_id(0) * A + pl.program_id(2)
   return others_ref[place * A + n], n < count_ref[place]
 
@@ -225,10 +224,10 @@ def _find_seen(ends_BT) -> Bool[Array, 'B A A']:
 
 
 def _list(seen_BAA) -> tuple[Int[Array, 'BAA'], Int[Array, 'BA']]:
-  """Lists for each block in axis 1 those that it sees, and counts them.
+  """Lists for each block in axis 1 the blocks that it sees, and counts them.
 
-  After them the last one is repeated, which is then not fetched again. Lists are flat,
-  because the scalar memory of a TPU pads the last axis.
+  The last block is repeated to fill a list, which fetches nothing again. Lists are flat,
+  because a TPU's scalar memory pads the last axis.
   """
   A = seen_BAA.shape[1]
   count_BA = seen_BAA.sum(-1, dtype=jnp.int32)
@@ -239,13 +238,13 @@ def _list(seen_BAA) -> tuple[Int[Array, 'BAA'], Int[Array, 'BA']]:
 
 
 def _specs(q_BNTH, k_BKTH, A: int, *, of_keys: bool = False) -> list[pl.BlockSpec]:
-  """Which blocks a program of the grid reads and writes.
+  """Specifies the blocks that a program of the grid reads and writes.
 
-  A program is for a block of queries and one of its blocks of keys, or with `of_keys` the
-  reverse, for one query head of a key-value head.
+  A program computes a block of queries with one of its blocks of keys, or with `of_keys`
+  the reverse, for one query head of a key-value head.
 
   Returns:
-    Those of queries [U, H]; of keys [U, H]; of a number for each query [1, U]; of
+    The specs of queries [U, H]; of keys [U, H]; of one number per query [1, U]; of
     queries with tokens last [H, U]; and of the keys' ends [U, 1].
   """
   N, T, H = q_BNTH.shape[1:]
@@ -277,7 +276,7 @@ def attend_to_slots(
   first: Int[Array, ''] | int,
   heads: int,
 ) -> Float[Array, 'B T N H']:
-  """Attends to every slot at or before the query's position, which is one of S.
+  """Attends to every slot up to the query's position, which must be below S.
 
   The queries share `heads` key-value heads from `first` on. T N / heads and S are
   multiples of 128.
@@ -294,7 +293,7 @@ def attend_to_slots(
   A = count_BA.shape[1]
 
   def slots(b, k, a, p, count_ref, first_ref):
-    # The last block that is seen is named again, and so not fetched again.
+    # Repeating the last visible block fetches nothing.
     return b, first_ref[0] + k, jnp.minimum(p, count_ref[b * A + a] - 1), 0
 
   queries = pl.BlockSpec((None, None, Q, H), lambda b, k, a, *_: (b, k, a, 0))
@@ -336,7 +335,7 @@ def _slots_kernel(
 
 
 class _Sums(NamedTuple):
-  """What a kernel keeps of the blocks before, as references to float32 arrays."""
+  """A kernel's running sums over blocks, as references to float32 arrays."""
 
   values: Any  # [H, Q]
   weights: Any  # [1, Q]
@@ -348,13 +347,13 @@ class _Sums(NamedTuple):
     return [(H, Q), (1, Q), (1, Q)]
 
   def begin(self):
-    """Begins a block of queries."""
+    """Resets the sums for a new block of queries."""
     self.values[...] = jnp.zeros_like(self.values)
     self.weights[...] = jnp.zeros_like(self.weights)
     self.most[...] = jnp.full_like(self.most, _HIDDEN)
 
   def add(self, scores_SQ: Float[Array, 'S Q'], v_SH: Float[Array, 'S H']):
-    """Adds a block of keys."""
+    """Adds a block of keys to the sums."""
     most_1Q = jnp.maximum(self.most[...], scores_SQ.max(0, keepdims=True))
     p_SQ, before_1Q = jnp.exp(scores_SQ - most_1Q), jnp.exp(self.most[...] - most_1Q)
     out_HQ = _dot(v_SH, p_SQ.astype(v_SH.dtype), _COLUMNS_BY_COLUMNS)
@@ -368,12 +367,12 @@ class _Sums(NamedTuple):
 
 
 def _dot(x: Array, y: Array, axes: Any) -> Array:
-  """Multiplies matrices, and sums in float32."""
+  """Multiplies matrices with float32 sums."""
   return jax.lax.dot_general(x, y, axes, preferred_element_type=jnp.float32)
 
 
 def _call(name, kernel, grid, lists, inputs, outputs, scratch) -> tuple[Array, ...]:
-  """Runs a kernel over a grid; `scratch` are the shapes of its sums, in float32."""
+  """Runs a kernel over a grid; `scratch` has the shapes of its float32 sums."""
   return pl.pallas_call(
     kernel,
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -385,7 +384,7 @@ def _call(name, kernel, grid, lists, inputs, outputs, scratch) -> tuple[Array, .
     ),
     out_shape=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in outputs),
     compiler_params=pltpu.CompilerParams(
-      # Programs that add to the same sums run one after the other.
+      # Programs that add to the same sums must run in sequence.
       dimension_semantics=('parallel',) * 3 + ('arbitrary',) * (len(grid) - 3)
     ),
     name=name,
