@@ -1,4 +1,4 @@
-"""The training loop, and what it is made of: train.run(config, workdir, ...)."""
+"""The training loop and its parts: train.run(config, workdir, ...)."""
 
 from agent_r1_jax.train.loop import run as run
 from agent_r1_jax.train.plan.setup import load as load

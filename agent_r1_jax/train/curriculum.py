@@ -1,8 +1,8 @@
 """Samples the tasks of each rollout: in shuffled epochs, or by the variance of rewards.
 
 A group of episodes has a learning signal only if its rewards differ. For rewards of 0 and
-1 and a task that is solved with probability p, their variance is p (1 - p): greatest at
-p = 1/2, and 0 for tasks that are always or never solved.
+1 and a task solved with probability p, their variance is p (1 - p): greatest at p = 1/2,
+and 0 for tasks that are always or never solved.
 """
 
 import collections
@@ -19,19 +19,19 @@ import numpy as np
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 
-# The weight of the newest variance in the moving mean of a kind of task.
+# The weight of the newest variance in a kind's moving mean.
 _NEWEST = 0.5
 
 
 @dataclasses.dataclass
 class Draws:
-  """The state of a TaskStream; a checkpoint keeps it.
+  """The state of a TaskStream, saved in checkpoints.
 
   Attributes:
-    count: How many tasks have been drawn.
-    pending: For each rollout that has not been learned from yet, oldest first, its tasks:
-      their indices in the data set, and their ids.
-    variances: Kind of task -> moving mean of the variance of the rewards in a group.
+    count: The number of tasks drawn.
+    pending: For each rollout that has not been learned from yet, oldest first, its tasks'
+      indices in the data set, and their ids.
+    variances: Kind of task -> moving mean of the variance of a group's rewards.
   """
 
   count: int = 0
@@ -43,7 +43,7 @@ class TaskStream:
   """Draws the tasks of a run's rollouts; equal draws and rewards give equal tasks.
 
   Attributes:
-    draws: What has been drawn so far.
+    draws: The tasks drawn so far, as state to save.
   """
 
   def __init__(
@@ -54,17 +54,16 @@ class TaskStream:
     seed: int = 0,
     draws: Draws | None = None,
   ):
-    """Continues from a copy of `draws`, as they were at the start of a step.
+    """Continues from a copy of `draws`, the state at the start of a step.
 
-    `tasks` is a list, or anything with a length whose items can be read in any order,
-    such as a grain.MapDataset.
+    `tasks` is a list, or another sequence with random access, such as a grain.MapDataset.
 
     Raises:
-      ValueError: A task has no field of those that curriculum.by names.
+      ValueError: A task lacks a field that curriculum.by names.
     """
     self._config, self._tasks, self._seed = config, tasks, seed
     self.draws = copy.deepcopy(draws or Draws())
-    self._started = 0  # How many of the pending rollouts this process has started.
+    self._started = 0  # The number of pending rollouts that this process has started.
     indices = range(len(tasks))
     self._shuffled: Any = grain.MapDataset.source(indices).seed(seed).shuffle().repeat()
     if config.weight != 'uniform':
@@ -75,12 +74,12 @@ class TaskStream:
   def start_rollout(self, n: int) -> list[types.Task]:
     """Returns the n tasks of the next rollout.
 
-    After a restart, the rollouts that were under way are returned first. Others are drawn
-    in place of their tasks that are gone, with a warning.
+    After a restart, first returns the rollouts that were under way. Tasks of theirs that
+    no longer exist are replaced by new draws, with a warning.
     """
     pending = self.draws.pending
     drawn = pending[self._started :][:1]
-    # Checkpoints of earlier versions have a task's index alone.
+    # Checkpoints of earlier versions have only a task's index.
     find = lambda task: task if isinstance(task, int) else self._find(*task)
     indices = [find(task) for task in drawn[0]] if drawn else self._draw(n)
     tasks = [self._tasks[i] for i in indices]
@@ -111,12 +110,12 @@ class TaskStream:
 
   @functools.cached_property
   def _indices(self) -> dict[str, int]:
-    """The indices of tasks by their ids; all tasks are read for it."""
+    """The indices of tasks by their ids; computing them reads all tasks."""
     return {self._tasks[i].id: i for i in reversed(range(len(self._tasks)))}
 
   def _find(self, index: int, name: str) -> int:
-    """Returns the index of a task that was drawn by a run before this one."""
-    # Most often it is still there; and other tasks may have the same id.
+    """Returns the index of a task that an earlier run drew."""
+    # Most often it has kept its index; other tasks may have the same id.
     if index < len(self._tasks) and self._tasks[index].id == name:
       return index
     if name in self._indices:
@@ -137,7 +136,7 @@ class TaskStream:
     return rng.choice(total, n, replace=n > total, p=self._probabilities()).tolist()
 
   def _probabilities(self) -> np.ndarray:
-    """Returns the probability with which each task is drawn, float64 [tasks]."""
+    """Returns the probability of drawing each task, float64 [tasks]."""
     variances = self.draws.variances
     # A kind that has not been played gets the mean of the others.
     default = np.mean([*variances.values()]) if variances else 1.0
@@ -146,7 +145,7 @@ class TaskStream:
     uniform = np.full(len(weights), 1 / len(weights))
     if not weights.any():
       return uniform
-    # The uniform share draws again tasks of weight 0, whose last groups were tied.
+    # The uniform share revisits tasks of weight 0, whose last groups were tied.
     share = self._config.uniform_share
     return share * uniform + (1 - share) * weights / weights.sum()
 

@@ -1,9 +1,9 @@
-"""Describes the Python objects of a run, so that two starts of it can be compared.
+"""Describes the Python objects of a run, so that two starts of the run can be compared.
 
-Algorithms, rewards and tools are Python objects. Their descriptions are JSON: names,
-numbers and digests, without what differs between two starts of one script, such as an
-address, the order of a set, the script's path or its comments. `describe_critic` says how
-a critic was trained, for its config.json.
+Algorithms, rewards and tools are Python objects. Their descriptions are JSON of names,
+numbers and digests, and omit everything that differs between two starts of one script,
+such as addresses, the order of a set, the script's path or its comments.
+`describe_critic` describes how a critic was trained, for its config.json.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -34,9 +34,9 @@ _LIBRARIES = tuple(
   {sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib')}
 )
 _DEPTH = 8
-# A container with more items is described by its type alone.
+# A container with more items is described only by its type.
 _MOST_ITEMS = 100
-# The most tasks that are read of a data set that may be on a disk.
+# The most tasks to read from a data set that may be on disk.
 _MOST_TASKS = 1000
 
 
@@ -69,12 +69,12 @@ def describe_run(
 def _describe_environment(env: Any, depth: int = 0) -> dict[str, Any]:
   """Describes an environment's code, and the environments that it wraps.
 
-  Its code is all methods of the user's classes, and the functions in its attributes, such
-  as a ToolEnv's reward. For a wrapper of this package, attributes that are numbers and
-  texts are described too.
+  The code is all methods of the user's classes, and the functions in attributes, such as
+  a ToolEnv's reward. For a wrapper of this package, the description includes attributes
+  that are numbers or strings.
   """
   if made_of := getattr(env, 'made_of', None):
-    return made_of  # It is on another machine (contrib/ray), which has described it.
+    return made_of  # From another machine (contrib/ray), which has described it.
   parts = {}
   if not isinstance(env, env_lib.ToolEnv | sockets.Player):
     parts['step'] = describe(type(env).step)
@@ -107,17 +107,17 @@ def _describe_environment(env: Any, depth: int = 0) -> dict[str, Any]:
 def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
   """Describes a value.
 
-  A function of this package or of an installed one is described by its name; one of the
-  user's also by a digest of its code and of the user's functions that it calls. So are
-  the arguments of a functools.partial and the variables of a closure.
+  A function of this or an installed package is described by its name; a user's function
+  also by a digest of its code and of the user's functions that it calls. Arguments of a
+  functools.partial and variables of a closure are described too.
 
   Args:
-    value: Any object; one that is no function, container, dataclass or array is described
+    value: Any object. An object other than a function, container, dataclass or array is
+      described by its class.
+    values: Whether numbers and strings are described by their values. Values in a tool's
+      closure, such as the port of a server, may differ at the next start.
+    depth: The number of containers around the value; from _DEPTH on, a value is described
       by its class.
-    values: Whether numbers and texts are described by their values. Those in a tool's
-      closure may differ at the next start, such as the port of a server.
-    depth: How many containers the value is in; from _DEPTH on it is described by its
-      class.
   """
   if value is None:
     return None
@@ -135,8 +135,8 @@ def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
     return _describe_function(function, inner)
   if isinstance(value, np.ndarray | np.generic):
     return f'{value.dtype}{list(value.shape)} {digest(value.tobytes().hex())}'
-  # Any other object is described by its class, and by the code that runs when it is
-  # called: its attributes may hold anything.
+  # Other objects are described by their class and the code of __call__, because their
+  # attributes may contain anything.
   name = _name(value if isinstance(value, type) else type(value))
   call = None if isinstance(value, type) else _function(type(value).__call__)
   return {'type': name, 'call': inner(call)} if call else name
@@ -147,12 +147,12 @@ def describe_critic(
 ) -> dict[str, Any] | None:
   """Describes how an algorithm trains its critic, for JSON; None if it has none.
 
-  The fields are those of algorithms.ValueTargets (None if the algorithm does not say
+  The fields are those of algorithms.ValueTargets (None if the algorithm does not set
   them) and
 
     rewards: The names of the reward's transforms, in order.
     kl_coef: The coefficient of the KL in the reward.
-    privileged: Whether the critic is told what the policy is not.
+    privileged: Whether the critic reads information that the policy does not.
     tokenizer: The sha256 of tokenizer.json.
 
   Args:
@@ -183,7 +183,7 @@ def model_digest(model: str | os.PathLike) -> str:
   """Returns the sha256, in hex, of the names and contents of a model's files.
 
   Args:
-    model: A directory; or a file, whose neighbours count too but others of its kind.
+    model: A directory, or a file in it; then other files with its suffix are left out.
   """
   total, model = hashlib.sha256(), pathlib.Path(model)
   directory = model_paths.get_directory(model)
@@ -215,10 +215,10 @@ def tasks_digest(sets: Mapping[str, Sequence[types.Task]]) -> str:
 def check_hosts(
   made_of: Mapping[str, Any], sets: Mapping[str, Sequence[types.Task]]
 ) -> None:
-  """Raises ValueError in all processes of a run if one was started with other things.
+  """Raises ValueError in all processes of a run if any was started with other objects.
 
-  It names the processes and the fields of `made_of`: what `describe_run` returns, and the
-  configuration. `sets` has the tasks by the name of their set.
+  The error names the processes and the fields of `made_of`, which has the result of
+  `describe_run` and the configuration. `sets` has the tasks by the name of their set.
   """
   if jax.process_count() == 1:
     return
@@ -240,7 +240,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def _fields(value: Any) -> dict[str, Any] | None:
-  """Returns the parts of a container, a partial or a dataclass by name; else None."""
+  """Returns the parts of a container, partial or dataclass by name; otherwise None."""
   if isinstance(value, type):
     return None
   kind = {'type': type(value)}
@@ -273,7 +273,7 @@ def _describe_function(function: python_types.FunctionType, inner: Callable) -> 
 
 def _function(value: Any) -> python_types.FunctionType | None:
   """Returns the Python function inside a method, a wrapper or a jitted function."""
-  value = getattr(value, 'fget', value)  # Of a property.
+  value = getattr(value, 'fget', value)  # A property's function.
   value = getattr(value, '__func__', value)
   try:
     value = inspect.unwrap(value) if callable(value) else None
@@ -284,28 +284,28 @@ def _function(value: Any) -> python_types.FunctionType | None:
 
 
 def _name(value: Any) -> str:
-  """Returns the qualified name, with the module if that is installed.
+  """Returns the qualified name, with the module if it is installed.
 
-  A script's module may be __main__ at one start and have a name at another.
+  A script's module may be __main__ at one start and have a name at the next.
   """
   name = value.__qualname__
   return f'{value.__module__}.{name}' if _installed(value) else name
 
 
 def _installed(value: Any) -> bool:
-  """Whether a function or class belongs to this or an installed package, or to Python."""
+  """Whether a function or class is part of this package, an installed one, or Python."""
   if str(value.__module__).partition('.')[0] == _PACKAGE:
     return True
   try:
     path = pathlib.Path(inspect.getfile(value))
   except (TypeError, OSError):
-    # Built in; or, if it is a Python function, typed by the user into an interpreter.
+    # Built in, unless it is a Python function that was typed into an interpreter.
     return not isinstance(value, python_types.FunctionType)
   return any(path.is_relative_to(library) for library in _LIBRARIES)
 
 
 def _code_texts(function: python_types.FunctionType, seen: set[int]) -> Iterable[str]:
-  """Yields the code of a function, and of the user's functions that it names, as text."""
+  """Yields the code of a function and of the user's functions that it names, as text."""
   if id(function.__code__) in seen or _installed(function):
     return
   seen.add(id(function.__code__))
@@ -320,7 +320,7 @@ def _code_texts(function: python_types.FunctionType, seen: set[int]) -> Iterable
 
 
 def _code_text(code: python_types.CodeType, doc: str | None, names: set[str]) -> str:
-  """Returns bytecode and constants, without line numbers, file names and docstring.
+  """Returns bytecode and constants without line numbers, file names and docstring.
 
   Adds the global names that the code reads to `names`.
   """
@@ -348,7 +348,7 @@ def _describe_tasks(tasks: Sequence[types.Task]) -> dict[str, Any]:
 
 
 def sample_tasks(tasks: Sequence[types.Task]) -> Iterator[tuple[int, types.Task]]:
-  """Yields (index, task): all of a list; else only some, since they may be on a disk."""
+  """Yields (index, task): all of a list, or a sample if tasks may be on disk."""
   if isinstance(tasks, list | tuple):
     yield from enumerate(tasks)
   else:
@@ -356,7 +356,7 @@ def sample_tasks(tasks: Sequence[types.Task]) -> Iterator[tuple[int, types.Task]
 
 
 def _spread_indices(n: int) -> list[int]:
-  """Returns all indices of n tasks, or _MOST_TASKS of them at equal distances."""
+  """Returns all indices of n tasks, or _MOST_TASKS evenly spaced ones."""
   return sorted({i * n // _MOST_TASKS for i in range(_MOST_TASKS)}) if n else []
 
 
@@ -364,7 +364,7 @@ def digest(value: Any) -> str:
   """Returns 16 hex digits of a value as JSON; `describe` stands in for other types."""
   try:
     text = json.dumps(value, sort_keys=True, default=describe)
-  except TypeError:  # A dict whose keys JSON lacks, or cannot sort.
+  except TypeError:  # A dict with keys that JSON does not support or cannot sort.
     parts = _fields(value) or {}
     text = repr(sorted((name, digest(part)) for name, part in parts.items()))
   return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

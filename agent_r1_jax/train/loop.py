@@ -1,6 +1,6 @@
 """The training loop: sample, score, estimate advantages, update, log, save.
 
-train/plan/plan.py says what a run is, and train/opening.py opens it.
+train/plan/plan.py defines a run, and train/opening.py opens it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,9 +44,9 @@ def run(
 ) -> decoder.Params:
   """Trains a policy, or resumes the run in workdir.
 
-  Writes config.json, made_of.json, metrics.jsonl and checkpoints/ to workdir, and at the
-  end, in HF layout, model/ and a separate critic's critic/ (see train/fingerprint.py).
-  The watcher shows and writes the rest.
+  Writes config.json, made_of.json (see train/fingerprint.py), metrics.jsonl and
+  checkpoints/ to workdir, and at the end, in HF layout, model/ and critic/ if the critic
+  is separate. The watcher shows and writes the rest.
 
   Args:
     config: The run's configuration.
@@ -57,22 +57,22 @@ def run(
     evals: Named sets of tasks to evaluate, sampled by config.evaluation (greedily by
       default).
     privileged: Returns text about a task that only the critic reads, such as its answer.
-    guides: Your own guides (engine/guide.py), without parameters, each with the state in
-      which it begins every reply, in training and in evaluation.
+    guides: Your own guides (engine/guide.py), without parameters, each with its state at
+      the start of every reply, in training and in evaluation.
     label: The run's name.
     watcher: Observes the run. The default prints one line per step; report.Watcher() adds
       a live view, alarms, logs of episodes, TensorBoard and other sinks, traces, curves.
-    make_engine: Makes what samples, by default on the chips of this process;
-      contrib/external has servers of others sample.
-    samplers: Who plays the episodes of rollouts elsewhere, such as contrib/ray does; by
-      default this process's engine plays them.
+    make_engine: Makes the engine, by default on the chips of this process;
+      contrib/external samples from other servers.
+    samplers: Play the episodes of rollouts elsewhere, such as contrib/ray's; by default
+      this process's engine plays them.
 
   Returns:
     The policy's parameters, with LoRA merged into them unless the kernels have 8 bits.
 
   Raises:
     ValueError: The configuration does not fit the workdir, the model, the tasks, the
-      algorithm or the device's memory; or the workdir has a run with another algorithm,
+      algorithm or the device's memory; or the workdir's run has another algorithm,
       reward, tools or tasks.
     RuntimeError: Too many environments raised; the message has the first error.
     learner.NotFiniteError: A loss or a gradient is not finite; the batch is written to
@@ -80,10 +80,11 @@ def run(
     preemption.Preempted: The process got SIGTERM or Ctrl-C, and a checkpoint is saved. If
       saving takes too long (see preemption.watch), the process ends with the same status.
     processes.LostError: Another process ended.
-    sockets.SamplersLostError: Too few samplers for too long; a checkpoint is saved.
+    sockets.SamplersLostError: There were too few samplers for too long; a checkpoint is
+      saved.
   """
   runtime.quiet_logging()
-  runtime.initialize()  # From here on, the other processes hear of an error.
+  runtime.initialize()  # From here on, errors reach the other processes.
   if not os.fspath(workdir):
     raise ValueError('workdir is empty; name a directory for the run.')
   algorithm = preflight.correct_rounding(config, algorithm)
@@ -92,7 +93,7 @@ def run(
   _check_samplers(config, samplers, make_engine)
   task_checks.check_sets(tasks, evals)
   with opening.open_run(
-    # Not in a variable, which would keep the first parameters alive.
+    # A variable would keep the initial parameters alive.
     *plan_lib.make(
       config,
       workdir,
@@ -117,12 +118,12 @@ def run(
     except sockets.SamplersLostError:
       _save(run)
       raise
-    # While the workdir is still locked: another run may not write a model there too.
+    # The workdir is still locked, so that no other run writes a model there.
     run.files.checkpoints.wait()
     run.signals.phase = 'the writing of the model'
     run.files.save_models(run.train_state)
     params = run.train_state.states['policy'].params
-  # The engine's copy of the policy is freed before another one is made.
+  # Frees the engine's copy of the policy before another copy is made.
   del run
   memory.release_freed_memory(cycles=True)
   watcher.finish(pathlib.Path(workdir), label)
@@ -150,8 +151,8 @@ def _run_steps(run: opening.OpenRun):
     _write_line(run, _evaluate(run))
   while loop_state.pending_metrics or loop_state.step < steps:
     began = time.perf_counter()
-    # A run that was preempted during an evaluation resumes with it: the update was made
-    # before, and only the step's line in metrics.jsonl is missing.
+    # A run preempted during an evaluation resumes with it: the update is done, and only
+    # the step's line in metrics.jsonl is missing.
     if not loop_state.pending_metrics:
       number = loop_state.step + 1
       with watcher.trace_step(number), moments.watch(moments.Step(number)):
@@ -188,10 +189,10 @@ class _Sample(NamedTuple):
   Attributes:
     played: All episodes.
     chosen: The episodes that the update learns from.
-    baselines: For each chosen episode the reward of a greedy episode of its task, for
+    baselines: For each chosen episode, the reward of a greedy episode of its task, for
       algorithms that subtract it.
-    prefixes: For each chosen episode the tokens before it that only the critic reads.
-    draws: The tasks drawn so far, including those of the rollouts under way.
+    prefixes: For each chosen episode, the tokens before it that only the critic reads.
+    draws: The tasks drawn so far, including tasks of rollouts under way.
     metrics: Numbers to log, named 'rollout/...'.
   """
 
@@ -208,8 +209,8 @@ def _sample(run: opening.OpenRun) -> _Sample:
   """Plays the episodes of the next step and chooses those to learn from.
 
   The schedule syncs the sampler to the engine, starts the rollouts that are due and waits
-  for this step's. Then faults are counted, and greedy episodes are played for algorithms
-  that subtract their reward.
+  for this step's. Then faults are counted, and greedy episodes are played if the
+  algorithm subtracts their reward.
 
   Raises:
     RuntimeError: Too many environments raised.
@@ -230,7 +231,7 @@ def _sample(run: opening.OpenRun) -> _Sample:
   metrics = {f'rollout/{k}': v for k, v in evaluate.summarize(played).items()}
   if run.engine.sizes.drafts and not run.samplers:
     accepted = (stats.sampled - sampled) / max(1, stats.calls - calls)
-    metrics['accepted/decode'] = accepted  # Tokens that a call of the policy sampled.
+    metrics['accepted/decode'] = accepted  # Tokens sampled per call of the policy.
   if run.samplers:
     metrics |= run.samplers.measure()
   metrics['rollout/groups'] = len(step_groups)
@@ -259,7 +260,7 @@ def _learn(run: opening.OpenRun, sample: _Sample):
   """Scores the tokens, estimates advantages and updates policy and critic.
 
   Returns:
-    Numbers to log, named 'train/...', and the table of the tokens that were learned from.
+    Numbers to log, named 'train/...', and the table of the trained tokens.
   """
   run.watcher.set_phase('update')
   run.signals.phase = 'an update'
@@ -284,10 +285,10 @@ def _learn(run: opening.OpenRun, sample: _Sample):
 
 
 def _evaluate(run: opening.OpenRun) -> dict[str, float]:
-  """Plays the evaluation sets by the current policy; returns numbers to log.
+  """Plays the evaluation sets with the current policy; returns numbers to log.
 
-  If no rollout is under way, the engine keeps this policy, even where the sampler is an
-  older one; the schedule syncs the sampler again before it starts a rollout.
+  If no rollout is under way, the engine keeps this policy, even if the sampler is older;
+  the schedule syncs the sampler again before it starts a rollout.
   """
   files, train_state, engine = run.files, run.train_state, run.engine
   run.signals.phase = 'an evaluation'
@@ -295,7 +296,7 @@ def _evaluate(run: opening.OpenRun) -> dict[str, float]:
   params = train_state.states['policy'].params
   if not engine.busy:
     engine.sync_weights(params, train_state.step)  # Without a second copy.
-  # Rollouts under way go on sampling from their own policy.
+  # Rollouts under way keep sampling from their own policy.
   policy = engine.make_policy(params, train_state.step)
   total = sum(len(tasks) for tasks in run.plan.evals.values())
   played = evaluate.run(
@@ -319,7 +320,7 @@ def _evaluate(run: opening.OpenRun) -> dict[str, float]:
 
 
 def _save_preempted(run: opening.OpenRun):
-  """Writes a checkpoint before the process ends, and prints that it does."""
+  """Writes a checkpoint before the process ends, and says so on the terminal."""
   step = run.files.loop_state.step
   run.watcher.set_phase('saving')
   run.signals.start_saving(step)

@@ -41,8 +41,8 @@ def write(
 def drop_lines(workdir: str | os.PathLike, resume_step: float) -> None:
   """Drops the lines of `resume_step` and later, and an incomplete last line.
 
-  A killed run wrote them after its last checkpoint. The file is rewritten atomically; it
-  is made if it is missing.
+  A killed run wrote them after its last checkpoint. The file is rewritten atomically, and
+  created if missing.
   """
   path = _file(workdir)
   with disk.explain_write_errors(path, 'The lines before this start'):
@@ -53,11 +53,11 @@ def drop_lines(workdir: str | os.PathLike, resume_step: float) -> None:
 
 
 def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-  """Reads `<workdir>/metrics.jsonl`, without a last line that is incomplete.
+  """Reads `<workdir>/metrics.jsonl`, except an incomplete last line.
 
   Raises:
     FileNotFoundError: There is no such file.
-    ValueError: Another line than the last is broken; the error names its number.
+    ValueError: A line before the last is broken; the error has its number.
   """
   path = _file(workdir)
   lines = path.read_text(encoding='utf-8', errors='replace').splitlines()

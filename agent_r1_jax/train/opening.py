@@ -1,4 +1,4 @@
-"""Opens a planned run: locks its workdir, restores it, and compiles what samples."""
+"""Opens a planned run: locks its workdir, restores it, and compiles the engine."""
 
 from collections.abc import Iterator
 import contextlib
@@ -14,17 +14,17 @@ from agent_r1_jax.train.plan import plan as plan_lib
 
 @dataclasses.dataclass
 class OpenRun:
-  """A training run that is open.
+  """An open training run.
 
   Attributes:
-    plan: What the run is.
-    train_state: The policy, the critic and the reference, as the last update left them.
-    engine: The engine, open.
+    plan: The plan of the run.
+    train_state: The policy, the critic and the reference after the last update.
+    engine: The open engine.
     rollouts: Starts the rollouts of each step.
     files: The files of the workdir, and the loop state from which the run resumes.
     signals: Knows whether the process received a signal to end.
-    watcher: Who watches the run.
-    samplers: Who plays the episodes of its rollouts; None if the engine does.
+    watcher: The observer of the run.
+    samplers: Play the rollouts' episodes elsewhere; None if the engine plays them.
   """
 
   plan: plan_lib.Plan
@@ -50,12 +50,12 @@ def open_run(
 ) -> Iterator[OpenRun]:
   """Opens a training run, restored from its newest checkpoint if there is one.
 
-  Inside `with` the workdir is locked and the engine is open. The first arguments are what
-  plan.make returns; nobody else may hold the state, whose arrays are freed as the run
-  makes new ones. The others, and the errors, are those of `loop.run`.
+  Inside `with` the workdir is locked and the engine is open. plan.make returns the first
+  three arguments. The caller must not keep `state`: the run frees its arrays as it makes
+  new ones. The other arguments, and the errors, are those of `loop.run`.
   """
   with contextlib.ExitStack() as stack:
-    # Inside train.run this is the watch that began with it.
+    # Inside train.run this returns the watch that train.run began.
     signals = stack.enter_context(preemption.watch())
     files = run_files.RunFiles(plan, workdir)
     stack.enter_context(files)
@@ -69,14 +69,14 @@ def open_run(
       watcher=watcher,
       samplers=samplers,
     )
-    # This generator's locals live as long as the run: they would keep old arrays alive.
+    # This generator's locals live as long as the run and would keep old arrays alive.
     del state
     stack.enter_context(watcher.begin(_describe(run, label)))
     for line in plan.lines:
       watcher.print_line(line)
     if samplers:
       stack.enter_context(samplers.open(_describe_job(plan)))
-      # They load and compile at the same time as this process.
+      # The samplers load and compile at the same time as this process.
       samplers.sync_weights(run.train_state.sampler, run.train_state.sampler_step)
     _compile(run)
     stack.enter_context(engine.open())
@@ -97,7 +97,7 @@ def _describe(run: OpenRun, label: str) -> sockets.RunInfo:
 
 
 def _describe_job(plan: plan_lib.Plan) -> sockets.Job:
-  """Describes the run's episodes to those who play them elsewhere."""
+  """Describes the run's episodes to samplers elsewhere."""
   return sockets.Job(
     config=plan.config,
     model=plan.update_config.model,
@@ -115,7 +115,7 @@ def _restore(
   files: run_files.RunFiles,
   signals: preemption.Watch,
 ) -> train_state_lib.TrainState:
-  """Returns the newest checkpoint's train state, and syncs the engine's weights to it."""
+  """Returns the newest checkpoint's train state, and syncs the engine to it."""
   signals.newest_step = files.find_newest_checkpoint
   signals.raise_if_requested()
   signals.phase = 'restoring'

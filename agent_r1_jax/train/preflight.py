@@ -20,16 +20,16 @@ from agent_r1_jax.rollout import sockets
 from agent_r1_jax.train import fingerprint
 
 _LOGGER = logging.getLogger(__name__)
-# An upper bound of the tokens that a chat template adds to a message; if one adds more,
-# too long prompts are found only in the rollout.
+# An upper bound of the tokens that a chat template adds to a message. If a template adds
+# more, prompts that are too long are found only in the rollout.
 _TEMPLATE_TOKENS = 64
 
 
 def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> None:
-  """Refuses settings that would fail only after a rollout, or have no effect.
+  """Raises ValueError for settings that have no effect, or fail only after a rollout.
 
   Raises:
-    ValueError: The message names the field and what to change.
+    ValueError: The message names the field and the remedy.
   """
   config.check()
   model, schedule, batch = config.model, config.schedule, config.batch
@@ -78,9 +78,9 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
 
 
 def _check_sinks(config: config_lib.Config):
-  """Raises ValueError for sinks that are not installed, or are none."""
+  """Raises ValueError for sinks that are not installed, or not sinks."""
   for name in config.sink_names:
-    # TensorBoard's files need no package that is not required anyway.
+    # TensorBoard's files need no extra package.
     if name != 'tensorboard' and importlib.util.find_spec(name) is None:
       raise ValueError(
         f"sinks: {name} is not installed; pip install 'agent_r1_jax[{name}]', or leave "
@@ -97,7 +97,7 @@ def _check_sinks(config: config_lib.Config):
 
 
 def _check_reference(config: config_lib.Config, algorithm: algorithms.Algorithm):
-  """Raises ValueError for a reference policy that is missing, or that nobody reads."""
+  """Raises ValueError for a reference policy that is missing or unused."""
   model, schedule = config.model, config.schedule
   for name in ('model.reference', 'schedule.reference_every'):
     if fields.get(config, name) and not algorithm.needs_reference:
@@ -115,7 +115,7 @@ def _check_reference(config: config_lib.Config, algorithm: algorithms.Algorithm)
 
 
 def _check_numbers(config: config_lib.Config):
-  """Raises ValueError for kernels of 8 bits that another setting excludes."""
+  """Raises ValueError for 8-bit kernels that conflict with another setting."""
   frozen = config.model.frozen
   if frozen == 'float32':
     return
@@ -133,7 +133,7 @@ def _check_numbers(config: config_lib.Config):
 def correct_rounding(
   config: config_lib.Config, algorithm: algorithms.Algorithm
 ) -> algorithms.Algorithm:
-  """Adds token_truncated() where 8 bits sample, if there is no correction."""
+  """Adds token_truncated() if the engine rounds and the algorithm has no correction."""
   known = isinstance(algorithm, algorithms.Algorithm)
   if not known or algorithm.correction or not config.engine.rounds:
     return algorithm
@@ -141,7 +141,7 @@ def correct_rounding(
 
 
 def _check_staleness(schedule: config_lib.Schedule, algorithm: algorithms.Algorithm):
-  """Raises ValueError if episodes of older policies cannot be learned from."""
+  """Raises ValueError if an algorithm cannot learn from episodes of older policies."""
   for name, least in (('sync_every', 2), ('ahead', 1)):
     if getattr(schedule, name) >= least and not algorithm.correction:
       raise ValueError(
@@ -159,13 +159,13 @@ def _check_staleness(schedule: config_lib.Schedule, algorithm: algorithms.Algori
 def open_environment(
   make_env: Callable[[], Any], limits: config_lib.Limits
 ) -> Iterator[Any]:
-  """Makes an environment to look at before an episode is played; closes it at the end.
+  """Makes an environment to inspect before any episode; closes it at the end.
 
-  One that is made too late is closed once it is there. What `make_env` raises is raised;
-  a `close` that fails or takes too long is logged.
+  An environment that is made too late is closed once it exists. Errors of `make_env` are
+  raised; a `close` that fails or takes too long is logged.
 
   Raises:
-    ValueError: It is no function, or returned no environment in that time.
+    ValueError: `make_env` is not a function, or took longer than limits.reset_seconds.
   """
   if not callable(make_env):
     raise ValueError(
@@ -189,7 +189,7 @@ def open_environment(
       call.result(min(limits.reset_seconds, threading.TIMEOUT_MAX))
     except TimeoutError:
       if not call.cancel():
-        raise  # Its own.
+        raise  # The error is make_env's own.
       raise ValueError(
         f'make_env gave no environment within {limits.reset_seconds:g} seconds '
         '(limits.reset_seconds).'
@@ -204,8 +204,8 @@ def open_environment(
     yield env
   finally:
     over.set()
-    # In a thread: this one may have an event loop, as in a notebook. The bound is for the
-    # wait for a thread.
+    # In a thread, because this one may have an event loop, as in a notebook. The bound
+    # includes the wait for a thread.
     bound = min(limits.close_seconds + workers.BLOCKED_SECONDS, threading.TIMEOUT_MAX)
     try:
       thread_pool.POOL.submit(close).result(bound)
@@ -214,18 +214,18 @@ def open_environment(
 
 
 def describe_tool_prompt(chat: chat_lib.Chat, env: env_lib.Env) -> str | None:
-  """Returns a line on how the prompt has tools and answers; None if as the template says.
+  """Returns a line on how prompts render tools and answers; None if as the template does.
 
   Raises:
     ValueError: The template describes no tools, and tools_in_prompt is 'refuse'; or the
-      template does not write what tools answer.
+      template does not render tools' answers.
   """
   schemas = _schemas(env)
   names = ', '.join(schema['function']['name'] for schema in schemas)
   if not schemas:
     return None
   opening = [{'role': 'user', 'content': 'x'}]
-  chat.encode_prompt(opening, schemas)  # Raises if it is to refuse.
+  chat.encode_prompt(opening, schemas)  # Raises if tools_in_prompt is 'refuse'.
   answer = {'role': 'tool', 'content': 'qz7'}
   ids = chat.encode_delta([answer, answer], history=opening, tools=schemas)
   if chat.decode_exactly(ids.tolist()).count('qz7') != 2:
@@ -270,15 +270,16 @@ def select_fitting_tasks(
   """Returns the tasks whose prompts leave room for a reply, and a line about the others.
 
   Encodes the tasks' own messages, with which a ToolEnv begins. The prompts of other
-  environments are known only when they are played. If `tasks` is no list, only some are
-  encoded and none is left out: an episode whose prompt does not fit is not learned from.
-  `long_prompts` is 'refuse', or 'skip' to leave such tasks out.
+  environments are known only in their episodes. If `tasks` is not a list, only a sample
+  is encoded and no task is left out: an episode whose prompt does not fit is not learned
+  from. `long_prompts` is 'refuse', or 'skip' to leave such tasks out.
 
   Raises:
-    ValueError: A message is broken. A prompt leaves no room and is refused, or none does.
+    ValueError: A message is malformed; a prompt leaves no room and long_prompts is
+      'refuse'; or no prompt leaves room.
   """
   inner: Any = env
-  # A context strategy (tasks/context.py) whose first prompt is what it wraps begins with.
+  # A context strategy (tasks/context.py) that begins with the prompt of the wrapped env.
   while getattr(inner, 'keeps_opening', False):
     inner = inner.env
   is_tool_env = isinstance(inner, env_lib.ToolEnv)
@@ -286,14 +287,14 @@ def select_fitting_tasks(
     return tasks, None
   schemas = _schemas(env)
   least = len(chat.encode_prompt([{'role': 'user', 'content': ''}], schemas))
-  long: dict[int, int] = {}  # The number of each task that does not fit -> its tokens.
+  long: dict[int, int] = {}  # Index of a task that does not fit -> its tokens.
   checked, seen = 0, {}
   for number, task in fingerprint.sample_tasks(tasks):
     checked += 1
     try:
       roles = [messages_lib.check(message)['role'] for message in task.messages]
-      # A token has at least one byte: by their bytes alone most prompts are short enough.
-      # The first of the same roles is encoded, for the template may refuse them.
+      # A token has at least one byte, so counting bytes clears most prompts. The first
+      # prompt of each sequence of roles is encoded, since the template may refuse it.
       is_short = least + sum(map(_bound_tokens, task.messages)) < slots
       if seen.setdefault(tuple(roles), number) != number and is_short:
         continue
@@ -329,8 +330,8 @@ def check_prompts(
 ) -> tuple[Sequence[types.Task], list[str]]:
   """Returns the tasks to train on, and lines to show.
 
-  Evaluations keep all their tasks, so that their numbers are over the complete set: a
-  task that does not fit counts as unanswered.
+  Evaluations keep all tasks, so that their metrics cover the complete set; a task that
+  does not fit counts as unanswered.
 
   Raises:
     ValueError: See `describe_tool_prompt` and `select_fitting_tasks`.

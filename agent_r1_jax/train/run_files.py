@@ -25,16 +25,16 @@ from agent_r1_jax.train.plan import plan as plan_lib
 
 @dataclasses.dataclass
 class LoopState:
-  """How many steps a run has completed; a checkpoint contains it.
+  """The progress of a run, saved in checkpoints.
 
   Attributes:
-    step: How many rollouts were learned from.
-    draws: Which tasks were drawn.
-    written_step: The last step whose line is in metrics.jsonl. The first line, of step 0,
-      has the evaluation before all training; -1 if there is no line yet.
+    step: The number of rollouts learned from.
+    draws: The tasks drawn.
+    written_step: The last step whose line is in metrics.jsonl; -1 if there is no line
+      yet. The first line, of step 0, has the evaluation before training.
     pending_metrics: The metrics of a step from its update until its line is written,
-      which is after the evaluation; else empty. A run that is preempted during the
-      evaluation resumes with them.
+      after the evaluation; otherwise empty. A run preempted during the evaluation resumes
+      with them.
   """
 
   step: int = 0
@@ -48,13 +48,13 @@ class LoopState:
     return self.written_step < 0 and not self.pending_metrics
 
   def advance(self, metrics: Mapping[str, float], draws: curriculum.Draws):
-    """Counts a step, with its metrics so far and what has been drawn at its end."""
+    """Counts a step, with its metrics so far and the draws at its end."""
     self.step += 1
     self.draws = draws
     self.pending_metrics = {name: float(value) for name, value in metrics.items()}
 
   def to_json(self) -> dict[str, Any]:
-    """Returns what a checkpoint keeps; metrics are text, since JSON has no NaN."""
+    """Returns the state as JSON; metrics are strings, since JSON has no NaN."""
     return {
       'step': self.step,
       'draws': dataclasses.asdict(self.draws),
@@ -80,10 +80,10 @@ def lock(workdir: str | os.PathLike) -> Iterator[None]:
 def check_config(
   values: Mapping[str, Any], workdir: str | os.PathLike, *, write: bool = False
 ) -> None:
-  """Compares a configuration's values with those of the workdir's run, if it has one.
+  """Compares a configuration's values with the workdir's run, if there is one.
 
   Raises:
-    ValueError: They differ in a field that a resumed run may not change.
+    ValueError: A field differs that a resumed run may not change.
   """
   made_with = {
     'devices': runtime.describe_devices(),
@@ -98,17 +98,17 @@ class RunFiles:
 
   Attributes:
     workdir: The run's directory.
-    loop_state: How many steps the run has completed.
+    loop_state: The progress of the run.
     checkpoints: Writes and restores the train state, in all processes together.
-    store: Keeps finished episodes, if config.checkpoint.keep_rollouts.
+    store: Stores finished episodes if config.checkpoint.keep_rollouts, else None.
   """
 
   def __init__(self, plan: plan_lib.Plan, workdir: str | os.PathLike):
     """Opens and locks the workdir.
 
     Raises:
-      ValueError: Another run holds the workdir, or its run has another configuration or
-        another `made_of`.
+      ValueError: Another run holds the workdir, or the workdir's run has another
+        configuration or `made_of`.
     """
     self._plan, self.workdir = plan, pathlib.Path(workdir)
     self.loop_state, values = LoopState(), dataclasses.asdict(plan.config)
@@ -119,7 +119,7 @@ class RunFiles:
       check_config(values, workdir)
       checkpoints = checkpoint.Checkpointer(workdir, every=every, keep=keep)
       self.checkpoints = stack.enter_context(checkpoints)
-      # Written last: a start that failed before this leaves no file, and can be repeated.
+      # Written last, so that a start that fails earlier leaves no file.
       check_config(values, workdir, write=True)
       path = self.workdir / 'made_of.json'
       remedy = (
@@ -141,16 +141,16 @@ class RunFiles:
     return self.loop_state.written_step + 1
 
   def restore(self, train_state: TrainState) -> TrainState:
-    """Restores the newest checkpoint, and opens what the steps after it are written to.
+    """Restores the newest checkpoint, and opens the files for the steps after it.
 
-    Sets the loop state and drops the later lines of metrics.jsonl. These files can be
-    written to and saved only after this.
+    Sets the loop state and drops later lines of metrics.jsonl. Call this before `write`
+    and `save`.
 
     Returns:
       The restored train state; `train_state` itself if there is no checkpoint yet.
 
     Raises:
-      ValueError: The run had checkpoints, and none is there that can be read.
+      ValueError: The run had checkpoints, but none can be read.
     """
     processes.check_same({'the steps in checkpoints/': self.checkpoints.steps})
     if restored := self.checkpoints.restore(
@@ -166,8 +166,8 @@ class RunFiles:
   def write(self, metrics: Mapping[str, float]):
     """Writes the line of the current step to metrics.jsonl.
 
-    Only the first process writes. In all of them the loop state counts the step as
-    written, and forgets its pending metrics.
+    Only the first process writes. In all processes the loop state counts the step as
+    written, and drops its pending metrics.
     """
     if processes.is_first():
       metrics_lib.write(self.workdir, self.loop_state.step, metrics)
@@ -182,12 +182,12 @@ class RunFiles:
       'train_state': train_state.checkpoint_numbers(),
     }
     self.checkpoints.save(self.loop_state.step, arrays, host_state)
-    # The new one is not complete yet: a run may still resume from the one before it.
+    # The new checkpoint is not complete yet; a run may still resume from the one before.
     if self.store and (complete := self.checkpoints.steps):
       self.store.delete(before=rollout_number(self._plan.schedule, complete[-1]))
 
   def save_models(self, train_state: TrainState):
-    """Writes the policy, its adapters, and a critic, which may be a privileged one."""
+    """Writes the policy, its adapters, and a critic, privileged or not."""
     plan = self._plan
     base, model = plan.config.model.path, plan.update_config.model
     value_head = fingerprint.describe_critic(
@@ -203,17 +203,17 @@ class RunFiles:
       peft_files.save(self.workdir / 'adapter', policy, source, model)
 
   def find_newest_checkpoint(self) -> int:
-    """Returns the newest checkpoint's step, 0 if none; any thread may call it."""
+    """Returns the newest checkpoint's step, or 0; any thread may call it."""
     names = [path.name for path in self.checkpoints.directory.glob('*')]
     return max([int(name) for name in names if name.isdigit()], default=0)
 
   def dump_batches(self, batches: Sequence[types.Batch]) -> str:
-    """Writes the micro-batches of a loss that is not finite to not_finite.npz.
+    """Writes the micro-batches of a non-finite loss to not_finite.npz.
 
-    The arrays are named '0/advantages' or '0/rows/tokens', after the micro-batch.
+    The arrays are named by micro-batch, such as '0/advantages' or '0/rows/tokens'.
 
     Returns:
-      A sentence that says where they are, or why they could not be written.
+      A sentence that says where the arrays are, or why they could not be written.
     """
     path = self.workdir / 'not_finite.npz'
     leaves = jax.tree_util.tree_leaves_with_path(list(batches))

@@ -1,12 +1,11 @@
-"""The schedule: when each rollout is started, and with which policy.
+"""The schedule: when each rollout starts, and with which policy.
 
-Updates learn from complete rollouts in their order, so that no batch prefers short
-episodes, and no token is older than `ahead` + `sync_every` - 1 updates.
+Updates learn from complete rollouts in order, so batches are not biased to short
+episodes, and every token is at most `ahead` + `sync_every` - 1 updates old.
 
 - Synchronous (ahead = 0): rollout n, then update n, and so on.
-- One step off-policy (ahead = 1): rollout n + 1 begins when rollout n has ended, and is
-  played during update n by the policy before that update. Such a run is repeatable bit
-  for bit.
+- One step off-policy (ahead = 1): rollout n + 1 starts when rollout n ends, and is played
+  during update n by the policy before that update. The run is reproducible bit for bit.
 - Partial (ahead >= 1): rollouts n + 1 to n + ahead are under way during update n, and
   continue with the new policy after it. An episode delays an update only if it takes
   longer than `ahead` updates.
@@ -29,7 +28,7 @@ from agent_r1_jax.train.plan import plan as plan_lib
 
 
 class Rollouts:
-  """Starts the rollouts of a run, from the step at which it resumes."""
+  """Starts the rollouts of a run, from the step where it resumes."""
 
   def __init__(
     self,
@@ -39,7 +38,7 @@ class Rollouts:
     watcher: sockets.Watcher,
     samplers: sockets.Samplers | None = None,
   ):
-    """Starts nothing yet; `files` are restored. The engine plays without `samplers`."""
+    """Starts nothing yet. `files` are restored; the engine plays without `samplers`."""
     self._samplers = samplers
     self._schedule, self._files, self._watcher = plan.schedule, files, watcher
     self._engine, self._chat, self._decoding = engine, plan.chat, plan.training
@@ -57,16 +56,16 @@ class Rollouts:
   ) -> tuple[TrainState, list[groups.Group], curriculum_lib.Draws]:
     """Starts the rollouts that are due, waits for this step's, returns its groups.
 
-    Before a rollout is started, the sampler is synced to the engine. Policy n is the
-    policy after n updates, and steps count from 0. At step 2,
+    Before a rollout starts, the sampler is synced to the engine. Policy n is the policy
+    after n updates, and steps count from 0. At step 2,
 
     - synchronous: sync policy 2, start rollout 2 and wait for it.
     - ahead = 1: wait for rollout 2, which policy 1 plays; sync policy 2; start rollout 3,
-      which is played while update 2 makes policy 3.
+      which is played while update 2 computes policy 3.
     - partial, ahead = 1: sync policy 2, start rollout 3, and wait for rollout 2. Both
-      continue or begin with policy 2.
+      rollouts continue or start with policy 2.
 
-    Refills for tied groups are played in between, if max_refills allows.
+    Refills for tied groups are played before it returns, if max_refills allows.
 
     Returns:
       The train state, whose sampler is the current policy if
@@ -75,11 +74,11 @@ class Rollouts:
     """
     step, ahead = self._files.loop_state.step, update_config.schedule.ahead
     if update_config.syncs_before_update:
-      # One step off-policy: the newest policy is synced after the wait. Before it, only
-      # a run's first call has a rollout to start.
+      # One step off-policy: the newest policy is synced after the wait. Before the wait,
+      # only a run's first call starts a rollout.
       self._sync_and_start(train_state, step)
     else:
-      # Synchronous, or partial: the newest policy is synced now.
+      # Synchronous or partial: the newest policy is synced now.
       self._sync_and_start(train_state, step + ahead)
     step_groups = groups.collect_groups(
       self._collect,
@@ -89,7 +88,7 @@ class Rollouts:
     )
     self._stream.finish_rollout(step_groups)
     if update_config.syncs_before_update:
-      # Not before the wait, since the rollout that has just ended had to keep its policy.
+      # After the wait, because the rollout that has just ended had to keep its policy.
       train_state = updates.sync_sampler(train_state, update_config)
       self._sync_and_start(train_state, step + ahead)
     return train_state, step_groups, copy.deepcopy(self._stream.draws)
@@ -119,8 +118,8 @@ class Rollouts:
     """Syncs the sampler to the engine, and starts all rollouts up to step `last`."""
     last = min(last, self._schedule.steps - 1)
     to_start = range(self._next_step, last + 1)
-    # If none is started, only rollouts under way could use the newer policy, which only
-    # `partial` allows.
+    # If no rollout starts, only rollouts under way could use the new policy, which needs
+    # `partial`.
     if to_start or self._schedule.partial:
       self._engine.sync_weights(train_state.sampler, train_state.sampler_step)
       if self._samplers:
@@ -135,7 +134,7 @@ class Rollouts:
     """Waits for the oldest rollout, or plays n more tasks in its step."""
     if not refill:
       return self._started.popleft().result()
-    # Another rollout number, so that a task that is drawn again gets other samples.
+    # Another rollout number, so that a task drawn again gets other samples.
     step = self._files.loop_state.step
     number = run_files.rollout_number(self._schedule, step) + refill
     return self._play(self._stream.refill(n), number, step, 'refill').result()

@@ -1,8 +1,8 @@
-"""Checks of tasks before a run: their fields, their answers, and the times they need.
+"""Checks tasks before a run: their fields, their answers, and the time they need.
 
-Limits must leave tasks the time that their environment says they need: nothing is learned
-from an episode that is late, so code that hangs the tests of a task would escape a bad
-reward, if the limits were below the task's own times.
+Limits must leave tasks the time that their environment asks for: late episodes are not
+learned from, so with tighter limits, code that hangs a task's tests would escape its bad
+reward.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ def check_sets(tasks: Any, evals: Any) -> None:
   """Checks training tasks and evaluation sets: types, ids, messages and answers.
 
   Raises:
-    ValueError: A set is empty or no set of tasks, or a field of a task is wrong.
+    ValueError: A set is empty or not a sequence of tasks, or a task's field is wrong.
   """
   _check_tasks(tasks, 'tasks', 'give at least one task to train on')
   if evals is not None and not isinstance(evals, Mapping):
@@ -39,9 +39,9 @@ def check_sets(tasks: Any, evals: Any) -> None:
 
 
 def _check_tasks(tasks: Any, name: str, remedy: str):
-  """Raises ValueError unless a value is a sequence of tasks with a task in it.
+  """Raises ValueError unless a value is a non-empty sequence of tasks.
 
-  Of a large data set only some are read. `remedy` says what to do about an empty one.
+  Only a sample of a large data set is read. `remedy` says what to do if it is empty.
   """
   seen: dict[str, types.Task] = {}
   listed = hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')
@@ -67,7 +67,7 @@ def _check_tasks(tasks: Any, name: str, remedy: str):
 
 
 def _check_task(task: types.Task, seen: dict[str, types.Task]):
-  """Raises ValueError for a wrong field; `seen` has the earlier tasks by their ids."""
+  """Raises ValueError for a wrong field; `seen` has the earlier tasks by id."""
   if not isinstance(task.id, str) or not task.id.strip():
     raise ValueError('id must be a string that is not blank.')
   first = seen.setdefault(task.id, task)
@@ -84,10 +84,10 @@ def _check_task(task: types.Task, seen: dict[str, types.Task]):
 def check_answers(
   env: Any, tasks: Sequence[types.Task], limits: config_lib.Limits
 ) -> None:
-  """Raises ValueError for numbers as answers where a ToolEnv's reward compares text.
+  """Raises ValueError for numeric answers if a ToolEnv's reward compares strings.
 
-  The first of them, given as a reply, gets less then than if it were text. A reward
-  that is late tells nothing.
+  Scores the first numeric answer as a reply: it gets less reward than if the task's
+  answer were a string. A reward that is late decides nothing.
   """
   while getattr(env, 'keeps_opening', False):
     env = env.env
@@ -101,7 +101,7 @@ def check_answers(
   async def compare():
     for form in _FORMS:
       reply = form.format(task.answer)
-      with contextlib.suppress(Exception):  # Of either kind of answer.
+      with contextlib.suppress(Exception):  # The reward may reject either type.
         if await env.score(task, reply) < await env.score(as_text, reply):
           return reply
 
@@ -120,12 +120,12 @@ def check_answers(
 def check_times(
   env: Any, sets: Mapping[str, Sequence[types.Task]], limits: config_lib.Limits
 ) -> None:
-  """Refuses limits below what `env.least_limits` says of a task, if it has that method.
+  """Raises ValueError for limits below a task's `env.least_limits`, if env has it.
 
   `sets` has the tasks by the name of their set in messages.
 
   Raises:
-    ValueError: The message names the field and the task.
+    ValueError: Names the field and the task.
   """
   least_limits = env_lib.find_method(env, 'least_limits')
   if not least_limits:

@@ -1,4 +1,4 @@
-"""Plans a run from its configuration. The entrance for training is plan.make.
+"""Plans a run from its configuration; training calls plan.make.
 
 Scripts that only play a policy call sizes.resolve, setup.load and setup.make_engine.
 """

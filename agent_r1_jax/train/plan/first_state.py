@@ -1,4 +1,4 @@
-"""Makes what learns: the constants of the updates, and the first train state.
+"""Makes the learner's side of a run: the constants of updates, the first train state.
 
 footprint.py makes the same from shapes alone, to count and compile it.
 """
@@ -31,13 +31,13 @@ def make(
 ) -> tuple[train_state_lib.UpdateConfig, train_state_lib.TrainState]:
   """Makes the constants of the updates, and the train state before the first rollout.
 
-  The policy's parameters, on the mesh, get adapters here. Without a `reference`, the
-  reference policy of an algorithm that needs one is the policy as it begins.
+  Adds adapters to the policy's parameters, which must be on the mesh. If the algorithm
+  needs a reference policy and `reference` is None, the initial policy is the reference.
 
   Raises:
     ValueError: A field of the configuration does not fit the algorithm or the model.
   """
-  # A policy with a value head is its own critic; else the critic is a second model.
+  # A policy with a value head is its own critic; otherwise the critic is a second model.
   own_critic = algorithm.needs_critic and 'value_head' not in params
   if config.schedule.critic_warmup and not own_critic:
     raise ValueError('critic_warmup: there is no critic of its own; make it 0.')
@@ -76,7 +76,7 @@ def make(
 
 @functools.cache
 def _needs_whole_rows(recurrent: tuple[bool, ...]) -> bool:
-  """Whether layers have a state, which follows no tree; says once if so."""
+  """Whether recurrent layers, which cannot follow trees, need whole rows; warns if so."""
   if recurrent:
     _LOGGER.warning(
       'batch.trees: tokens that texts share are computed in each of them, since layers '
@@ -92,7 +92,7 @@ def load(
   algorithm: algorithms.Algorithm,
   mesh: Mesh | None,
 ) -> tuple[train_state_lib.UpdateConfig, train_state_lib.TrainState]:
-  """Makes the state with the reference in `config.model.reference`, if there is one."""
+  """Makes the constants and the state, with the reference in `config.model.reference`."""
   reference, path = None, config.model.reference
   with sharding.use_mesh(mesh):
     if path:
@@ -115,7 +115,7 @@ def _check_replaceable(
   model: decoder.DecoderConfig,
   params: decoder.Params,
 ):
-  """Raises ValueError unless the policy's parameters fit the reference's model."""
+  """Raises ValueError unless the policy's parameters fit the reference model."""
   free = {'dtype': 'float32', 'remat': 'none', 'max_positions': 0, 'ops': None}
   theirs, ours = (dataclasses.replace(m, **free) for m in (reference_model, model))
   differing = [

@@ -1,8 +1,8 @@
-"""What a run holds in the memory of one chip: counted from shapes, and compiled.
+"""The memory that a run needs on one chip, from shapes and compiled programs.
 
-Nothing is loaded or computed. Parameters, optimizer states and the cache are the shapes
-of the run's own objects (first_state.py). The temporaries of a program are what the
-compiler says (`memory_analysis`); the run finds the program compiled when it calls it.
+Nothing is loaded or computed. Parameters, optimizer states and the cache are shapes of
+the run's own objects (first_state.py). The temporaries of a program come from the
+compiler's `memory_analysis`; the run later finds the program already compiled.
 """
 
 from collections.abc import Mapping
@@ -31,17 +31,17 @@ from agent_r1_jax.models import (
 from agent_r1_jax.rl import algorithms, packing, train_state
 from agent_r1_jax.train.plan import first_state, lowering, setup
 
-# Bytes of the process itself on a CPU: Python, the libraries, XLA and what it compiled;
-# the engine's programs have the code of each layer.
+# Bytes of the process itself on a CPU: Python, libraries, XLA and compiled programs; the
+# engine's programs contain the code of each layer.
 _PROCESS, _LAYER_CODE = 0.8e9, 1.2e7
 _PROGRAMS = ('the gradient', 'sampling', 'the update')
-# If a run takes less than this share of the memory with the bound of its temporaries,
-# nothing is compiled to choose its sizes.
+# If a run fits this share of the memory with the bound of its temporaries, nothing is
+# compiled to choose its sizes.
 _OBVIOUS = 0.5
 
 
 class RunSizes(NamedTuple):
-  """What is chosen for a run: the sizes of its programs, and what is recomputed."""
+  """The chosen sizes of a run's programs, and its rematerialisation."""
 
   engine: config_lib.Engine
   batch: config_lib.Batch
@@ -49,7 +49,7 @@ class RunSizes(NamedTuple):
 
   @classmethod
   def of(cls, config: config_lib.Config) -> 'RunSizes':
-    """Returns the sizes of a configuration that has them all."""
+    """Returns the sizes of a configuration that has all of them."""
     return cls(config.engine, config.batch, config.model.remat or 'none')
 
 
@@ -58,31 +58,31 @@ class Machine(NamedTuple):
 
   platform: str  # 'cpu', 'gpu' or 'tpu'.
   memory: float  # Bytes on each chip.
-  chips: int = 1  # How many chips train, over all processes.
-  engines: int = 1  # How many engines sample, over all processes.
-  cores: int = 1  # Processor cores for each engine.
-  # Chips that are not here, for which programs are compiled, and those of one engine.
+  chips: int = 1  # Number of training chips, over all processes.
+  engines: int = 1  # Number of sampling engines, over all processes.
+  cores: int = 1  # CPU cores per engine.
+  # Target chips of ahead-of-time compilation, and the chips of one engine among them.
   absent: tuple[Any, ...] = ()
   absent_engine: tuple[Any, ...] = ()
 
 
 class ModelShapes(NamedTuple):
-  """The models of a run, as they are before training."""
+  """The models of a run before training."""
 
   policy: decoder.DecoderConfig  # The policy's shape, with the run's dtype.
   algorithm: algorithms.Algorithm | None = None  # None if the policy only plays.
-  # The shape of a reference policy that has a directory of its own.
+  # The shape of a reference policy with its own directory.
   reference: decoder.DecoderConfig | None = None
   shared_critic: bool = False  # Whether the policy's directory has a value head.
 
 
 class Peak(NamedTuple):
-  """The phase of a step that holds most.
+  """The phase of a step that needs the most memory.
 
   Attributes:
-    phase: Its name.
+    phase: The phase's name.
     parts: The bytes of each part, by name.
-    is_bound: Whether it fits with a bound of the temporaries, and nothing was compiled.
+    is_bound: Whether the run fits with the temporaries' bound, so nothing was compiled.
   """
 
   phase: str
@@ -95,17 +95,17 @@ class Peak(NamedTuple):
     return sum(self.parts.values())
 
 
-# A run has several footprints of one model, whose parameters are then traced once.
+# Jitted, so that several footprints of one model trace its parameters once.
 _init = jax.jit(decoder.init, static_argnums=0)
 
 
 class Footprint:
-  """What a run holds on one chip, in bytes, for sizes that are still to be chosen.
+  """The bytes that a run needs on one chip, as a function of its sizes.
 
   Attributes:
-    parts: What it holds whatever its sizes, by name. 'copy' is what the engine samples
-      with, 'learned' what one gradient takes, 'checkpoint' what a checkpoint does.
-    missing: The programs that were to be compiled when there was no time left.
+    parts: The bytes that do not depend on sizes, by name. 'copy' is the engine's copy of
+      the policy, 'learned' one gradient, 'checkpoint' a checkpoint's copy.
+    missing: The programs that were not compiled for lack of time.
   """
 
   def __init__(
@@ -115,13 +115,13 @@ class Footprint:
     machine: Machine,
     seconds: float = 0.0,
   ):
-    """Counts what all sizes share. No compilation begins after `seconds` of them."""
+    """Counts the fixed parts. No compilation starts after `seconds` of compilations."""
     self._mesh, self._schedule = config.mesh, config.schedule
     self._optimizer = config.optimizer
     self.models, self.machine, self.missing = models, machine, set[str]()
     self._left, self._known = seconds, dict[tuple[str, str, int, int], float]()
     self._update_config: train_state.UpdateConfig | None = None
-    # A policy that only plays has no LoRA.
+    # A policy that only plays has no adapters.
     self._frozen = config.model.frozen if models.algorithm else 'float32'
     made = jax.eval_shape(functools.partial(self._make, config))
     self._params, self._copy, parts = made
@@ -133,7 +133,7 @@ class Footprint:
     copy = self._copy
     shares = models.policy.dtype == 'float32' or self._frozen != 'float32'
     if shares and machine.chips == 1 and not config.mesh.samplers:
-      copy = {'layers': copy['layers']}  # The rest is shared with the training's.
+      copy = {'layers': copy['layers']}  # Other leaves are shared with training.
     self.parts['copy'] = _on_chip(copy, replica)
 
   def _make(self, config: config_lib.Config):
@@ -148,7 +148,7 @@ class Footprint:
     if not models.algorithm:
       plain = {'parameters, float32': params, 'learned': (), 'checkpoint': ()}
       return params, copy(params), plain
-    # Of the optimizer, only the kind matters; another check looks at the rest.
+    # Only the optimizer's kind matters here; another check covers its other fields.
     kind = config.optimizer.kind
     config = dataclasses.replace(config, optimizer=config_lib.Optimizer(kind=kind))
     reference = None
@@ -169,7 +169,7 @@ class Footprint:
       f'parameters, {self._frozen}': params,
       f'state of {kind}': opt_states,
     }
-    # What is not learned is shared with the policy.
+    # Frozen parameters are shared with the policy.
     if 'critic' in state.states:
       parts['critic, float32'] = lora.split(state.states['critic'].params)[0]
     if state.reference:
@@ -180,10 +180,10 @@ class Footprint:
     return params, copy(params), parts | others
 
   def measure(self, sizes: RunSizes, memory: float) -> Peak:
-    """Returns the phase of a step that holds most, if the run has these sizes.
+    """Returns the phase of a step that needs the most memory with these sizes.
 
-    Nothing is compiled that cannot change whether the run takes at most `memory` bytes:
-    the rest counts as 0. What there is no time for is scaled from other sizes.
+    Compiles only programs that can decide whether the run fits `memory` bytes; others
+    count as 0. If time runs out, temporaries are scaled from other sizes.
     """
     temporaries: dict[str, float] = {}
     find_peak = lambda: max(
@@ -203,10 +203,10 @@ class Footprint:
   def list_phases(
     self, sizes: RunSizes, temporaries: Mapping[str, float]
   ) -> dict[str, dict[str, float]]:
-    """Returns the parts that each phase of a step holds.
+    """Returns the parts in memory in each phase of a step.
 
-    With mesh.samplers the rollout's parts are on a chip that samples, and the others' on
-    a chip that trains.
+    With mesh.samplers, the rollout's parts are on a sampling chip and all others on a
+    training chip.
     """
     c, schedule, state = self.models.policy, self._schedule, dict(self.parts)
     copy, learned = state.pop('copy'), state.pop('learned')
@@ -229,10 +229,10 @@ class Footprint:
     plays = trains = process | engine | state
     if self._mesh.samplers:
       plays, trains = process | engine, process | state
-    elif schedule.ahead:  # Rollouts are played while updates are computed.
+    elif schedule.ahead:  # Rollouts are played during updates.
       trains = trains | takes('sampling')
     if schedule.ahead and schedule.eval_every:
-      # Rollouts under way keep their policy while another one is evaluated.
+      # Rollouts under way keep their policy while a newer policy is evaluated.
       plays = plays | {"evaluation's copy of the policy": copy}
     gradient = {'gradient, float32': learned}
     sums = gradient | {'sum of the gradients before it': learned}
@@ -244,9 +244,9 @@ class Footprint:
     return phases | ({'checkpoint': trains | written} if cpu else {})
 
   def bound(self, sizes: RunSizes) -> float:
-    """Returns more than the temporaries of any program: nothing is fused or freed.
+    """Returns an upper bound of any program's temporaries, without fusion or freeing.
 
-    M tokens are computed at a time, each over S slots; the other letters as in
+    M tokens are computed at a time, each over S slots; other letters as in
     models/decoder.py.
     """
     c, engine, batch = self.models.policy, sizes.engine, sizes.batch
@@ -262,9 +262,9 @@ class Footprint:
     return 4 * (c.num_layers * (layer + cache) + logits) + 8 * self.parts['learned']
 
   def _compile(self, program: str, sizes: RunSizes) -> float:
-    """Returns the temporaries of a program, which it compiles if there is time.
+    """Returns the temporaries of a program, compiled if there is time.
 
-    Else they are scaled from the largest of other sizes; nothing known counts as 0.
+    Otherwise they are scaled from the largest of other sizes, or 0 if none is known.
     """
     _, _, rows, tokens = key = _key(program, sizes)
     if key not in self._known and self._left <= 0:
@@ -279,9 +279,9 @@ class Footprint:
       except jax.errors.JaxRuntimeError as error:
         if 'RESOURCE_EXHAUSTED' not in str(error):
           raise
-        size = math.inf  # A TPU's compiler refuses what does not fit.
+        size = math.inf  # The TPU compiler fails if a program does not fit.
       size *= sizes.engine.replicas if program == 'sampling' else 1
-      # All processes have to choose the same sizes.
+      # All processes must choose the same sizes.
       shares = processes.gather([size, time.monotonic() - begin])
       self._known[key] = max(share[0] for share in shares)
       self._left -= max(share[1] for share in shares)

@@ -1,7 +1,6 @@
 """Lowers the programs of a run from shapes alone, so that they can be compiled before it.
 
-Parameters are shapes; a mesh, which must be set, says how they lie on the chips.
-None is one chip.
+Parameters are shapes, sharded by `mesh`, which must be set; None is a single chip.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ def lower_gradient(
 
 
 def lower_update(config: config_lib.Optimizer, params: Any, mesh: Any) -> Any:
-  """Lowers the step of the optimizer."""
+  """Lowers the optimizer's step."""
   params, optimizer = _place(params, mesh), optimizers.make(config, config.learning_rate)
   learned = lora.split(params)[0]
   state: Any = jax.eval_shape(lambda p: learner.init(p, optimizer), params)
@@ -50,7 +49,7 @@ def lower_sampling(
 ) -> list[Any]:
   """Lowers the largest decode and prefill of a replica."""
   options: Any = dataclasses.asdict(engine)
-  del options['weights']  # As `params` are.
+  del options['weights']  # `params` have that format already.
   sizes = sizes_lib.make(model, **options)
   cache: Any = jax.eval_shape(functools.partial(sizes.make_cache, model))
   if mesh is not None:
@@ -82,7 +81,7 @@ def lower_sampling(
 
 
 def _place(shapes: Any, mesh: Any, where: Any = None) -> Any:
-  """Returns shapes as they lie on a mesh, or all as `where` says."""
+  """Returns shapes with their shardings on a mesh, or all with the sharding `where`."""
   if mesh is None:
     return shapes
   struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)

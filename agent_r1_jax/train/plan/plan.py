@@ -1,7 +1,7 @@
-"""What a training run is: `make` plans it once, from its configuration.
+"""The plan of a training run, made once from its configuration.
 
-It checks tasks and tools by an environment, chooses the sizes (sizes.py), loads what
-plays (setup.py) and what learns (first_state.py).
+`make` checks tasks and tools with an environment, chooses the sizes (sizes.py), loads the
+model (setup.py) and makes the first train state (first_state.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,27 +24,26 @@ from agent_r1_jax.train.plan import first_state, setup, sizes
 
 
 class Plan(NamedTuple):
-  """What a training run is: all that the loop, the schedule and the files go by.
+  """The constants of a training run, read by the loop, the schedule and the files.
 
   Attributes:
-    config: The configuration with all sizes, for what writes it down: the run's files and
-      its watcher.
+    config: The configuration with all sizes, as the run's files and watcher record it.
     made_of: Describes the algorithm, tools, rewards and tasks; see fingerprint.py.
     tasks: The tasks to train on, whose prompts fit.
     evals: The sets of tasks to evaluate, by name.
     make_env: Makes a new environment for each episode.
-    privileged: Returns a text on a task that only the critic reads; or None.
-    lines: What to tell about tasks, prompts and tools.
-    chat: Makes tokens of messages.
-    training: How the replies of training rollouts are sampled.
-    evaluation: How the replies of evaluations are sampled.
+    privileged: Returns text about a task that only the critic reads; or None.
+    lines: Lines to print about tasks, prompts and tools.
+    chat: Turns messages into tokens.
+    training: How replies are sampled in training rollouts.
+    evaluation: How replies are sampled in evaluations.
     update_config: The constants of the updates: models, algorithm, optimizers, schedule.
     limits: The budgets of one episode.
-    curriculum: Which tasks are drawn.
-    seed: Seed of the order of tasks and of all sampling.
-    max_error_rate: The share of episodes whose environment may raise or be late.
+    curriculum: How tasks are drawn.
+    seed: The seed of the order of tasks and of all sampling.
+    max_error_rate: The largest share of episodes whose environment may raise or be late.
     refuses_long_prompts: Whether the run ends if no prompt of its first rollout fits.
-    log_episodes: How many episodes of each rollout have messages in all processes.
+    log_episodes: How many episodes per rollout keep messages in all processes.
   """
 
   config: config_lib.Config
@@ -85,11 +84,11 @@ def make(
 ) -> tuple[Plan, train_state_lib.TrainState, protocol.AnyEngine]:
   """Plans a run; the arguments and the errors are those of `loop.run`.
 
-  Checks the tasks by an environment, chooses the sizes, loads the models. As many errors
-  as possible are raised here, where the workdir is only read.
+  Checks the tasks with an environment, chooses the sizes and loads the models. It raises
+  as many errors as possible, before anything is written to the workdir.
 
   Returns:
-    The plan, the train state before the first step, and the engine, which is not open.
+    The plan, the train state before the first step, and the engine, not yet open.
   """
   limits = config.limits
   with preflight.open_environment(make_env, limits) as env:
@@ -133,7 +132,7 @@ def make(
 
 
 def _check_engine(engine: protocol.AnyEngine, algorithm: algorithms.Algorithm):
-  """Raises ValueError for another engine's log-probs, if nothing corrects them."""
+  """Raises ValueError for a foreign engine if the algorithm has no correction."""
   if not isinstance(engine, engine_lib.Engine) and not algorithm.correction:
     raise ValueError(
       'make_engine: the log-probs of another engine differ from those of the learner, '
@@ -148,7 +147,7 @@ def _check_options(
   privileged: Callable | None,
   guides: Mapping[guide_lib.Guide, Any],
 ):
-  """Raises ValueError for arguments of a run that do not fit its algorithm."""
+  """Raises ValueError for arguments that do not fit the algorithm."""
   if privileged and 'critic' not in state.states:
     raise ValueError('privileged: the algorithm has no critic of its own to tell it to.')
   if any(guide.needs_correction for guide in guides) and not algorithm.correction:

@@ -1,4 +1,4 @@
-"""Loads what plays: the mesh, a model's shape and parameters, its chat, the engine."""
+"""Loads the player's side of a run: mesh, model, chat and engine."""
 
 from collections.abc import Callable, Iterable, Sequence
 import dataclasses
@@ -21,12 +21,12 @@ from agent_r1_jax.host import memory, runtime
 from agent_r1_jax.models import batch_invariant, decoder, quantization, sharding
 from agent_r1_jax.models.files import weights
 
-# How an engine is made; `make_engine` is the one of this project.
+# Makes an engine; the default is `make_engine`.
 MakeEngine = Callable[..., protocol.AnyEngine]
 
 
 def make_mesh(config: config_lib.Mesh) -> Mesh | None:
-  """Returns the mesh of the chips that train; None for one chip."""
+  """Returns the mesh of the training chips; None for a single chip."""
   runtime.initialize()
   mesh, samplers = split_chips(config)
   if mesh:
@@ -37,10 +37,10 @@ def make_mesh(config: config_lib.Mesh) -> Mesh | None:
 def split_chips(
   config: config_lib.Mesh, absent: Sequence[Any] = ()
 ) -> tuple[Mesh | None, list[Any]]:
-  """Returns the mesh that trains, None for one chip; and this process's samplers.
+  """Returns the training mesh, None for a single chip, and this process's samplers.
 
-  Chips that are absent, of one process, stand for those that are here: programs can be
-  compiled for them. One of them has a mesh too.
+  `absent` chips, of one process, replace the actual chips for ahead-of-time compilation;
+  a single absent chip gets a mesh too.
 
   Raises:
     ValueError: The axes do not multiply to the number of chips.
@@ -65,12 +65,12 @@ def load(
 ) -> tuple[decoder.DecoderConfig, decoder.Params, chat_lib.Chat]:
   """Loads the shape, the float32 parameters and the chat of the model in `config.path`.
 
-  On a mesh the parameters are sharded as they are read. If `frozen` is a format of 8
-  bits, they are stored in it as they are read; see quantization.freeze_leaf.
+  Parameters are sharded over a mesh as they are read, and stored in 8 bits if `frozen` is
+  such a format; see quantization.freeze_leaf.
   """
   chat.check()
   runtime.initialize()
-  # A run before this one, in the same process, may have left its engine in a cycle.
+  # An earlier run in this process may have left its engine in a reference cycle.
   memory.release_freed_memory(cycles=True)
   place, scales = sharding.make_placer(mesh), {}
 
@@ -89,7 +89,7 @@ def load(
   )
   if rounds:
     params = quantization.add_scales(params, scales)
-    if mesh:  # What programs have made may lie elsewhere.
+    if mesh:  # Programs may have placed their results elsewhere.
       params = jax.device_put(params, sharding.make_shardings(params, mesh))
   shape = dataclasses.replace(
     shape,
@@ -124,10 +124,10 @@ def make_engine(
   guides: Iterable[guide_lib.Guide] = (),
   **adapters: Any,
 ) -> engine_lib.Engine:
-  """Makes an engine of the sizes in `config.engine` on the chips of this process.
+  """Makes an engine with the sizes in `config.engine` on the chips of this process.
 
-  Its requests may use the guides, which have no parameters. `adapters` and `adapter_rank`
-  are those of Engine, which has room for none by default.
+  Requests may use the guides, which have no parameters. `adapters` and `adapter_rank` are
+  passed to Engine, whose default is no room for adapters.
   """
   sizes = dataclasses.asdict(config.engine)
   sizes['replicas'] = sizes['replicas'] or 1

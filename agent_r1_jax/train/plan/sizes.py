@@ -1,9 +1,9 @@
-"""Chooses sizes that are 0, and what is recomputed, so that a run fits the memory.
+"""Chooses sizes that are 0, and rematerialisation, so that a run fits the memory.
 
-`resolve` does so before anything is loaded: it takes the fastest sizes, and halves them
-until what footprint.py counts and compiles fits. A run that is resumed on the devices
-that it began on keeps the sizes in its config.json while they fit. Elsewhere they are
-chosen again, except engine.slots, which says how long an episode may be.
+`resolve` runs before anything is loaded: it starts from the fastest sizes, and halves
+them until the footprint (footprint.py) fits. A run resumed on the same devices keeps the
+sizes in its config.json if they fit. On other devices sizes are chosen again, except
+engine.slots, which limits the length of an episode.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,29 +34,29 @@ from agent_r1_jax.train.plan.footprint import Machine, ModelShapes, RunSizes
 REMAT = 'model.remat'
 _NAMES = (*config_lib.SIZES, REMAT)
 GB = 1e9
-# The seconds after which no program is compiled any more to choose sizes.
+# The seconds after which no more programs are compiled to choose sizes.
 SECONDS = 120.0
 # Names an environment variable: GB (10^9 bytes) of each accelerator, or of the process.
 MEMORY_VARIABLE = 'AGENT_R1_MEMORY_GB'
-# The share of the memory that is filled: nobody counts everything.
+# The share of the memory to fill; the rest is for what is not counted.
 _SHARE = 0.85
 # The assumed bytes of a device that does not report its memory.
 _UNKNOWN = 16e9
-# The assumed tokens of a prompt; the most and the fewest slots that are chosen, and what
-# they are a multiple of: the kernels of accelerators read tiles of 128.
+# The assumed tokens of a prompt; the most and the fewest slots to choose; slots are a
+# multiple of 128, the tile of accelerators' kernels.
 _PROMPT, _MOST_SLOTS, _FEWEST_SLOTS, _TILE = 1024, 8192, 1024, 128
-# The fewest rows, before slots become fewer.
+# The fewest rows; below that, slots are halved instead.
 _FEWEST_ROWS = 8
-# The most rows of an engine, and tokens of a micro-batch on one chip: more are no faster,
-# and on a CPU their activations no longer fit its caches.
+# The most rows of an engine, and tokens of a micro-batch on one chip: more are not
+# faster, and on a CPU their activations would not fit its caches.
 _MOST_ROWS = {'cpu': 128, 'gpu': 256, 'tpu': 256}
 _MOST_TOKENS = {'cpu': 2048, 'gpu': 16_384, 'tpu': 16_384}
-# Rows and tokens of one prefill. The answer of a tool is short: on a CPU the padding of a
-# longer chunk costs time, on an accelerator reading the weights takes longer anyway.
+# Rows and tokens of one prefill. Tools' answers are short: on a CPU the padding of longer
+# chunks costs time, on an accelerator reading the weights takes longer anyway.
 _PREFILL_SHAPES = {'cpu': (32, 32), 'gpu': (16, 128), 'tpu': (16, 128)}
-# The least slots that a cache read covers; smaller reads are more programs to compile.
+# The fewest slots of a cache read; smaller reads mean more programs to compile.
 _LEAST_BUCKET = {'cpu': 128, 'gpu': 256, 'tpu': 256}
-# The fields with which a part takes less, by words in its name; the first one counts.
+# The fields that shrink a part, by words in its name; the first match counts.
 _REMEDIES = {
   'cache': 'fewer engine.rows or engine.slots, engine.cache=int8',
   'temporaries of sampling': 'fewer engine.rows',
@@ -81,20 +81,20 @@ def resolve(
   Args:
     config: The run's configuration; sizes of 0 are chosen.
     algorithm: The run's algorithm; None if the policy only plays.
-    workdir: The run's directory; a run that is resumed may keep its sizes.
-    seconds: How long programs are compiled to choose sizes; a compilation that has begun
-      is finished. What is asked for later is scaled from what was compiled, or if nothing
-      was, left out; the line names it.
-    machine: The chips of the run, which may be absent; by default those of this process.
+    workdir: The run's directory; a resumed run may keep its sizes.
+    seconds: How long to compile programs to choose sizes; a compilation that has started
+      is finished. Later programs are scaled from compiled ones, or if there are none,
+      left out; the line names them.
+    machine: The chips of the run, which may be absent; by default this process's chips.
 
   Raises:
-    ValueError: The run does not fit the memory; the message has the parts and the fields
-      to change. Or its rows cannot be split over the mesh.
+    ValueError: The run does not fit the memory (the message has the parts and the fields
+      to change), or its rows cannot be split over the mesh.
   """
   runtime.initialize()
   machine = machine or find_machine(config.mesh)
   models = read_models(config.model, algorithm)
-  # Raises where the chips make no such mesh.
+  # Raises if the mesh does not fit the chips.
   setup.split_chips(config.mesh, machine.absent)
   footprint = footprint_lib.Footprint(config, models, machine, seconds)
   today, *_ = processes.gather(str(datetime.date.today()))
@@ -116,7 +116,7 @@ def resolve(
 
 
 def find_machine(config: config_lib.Mesh) -> Machine:
-  """Finds platform, memory and chips; memory is the least over all processes."""
+  """Finds platform, memory and chips; memory is the minimum over all processes."""
   training, sampling = sharding.split_devices(config.samplers)
   local, platform = jax.local_devices(), jax.default_backend()
   available = read_memory()
@@ -139,15 +139,14 @@ def find_machine(config: config_lib.Mesh) -> Machine:
 def load_recorded(
   config: config_lib.Config, workdir: str | os.PathLike
 ) -> list[config_lib.Config]:
-  """Returns `config` with sizes of 0, and no date, replaced by those of the run here.
+  """Returns copies of `config` with missing sizes and date from the workdir's run.
 
-  The first has all of them, if the run began on such devices as these. In the last one
-  only engine.slots, which bounds episodes, and the date are replaced: the other sizes
-  only cost time.
+  The first has all its sizes, if the run began on devices like these. The last has only
+  engine.slots, which bounds episodes, and the date: the other sizes only affect speed.
   """
   recorded = {}
   with contextlib.suppress(OSError, ValueError, RecursionError):
-    # Without the file there is no run yet; if it is damaged, run_files says so.
+    # Without the file there is no run yet; run_files reports a damaged file.
     text = pathlib.Path(workdir, 'config.json').read_text()
     recorded = workdir_lib.flatten_fields(json.loads(text))
   sound = lambda x: isinstance(x, str) or (type(x) is int and x > 0)
@@ -155,7 +154,7 @@ def load_recorded(
   known = {name: recorded[name] for name in missing if sound(recorded.get(name))}
   devices = runtime.describe_devices()
   same = recorded.get('devices', devices) == devices
-  # The first process may see another file.
+  # Other processes may see another file than the first.
   known, same = processes.gather([known, same])[0]
   least = {n: x for n, x in known.items() if n in ('engine.slots', 'chat.date')}
   return [fields.replace(config, kept) for kept in ([known] if same else []) + [least]]
@@ -164,9 +163,9 @@ def load_recorded(
 def choose(
   config: config_lib.Config, footprint: footprint_lib.Footprint
 ) -> config_lib.Config:
-  """Returns `config` with a number for each size that is 0, and with a `model.remat`.
+  """Returns `config` with all sizes that are 0, and `model.remat`, chosen.
 
-  Other sizes are not changed. The first of `_candidates` that fits is taken, or the last.
+  Other sizes do not change. Uses the first of `_candidates` that fits, or the last.
   """
   candidate, memory = config, _SHARE * footprint.machine.memory
   for candidate in _candidates(config, footprint.models, footprint.machine):
@@ -180,14 +179,14 @@ def _candidates(
 ) -> Iterator[config_lib.Config]:
   """Yields configurations with all sizes, the fastest first.
 
-  For the next ones the micro-batch is halved; then activations are recomputed, which
-  costs a third of a gradient's time, with each micro-batch; then the same with half of
-  the rows, and so on; then with half of the slots. Sizes that are given stay.
+  The next candidates halve the micro-batch; then recompute activations, which costs a
+  third of a gradient's time, with each micro-batch; then repeat this with half of the
+  rows, and so on; then with half of the slots. Sizes that the user set do not change.
   """
   engine, batch = config.engine, config.batch
   groups = config.mesh.count_groups(machine.chips)
   remats = [config.model.remat or 'none']
-  # With the layers unrolled, on a CPU, it would save nothing.
+  # On a CPU, with unrolled layers, recomputation would save nothing.
   unrolled = machine.platform == 'cpu' and models.policy.num_layers <= UNROLLED_LAYERS
   if models.algorithm and not config.model.remat and not unrolled:
     remats.append('full')
@@ -207,8 +206,8 @@ def _candidates(
         for microbatch in _halves(most, batch.microbatch or groups):
           chosen = {'batch.microbatch': microbatch, REMAT: remat}
           if machine.platform == 'cpu' and not (batch.row_tokens or batch.microbatch):
-            # Attention reads only what is seen, so that a long row costs no more than
-            # short ones; fewer trees are cut, and less of it is padding.
+            # Attention reads only visible keys, so one long row costs no more than short
+            # ones, cuts fewer trees and has less padding.
             row_tokens = filled.batch.row_tokens * (microbatch // groups)
             chosen |= {'batch.microbatch': groups, 'batch.row_tokens': row_tokens}
           yield fields.replace(filled, chosen)
@@ -222,14 +221,14 @@ def _halves(size: int, least: int) -> list[int]:
 def _fill(
   config: config_lib.Config, machine: Machine, slots: int, rows: int
 ) -> config_lib.Config:
-  """Returns `config` with these sizes, and with those that follow from them."""
+  """Returns `config` with these sizes, and the sizes that follow from them."""
   sizes = config.engine
   if not sizes.rows:
     rows = _round_up(rows, sizes.replicas or 1)
   prefill_rows, prefill_tokens = _PREFILL_SHAPES[machine.platform]
   bucket = max(_LEAST_BUCKET[machine.platform], _power_of_two(max(1, slots // 8)))
   replicas = 1
-  # One replica per core of a CPU, if each gets 8 rows; else one per chip.
+  # One replica per CPU core, if each gets 8 rows; otherwise one per chip.
   if machine.platform == 'cpu' and config.mesh.tensor == 1:
     width = min(sizes.width or rows, rows)
     counts = range(min(machine.cores, rows // 8), 1, -1)
@@ -258,7 +257,7 @@ def _choose_slots(config: config_lib.Config, models: ModelShapes) -> int:
 
 
 def _slot_multiple(mesh: config_lib.Mesh) -> int:
-  """Returns the number that slots, and so the tokens of a row, are a multiple of."""
+  """Returns the number that divides slots, and so the tokens of a row."""
   return math.lcm(_TILE, mesh.context)
 
 
@@ -277,12 +276,13 @@ def check(
   footprint: footprint_lib.Footprint,
   reused: Sequence[str] = (),
 ) -> str:
-  """Returns a line with the sizes and the memory that a run with them takes.
+  """Returns a line with the sizes and the memory that they need.
 
   `reused` names the sizes that a resumed run took from its config.json.
 
   Raises:
-    ValueError: It does not fit; the message has the parts in GB and the fields to change.
+    ValueError: The run does not fit; the message has the parts in GB and the fields to
+      change.
   """
   memory = footprint.machine.memory
   peak = footprint.measure(RunSizes.of(config), memory)
@@ -300,9 +300,9 @@ def check(
 def _describe_refusal(
   peak: footprint_lib.Peak, machine: Machine, reused: Sequence[str]
 ) -> str:
-  """Returns the parts of a run that does not fit, and what makes them smaller."""
+  """Describes the parts of a run that does not fit, and the fields that shrink them."""
   where = 'this process' if machine.platform == 'cpu' else 'each chip'
-  # Of a program that a TPU's compiler refuses, nobody knows what it takes.
+  # The TPU compiler does not say how much a failed program needs.
   taken = f'{peak.bytes / GB:.1f} GB' if math.isfinite(peak.bytes) else 'more'
   lines = [
     f'memory: this run is estimated to take {taken} ({peak.phase}), and {where} has '
@@ -343,7 +343,7 @@ def _check_split(config: config_lib.Config, machine: Machine) -> None:
 
 
 def read_models(config: config_lib.Model, algorithm) -> ModelShapes:
-  """Reads the models' shapes from config.json; no weights are read."""
+  """Reads the models' shapes from config.json, without their weights."""
   if not config.path:
     raise ValueError(
       'model.path is empty; give the directory of a model in Hugging Face layout.'
@@ -359,10 +359,12 @@ def read_models(config: config_lib.Model, algorithm) -> ModelShapes:
 
 
 def read_memory() -> float | None:
-  """Returns the bytes that MEMORY_VARIABLE says a chip or this process has, if it does.
+  """Returns the memory per chip, or of this process, from MEMORY_VARIABLE, in bytes.
+
+  None if the variable is not set.
 
   Raises:
-    ValueError: It is not a number above 0.
+    ValueError: The variable is not a number above 0.
   """
   text = os.environ.get(MEMORY_VARIABLE)
   if text is None:
