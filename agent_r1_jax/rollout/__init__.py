@@ -1,1 +1,1 @@
-"""Plays the episodes that a run learns from, and those that it is evaluated by."""
+"""Plays the episodes of training and evaluation."""

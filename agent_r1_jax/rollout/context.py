@@ -1,4 +1,4 @@
-"""The text of an episode in the engine, and the requests that extend it."""
+"""The sequence of an episode in the engine, and the requests that extend it."""
 
 from collections.abc import Awaitable, Callable, Sequence
 import copy
@@ -11,16 +11,16 @@ from agent_r1_jax.engine import protocol
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.rollout import decoding as decoding_lib
 
-# Samples the candidates of a request's reply, and returns the chosen one, complete.
+# Samples candidates for a request's reply, and returns the chosen one, complete.
 Choose = Callable[[request_lib.Request], Awaitable[request_lib.Generation]]
 
 
 class Context:
-  """The text of an episode in the engine; each reply extends it.
+  """The sequence of an episode in the engine; each reply extends it.
 
   Attributes:
     replica: The replica that samples the replies.
-    slots: The most tokens that the text may have.
+    slots: The most tokens of a sequence.
     vocab_size: The size of the policy's vocabulary.
   """
 
@@ -31,34 +31,34 @@ class Context:
     automata: Sequence[types.Automaton],
     identity: tuple[int | str, ...],
   ):
-    """Begins without a text.
+    """Begins without a sequence.
 
-    `automata` has the one that ends replies, then the decoding's grammar, if any.
-    `identity` is what the keys of the requests are made from; see rollout.start.
+    `automata` has the automaton that ends replies, then the decoding's grammar, if any.
+    Random keys of requests are made from `identity`; see rollout.start.
     """
     self.replica, self._decoding, self._automata = replica, decoding, automata
     self._key_parts = identity
     self.slots, self.vocab_size = replica.sizes.slots, replica.config.vocab_size
-    # Whether another context has the same text: the next reply must then fork it.
+    # Whether another context has the same sequence: the next reply must then fork it.
     self._forked = False
-    # All contexts of the episode: this one, its forks and theirs.
+    # All contexts of the episode, including forks of forks.
     self._all = [self]
     self._text: request_lib.Text | None = None
     self._key = self.make_key(0)
 
   def restart(self, segment: int):
-    """Drops the text; the next reply begins one with another random key."""
+    """Drops the sequence; the next reply begins another, with another random key."""
     self._key, self._text = self.make_key(segment), None
 
   def make_key(self, *parts: int | str) -> np.ndarray:
-    """Makes the random key of one of the episode's texts, uint32 [2]."""
+    """Makes the random key of one of the episode's sequences, uint32 [2]."""
     return request_lib.make_key(*self._key_parts, *parts)
 
   def fork(self, number: int, turn: int) -> 'Context':
-    """Returns a context with the same text; unless `number` is 0 it has another key.
+    """Returns a context with the same sequence; unless `number` is 0, with another key.
 
-    The key is of this turn alone. With one key for fork 1 of every turn, the randomness
-    of a long reply that was rejected would be that of the next turn, at its positions.
+    The key depends on the turn. If fork 1 of every turn had the same key, a long rejected
+    reply and the next turn would share their randomness where their positions overlap.
     """
     other = copy.copy(self)
     other._all.append(other)
@@ -74,14 +74,14 @@ class Context:
     max_tokens: int,
     choose: Choose | None = None,
   ) -> request_lib.Chunk:
-    """Appends tokens to the text and samples the policy's reply, or has it chosen."""
+    """Appends tokens to the sequence and samples the policy's reply, or chooses it."""
     parent = self._text
     if self._forked and parent is not None:
       parent = request_lib.Fork(parent, len(parent))
     request = self._make_request(prompt, parent, max_tokens, self._key)
     if choose:
       generation = await choose(request)
-      # What the key of the reply holds for later positions is not used by any other.
+      # No other reply uses the chosen key's randomness at later positions.
       self._text, self._key = generation.text, generation.request.key
       return await generation
     generation = self.replica.submit(request)
@@ -98,9 +98,9 @@ class Context:
     automata: Sequence[types.Automaton],
     top_logprobs: int,
   ) -> request_lib.Generation:
-    """Requests a reply to any text, for a program's endpoint (serve/conversation.py).
+    """Requests a reply to any sequence, for a program's endpoint (serve/conversation.py).
 
-    `automata` end the reply in place of the chat's; the decoding's grammar stays.
+    `automata` end the reply instead of the chat's; the decoding's grammar still applies.
     """
     _stops, *grammar = self._automata
     request = self._make_request(prompt, parent, max_tokens, key)
@@ -124,15 +124,15 @@ class Context:
 
   @property
   def length(self) -> int:
-    """The number of tokens of the text so far."""
+    """The number of tokens of the sequence so far."""
     return 0 if self._text is None else len(self._text)
 
   def close_all(self):
-    """Closes the texts of all contexts of the episode, once it is over."""
+    """Closes the sequences of all the episode's contexts, once it is over."""
     for context in self._all:
       context.close()
 
   def close(self):
-    """Closes its texts, so that other texts get their rows first."""
+    """Marks the sequence as complete, so that its row is the first to be reused."""
     if self._text is not None:
       self._text.close()

@@ -15,12 +15,12 @@ class Decoding(NamedTuple):
 
   Attributes:
     sampling: Temperature, top-k, top-p, min-p.
-    grammar: Restricts the replies to a grammar, which makes the samples off-policy.
-    policy: The policy that samples; None is the engine's newest at each decode.
-    choice: Samples several candidates and takes one, which makes the episodes off-policy;
-      None samples each reply once.
-    guides: Guides that the engine was made with, and the state in which each begins.
-    replay: Whether a mixture of experts notes which ones compute each token.
+    grammar: Restricts replies to a grammar, which makes the samples off-policy.
+    policy: The policy that samples; None for the engine's newest at each decode.
+    choice: Samples several candidates and chooses one, which makes the episodes
+      off-policy; None samples each reply once.
+    guides: Guides that the engine was made with, and the initial state of each.
+    replay: Whether a mixture of experts records the experts that compute each token.
   """
 
   sampling: config_lib.Sampling = config_lib.Sampling()

@@ -27,21 +27,21 @@ class Episode:
   """The state of one episode while it is played.
 
   Attributes:
-    context: Samples the replies; holds the episode's text in the engine.
+    context: Samples the replies; holds the episode's sequence in the engine.
     trajectory: The record of the episode, to which each turn is added.
-    env: The environment, or who plays the episode by itself.
-    made: Holds the environment from when it is made until it is closed. A list, so that
-      of two threads that want to close it one gets it.
+    env: The environment, or the Player of the episode.
+    made: Contains the environment until it is closed. A list, so that only one of two
+      threads that want to close it gets it.
     over: Whether the episode has ended: an environment made later is closed at once.
-    pending: The messages that will be appended before the next reply, as tokens.
-    opening: The number of the trajectory's message with which the context began.
+    pending: The tokens of the messages to append before the next reply.
+    opening: The index of the trajectory's message with which the context began.
     schemas: The JSON schemas of the tools, for the prompt.
     transcript: Tokens, action mask, log-probs and turns so far.
-    status: How it ended; None while the episode goes on.
+    status: How the episode ended; None while it goes on.
     unfinished: The text of the last reply, if it ran out of tokens; else None.
     reply: The reply of the last turn; None before the first.
-    sampled: Under 'tokens', how many tokens were sampled; shared with all forks.
-    value: What a search sums up along an episode and its forks.
+    sampled: Under 'tokens', the number of sampled tokens; shared with all forks.
+    value: A search's running total along an episode and its forks.
   """
 
   def __init__(
@@ -52,7 +52,7 @@ class Episode:
     context: context_lib.Context,
     trajectory: types.Trajectory,
   ):
-    """Makes no environment yet; `trajectory` is empty but for task, group and sample."""
+    """Makes no environment yet; `trajectory` has only task, group and sample."""
     self.chat, self.make_env, self.limits = chat, make_env, limits
     self.context, self.trajectory = context, trajectory
     self.env: Any = None
@@ -68,10 +68,10 @@ class Episode:
     self.sampled, self.value = collections.Counter(), 0.0
 
   async def play(self, choice: sockets.Choice | None = None):
-    """Plays to the end and completes the trajectory, with a choice among candidates.
+    """Plays to the end and completes the trajectory; `choice` selects among candidates.
 
     Raises:
-      workers.LostCallError: The episode was caught in what happened to others.
+      workers.LostCallError: The episode was lost through no fault of its own.
     """
     t, abandoned = self.trajectory, collections.Counter()
     thread_pool.abandoned_calls.set(abandoned)
@@ -114,7 +114,7 @@ class Episode:
       t.metrics |= {f'abandoned/{name}': float(n) for name, n in abandoned.items()}
 
   async def _end(self):
-    """Closes the text and the environment, and completes the trajectory's metrics."""
+    """Closes the sequence and the environment, and completes the trajectory."""
     t = self.trajectory
     self.context.close_all()
     t.segments, t.turns = self.transcript.collect()
@@ -125,7 +125,7 @@ class Episode:
   async def _play_turns(
     self, task: types.Task, chooser: sockets.Chooser | None
   ) -> types.Status:
-    """Plays turn after turn, or has it chosen; returns the episode's status."""
+    """Plays turn after turn, or lets `chooser` play; returns the episode's status."""
     await self._reset(task)
     self._end_without_room()
     if chooser:
@@ -144,7 +144,7 @@ class Episode:
   async def take_turn(self, choose: context_lib.Choose | None = None):
     """Samples one reply and passes it to the environment; sets `status` at the end.
 
-    With `choose` the reply is chosen among candidates.
+    `choose`, if given, chooses the reply among candidates.
     """
     with moments.watch(moments.Turn(len(self.transcript.turns))):
       await self._take_turn(choose)
@@ -186,14 +186,14 @@ class Episode:
 
   @property
   def _room(self) -> int:
-    """How many tokens the next reply may have."""
+    """The most tokens of the next reply."""
     return self.context.slots - self.context.length - len(self.pending)
 
   def _end_without_room(self):
-    """Ends the episode where the next reply has no room.
+    """Ends the episode if the next reply has no room.
 
-    This is known before that reply is asked for, so that a search never reads the value
-    of a state which no row holds.
+    It checks before the reply is requested, so that a search never reads the value of a
+    state that does not fit a row.
     """
     if self.status is not None or self._room >= 1:
       return
@@ -204,7 +204,7 @@ class Episode:
       t.metrics['prompt_too_long'] = 1.0
 
   async def fork(self, number: int) -> 'Episode':
-    """Returns an independent copy; unless `number` is 0 it samples with other keys."""
+    """Returns an independent copy; unless `number` is 0, it samples with other keys."""
     other, t = copy.copy(self), self.trajectory
     other.trajectory = dataclasses.replace(
       t, messages=[*t.messages], metrics={**t.metrics}
@@ -216,21 +216,21 @@ class Episode:
 
   @property
   def text_to_last_reply(self) -> types.Prompt:
-    """The text of the context up to the end of the last reply."""
+    """The context's prompt up to the end of the last reply."""
     # If the last step was `fresh`, its passage has no turn yet.
     return self.transcript.list_played()[-1].segment.prompt
 
   @property
   def text(self) -> types.Prompt:
-    """The text before the next reply; at the end, before the last one's last token."""
+    """The prompt of the next reply; at the end, up to the last reply's last token."""
     if self.status is not None:
       return self.text_to_last_reply[:-1]
     return self.transcript.passage.segment.prompt + self.pending
 
   async def _make_environment(self) -> types.Task:
-    """Makes the environment in a thread; returns a copy of the task, which it may change.
+    """Makes the environment in a thread; returns a copy of the task that it may change.
 
-    If it is late, the episode is over by then, and the thread closes it at once.
+    A late environment finds the episode over, and the thread closes it at once.
     """
 
     def make() -> tuple[env_lib.Env | sockets.Player, types.Task]:
@@ -261,12 +261,12 @@ class Episode:
       await self._encode(self.chat.encode_prompt, t.messages, self.schemas)
 
   async def _close_env(self) -> bool:
-    """Closes the environment, unless another thread does; returns whether that failed."""
+    """Closes the environment unless another thread does; returns whether that failed."""
     owner = f'Task {self.trajectory.task.id}'
     return await env_lib.close_env(self.made, self.limits.close_seconds, owner)
 
   async def _call_env(self, kind: str, *args) -> Any:
-    """Calls a method of the environment, within its time limit."""
+    """Calls a method of the environment within its time limit."""
     field = 'reset_seconds' if kind in ('set_seed', 'reset') else 'step_seconds'
     t = self.trajectory
     where = f'task {t.task.id}, sample {t.sample}, turn {len(self.transcript.turns)}'
@@ -280,7 +280,7 @@ class Episode:
   def add_reward(self, step: types.Step, turn: types.Turn | None = None) -> types.Step:
     """Adds a step's reward to a turn, and its metrics to the trajectory.
 
-    Without `turn` the reward is that of the last turn. Returns the step.
+    Without `turn`, adds it to the last turn. Returns the step.
     """
     t = self.trajectory
     with faults.of_environment():
@@ -298,10 +298,10 @@ class Episode:
     return step
 
   async def _encode(self, encode, messages, *args, **kwargs):
-    """Encodes messages of the environment, which is to blame if that raises."""
+    """Encodes the environment's messages; an error counts as the environment's fault."""
     try:
       if any(isinstance(message.get('content'), list) for message in messages):
-        # Not in the event loop, which would wait for the process that decodes files.
+        # In a thread: the event loop would wait for the process that decodes files.
         await asyncio.to_thread(self.chat.attach, self.pending.tokens, messages)
       self.pending = self.chat.attach(encode(messages, *args, **kwargs), messages)
     except ValueError as error:

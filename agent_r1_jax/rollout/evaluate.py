@@ -14,7 +14,7 @@ from agent_r1_jax.engine import protocol
 from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import rollout
 
-# Metrics of an episode that `summarize` returns even where they are 0.
+# Metrics that `summarize` returns even if no episode has them.
 _FAULTS = ('timeouts', 'abandoned_calls')
 GREEDY = decoding_lib.Decoding(config_lib.GREEDY)
 
@@ -30,14 +30,14 @@ def run(
   samples: int = 1,
   **options: Any,
 ) -> dict[str, list[types.Trajectory]]:
-  """Plays one episode, or several, of every task of every set.
+  """Plays `samples` episodes of every task of every set.
 
-  `sets` has the tasks by the name of their set; the other arguments are those of
-  rollout.start, with a greedy decoding by default. Other clients may use the engine at
-  the same time.
+  `sets` has the tasks by the name of their set; the other arguments are as in
+  rollout.start, with greedy decoding by default. Other clients may use the engine at the
+  same time.
 
   Returns:
-    Trajectories by set, in the order of the tasks; those of a task are side by side.
+    Trajectories by set, in the order of the tasks; episodes of a task are adjacent.
   """
   tasks = [task for tasks in sets.values() for task in tasks]
   options |= {'limits': limits, 'decoding': decoding, 'samples': samples}
@@ -57,7 +57,7 @@ def make_decoding(
   """Makes the decoding of a configuration; `env` has the grammar of its calls.
 
   Raises:
-    ValueError: `tool_grammar` is set, and there is no grammar of these calls.
+    ValueError: `tool_grammar` is set, and there is no grammar for this call format.
   """
   schemas = [tool.schema for tool in getattr(env, 'tools', ())]
   if not (config.tool_grammar and schemas):
@@ -78,7 +78,7 @@ def make_decoding(
 
 
 def mean_metric(trajectories: Sequence[types.Trajectory], metric: str = 'em') -> float:
-  """Returns the mean of a metric; an episode without it, errors included, counts 0."""
+  """Returns the mean of a metric; episodes without it, including failed ones, count 0."""
   values = [t.metrics.get(metric, 0.0) for t in trajectories]
   return float(np.mean(values)) if values else 0.0
 
@@ -102,7 +102,7 @@ def summarize(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
   """Returns means over episodes: reward, tokens, turns, metrics, share of each status.
 
   'timeouts' (the share of episodes in which the user's code was late) and
-  'abandoned_calls' (per episode) are always among them.
+  'abandoned_calls' (per episode) are always included.
   """
   if not trajectories:
     return {}

@@ -1,4 +1,4 @@
-"""Faults of the user's code in an episode: they mask the episode, and do not score it."""
+"""Faults of the user's code, which mask an episode instead of scoring it."""
 
 from collections.abc import Iterator
 import contextlib
@@ -14,7 +14,7 @@ class EnvironmentFaultError(Exception):
 
   @property
   def name(self) -> str:
-    """The name of the type that was raised; 'InvalidAnswer' if nothing was."""
+    """The name of the raised type; 'InvalidAnswer' if nothing was raised."""
     cause = self.__cause__
     if isinstance(cause, workers.BaseExceptionError):
       cause = cause.__cause__ or cause
@@ -23,7 +23,7 @@ class EnvironmentFaultError(Exception):
 
 @contextlib.contextmanager
 def of_environment() -> Iterator[None]:
-  """Raises an exception inside as a fault that says where it was raised."""
+  """Re-raises an exception inside as a fault that says where it was raised."""
   try:
     yield
   except (EnvironmentFaultError, workers.LostCallError):
@@ -35,13 +35,13 @@ def of_environment() -> Iterator[None]:
 
 
 def copy_messages(messages: Any) -> list[types.Message]:
-  """Copies an environment's messages, since it may go on changing its own.
+  """Copies an environment's messages, which the environment may still change.
 
   A message that cannot be serialized raises here, where it costs one episode. Later, when
   the messages are sent to other processes, it would end the run.
 
   Raises:
-    EnvironmentFaultError: They are no list, or one is no message.
+    EnvironmentFaultError: The messages are not a list, or an item is not a message.
   """
   if not isinstance(messages, list | tuple):
     raise EnvironmentFaultError(

@@ -1,4 +1,4 @@
-"""Groups of episodes: collects those of a step, and selects those to learn from."""
+"""Groups of episodes: collects a step's groups, selects the episodes to learn from."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,17 +18,17 @@ def collect_groups(
   samples: int,
   max_refills: int,
 ) -> list[Group]:
-  """Collects the groups of a step; plays more tasks in place of tied groups (DAPO).
+  """Collects the groups of a step; plays more tasks to replace tied groups (DAPO).
 
   Args:
-    collect: (n, refill) -> the trajectories of n tasks, those of one task side by side.
+    collect: (n, refill) -> the trajectories of n tasks, with a task's episodes adjacent.
       The first call has refill 0.
-    n: How many groups are wanted whose rewards are not all equal.
-    samples: How many episodes of each task are played.
+    n: The wanted number of groups whose rewards are not all equal.
+    samples: The number of episodes per task.
     max_refills: The most calls of `collect` after the first.
 
   Returns:
-    All groups, tied ones included.
+    All groups, including tied groups.
   """
   groups: list[Group] = []
   untied = 0
@@ -53,14 +53,14 @@ def select_usable(
   refilled: bool = False,
   mask_truncated: bool = False,
 ) -> list[Group]:
-  """Returns the episodes of a step that can be learned from, by group.
+  """Returns the episodes of a step to learn from, by group.
 
   Args:
     groups: All groups.
-    max_error_rate: The share of episodes whose environment may raise or be late, and of
-      calls whose tool may be out (ToolResult.outage).
-    refilled: Whether tied groups are left out, because others took their place.
-    mask_truncated: Whether episodes that a budget ended are left out.
+    max_error_rate: The largest share of episodes whose environment may raise or be late,
+      and of calls whose tool may be out (ToolResult.outage).
+    refilled: Whether to leave out tied groups, which have been replaced.
+    mask_truncated: Whether to leave out episodes that a budget ended.
 
   Raises:
     RuntimeError: Too many environments or tools raised; the message has the first error.
@@ -93,7 +93,7 @@ def select_usable(
 
 
 def check_first_rollout(groups: Sequence[Group]) -> None:
-  """Refuses a first rollout in which no prompt left room for a reply.
+  """Raises ValueError if no prompt of the first rollout left room for a reply.
 
   Raises:
     ValueError: Names the first task and its length.
@@ -109,9 +109,9 @@ def check_first_rollout(groups: Sequence[Group]) -> None:
 
 
 def is_tied(group: Group) -> bool:
-  """Whether a group's rewards are all equal; episodes with an error do not count.
+  """Whether a group's rewards are all equal; failed episodes do not count.
 
-  A group of one episode is never tied: algorithms with one sample compare no group.
+  A group of one episode is never tied: algorithms with one sample do not compare groups.
   """
   rewards = [t.reward for t in group if t.status != types.Status.FAILED]
   return not rewards or (len(group) > 1 and spans.tied(np.array(rewards)))

@@ -1,4 +1,4 @@
-"""Rollouts: plays many episodes at the same time, each process its share of them."""
+"""Rollouts: many concurrent episodes, of which each process plays its share."""
 
 import collections
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -22,17 +22,17 @@ from agent_r1_jax.rollout import store as store_lib
 
 MakeEnv = Callable[[], env_lib.Env | sockets.Player]
 Play = Callable[[sockets.Order], Coroutine[Any, Any, types.Trajectory]]
-# A way to solve tasks: the tasks with its prompts, by the name of their set, and the
-# function that makes the environment of each episode.
+# A way to solve tasks: the tasks with that way's prompts, by the name of their set, and
+# the function that makes the environment of each episode.
 Method = tuple[Mapping[str, Sequence[types.Task]], MakeEnv]
 
-# How many times an episode is played at least if others' coroutines block its loop, and
-# at most if what it runs on is lost: it may be what ends its machine.
+# The least limit of attempts at an episode whose event loop others' coroutines block, and
+# the limit if its machine is lost, which the episode itself may cause.
 _ATTEMPTS, _MOST_LOSSES = 3, 10
 
 
 class Rollout:
-  """A rollout whose episodes are under way on the engine of each process."""
+  """A rollout whose episodes are under way on each process's engine."""
 
   def __init__(
     self,
@@ -46,12 +46,12 @@ class Rollout:
     self._tasks, self._send_messages = tasks, send_messages
 
   def result(self) -> list[types.Trajectory]:
-    """Waits for the trajectories of all processes; those of a task are side by side.
+    """Waits for the trajectories of all processes; episodes of a task are adjacent.
 
-    All processes must ask for their rollouts' results in the same order.
+    All processes must request their rollouts' results in the same order.
 
     Raises:
-      protocol.PreemptedError: In all processes, if one of them was interrupted.
+      protocol.PreemptedError: In all processes, if any was interrupted.
       processes.LostError: Another process ended.
     """
     try:
@@ -75,7 +75,7 @@ def _exchange(
 ) -> list[types.Trajectory]:
   """Returns the trajectories of all processes, in the order of tasks and samples.
 
-  `played` are this process's, or None if it was interrupted; `tasks` are those of all.
+  `played` has this process's, or is None if it was interrupted; `tasks` has all tasks.
   """
   if None in processes.gather(None if played is None else len(played)) or played is None:
     raise protocol.PreemptedError
@@ -94,7 +94,7 @@ def _exchange(
 
 
 def collect(engine: protocol.AnyEngine, *args, **kwargs) -> list[types.Trajectory]:
-  """Plays episodes to their ends; takes the arguments of `start`."""
+  """Plays episodes to the end, with the arguments of `start`."""
   with engine.open():
     return start(engine, *args, **kwargs).result()
 
@@ -116,20 +116,20 @@ def start(
   on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
   elsewhere: Play | None = None,
 ) -> Rollout:
-  """Starts `samples` episodes of every task; a task is a group.
+  """Starts `samples` episodes of every task; a task's episodes are a group.
 
-  Each process plays its share of the tasks, and gets the trajectories of all; see
+  Each process plays its share of the tasks, and gets all trajectories; see
   `send_messages`.
 
-  A trajectory's randomness depends on (seed, rollout_number, task id, sample, position)
-  alone: the order, the number of rows and the tools' speed change nothing. If a task is
-  in `tasks` twice, the sample numbers of its second group continue those of the first.
+  A trajectory's randomness depends only on (seed, rollout_number, task id, sample,
+  position), and not on the order, the number of rows or the tools' speed. If `tasks` has
+  a task twice, the sample numbers of the second group continue the first's.
 
-  The engine is open and has the policy's weights. Episodes that `store` has from before a
-  kill are not played again. With several processes, each sends `send_messages` of its
-  trajectories with their messages, by default all, and the rest without.
-  `step` is the training step that learns from them, for whoever watches. `elsewhere`
-  plays the episodes in place of the engine, in whose event loop it is awaited.
+  The engine must be open and have the policy's weights. Episodes that `store` has from
+  before a kill are not played again. With several processes, each sends `send_messages`
+  of its trajectories with their messages, by default all, and the rest without. `step` is
+  the training step that learns from them, for observers. `elsewhere` plays the episodes
+  instead of the engine; it is awaited in the engine's event loop.
 
   Raises:
     ValueError: A limit is not above 0.
@@ -150,13 +150,13 @@ def start(
   async def play_or_read(order: sockets.Order) -> types.Trajectory:
     key = order.task.id, order.number
     stored = finished.get(key) if finished else None
-    # A call with more samples numbers the tasks of equal ids anew.
+    # A call with more samples numbers tasks with equal ids differently.
     if stored and (stored.group, stored.sample) == (order.group, order.sample):
       on_done(stored)
       return stored
     trajectory = await play(order)
-    # The signal that interrupted the engine may also have ended programs that tools had
-    # started. Episodes that failed for that reason are to be played again.
+    # The signal that interrupted the engine may also have killed programs that tools had
+    # started. Episodes that failed because of it must be played again.
     if finished and not engine.interrupted():
       finished.add(key, trajectory)
     on_done(trajectory)
@@ -184,11 +184,11 @@ def make_play(
   seed: int,
   attempts: int,
 ) -> Play:
-  """Returns what plays an order as a client of the engine.
+  """Makes a function that plays an order as a client of the engine.
 
-  At most `attempts` episodes are played at the same time; see `start` for the rest.
+  `attempts` is the most episodes that are played at a time; see `start` for the rest.
   """
-  # Slow tools of all rows may wait at the same time.
+  # Every row may wait for a slow tool at the same time.
   thread_pool.POOL.grow(2 * engine.sizes.rows * len(engine.replicas))
   stops = chat.stop_automaton(engine.config.vocab_size)
   automata = (stops,) if decoding.grammar is None else (stops, decoding.grammar)
@@ -216,10 +216,10 @@ async def _play(
   choice: sockets.Choice | None,
   attempts: int,
 ) -> types.Trajectory:
-  """Plays an episode; one that was caught in what happened to others, once more.
+  """Plays an episode, again if it was lost through no fault of its own.
 
-  It samples the same tokens again, so only time is lost. Each of the others may once
-  block the event loop that it is on.
+  It samples the same tokens again, so only time is lost. Each other episode may block the
+  shared event loop once.
   """
   for attempt in itertools.count():
     workers.home.set(workers.Home(spread=attempt > 0))

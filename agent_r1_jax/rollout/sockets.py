@@ -1,9 +1,9 @@
-"""The four sockets of a run: watching it, playing and choosing in it, sampling elsewhere.
+"""The interfaces of a run that others implement: Watcher, Player, Choice and Samplers.
 
-The core calls them, and others implement them: report/watcher.py watches,
-serve/program.py plays an episode, guided/choice.py and guided/search.py choose its
-replies, contrib/ray plays episodes on machines that come and go. Observers of what
-happens inside an episode, such as a tool call, are in host/moments.py.
+The core calls them: report/watcher.py watches a run, serve/program.py plays an episode,
+guided/choice.py and guided/search.py choose its replies, contrib/ray plays episodes on
+machines that come and go. Observers of events inside an episode, such as a tool call, are
+in host/moments.py.
 """
 
 import abc
@@ -28,13 +28,13 @@ class RunInfo(NamedTuple):
   """A run that begins or resumes.
 
   Attributes:
-    config: Its configuration.
-    workdir: Its directory.
-    label: Its name.
-    step: How many steps were completed before.
+    config: The run's configuration.
+    workdir: The run's directory.
+    label: The run's name.
+    step: The number of steps completed before.
     next_line: The step of the next line of metrics.jsonl.
     call_format: The format of tool calls in replies.
-    engine: The engine, whose counts give the speed.
+    engine: The engine, whose counters give the speed.
   """
 
   config: config_lib.Config
@@ -47,10 +47,10 @@ class RunInfo(NamedTuple):
 
 
 class Watcher:
-  """Observes a run and prints one line per step; subclasses override what they show.
+  """Observes a run and prints one line per step; subclasses override methods.
 
   The loop calls the same methods in all processes. An exception in a method ends the run,
-  so a watcher has to catch and report its own faults.
+  so a watcher must catch and report its own errors.
   """
 
   def check(self, config: config_lib.Config) -> None:
@@ -81,7 +81,7 @@ class Watcher:
     return contextlib.nullcontext()
 
   def see_episodes(self, step: int, played: Sequence[types.Trajectory]) -> None:
-    """Receives all episodes of a rollout or an evaluation, as soon as they have ended."""
+    """Receives all episodes of a rollout or an evaluation as soon as they have ended."""
     if errors := [t.error for t in played if t.status == types.Status.FAILED]:
       self.print_line(f'Step {step}: {len(errors)} episodes failed. {errors[0]}')
 
@@ -95,7 +95,7 @@ class Watcher:
     """Logs some episodes of a rollout, for people to read.
 
     Args:
-      step: The completed steps, this one included.
+      step: The number of completed steps, including this one.
       played: All episodes of the rollout; config.log_episodes of them have messages.
       learned_from: The episodes of the table, in its order.
       table: The table that updates.learn returned.
@@ -118,12 +118,12 @@ class Watcher:
     self.print_line(f'Step {step}: {", ".join(shown)}')
 
   def finish(self, workdir: pathlib.Path, label: str) -> None:
-    """Called at the end of a run, when its models are written."""
+    """Called at the end of a run, after its models are written."""
     self.print_line(f'{label}: {workdir}')
 
   @contextlib.contextmanager
   def count_episodes(self, label: str, total: int) -> Iterator[Ended]:
-    """Shows inside `with` how many episodes have ended; it is called for each."""
+    """Shows inside `with` how many episodes have ended; call the result for each."""
     self.print_line(f'{label}: {total} episodes')
     yield lambda trajectory: None
 
@@ -138,10 +138,8 @@ class Player(abc.ABC):
   async def play(self, episode: Any, task: types.Task) -> types.Status:
     """Plays an episode to its end, and returns its status.
 
-    What is sampled goes into `episode.transcript`, messages into `episode.trajectory`,
-    and rewards through `episode.add_reward`.
-
-    The player may change `task`, which is a copy.
+    Write sampled tokens to `episode.transcript`, messages to `episode.trajectory`, and
+    rewards with `episode.add_reward`. `task` is a copy that the player may change.
 
     Raises:
       faults.EnvironmentFaultError: The user's code raised or was late.
@@ -149,49 +147,49 @@ class Player(abc.ABC):
 
 
 class Chooser(Protocol):
-  """Who chooses in one episode: among candidates of a reply, or of whole turns."""
+  """Chooses in one episode among candidates of a reply, or of complete turns."""
 
   @property
   def sampled(self) -> int:
-    """The tokens of all candidates so far."""
+    """The number of tokens of all candidates so far."""
     ...
 
   async def play(self, episode: Any) -> Any:
-    """Plays an episode that has been reset to its end (rollout/episode.py).
+    """Plays an episode (rollout/episode.py), already reset, to its end.
 
     Returns:
-      That episode, or the fork of it whose record counts.
+      The episode, or the fork of it whose record counts.
     """
     ...
 
   def close(self) -> None:
-    """Frees the rows of the cache that it took."""
+    """Frees the rows of the cache that the chooser holds."""
     ...
 
 
 class Choice(Protocol):
-  """How it is chosen, in all episodes: guided/choice.py and guided/search.py."""
+  """Makes the choosers of all episodes: guided/choice.py and guided/search.py."""
 
   @property
   def rows(self) -> int:
-    """The rows of the cache that an episode takes."""
+    """The rows of the cache that an episode needs."""
     ...
 
   def begin(self, replica: protocol.AnyReplica) -> Chooser:
-    """Returns who chooses in an episode that this replica samples."""
+    """Returns the chooser of an episode that this replica samples."""
     ...
 
 
 class Order(NamedTuple):
-  """An episode that is to be played.
+  """An episode to play.
 
-  With the seed, its rollout, the task's id and its number make its random keys.
+  Its random keys depend on the seed, `rollout`, the task's id and `number`.
 
   Attributes:
     task: The task.
-    group: The number of the task in its rollout.
-    sample: The number of the episode in its group.
-    number: The number of the episode among all of this task's id in the rollout.
+    group: The index of the task in its rollout.
+    sample: The index of the episode in its group.
+    number: The index of the episode among all with this task's id in the rollout.
     rollout: The number of the rollout.
   """
 
@@ -203,14 +201,14 @@ class Order(NamedTuple):
 
 
 class Job(NamedTuple):
-  """What all episodes of a run's rollouts have in common, so that others can play them.
+  """The common settings of a run's training episodes, to play them elsewhere.
 
   Attributes:
     config: The run's configuration, with all sizes.
     model: The policy's shape.
-    chat: Makes tokens of messages.
+    chat: Turns messages into tokens.
     make_env: Makes a new environment for each episode.
-    decoding: How replies are sampled, as rollout/decoding.py's Decoding.
+    decoding: How replies are sampled, a rollout/decoding.py Decoding.
     made_of: Describes algorithm, environment and tools (train/fingerprint.py).
     corrected: Whether the algorithm corrects for the difference between the log-probs of
       sampler and learner.
@@ -226,13 +224,13 @@ class Job(NamedTuple):
 
 
 class SamplersLostError(RuntimeError):
-  """Too few samplers have been there for too long; the run can resume later."""
+  """There were too few samplers for too long; the run can resume later."""
 
 
 class Samplers(abc.ABC):
   """Plays the episodes of training rollouts elsewhere; contrib/ray implements it.
 
-  Evaluations and greedy baselines are played by the learner's own engine.
+  The learner's own engine plays evaluations and greedy baselines.
   """
 
   @abc.abstractmethod
@@ -241,22 +239,22 @@ class Samplers(abc.ABC):
 
   @abc.abstractmethod
   def open(self, job: Job) -> contextlib.AbstractContextManager:
-    """Has samplers play a run's episodes inside `with`; does not wait for any of them."""
+    """Starts samplers for a run's episodes inside `with`, without waiting for them."""
 
   @abc.abstractmethod
   def sync_weights(self, params: decoder.Params, policy_step: int) -> None:
-    """Publishes the policy that samples from now on, as Engine.sync_weights.
+    """Publishes the policy that samples from now on, like Engine.sync_weights.
 
-    Without `schedule.partial`, no order is open meanwhile.
+    Without `schedule.partial`, no order is open during the call.
     """
 
   @abc.abstractmethod
   async def play(self, order: Order) -> types.Trajectory:
-    """Plays an episode; who plays it, and how often, changes nothing.
+    """Plays an episode; the result does not depend on the sampler or on retries.
 
     Raises:
-      SamplersLostError: See there.
-      RuntimeError: The episode raised, again and again.
+      SamplersLostError: There were too few samplers for too long.
+      RuntimeError: The episode raised repeatedly.
     """
 
   @abc.abstractmethod

@@ -1,13 +1,12 @@
 """The store: writes episodes to disk as they end, so that a kill loses none of them.
 
-A run that continues from a checkpoint plays the rollouts after it again, with the same
-policies and the same randomness. Episodes that had ended before the kill are then read
-instead of played. If the store cannot be written or read, the run warns and continues
-without it, because everything in it can be played again.
+A run that resumes from a checkpoint replays the rollouts after it, with the same policies
+and randomness, but reads episodes that had ended before the kill instead of playing them.
+If the store cannot be written or read, the run warns and continues without it, because
+everything in it can be played again.
 
-A file is _MAGIC and, for each trajectory, the length and CRC-32 of its record and the
-record (host/records.py). The task of a trajectory is not written: the reader of a rollout
-has its tasks.
+A file is _MAGIC followed, for each trajectory, by the length and CRC-32 of its record and
+the record (host/records.py). Tasks are not written, because the reader has them.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -40,10 +39,10 @@ def list_fields(trajectory: types.Trajectory) -> dict[str, Any]:
 
 
 def make_trajectory(fields: Any, task: types.Task) -> types.Trajectory:
-  """The inverse of `list_fields`, which may have been packed and unpacked.
+  """The inverse of `list_fields`, also after packing and unpacking.
 
   Raises:
-    ValueError: They are not the fields of a trajectory.
+    ValueError: The fields do not make a trajectory.
   """
   try:
     parts = {
@@ -64,15 +63,15 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 class RolloutStore:
-  """The finished trajectories of one rollout, by the key of each."""
+  """The finished trajectories of one rollout, by key."""
 
   def __init__(self, folder: pathlib.Path, tasks: Sequence[types.Task]):
-    """Reads what all processes have written of the rollout; `tasks` are by group."""
+    """Reads all processes' records of the rollout; `tasks` has the task of each group."""
     self._finished: dict[Hashable, types.Trajectory] = {}
     for path in sorted(folder.glob('*')):
       for key, fields in _read(path):
         self._take(path, key, fields, tasks)
-    # A new file, because a kill may have truncated the last record of an older one.
+    # A new file, because a kill may have truncated an older file's last record.
     number = len(list(folder.glob('*')))
     self._path = folder / f'{jax.process_index()}-{number}-{os.getpid()}.episodes'
     self._warned = False
@@ -82,9 +81,9 @@ class RolloutStore:
     return self._finished.get(key)
 
   def add(self, key: Hashable, trajectory: types.Trajectory):
-    """Writes a trajectory, so that it outlives a kill of the process.
+    """Writes a trajectory, so that it survives a kill of the process.
 
-    Warns once if it cannot be written; the episode is then played again after a kill.
+    Warns once if writing fails; the episode is then played again after a kill.
     """
     try:
       record = records.pack([key, list_fields(trajectory)])
@@ -103,7 +102,7 @@ class RolloutStore:
       self._warned = True
 
   def _take(self, path, key, fields, tasks):
-    """Adds a trajectory that was read, if it belongs to one of the tasks."""
+    """Adds a trajectory from a file, if it belongs to one of the tasks."""
     try:
       task = tasks[fields['group']]
       if key[0] != task.id:
@@ -116,7 +115,7 @@ class RolloutStore:
 
 
 class EpisodeStore:
-  """The finished episodes of rollouts, a folder each under `<workdir>/rollouts`."""
+  """The finished episodes of rollouts, one folder per rollout in `<workdir>/rollouts`."""
 
   def __init__(self, workdir: str | os.PathLike):
     self._folder = pathlib.Path(workdir) / 'rollouts'
@@ -124,11 +123,11 @@ class EpisodeStore:
   def open_rollout(
     self, rollout_number: int, tasks: Sequence[types.Task]
   ) -> RolloutStore:
-    """Opens the store of the rollout of this number."""
+    """Opens the store of a rollout."""
     return RolloutStore(self._folder / str(rollout_number), tasks)
 
   def delete(self, before: int):
-    """Deletes those of the rollouts before number `before`."""
+    """Deletes the stores of rollouts below number `before`."""
     for path in self._folder.glob('*'):
       if path.name.isdecimal() and int(path.name) < before:
         shutil.rmtree(path, ignore_errors=True)
@@ -139,7 +138,7 @@ def _read(path: pathlib.Path) -> Iterator[tuple[Any, Any]]:
   try:
     with path.open('rb') as file:
       remaining_bytes = path.stat().st_size - len(_MAGIC)
-      # A file without bytes is what a full disk left.
+      # A full disk may leave an empty file.
       if remaining_bytes > -len(_MAGIC) and file.read(len(_MAGIC)) != _MAGIC:
         raise ValueError('it was written by another program or an earlier version')
       while remaining_bytes >= _HEADER.size:
