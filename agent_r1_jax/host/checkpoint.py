@@ -1,9 +1,9 @@
-"""Checkpoints of a run, written in the background; the newest ones are kept.
+"""Checkpoints of a run, written in the background; old checkpoints are deleted.
 
 A checkpoint, `<workdir>/checkpoints/<step>/`, contains the arrays (parameters, optimizer
 state) and the host's state (counters and data cursors as JSON) of one step. It is written
-completely or not at all. `<workdir>/first_checkpoint` says that there has been one, so
-that a run whose checkpoints are gone is not started anew. Only this module imports Orbax.
+completely or not at all. `<workdir>/first_checkpoint` records that there has been one, so
+that a run whose checkpoints are gone does not start over. Only this module imports Orbax.
 
   with checkpoint.Checkpointer(workdir, every=20, keep=3) as checkpoints:
     restored = checkpoints.restore(like=arrays)
@@ -34,7 +34,7 @@ from orbax.checkpoint import v1 as ocp
 from agent_r1_jax.host import checksums, disk, processes
 from agent_r1_jax.host import workdir as workdir_lib
 
-# What Orbax adds to the name of a checkpoint that it has not completed.
+# Orbax's suffix of unfinished checkpoints.
 _UNFINISHED = '.orbax-checkpoint-tmp*'
 
 
@@ -42,13 +42,13 @@ class Checkpointer:
   """Saves and restores the checkpoints of one run.
 
   Attributes:
-    directory: The folder of the checkpoints, which has one folder for each step.
+    directory: The folder of the checkpoints, with one folder per step.
   """
 
   def __init__(self, workdir: str | os.PathLike, *, every: int, keep: int = 3):
     """Opens `workdir`, made if missing; removes checkpoints that a kill left unfinished.
 
-    One is due at each multiple of `every`; the newest `keep` are kept.
+    A checkpoint is due at each multiple of `every`; the newest `keep` are kept.
 
     Raises:
       ValueError: `workdir` cannot be written to.
@@ -57,13 +57,13 @@ class Checkpointer:
     self._record = self.directory.with_name('first_checkpoint')
     if processes.is_first():
       self._correct_record()
-    # Orbax logs a failed write dozens of times, and `save` or `wait` raises it anyway.
+    # Orbax logs a failed write dozens of times; `save` or `wait` raises it anyway.
     absl_logging.get_absl_logger().addFilter(_without_orbax_tracebacks)
     save_policy: Any = ocp.training.save_decision_policies.FixedIntervalPolicy(every)
     keep_policy: Any = ocp.training.preservation_policies.LatestN(keep)
     self._orbax = ocp.training.Checkpointer(
       str(self.directory),
-      # Orbax copies its options deeply, and with a method its object.
+      # A lambda: Orbax deep-copies its options, and a bound method's object with it.
       context=_context(lambda: self._prepare_commit()),
       save_decision_policy=save_policy,
       preservation_policy=keep_policy,
@@ -88,16 +88,16 @@ class Checkpointer:
     return self._orbax.should_save(step)
 
   def save(self, step: int, arrays: Any, host_state: Mapping[str, Any]) -> bool:
-    """Starts to write a checkpoint, once the one before is on disk.
+    """Starts to write a checkpoint, once the previous one is on disk.
 
-    It returns when the values are copied; the arguments may then be changed or donated.
-    `host_state` is one that JSON does not change: string keys, no tuples.
+    Returns when the values are copied; the arguments may then be changed or donated.
+    `host_state` must survive JSON unchanged: string keys, no tuples.
 
     Returns:
       False if the step has a checkpoint already; then nothing is written.
 
     Raises:
-      OSError: The checkpoint before this one could not be written.
+      OSError: The previous checkpoint could not be written.
     """
     flat = _flatten(arrays)
     # A copy: the caller may change it while it is written.
@@ -118,7 +118,7 @@ class Checkpointer:
     """Waits until the last checkpoint is on disk.
 
     Raises:
-      OSError: It could not be written. The earlier checkpoints are intact.
+      OSError: The checkpoint could not be written. Earlier checkpoints are intact.
     """
     try:
       self._orbax.wait()
@@ -131,7 +131,7 @@ class Checkpointer:
     try:
       self.wait()
     except OSError:
-      # Orbax's other threads failed in the same way: one clear error is enough.
+      # Orbax's other threads failed in the same way; one clear error is enough.
       with contextlib.suppress(Exception):
         self._orbax.close()
       raise
@@ -143,10 +143,9 @@ class Checkpointer:
   def restore(self, like: Any) -> tuple[int, Any, dict[str, Any]] | None:
     """Reads the newest checkpoint that can be read.
 
-    A checkpoint that was damaged after it had been written is renamed to
-    `<step>.unreadable`, with a warning, and the one before it is read. A checkpoint is
-    damaged if Orbax cannot read it, if it has no checksums, or if any file differs from
-    its checksum.
+    A damaged checkpoint is renamed to `<step>.unreadable`, with a warning, and the
+    previous one is read. A checkpoint is damaged if Orbax cannot read it, it has no
+    checksums, or a file differs from its checksum.
 
     Args:
       like: A pytree of arrays or `jax.ShapeDtypeStruct`s with the expected structure,
@@ -157,8 +156,8 @@ class Checkpointer:
       checkpoint was ever written.
 
     Raises:
-      ValueError: The checkpoint has other leaves than `like` (they are listed), none can
-        be read, or there have been checkpoints and none is there.
+      ValueError: The checkpoint has other leaves than `like` (they are listed), no
+        checkpoint can be read, or all checkpoints are gone.
     """
     self.wait()
     steps, recorded = self.steps, self._read_record()
@@ -172,7 +171,7 @@ class Checkpointer:
       try:
         return step, *self._read(step, like)
       except _UnreadableError as error:
-        # Other processes may have read theirs, and all must take the same step.
+        # Other processes may have read this step, and all must use the same.
         if jax.process_count() > 1:
           raise ValueError(f'{error}. Move it away to go on from {steps}') from None
         self._put_aside(step, error)
@@ -207,20 +206,20 @@ class Checkpointer:
       read = self._orbax.load_checkpointables(step, {'arrays': abstract, 'host': None})
     except Exception as error:
       raise _UnreadableError(self.directory / str(step), error) from error
-    # Popped, so that each is freed as soon as it has another place.
+    # Popped, so that each array is freed as soon as it is placed.
     arrays = read['arrays']
     leaves = [_place(arrays.pop(name), leaf) for name, leaf in names.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves), read['host']
 
   def _prepare_commit(self) -> None:
-    """Adds what must be on disk before a checkpoint's folder gets its final name."""
+    """Writes checksums and the record, before a checkpoint's folder is renamed."""
     for folder in self.directory.glob(f'{self._writing}{_UNFINISHED}'):
-      # Orbax writes the time of the commit into this file later.
+      # Orbax later writes the time of the commit to the excluded file.
       checksums.write(folder, exclude=['_CHECKPOINT_METADATA'])
       self._write_record([*self._read_record()[:1], self._writing])
 
   def _read_record(self) -> list[str]:
-    """Returns the step of the first checkpoint, if any, and that of the newest."""
+    """Returns the steps of the first and the newest checkpoint, if any."""
     return self._record.read_text().split() if self._record.exists() else []
 
   def _write_record(self, steps: list) -> None:
@@ -228,10 +227,10 @@ class Checkpointer:
     disk.write_atomically(self._record, text.encode())
 
   def _correct_record(self) -> None:
-    """Takes back the record of a checkpoint that was not completed.
+    """Reverts the record of a checkpoint that was not completed.
 
     The record is written before the checkpoint gets its final name. After a kill between
-    the two, the unfinished checkpoint is still there, and the run may start anew.
+    the two, the unfinished checkpoint is still there, and the run may start over.
     """
     recorded = self._read_record()
     if recorded and any(self.directory.glob(f'{recorded[-1]}{_UNFINISHED}')):
@@ -257,7 +256,7 @@ class Checkpointer:
   def _recover(self, error: Exception) -> OSError:
     """Removes a checkpoint that could not be written, and returns the error to raise."""
     step, self._writing = self._writing, None
-    # Before the failed checkpoint is removed, which frees space.
+    # Described before the failed checkpoint is removed, which frees space.
     reason = disk.describe_failure(self.directory, error)
     self._orbax.reload()
     if processes.is_first():
@@ -282,14 +281,14 @@ class _UnreadableError(Exception):
   """A checkpoint exists and cannot be read."""
 
   def __init__(self, path: pathlib.Path, error: Exception):
-    # Orbax's own message prints the whole tree; its cause says what was wrong.
+    # Orbax's own message prints the complete tree; its cause says what was wrong.
     reason = str(error.__cause__ or error).splitlines()[0][:200]
     super().__init__(f'the checkpoint {path} cannot be read ({reason})')
 
 
 def _context(before_commit: Callable[[], None]) -> ocp.Context:
   registry = ocp.handlers.local_registry()
-  # Without it, Orbax would treat a dict of numbers as a tree of arrays.
+  # Without this handler, Orbax would treat a dict of numbers as a tree of arrays.
   registry.add(ocp.handlers.JsonHandler, checkpointable_name='host')
   context = ocp.Context()
   context.checkpointables.registry = registry
@@ -303,7 +302,7 @@ def _without_orbax_tracebacks(record: logging.LogRecord) -> bool:
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
-  """Names each leaf by its path, 'params.w', whatever the types of the containers."""
+  """Names each leaf by its path, 'params.w', for all types of containers."""
   pairs = jax.tree_util.tree_leaves_with_path(tree)
   flat = {jax.tree_util.keystr(p, simple=True, separator='.'): leaf for p, leaf in pairs}
   if len(flat) < len(pairs):
@@ -318,9 +317,9 @@ def _describe(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _place(array: jax.Array, like: Any) -> jax.Array:
-  """Leaves an array to the default device if `like` is: Orbax binds it to one.
+  """Uncommits an array from its device if `like` is uncommitted; Orbax commits it.
 
-  For arguments that are bound to a device, functions are compiled anew.
+  Functions are recompiled for committed arguments.
   """
   bound = getattr(like, 'committed', True)
   return array if bound else jax.device_put(np.asarray(array))

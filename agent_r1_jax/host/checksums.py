@@ -1,8 +1,8 @@
 """Checksums of a folder's files, which detect damaged files.
 
-Files are summed and not arrays, so that sharding does not matter, all files are covered,
-and no device waits. CRC-32 detects each flipped bit and each burst of up to 32 bits, at
-gigabytes a second. It does not detect deliberate changes.
+Checksums are over files, not arrays, so that sharding does not matter, all files are
+covered, and no device waits. CRC-32 detects single flipped bits and bursts of up to 32
+bits, at gigabytes per second. It does not detect deliberate changes.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -30,8 +30,7 @@ def find_mismatch(
 ) -> str:
   """Describes the first file that differs from its checksum, or returns ''.
 
-  A folder without checksums differs, because nothing says what was written. Files that
-  were added later are ignored.
+  A folder without checksums counts as different. Files that were added later are ignored.
 
   `share` maps the number of files to the indices of the files that this process checks.
   """
@@ -39,7 +38,7 @@ def find_mismatch(
     return f'{_NAME} is missing, so it is not known whether the other files are intact'
   try:
     sums = json.loads((folder / _NAME).read_text())
-    # The largest first, so that all processes read about as much.
+    # The largest first, so that all processes read about the same amount.
     names = sorted(sums, key=lambda name: (-sums[name][0], name))
     for i in share(len(names)):
       if not (folder / names[i]).is_file():

@@ -1,4 +1,4 @@
-"""Errors of writing to disk, with messages that say what a user can do."""
+"""Explains errors of writing to disk, with remedies for users."""
 
 from collections.abc import Iterator
 import contextlib
@@ -13,7 +13,7 @@ _FULL = ('No space left on device', 'Disk quota exceeded', 'File too large')
 def describe_failure(path: pathlib.Path, error: BaseException) -> str:
   """Returns why `path` could not be written, such as 'the disk is full (0.0 MB free)'.
 
-  Call it before cleaning up, so that the free space is what the writer had.
+  Call it before cleaning up, so that it reports the free space that the writer had.
   """
   if is_full(error):
     return f'the disk is full ({_free(path) / 1e6:.1f} MB free)'
@@ -53,7 +53,7 @@ def explain_write_errors(path: str | os.PathLike, subject: str) -> Iterator[None
 def append(file, data: bytes) -> None:
   """Appends all of `data` to an unbuffered file, or nothing.
 
-  A buffer would keep what a full disk refuses and write it again later.
+  A buffer would keep data that a full disk rejected, and write it again later.
 
   Raises:
     OSError: The data cannot be written; the file is unchanged.
@@ -69,7 +69,7 @@ def append(file, data: bytes) -> None:
 
 
 def write_atomically(path: pathlib.Path, data: bytes) -> None:
-  """Writes a file completely or not at all, also if the process is killed meanwhile.
+  """Writes a file completely or not at all, even if the process is killed.
 
   Raises:
     OSError: The data cannot be written; an older file is unchanged.

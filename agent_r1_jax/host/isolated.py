@@ -1,7 +1,7 @@
 """Runs functions in a subprocess, for graders that may hold the interpreter.
 
-A regular expression that backtracks, a huge power or another long call into C holds the
-interpreter: every thread stops, the engine's too. A subprocess can be killed:
+A backtracking regular expression, a huge power or another long call into C holds the
+interpreter and stops every thread, including the engine's. A subprocess can be killed:
 
   # grader.py, which the process imports
   def grade(answer: str, golden: str) -> float: ...
@@ -36,17 +36,17 @@ from agent_r1_jax.host import thread_pool, workers
 
 # The time for a subprocess to start and to import the function's module.
 _START_SECONDS = 60.0
-# A subprocess ends itself so long after its call timed out, if nobody is left to kill it.
+# A subprocess ends itself this long after its call timed out, if nobody kills it.
 _ALONE_SECONDS = 5.0
 _MAX_BYTES = 64 << 20
 _ARENA_MAX = -8  # M_ARENA_MAX of glibc's malloc.h.
 
 
 class EndedError(RuntimeError):
-  """The subprocess ended before it answered, as by os._exit or for want of memory.
+  """The subprocess ended before it answered, by os._exit or for lack of memory.
 
   Attributes:
-    status: Its exit status; below 0, the number of the signal that ended it.
+    status: Its exit status; if negative, minus the number of the signal that ended it.
   """
 
   def __init__(self, text: str, status: int):
@@ -55,7 +55,7 @@ class EndedError(RuntimeError):
 
 
 class FailedError(RuntimeError):
-  """The function raised; the text has the exception's type and text."""
+  """The function raised; the message has the exception's type and text."""
 
 
 def in_subprocess(
@@ -68,24 +68,24 @@ def in_subprocess(
 ) -> 'IsolatedFunction':
   """Makes an async function that calls fn in a subprocess, and kills it after a time.
 
-  Subprocesses are started when they are needed, reused, and replaced when one was killed
-  or ended. They end when this process ends, however it ends: at once, or during a call
-  when its time is over.
+  Subprocesses are started on demand, reused, and replaced if they are killed or end. They
+  end with this process, even if it is killed: at once, or after the time limit of a call
+  that is under way.
 
   Args:
-    fn: A function that can be imported by its name. Arguments are pickled, and what it
-      returns is sent as JSON.
-    seconds: The time that a call may take once it has a subprocess.
+    fn: A function that can be imported by its name. Arguments are pickled; the result is
+      sent as JSON.
+    seconds: The time limit of a call, once it has a subprocess.
     processes: The most subprocesses that work at a time; further calls wait.
-    memory_mb: MiB that a subprocess may allocate beyond what it has once it has imported
-      fn's module; one that needs more ends. None is no limit, and there is none where the
-      system has no /proc, as on macOS.
-    imports: Further modules that a subprocess imports when it starts, so that the first
-      call need not: importing them does not count as its time and memory.
+    memory_mb: MiB that a subprocess may allocate after it has imported fn's module; if it
+      needs more, it ends. None is no limit, nor is there one on systems without /proc,
+      such as macOS.
+    imports: More modules to import when a subprocess starts, so that imports do not count
+      toward the first call's time and memory.
 
   Returns:
-    An async function of the same arguments. It raises FailedError where fn raises,
-    TimeoutError where it takes too long, and EndedError where its subprocess ended.
+    An async function of the same arguments. It raises FailedError if fn raises,
+    TimeoutError if it takes too long, and EndedError if its subprocess ended.
 
   Raises:
     ValueError: fn cannot be imported by its name, or a number is not above 0.
@@ -113,7 +113,7 @@ def _import_function(module: str, name: str) -> Any:
 
 
 class IsolatedFunction:
-  """What `in_subprocess` makes: an async function that runs in subprocesses."""
+  """The async function that `in_subprocess` returns."""
 
   def __init__(self, fn, seconds, processes, memory_mb, imports):
     functools.update_wrapper(self, fn)
@@ -122,7 +122,7 @@ class IsolatedFunction:
     self._idle: list[_Process] = []
 
   async def __call__(self, *args, **kwargs) -> Any:
-    """Calls it in a subprocess."""
+    """Calls the function in a subprocess."""
     work = self._threads.submit(functools.partial(self.call_and_wait, *args, **kwargs))
     try:
       return await asyncio.wrap_future(work)
@@ -130,7 +130,7 @@ class IsolatedFunction:
       work.cancel()
 
   def call_and_wait(self, *args, **kwargs) -> Any:
-    """Calls it and waits; such a call needs no turn among the `processes`."""
+    """Calls the function and waits; the call does not count toward `processes`."""
     process = self._take_idle() or self._make_process()
     try:
       ok, answer = process.call((args, kwargs), self._seconds)
@@ -143,7 +143,7 @@ class IsolatedFunction:
     return answer
 
   def _take_idle(self) -> '_Process | None':
-    """Returns an idle subprocess, and drops those that ended meanwhile."""
+    """Returns an idle subprocess, and drops subprocesses that have ended."""
     while True:
       try:
         process = self._idle.pop()
@@ -158,11 +158,11 @@ class _Process:
   """One subprocess and the pipe to it.
 
   Attributes:
-    end: Kills it.
+    end: Kills the subprocess.
   """
 
   def __init__(self, fn: Callable, memory_mb: int | None, imports: Sequence[str]):
-    """Starts it; the arguments are those of `in_subprocess`."""
+    """Starts the subprocess; see `in_subprocess` for the arguments."""
     self._name = fn.__name__
     here, there = connection.Pipe()
     arguments = fn.__module__, fn.__qualname__, str(memory_mb or ''), *imports
@@ -184,10 +184,10 @@ class _Process:
     """Calls the function with (args, kwargs).
 
     Returns:
-      Whether it returned, and its value or its error's text.
+      Whether the function returned, and its value or its error's text.
 
     Raises:
-      TimeoutError: It took longer; `end` must follow.
+      TimeoutError: The call took too long; the caller must then call `end`.
       EndedError: The subprocess ended before it answered.
     """
     try:
@@ -217,9 +217,9 @@ class _Process:
 
 @contextlib.contextmanager
 def limit_processor(seconds: float) -> Iterator[None]:
-  """Lets a signal end this process after so many seconds of a processor in the block.
+  """Lets a signal end this process after so many CPU-seconds inside `with`.
 
-  A busy machine then refuses nothing that an idle one does not.
+  Unlike elapsed time, CPU time does not depend on how busy the machine is.
   """
   signal.setitimer(signal.ITIMER_PROF, seconds)
   try:
@@ -231,8 +231,8 @@ def limit_processor(seconds: float) -> Iterator[None]:
 def start_module(module: str, descriptor: int, *arguments: str) -> subprocess.Popen:
   """Starts `python -P -m module descriptor arguments...` with the paths of this process.
 
-  It has a session of its own: Ctrl-C and signals to the trainer's group do not reach it.
-  With -P it imports from these paths alone, and not first from the working directory.
+  It has its own session: Ctrl-C and signals to the trainer's group do not reach it. With
+  -P it imports only from these paths, not from the working directory.
   """
   paths = os.pathsep.join(path or os.curdir for path in sys.path)
   return subprocess.Popen(
@@ -254,11 +254,11 @@ def end_process(process: subprocess.Popen, pipe):
 def _serve(pipe, module: str, name: str, memory_mb: str, *imports: str):
   """Answers calls until the pipe is closed.
 
-  A signal that ends a run may be sent to all its processes. It is ignored here: the
-  trainer decides about the call under way, whose episode would fail otherwise.
+  A signal that ends a run may be sent to all its processes. It is ignored here, because
+  the trainer decides about the call under way, whose episode would otherwise fail.
   """
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    # A handler and not SIG_IGN, which programs that the function starts would inherit.
+    # A handler, since programs that the function starts would inherit SIG_IGN.
     signal.signal(number, lambda *_: None)
   try:
     fn = _import_function(module, name)
@@ -273,21 +273,23 @@ def _serve(pipe, module: str, name: str, memory_mb: str, *imports: str):
   try:
     _answer_calls(pipe, fn)
   except MemoryError:
-    # What has filled it may stay, and the next call lack it: another takes its place.
+    # The memory may stay in use and be missing in the next call; a new process replaces
+    # this one.
     os._exit(errno.ENOMEM)
 
 
 def _limit_memory(size: int):
-  """Lets this process allocate `size` bytes beyond what it has."""
-  # glibc's allocator may reserve 64 MiB of addresses for each thread, also for the one
-  # that times a call. With one arena all threads allocate from the same addresses.
+  """Lets this process allocate `size` bytes more than it has."""
+  # glibc's allocator may reserve 64 MiB of addresses per thread, including the timer's.
+  # With one arena all threads allocate from the same addresses.
   with contextlib.suppress(AttributeError):
     ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
   _, hard = resource.getrlimit(resource.RLIMIT_AS)
   with contextlib.suppress(FileNotFoundError), open('/proc/self/statm') as file:
     size += int(file.read().split()[0]) * resource.getpagesize()
     limit = size if hard == resource.RLIM_INFINITY else min(size, hard)
-    # Programs that the function starts may raise it for themselves, as the sandbox does.
+    # Only the soft limit: programs that the function starts, such as the sandbox, may
+    # raise it for themselves.
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
@@ -298,7 +300,7 @@ def _answer_calls(pipe, fn: Callable):
       (args, kwargs), seconds = pipe.recv()
     except EOFError:
       return
-    # The time-out acts in a thread that does not need the interpreter.
+    # faulthandler's thread does not need the interpreter.
     seconds = min(seconds + _ALONE_SECONDS, threading.TIMEOUT_MAX)
     faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
     try:

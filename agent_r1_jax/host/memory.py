@@ -1,4 +1,4 @@
-"""The memory of a process: what malloc keeps, what is in use, what is there."""
+"""The memory of a process: retained by malloc, in use, and available."""
 
 import ctypes
 import gc
@@ -13,7 +13,7 @@ import jax
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 # Where Linux lists the control groups of a process, and where their limits are.
 _GROUP, _GROUPS = pathlib.Path('/proc/self/cgroup'), pathlib.Path('/sys/fs/cgroup')
-# A process with fewer resident bytes keeps what it frees (release_freed_memory).
+# A process with fewer resident bytes keeps freed memory (release_freed_memory).
 KEPT = 2e9
 _ACCELERATORS = ('jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin', 'libtpu')
 
@@ -21,15 +21,15 @@ _ACCELERATORS = ('jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin', '
 def retain_freed_memory() -> bool:
   """Makes malloc keep freed memory; call it before the first thread starts.
 
-  XLA allocates all temporaries of a CPU program anew at each call, and glibc returns
-  blocks of that size to the kernel at once. Faulting in and zeroing the pages again takes
-  a fifth of a training step on one core (docs/results/performance.md).
+  XLA allocates all temporaries of a CPU program at each call, and glibc returns blocks of
+  that size to the kernel at once. Faulting in and zeroing the pages again takes a fifth
+  of a training step on one core (docs/results/performance.md).
 
-  A thread that allocates before the call has an arena of its own, in which no block is
-  larger than 64 MB, and glibc assigns it to some later threads too, such as XLA's.
+  A thread that allocates before the call has its own arena, with blocks of at most 64 MB,
+  and glibc assigns that arena to some later threads too, such as XLA's.
 
   Returns:
-    Whether malloc was set; this needs glibc, and a JAX that uses no accelerator.
+    Whether malloc was set; this needs glibc, and JAX without an accelerator.
   """
   if platform.libc_ver()[0] != 'glibc':
     return False
@@ -44,14 +44,14 @@ def retain_freed_memory() -> bool:
 def release_freed_memory(*, cycles: bool = False) -> None:
   """Returns freed memory to the kernel; call it between the phases of a run.
 
-  `retain_freed_memory` keeps it, and where a phase frees large blocks between small ones
-  that stay, the next phase's blocks do not fit the gaps: the process grows. One with less
-  than KEPT bytes keeps everything: its phases are short, and faulting pages in again
-  would take a part of them.
+  `retain_freed_memory` keeps freed memory. If a phase frees large blocks between small
+  live blocks, the next phase's blocks do not fit the gaps, and the process grows. A
+  process with less than KEPT bytes keeps everything: its phases are short, and faulting
+  pages in again would slow them.
 
   Args:
-    cycles: Whether arrays in reference cycles, such as those of an engine that is no
-      longer used, are freed first. That takes up to a second in a large process.
+    cycles: Whether to free arrays in reference cycles first, such as arrays of an unused
+      engine. This takes up to a second in a large process.
   """
   if _own_memory() < KEPT:
     return
@@ -64,8 +64,8 @@ def release_freed_memory(*, cycles: bool = False) -> None:
 def available_memory() -> int:
   """Returns the bytes that the machine and its control groups let this process use.
 
-  Memory that the process uses already counts as available: freed memory stays in the
-  process (`retain_freed_memory`), and is used again.
+  Memory that the process already has counts as available, because freed memory stays in
+  the process (`retain_freed_memory`) and is reused.
   """
   own = _own_memory()
   limits = [1024 * n + own for n in _read_fields('/proc/meminfo', 'MemAvailable')]
@@ -74,10 +74,10 @@ def available_memory() -> int:
     if kinds not in ('', 'memory'):
       continue
     files = 'memory.max', 'memory.current'
-    if kinds:  # The first version of control groups has a tree for each kind.
+    if kinds:  # Version 1 of control groups has a tree for each kind.
       files = 'memory.limit_in_bytes', 'memory.usage_in_bytes'
-    # A container sees its own group as the root. The limits of all groups above a group
-    # hold too: for a/b/c those of a/b and a.
+    # A container sees its own group as the root. The limits of parent groups apply too:
+    # for a/b/c, the limits of a/b and a.
     group = pathlib.Path(name.strip('/'))
     for folder in {_GROUPS / kinds / above for above in (group, *group.parents)}:
       limit, current = (_number(folder / file) for file in files)
@@ -90,7 +90,7 @@ def available_memory() -> int:
 
 
 def used_memory() -> float:
-  """Returns the bytes in use: this process's on a CPU, else those of its fullest chip."""
+  """Returns the bytes in use, of this process on a CPU, otherwise of its fullest chip."""
   stats = [device.memory_stats() or {} for device in jax.local_devices()]
   return float(max(s.get('bytes_in_use', 0) for s in stats) or _own_memory())
 
@@ -101,7 +101,7 @@ def _own_memory() -> int:
 
 
 def _number(path: pathlib.Path) -> int | None:
-  """Reads the number in a file; None if there is no file or no number in it."""
+  """Reads the number in a file; None if there is no file or no number."""
   text = ''.join(_lines(path))
   return int(text) if text.isdigit() else None
 

@@ -1,4 +1,4 @@
-"""Paths of models: a directory, or a file whose tokenizer lies beside it."""
+"""Paths of models: a directory, or a file next to its tokenizer."""
 
 import os
 import pathlib

@@ -1,11 +1,11 @@
-"""The moments of a run that somebody may watch, such as a step, a turn or a tool call.
+"""The observable moments of a run, such as a step, a turn or a tool call.
 
   with moments.watch(moments.ToolCall('search')) as call:
     call.result = await ...
 
-Nobody watches by default, and then a moment costs about a microsecond. An observer is a
-context variable: it also watches what runs in the tasks, threads and event loops that
-are started where it is set, and what it sets itself is passed on in the same way.
+By default nobody watches, and a moment costs about a microsecond. The observer is a
+context variable, so it also watches the tasks, threads and event loops that are started
+where it is set; context variables that it sets are passed on in the same way.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 @dataclasses.dataclass
 class Step:
-  """A training step: its rollout and its update; `number` is its line's."""
+  """A training step: its rollout and its update; `number` is as in metrics.jsonl."""
 
   number: int
 
@@ -28,8 +28,8 @@ class Rollout:
   """Episodes that are played together.
 
   Attributes:
-    step: The training step that learns from them; None if none does.
-    episodes: How many there are, in this process.
+    step: The training step that learns from them, if any.
+    episodes: The number of episodes in this process.
   """
 
   step: int | None
@@ -45,7 +45,7 @@ class Episode:
 
 @dataclasses.dataclass
 class Turn:
-  """A reply and the environment's answer; `number` counts an episode's from 0."""
+  """A reply and the environment's answer; `number` counts from 0 in an episode."""
 
   number: int
 
@@ -55,7 +55,7 @@ class Reply:
   """The sampling of a reply.
 
   Attributes:
-    context_tokens: How many tokens were before it, those in the cache included.
+    context_tokens: The number of tokens before it, including tokens in the cache.
     chunk: The sampled tokens; None if they were dropped.
   """
 
@@ -73,7 +73,7 @@ class ToolCall:
 
 @dataclasses.dataclass
 class Update:
-  """What a step learns from so many episodes."""
+  """An update of the policy from `episodes` episodes."""
 
   episodes: int
 
@@ -82,14 +82,14 @@ _Moment = TypeVar('_Moment', Step, Rollout, Episode, Turn, Reply, ToolCall, Upda
 
 
 class Observer(Protocol):
-  """Watches moments. What it raises ends the run, so it handles its own faults."""
+  """Watches moments. An exception in it ends the run, so it must handle its errors."""
 
   def watch(self, moment: _Moment) -> contextlib.AbstractContextManager[_Moment]:
-    """Returns what is entered around a moment; inside `with` it gets its results."""
+    """Returns a context manager of the moment, which gets its results inside `with`."""
     ...
 
   def carrier(self) -> dict[str, str]:
-    """Returns headers that tell others which moment asks them, such as traceparent."""
+    """Returns headers that identify the moment in requests, such as traceparent."""
     ...
 
 
@@ -99,13 +99,13 @@ observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar(
 
 
 def watch(moment: _Moment) -> contextlib.AbstractContextManager[_Moment]:
-  """Returns what is entered around a moment."""
+  """Returns a context manager that watches a moment, if there is an observer."""
   watching = observer.get()
   return watching.watch(moment) if watching else contextlib.nullcontext(moment)
 
 
 def carrier() -> dict[str, str]:
-  """Returns headers for requests to others; none if nobody watches."""
+  """Returns headers for requests to other programs; none if nobody watches."""
   watching = observer.get()
   return watching.carrier() if watching else {}
 
@@ -116,7 +116,7 @@ def begin(
   """Begins a moment that ends elsewhere, inside the moment of `context`.
 
   Returns:
-    The context in which the moment is the innermost one, and what ends the moment.
+    The context in which the moment is innermost, and a function that ends the moment.
   """
   context = context.copy()
   watched = context.run(watch, moment)
@@ -131,19 +131,19 @@ def begin(
 def follow(moment: _Moment, start: Callable[[], futures.Future]) -> futures.Future:
   """Watches a moment from the call of `start` to the end of the future it returns.
 
-  What `start` starts is inside the moment, which has ended when the future is done.
+  Work that `start` begins is inside the moment, which ends before the future is done.
   """
   if not observer.get():
     return start()
   context, end = begin(moment, contextvars.copy_context())
-  # Callbacks of `start`'s own future may run after whoever waits for it has gone on.
+  # Callbacks of `start`'s own future may run after its waiters have continued.
   followed: futures.Future = futures.Future()
 
   def finish(started: futures.Future):
     try:
       end()
     except BaseException as error:
-      # Nobody would hear of it in a callback, and `followed` would never be done.
+      # An error in a callback would be lost, and `followed` would never be done.
       followed.set_exception(error)
       return
     if started.cancelled():

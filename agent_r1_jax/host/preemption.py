@@ -1,14 +1,14 @@
 """Preemption: on SIGTERM or Ctrl-C, a run saves and ends with the exit status 75.
 
-The main thread may be computing or waiting, and Python calls signal handlers only there,
-between two of its bytecodes. So two others help it. Python's C handler writes the number
-of a signal to a pipe, at once:
+Python calls signal handlers only in the main thread, between bytecodes, and that thread
+may be computing or waiting. So another thread and a process help. Python's C handler
+immediately writes a signal's number to a pipe:
 
   signal -> C handler -> pipe -> watchdog process -> pipe -> thread 'signals'
 
 The thread sets a flag that the main thread reads, prints a line, and ends the process if
-the main thread does not begin to save in time. If even the thread cannot run, because
-some code holds the interpreter, the watchdog kills the process (watchdog.py).
+the main thread does not start to save in time. If code that holds the interpreter stops
+the thread too, the watchdog kills the process (watchdog.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ _HEARTBEAT_SECONDS = 1.0
 # SIGINTs within this time count as one Ctrl-C: a terminal and a wrapper may both send it.
 _SAME_SECONDS = 0.5
 _REASON = 'was told to end'
-# Called before the line that answers a first signal, such as to end a live view.
+# Called before the line that answers the first signal, for example to end a live view.
 before_answer: list[Callable[[], None]] = []
 
 
@@ -42,12 +42,12 @@ class Preempted(SystemExit):
 
 
 class Watch:
-  """Whether a signal has come, and whether the run has begun to save.
+  """Tracks whether a signal has come, and whether the run has started to save.
 
   Attributes:
     phase: The name of the main thread's work, for messages.
-    newest_step: Returns the step that the same command would resume from, 0 if there
-      is no checkpoint yet, None if that is not known.
+    newest_step: Returns the step that the same command would resume from, 0 without a
+      checkpoint, None if unknown.
   """
 
   def __init__(self):
@@ -83,12 +83,12 @@ class Watch:
     watchdog.print_line(f'saving step {step}{why}')
 
   def finish_saving(self, step: int) -> None:
-    """Prints that all is on disk; if the process still runs after the grace, ends it."""
+    """Prints that all is on disk; ends the process if it outlives the grace period."""
     watchdog.print_line(f'saved step {step}; the same command goes on from there')
     self._call_after_grace(lambda: _end(EXIT_STATUS), self._closed)
 
   def handle_signal(self, number: int) -> None:
-    """Answers a signal; called by the thread that reads them."""
+    """Answers a signal, in the thread that reads signals."""
     name = 'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name
     first, now = not self._signalled_at, time.monotonic()
     if first:
@@ -110,12 +110,12 @@ class Watch:
     self._flag.set()
 
   def close(self) -> None:
-    """Stops the threads that were started here, without any effect."""
+    """Stops the threads of this object, without any other effect."""
     self._saving_started.set()
     self._closed.set()
 
   def _call_after_grace(self, act: Callable[[], None], unless: threading.Event) -> None:
-    """Calls `act` after the grace period, unless the event is set before."""
+    """Calls `act` after the grace period, unless the event is set first."""
     wait = lambda: None if unless.wait(self._grace) else act()
     threading.Thread(target=wait, daemon=True, name='grace').start()
 
@@ -134,13 +134,13 @@ class Watch:
 
 @contextlib.contextmanager
 def watch() -> Iterator[Watch]:
-  """Handles SIGTERM and Ctrl-C inside `with`; the first one asks the run to end.
+  """Handles SIGTERM and Ctrl-C inside `with`; the first signal asks the run to end.
 
-  It is answered at once by a line on standard error. If the main thread has not begun to
-  save within AGENT_R1_GRACE_SECONDS (7; clouds give 30 before they kill), the process
-  ends with EXIT_STATUS without saving; an unfinished checkpoint is never visible. A
-  second Ctrl-C ends the process at once. On Linux, a process whose threads do not answer
-  for that time, or send no heartbeat for AGENT_R1_SILENCE_SECONDS (300; 0 means never),
+  A line on standard error answers it at once. If the main thread has not started to save
+  within AGENT_R1_GRACE_SECONDS (7; clouds give 30 before they kill), the process ends
+  with EXIT_STATUS without saving; an unfinished checkpoint is never visible. A second
+  Ctrl-C ends the process at once. On Linux, a process whose threads do not answer for
+  that time, or send no heartbeat for AGENT_R1_SILENCE_SECONDS (300; 0 means never),
   prints its stacks and is killed.
 
   Only Python's main thread can watch. Inside another watch, this yields that watch.
@@ -149,7 +149,7 @@ def watch() -> Iterator[Watch]:
   if _active or threading.current_thread() is not threading.main_thread():
     yield _active or Watch()
     return
-  # Before the first thread, to which glibc would give an arena of its own.
+  # Before the first thread, which would get its own arena from glibc.
   memory.retain_freed_memory()
   current = Watch()
   with contextlib.ExitStack() as stack:
@@ -184,7 +184,7 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
 def _after_fork() -> None:
-  """Restores Python's own signal handlers in a forked child, which a signal then ends."""
+  """Restores Python's signal handlers in a forked child, so that a signal ends it."""
   if _active:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -206,7 +206,7 @@ os.register_at_fork(
 def _open_pipes(current: Watch) -> Iterator[tuple[int, int]]:
   """Yields the file descriptors for reading and for writing signals.
 
-  On Linux the watchdog, which this starts, is between the two.
+  On Linux it also starts the watchdog, which sits between the two.
   """
   if sys.platform != 'linux':
     watchdog.print_line(
@@ -221,7 +221,7 @@ def _open_pipes(current: Watch) -> Iterator[tuple[int, int]]:
       os.close(write)
     return
   limits = current._grace, _read_seconds('AGENT_R1_SILENCE_SECONDS', 300.0)
-  # In a session of its own, so that no signal to the trainer's group reaches it.
+  # In its own session, so that no signal to the trainer's group reaches it.
   command = [sys.executable, '-I', '-S', watchdog.__file__, str(os.getpid())]
   process = subprocess.Popen(
     [*command, *map(str, limits)],
@@ -262,7 +262,7 @@ def _answer_signals(current: Watch, read: int) -> None:
 
 
 def _end(status: int) -> None:
-  """Ends this process and the others of the run, which print a line."""
+  """Ends this process and the run's other processes, which print a line."""
   flush = threading.Thread(target=sys.stdout.flush, daemon=True)
   flush.start()
   flush.join(1.0)  # It blocks if standard output is a full pipe that nobody reads.
@@ -275,7 +275,7 @@ def _read_seconds(name: str, default: float) -> float:
   """Reads a number of seconds from an environment variable.
 
   Raises:
-    ValueError: It is no number.
+    ValueError: The value is not a number.
   """
   value = os.environ.get(name, default)
   try:

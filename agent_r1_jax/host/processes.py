@@ -1,9 +1,9 @@
-"""Several processes, one for each host: shares of tasks, exchange of data, a common end.
+"""Several processes, one per host: shares of tasks, exchange of data, a common end.
 
 Each process samples its share of a rollout on its own chips, independently of the others.
-At its end the processes exchange their tokens as arrays (`gather_arrays`). Advantages and
-packing are then the same computation on the same numbers in every process, and each
-process puts its own rows of a batch on its chips (models/sharding.py).
+Then the processes exchange their tokens as arrays (`gather_arrays`), so that every
+process computes the same advantages and packing, and puts its own rows of a batch on its
+chips (models/sharding.py).
 
 JAX's coordination service carries small values (`gather`). The processes connect in
 `runtime.initialize`. With one process, the functions here do nothing or return their
@@ -24,18 +24,18 @@ from typing import Any
 
 import jax
 
-# JAX does not document these names; tests/test_packaging.py says when they are gone.
+# JAX does not document these names; tests/test_packaging.py checks that they exist.
 from jax._src import distributed
 from jax.experimental import multihost_utils
 import numpy as np
 
 from agent_r1_jax.host import records, watchdog
 
-# Bytes of one value in JAX's coordination service, whose messages gRPC bounds.
+# Bytes per value in JAX's coordination service, whose messages gRPC bounds.
 _PART = 1 << 20
 _DAY = 24 * 3600
 _POLL_SECONDS = 1.0
-# The interval at which each process asks the coordination service who has ended.
+# The interval at which each process asks the coordination service which have ended.
 _ASK_SECONDS = 0.4
 # How long a process waits before it exits, so that the others can read its reason. The
 # first process, which hosts the service, waits longer.
@@ -47,7 +47,7 @@ _rounds = itertools.count()
 
 
 class LostError(RuntimeError):
-  """Another process ended; all can continue from the last checkpoint."""
+  """Another process ended; the run can resume from the last checkpoint."""
 
 
 def is_first() -> bool:
@@ -56,17 +56,17 @@ def is_first() -> bool:
 
 
 def is_distributed() -> bool:
-  """Whether there are others; usable before `runtime.initialize`."""
+  """Whether there are several processes; usable before `runtime.initialize`."""
   return distributed.global_state.num_processes > 1
 
 
 def take_share(n: int) -> range:
-  """Returns the indices, of n, that belong to this process."""
+  """Returns this process's share of n indices."""
   return range(jax.process_index(), n, jax.process_count())
 
 
 def gather(mine: Any) -> list[Any]:
-  """Returns the small values of all processes, in their order; waits for all of them.
+  """Returns the small values of all processes, in order; waits for all of them.
 
   Raises:
     ValueError: The value is not plain data.
@@ -99,7 +99,7 @@ def gather(mine: Any) -> list[Any]:
 def check_same(mine: Mapping[str, Any]) -> None:
   """Raises ValueError in all processes if they do not call it with equal values.
 
-  `mine` has plain data by the names that the message gives it.
+  `mine` has plain data by name; messages use the names.
   """
   shares = gather({'host': socket.gethostname(), 'values': dict(mine)})
   if lines := list_disagreements([share['values'] for share in shares]):
@@ -112,7 +112,7 @@ def check_same(mine: Mapping[str, Any]) -> None:
 
 
 def list_disagreements(shares: Sequence[Mapping[str, Any]]) -> list[str]:
-  """Returns a line for each name whose value is not the same in all processes."""
+  """Returns a line for each name whose value differs between processes."""
   lines = []
   for name in sorted(set().union(*shares)):
     holders: dict[str, list[str]] = {}
@@ -120,7 +120,7 @@ def list_disagreements(shares: Sequence[Mapping[str, Any]]) -> list[str]:
       text = json.dumps(share[name]) if name in share else 'absent'
       holders.setdefault(text, []).append(str(number))
     if len(holders) > 1:
-      # Long values are shown from shortly before they begin to differ.
+      # Long values are shown from shortly before the first difference.
       begin = max(0, len(os.path.commonprefix([*holders])) - 20)
       shown = {x: f'{"..." if begin else ""}{x[begin:]:.80}' for x in holders}
       parts = (f'{shown[x]} in process {", ".join(ps)}' for x, ps in holders.items())
@@ -129,17 +129,17 @@ def list_disagreements(shares: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def gather_arrays(mine: np.ndarray) -> list[np.ndarray]:
-  """Returns the arrays of all processes, in their order; waits for all of them.
+  """Returns the arrays of all processes, in order; waits for all of them.
 
-  The chips exchange the arrays, not the coordination service. The lengths may differ
-  between processes; the other dimensions and the dtype, of at most 32 bits, may not.
+  The chips exchange the arrays, not the coordination service. Lengths may differ between
+  processes; other dimensions and the dtype, of at most 32 bits, must not.
 
   Raises:
     LostError: Another process ended, or does not answer.
   """
   if jax.process_count() == 1:
     return [mine]
-  # `gather` first: unlike a collective, it may wait long for a process that is late.
+  # `gather` first: unlike a collective, it can wait long for a late process.
   lengths = gather(len(mine))
   # Powers of two, so that few shapes are compiled.
   longest = 1 << max(max(lengths) - 1, 0).bit_length()
@@ -152,24 +152,24 @@ def gather_arrays(mine: np.ndarray) -> list[np.ndarray]:
 def watch_others() -> None:
   """Starts a thread that ends this process, with one line on stderr, if another ends.
 
-  A process writes why it ends, if it can (`leave`). JAX's coordination service notices a
-  process that was killed, or whose host is gone, by its missing heartbeats. The service
-  runs in process 0: if that is killed, JAX aborts the others at once with some lines of
-  its own, and the watchdog adds one of ours. With one process, this does nothing.
+  A process writes why it ends, if it can (`leave`). JAX's coordination service detects a
+  killed process or a lost host by missing heartbeats. The service runs in process 0: if
+  that is killed, JAX aborts the others at once with lines of its own, and the watchdog
+  adds a line of ours. With one process, this does nothing.
   """
   global _watcher
   if _watcher or not is_distributed():
     return
   watchdog.send(watchdog.DISTRIBUTED)
-  # JAX's service does not abort all processes when one is lost if they ask for the live
-  # ones. Then it does not wait for all at the end either: `_wait_for_others` does.
+  # If processes ask JAX's service for live processes, it does not abort all when one is
+  # lost. Then it does not wait for all at the end either, so `_wait_for_others` does.
   _watcher = threading.Thread(target=_watch, daemon=True, name='watch others')
   _watcher.start()
   atexit.register(_wait_for_others)
 
 
 def leave(status: int, reason: str) -> None:
-  """Ends this process at once if it is one of several, and tells the others why."""
+  """Ends this process at once if there are several, and tells the others why."""
   state = distributed.global_state
   if not is_distributed() or state.client is None:
     return
@@ -184,7 +184,7 @@ _finishing = threading.Event()
 
 
 def _watch() -> None:
-  """Asks the coordination service who has ended, until this process ends."""
+  """Asks the coordination service which processes have ended, until this one ends."""
   state, client = distributed.global_state, _client()
   everyone = [*range(state.num_processes)]
   while not _finishing.is_set():
@@ -194,8 +194,8 @@ def _watch() -> None:
         if (number := int(key.rpartition('/')[2])) != state.process_id:
           status, _, reason = word.partition(' ')
           _end_like(int(status), f'process {number} of {len(everyone)} {reason}')
-      # This blocks until all live processes call it. So each calls it once more at its
-      # end: others may be waiting, and Python aborts if a thread still waits at its exit.
+      # This blocks until all live processes call it. Each calls it once more at its end,
+      # since others may wait, and Python aborts if a thread still waits at exit.
       lost = {*everyone} - client.get_live_nodes(everyone).keys()
     except jax.errors.JaxRuntimeError:
       continue  # This process or the first one is ending, and JAX handles that.
@@ -211,7 +211,7 @@ def _watch() -> None:
 
 
 def _end_like(status: int, cause: str) -> None:
-  """Prints which process ended and why, and ends this one with the same status."""
+  """Prints which process ended and why, and ends this process with the same status."""
   me = distributed.global_state.process_id
   watchdog.print_line(
     f'{cause}, so process {me} ends too; the same command, started in all, continues '
@@ -233,13 +233,13 @@ def _wait_for_others() -> None:
     with contextlib.suppress(jax.errors.JaxRuntimeError):
       client.wait_at_barrier('agent_r1/exit', timeout_in_ms=300_000)
     _finishing.set()
-    # In the first process, the thread waits at last until the others have ended.
+    # In the first process, the thread finally waits until the others have ended.
     if _watcher:
       _watcher.join(30)
 
 
 def _wait_until_alone(client) -> None:
-  """Waits until the service knows of no other live process."""
+  """Waits until the service knows no other live process."""
   everyone = [*range(distributed.global_state.num_processes)]
   with contextlib.suppress(jax.errors.JaxRuntimeError):
     while len(client.get_live_nodes(everyone)) > 1:
@@ -248,11 +248,11 @@ def _wait_until_alone(client) -> None:
 
 @contextlib.contextmanager
 def exit_together() -> Iterator[None]:
-  """Ends all processes of a run with several, if an error is raised inside `with`.
+  """Ends all of a run's processes if an error is raised inside `with`.
 
   Python's normal exit would wait for minutes for the others, which wait for this process.
-  The others print the reason. An error of JAX's runtime (a broken collective) may be the
-  consequence of another process's end: then this process first waits to learn which.
+  The others print the reason. An error of JAX's runtime (a broken collective) may result
+  from another process's end, so this process first waits to learn which.
   """
   try:
     yield
@@ -287,7 +287,7 @@ def _is_runtime_error(error: BaseException | None) -> bool:
 
 
 class SharedFlag:
-  """A flag that any process can set and all can read, such as that the run shall end."""
+  """A flag that any process can set and all can read, such as a request to end."""
 
   def __init__(self, name: str):
     self._key = f'agent_r1/flag/{name}'
@@ -295,14 +295,14 @@ class SharedFlag:
     self._asked_at = 0.0
 
   def set(self):
-    """Sets the flag; the others see it after this process has called `is_set`.
+    """Sets the flag; other processes see it after this one has called `is_set`.
 
     May be called in a signal handler.
     """
     self._set_here.set()
 
   def is_set(self) -> bool:
-    """Whether some process has set the flag; others' flags are seen within a second."""
+    """Whether any process has set the flag; other processes see it within a second."""
     if jax.process_count() == 1 or time.monotonic() - self._asked_at < _POLL_SECONDS:
       return self._set_here.is_set()
     self._asked_at = time.monotonic()

@@ -13,7 +13,7 @@ import numpy as np
 _TUPLE, _SET, _FROZENSET, _INTEGER, _ARRAY, _NUMBER = range(6)
 _COLLECTIONS = {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset}
 # Booleans, integers, floats and complex numbers in this machine's byte order. Arrays of
-# Python objects are the reason for this list: they would be unpickled.
+# Python objects are excluded, because they would be unpickled.
 _DTYPES = {
   np.dtype(code).str
   for code in '?' + np.typecodes['AllInteger'] + np.typecodes['AllFloat']
@@ -46,7 +46,7 @@ def unpack(data: bytes) -> Any:
       data, ext_hook=_untagged, strict_map_key=False, unicode_errors='surrogatepass'
     )
   except Exception as error:
-    # MessagePack raises its own types, and wrong extension data various others.
+    # MessagePack raises its own types, and wrong extension data raises various others.
     raise ValueError(f'no record: {type(error).__name__} {error}') from None
 
 
@@ -73,7 +73,7 @@ def _tagged(value: Any) -> Any:
     return msgpack.ExtType(_INTEGER, value.to_bytes(length, 'little', signed=True))
   if isinstance(value, float):
     return float(value)
-  # Without the value's repr, which would run its code.
+  # Not the value's repr, which would run its code.
   raise TypeError(
     f'{type(value).__name__} is no plain data; give text, numbers, lists, dicts'
   )

@@ -1,4 +1,4 @@
-"""Sets up a process: its connection to others, the compilation cache, logging."""
+"""Sets up a process: connection to other processes, compilation cache, logging."""
 
 import functools
 import ipaddress
@@ -17,7 +17,7 @@ import agent_r1_jax
 from agent_r1_jax.host import memory, processes, terminal, watchdog
 
 _PROCESSES = ('COORDINATOR_ADDRESS', 'NUM_PROCESSES', 'PROCESS_ID')
-# What is said of a start that takes longer, while JAX connects the processes.
+# The message of a start in which JAX takes longer to connect the processes.
 _NAMED_SECONDS = 15.0
 _WAITS = (
   'waiting for the other processes of the run to connect. If one has ended already, such '
@@ -30,7 +30,7 @@ def initialize() -> None:
 
   `train` calls it, and a script may call it before that.
   """
-  # JAX must not abort the others when a process is lost: `watch_others` ends them.
+  # JAX must not abort the others when a process is lost; `watch_others` ends them.
   jax.config.update('jax_enable_recoverability', True)
   join_processes()
   processes.watch_others()
@@ -48,14 +48,14 @@ def initialize() -> None:
 
 
 def describe_devices() -> str:
-  """Returns the number and kind of a run's devices, and the number of its processes."""
+  """Describes the number and kind of a run's devices, and the number of processes."""
   kind = jax.devices()[0].device_kind
   return f'{jax.device_count()} x {kind}, processes: {jax.process_count()}'
 
 
 @functools.cache
 def describe_version() -> str:
-  """Returns the package's version and, if it runs in a checkout, the commit."""
+  """Returns the package's version and, in a checkout, the commit."""
   version = agent_r1_jax.__version__
   checkout = pathlib.Path(agent_r1_jax.__file__).resolve().parents[1]
   if not (checkout / '.git').exists():
@@ -75,9 +75,9 @@ def quiet_logging() -> None:
   """Drops INFO lines of installed libraries, and tracebacks of refused input.
 
   The user's own lines and all warnings stay. It also sets sys.excepthook, so that an
-  error which refuses a user's input ends the program with its text alone.
-  With --verbosity, all lines stay. In any case no log record, warning or error that ends
-  the program can control the terminal (terminal.py).
+  error that rejects a user's input ends the program with only its message. With
+  --verbosity, all lines stay. Log records, warnings and fatal errors can never control
+  the terminal (terminal.py).
   """
   terminal.install()
   parsed = flags.FLAGS.is_parsed() and 'verbosity' in flags.FLAGS
@@ -99,17 +99,17 @@ def _is_worth_showing(record: py_logging.LogRecord) -> bool:
 def join_processes() -> None:
   """Connects to the other processes of this run, if environment variables name them.
 
-  These are JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES
-  and JAX_PROCESS_ID; with AGENT_R1_PROCESSES=auto JAX asks Slurm, Open MPI or the TPU's
-  metadata. A process that is silent for AGENT_R1_HEARTBEAT_SECONDS (60) counts as dead,
-  and the others end.
+  The variables are JAX_COORDINATOR_ADDRESS (host:port of the first process),
+  JAX_NUM_PROCESSES and JAX_PROCESS_ID; with AGENT_R1_PROCESSES=auto JAX asks Slurm, Open
+  MPI or the TPU's metadata. A process that is silent for AGENT_R1_HEARTBEAT_SECONDS (60)
+  counts as dead, and the others end.
 
-  The first process listens at the coordinator's address only. It listens at all its
-  addresses, as JAX does by default, if the address is a name that other machines resolve
-  to another one (a service, or a machine that calls itself 127.0.1.1), and with
+  The first process listens only at the coordinator's address. It listens at all its
+  addresses, like JAX by default, if other machines resolve the coordinator's name to
+  another address (a service, or a machine that calls itself 127.0.1.1), and with
   AGENT_R1_PROCESSES=auto, where only JAX knows the address. JAX_COORDINATOR_BIND_ADDRESS
-  (host:port) overrides both. Whoever can connect to the address can take part in the run:
-  it must not be reachable from outside.
+  (host:port) overrides both. Anyone who can connect to the address can take part in the
+  run, so it must not be reachable from outside.
 
   Raises:
     ValueError: Some of the three variables are missing or wrong.
@@ -120,7 +120,7 @@ def join_processes() -> None:
     return
   if missing := [f'JAX_{name}' for name in _PROCESSES if not (auto or variables[name])]:
     raise ValueError(f'{" and ".join(missing)} must be set too, to join other processes.')
-  # JAX's own signal handler would replace that of preemption.watch.
+  # JAX's signal handler would replace the one of preemption.watch.
   jax.config.update('jax_enable_preemption_service', False)
   address, count, number = variables.values()
   options: dict[str, Any] = {}
@@ -131,11 +131,11 @@ def join_processes() -> None:
         'numbered from 0 to their number less 1.'
       )
     options = {'num_processes': int(count), 'process_id': int(number)}
-    # Otherwise JAX asks Slurm all the same, and gives each process one device.
+    # Otherwise JAX asks Slurm anyway, and gives each process one device.
     options['cluster_detection_method'] = 'deactivate'
     if number == '0' and 'JAX_COORDINATOR_BIND_ADDRESS' not in os.environ:
       options['coordinator_bind_address'] = _bind_address(address or '')
-  # One whose flags are refused ends before it is here, and JAX waits for it in silence.
+  # A process with rejected flags ends before this point, and JAX waits for it silently.
   waits = threading.Timer(_NAMED_SECONDS, watchdog.print_line, [_WAITS])
   waits.daemon = True
   waits.start()
@@ -153,8 +153,8 @@ def _bind_address(coordinator: str) -> str | None:
   `coordinator` is the address (host:port) to which the others connect.
 
   Returns:
-    host:port in numbers; None, for all addresses, if the host is no address of this
-    machine, or if other machines resolve it to another address.
+    host:port in numbers; None, for all addresses, if this machine does not have the
+    host's address, or other machines resolve the host to another address.
   """
   host, _, port = coordinator.rpartition(':')
   host = host.strip('[]')
@@ -163,9 +163,9 @@ def _bind_address(coordinator: str) -> str | None:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
       probe.bind((address[0], 0, *address[2:]))
   except OSError:
-    return None  # The address of a service or router, which forwards to this machine.
+    return None  # The address of a service or router that forwards to this machine.
   number = str(address[0])
-  # On other machines, a name of this machine's loopback has another address.
+  # Other machines resolve a name of this machine's loopback to another address.
   if ipaddress.ip_address(number).is_loopback and host not in ('localhost', number):
     return None
   return f'[{number}]:{port}' if family == socket.AF_INET6 else f'{number}:{port}'
@@ -174,7 +174,7 @@ def _bind_address(coordinator: str) -> str | None:
 def enable_compilation_cache() -> None:
   """Sets JAX's persistent compilation cache to a folder in ~/.cache/agent_r1_jax.
 
-  JAX_COMPILATION_CACHE_DIR names another folder; if it is empty, there is no cache.
+  JAX_COMPILATION_CACHE_DIR names another folder; an empty value disables the cache.
   """
   if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     home = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'

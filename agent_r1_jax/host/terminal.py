@@ -1,7 +1,7 @@
-"""What a terminal shows: text that cannot control it, and refused input as one line.
+"""Makes terminal output safe, and shows rejected input as one line.
 
-What a model, a tool or a program writes may contain escape sequences, which set the
-title, the colours or the clipboard of a terminal. `printable` shows them as pictures.
+Output of a model, a tool or a program may contain escape sequences, which set a
+terminal's title, colours or clipboard. `printable` shows them as pictures.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from absl import flags
 
 _PACKAGE = f'{pathlib.Path(__file__).parents[1]}{os.sep}'
 _OURS = (_PACKAGE, f'{pathlib.Path(__file__).parents[2] / "experiments"}{os.sep}')
-# The types that this project raises with a message that says what to change.
+# The types that this project raises with a message that names the remedy.
 _REFUSALS = (ValueError, OSError, RuntimeError, ModuleNotFoundError)
-# Newline and tab stay. Unicode has pictures of ASCII's control characters (ESC is ␛), and
-# none of those from 0x80 on, of which some terminals take 0x9b for ESC [. Marks of
-# direction change the order in which other text is shown; two more begin a line.
+# Newline and tab stay. Unicode has pictures of ASCII's control characters (ESC is ␛), but
+# not of control characters from 0x80 on; some terminals read 0x9b as ESC [. Direction
+# marks reorder other text, and two more characters begin a line.
 _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in '\n\t'}
 _PICTURES |= {0x7F: '\u2421'} | dict.fromkeys(range(0x80, 0xA0), '\ufffd')
 _PICTURES |= dict.fromkeys((0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F)), '\ufffd')
@@ -31,9 +31,9 @@ _PICTURES |= dict.fromkeys(range(0x2066, 0x206A), '\ufffd')
 
 
 def printable(text: str, encoding: str | None = 'utf-8') -> str:
-  """Replaces control characters by pictures of them, newlines and tabs aside.
+  """Replaces control characters by pictures of them, except newlines and tabs.
 
-  The text may have half a surrogate. Characters that the terminal's encoding lacks become
+  The text may have lone surrogates. Characters that the terminal's encoding lacks become
   '?'.
   """
   encoding = encoding or 'utf-8'
@@ -41,10 +41,10 @@ def printable(text: str, encoding: str | None = 'utf-8') -> str:
 
 
 def install() -> None:
-  """Makes what this process logs, warns of and ends with printable, whoever shows it.
+  """Makes this process's log records, warnings and fatal errors printable.
 
-  It also sets sys.excepthook to a function that prints no traceback of refused input;
-  --verbosity shows the traceback.
+  It also sets sys.excepthook, to print rejected input without a traceback; --verbosity
+  shows the traceback.
   """
   logging.setLogRecordFactory(_Record)
   if not isinstance(warnings.formatwarning, _WarningFormat):
@@ -67,12 +67,12 @@ class _WarningFormat:
 
 
 def _print_error(kind, error, trace) -> None:
-  """Prints an error that ends the program; refused input is one line without traceback.
+  """Prints a fatal error; rejected input is one line without a traceback.
 
-  Input is refused by a `raise` statement of this project. Other errors are bugs and keep
-  their traceback; so do a ValueError that a function of Python raised when we called it,
-  and a RuntimeError that another error caused. An OSError that is raised so says what
-  could not be written, such as a checkpoint on a full disk, and what to do.
+  Input is rejected by a `raise` statement of this project. Other errors are bugs and keep
+  their traceback; so do a ValueError raised inside Python's own functions and a
+  RuntimeError with a cause. Our OSErrors say what could not be written, such as a
+  checkpoint on a full disk, and the remedy.
   """
   calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace)]
   path, line = calls[-1] if calls else ('', 0)
@@ -85,7 +85,7 @@ def _print_error(kind, error, trace) -> None:
   if verbose or not (refused or pin):
     lines = traceback.format_exception(kind, error, trace)
     return print(printable(''.join(lines)), end='', file=sys.stderr)
-  # Name the line of the user's script that called us; an installed script has none.
+  # Names the line of the user's script that called us; an installed script has none.
   libraries, programs = (
     os.path.dirname(x) for x in (contextlib.__file__, sys.executable)
   )
@@ -96,14 +96,14 @@ def _print_error(kind, error, trace) -> None:
     if not file.startswith(ours) and 'site-packages' not in file
   ]
   remedy = f"; pip install '{pin}'" if pin else ''
-  # The text of an OSError begins with a number that says nothing to a user.
+  # An OSError's text begins with a number that means nothing to a user.
   said = isinstance(error, OSError) and not error.filename and error.strerror or error
   place = outside[-1] if outside else ''
   print(printable(f'{place}{said}{remedy}'), file=sys.stderr)
 
 
 def _find_pin(error: ModuleNotFoundError) -> str | None:
-  """Returns the requirement of our extras that brings a missing module, or None."""
+  """Returns the requirement in our extras that provides a missing module, or None."""
   try:
     known = metadata.requires('agent_r1_jax') or ()
   except metadata.PackageNotFoundError:  # Run from a checkout that is not installed.

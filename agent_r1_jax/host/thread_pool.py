@@ -1,7 +1,7 @@
-"""A bounded pool of daemon threads for users' functions, and what their calls report.
+"""A bounded pool of daemon threads for users' functions, and reports of their calls.
 
-What runs in it and why is in workers.py. Importing this module replaces os._exit, which
-raises in these threads.
+workers.py explains what runs in it and why. Importing this module replaces os._exit by a
+function that raises in these threads.
 """
 
 import asyncio
@@ -20,44 +20,44 @@ import time
 import traceback
 from typing import Any
 
-# Counts the abandoned calls of the episode that is being played, by name.
+# Counts the abandoned calls of the current episode, by name.
 abandoned_calls: contextvars.ContextVar[collections.Counter | None] = (
   contextvars.ContextVar('abandoned_calls', default=None)
 )
-# Where the episode that is being played is, for the log, such as 'task 7, turn 2'.
+# The place in the current episode, for the log, such as 'task 7, turn 2'.
 current_turn: contextvars.ContextVar[str] = contextvars.ContextVar(
   'current_turn', default=''
 )
 # Threads that run users' functions have the attribute `process`, the process's id.
 _thread = threading.local()
-# An exception's text is cut to so many characters.
+# The most characters of an exception's text.
 _MAX_CHARS = 10_000
 
 
 class PoolFullError(RuntimeError):
-  """Too many abandoned calls still hang, so no further call is started."""
+  """Too many abandoned calls still hang, so no more calls are started."""
 
 
 class LostCallError(RuntimeError):
-  """A call has no answer, and is not to blame: its episode can be played again."""
+  """A call got no answer through no fault of its own; its episode can be played again."""
 
 
 class BaseExceptionError(RuntimeError):
-  """A call raised what would end more than the call, or was cancelled.
+  """A call raised an exception that would end more than the call, or was cancelled.
 
-  Its __cause__ is what was raised: SystemExit or the like, or StopIteration, which no
-  coroutine can raise. A future that was cancelled leaves no cause.
+  Its __cause__ is that exception: SystemExit or the like, or StopIteration, which a
+  coroutine cannot raise. A cancelled future leaves no cause.
   """
 
 
 @dataclasses.dataclass(eq=False)
 class Caller:
-  """On whose behalf a function runs.
+  """The caller of a function.
 
   Attributes:
-    name: What errors and counts call the work.
+    name: The name of the work in errors and counts.
     deadline: When nobody waits for it any longer, in seconds of time.monotonic().
-    outer: The caller of the function that makes this call, if that is a user's, too.
+    outer: The caller of the user's function that makes this call, if any.
   """
 
   name: str
@@ -71,10 +71,10 @@ class Caller:
 
   @property
   def grace_seconds(self) -> float:
-    """How long a cancelled coroutine has to end before it counts as abandoned.
+    """The time in which a cancelled coroutine must end, or count as abandoned.
 
-    A call has half as long as the call around it, so that of the two only the one that
-    hangs is counted.
+    A call gets half the time of the call around it, so that only the call that hangs is
+    counted.
     """
     return self.outer.grace_seconds / 2 if self.outer else 1.0
 
@@ -91,9 +91,9 @@ class Call(futures.Future):
   time. A call that is cancelled while it runs is abandoned.
 
   Attributes:
-    name: What errors and counts call it.
+    name: The call's name in errors and counts.
     deadline: When nobody waits for it any longer, in seconds of time.monotonic().
-    started: Whether a thread runs it, or ran it.
+    started: Whether a thread has started it.
   """
 
   def __init__(self, pool: 'Pool', fn: Callable[[], Any]):
@@ -106,7 +106,7 @@ class Call(futures.Future):
     self.started = False
 
   def cancel(self) -> bool:
-    """Gives the call up, and its place in the pool to another."""
+    """Gives up the call, and frees its place in the pool."""
     if not super().cancel():
       return False
     if self._pool.release(self):
@@ -114,50 +114,50 @@ class Call(futures.Future):
     return True
 
   def run(self):
-    """Calls the function; whatever it raises becomes the future's exception."""
+    """Calls the function; any exception becomes the future's exception."""
     fn, self._fn = self._fn, None
     try:
       finish = functools.partial(self.set_result, fn())  # type: ignore
     except StopIteration as error:
-      # An asyncio future refuses it, and whoever awaits that would wait for ever.
+      # An asyncio future rejects StopIteration, and its awaiter would wait forever.
       error = RuntimeError(f'StopIteration: {error}')
       finish = functools.partial(self.set_exception, error)
     except BaseException as error:
       finish = functools.partial(self.set_exception, error)
-    # It may have been abandoned, or the loop that waited for it is closed.
+    # The call may have been abandoned, or the loop that waited for it closed.
     with contextlib.suppress(futures.InvalidStateError, RuntimeError):
       finish()
 
 
 class Pool:
-  """Runs at most so many calls at a time; further calls wait for a place.
+  """Runs a limited number of calls at a time; further calls wait for a place.
 
   Threads are daemons and are never joined. An abandoned call loses its place to the next
-  one; its thread ends when the function returns after all.
+  call; its thread ends when the function returns after all.
   """
 
   def __init__(self, threads: int = 64, max_abandoned: int = 256):
     """Starts no thread.
 
-    At most `threads` calls run at a time, abandoned ones aside; while `max_abandoned` of
-    those hang, no further call is started.
+    At most `threads` calls run at a time, apart from abandoned calls; while
+    `max_abandoned` of those hang, no more calls are started.
     """
     self._threads, self._max_abandoned = threads, max_abandoned
     self._changed = threading.Condition()
     self._waiting: collections.deque[Call] = collections.deque()
     self._running: set[Call] = set()
     self._abandoned: set[Call] = set()
-    # Coroutines that go on though they were cancelled, with their names.
+    # Coroutines that keep running after they were cancelled, with their names.
     self._coroutines: dict[asyncio.Task, str] = {}
-    self._idle = 0  # Threads without a call; with the running ones, at most `threads`.
+    self._idle = 0  # Threads without a call; with running threads, at most `threads`.
 
   def grow(self, threads: int):
-    """Lets at least so many calls run at a time."""
+    """Lets at least `threads` calls run at a time."""
     self._threads = max(self._threads, threads)
 
   @property
   def abandoned(self) -> dict[str, int]:
-    """How many abandoned calls still hang, by name."""
+    """The number of abandoned calls that still hang, by name."""
     with self._changed:
       names = [call.name for call in self._abandoned]
       names += [name for task, name in self._coroutines.items() if not task.done()]
@@ -165,21 +165,20 @@ class Pool:
 
   @property
   def busy(self) -> int:
-    """How many calls run, abandoned ones aside."""
+    """The number of running calls, without abandoned calls."""
     return len(self._running)
 
   def submit(self, fn: Callable[[], Any]) -> Call:
-    """Calls fn in a thread, in the present context.
+    """Calls fn in a thread, in the current context.
 
     Raises:
       PoolFullError: Too many abandoned calls hang.
-      RuntimeError: The system gives no thread, and no thread of the pool is alive.
+      RuntimeError: The system refuses a thread, and no thread of the pool is alive.
     """
     call = Call(self, fn)
     with self._changed:
       if len(self._running) >= self._threads:
-        # Nobody waits for these any longer, though a shield kept them from being
-        # cancelled.
+        # Nobody waits for these any longer, but a shield kept them from cancellation.
         for overdue in [c for c in self._running if c.deadline < time.monotonic()]:
           overdue.cancel()
       self.check_room()
@@ -187,7 +186,7 @@ class Pool:
       try:
         self._start_threads()
       except RuntimeError:
-        if not (self._running or self._idle):  # Else one of those threads takes it.
+        if not (self._running or self._idle):  # Otherwise an existing thread takes it.
           self._waiting.remove(call)
           raise
     return call
@@ -203,7 +202,7 @@ class Pool:
       )
 
   def abandon(self, task: asyncio.Task, name: str):
-    """Counts a coroutine that goes on though it was cancelled, until it ends."""
+    """Counts a cancelled coroutine that keeps running, until it ends."""
     with self._changed:
       for ended in [task for task in self._coroutines if task.done()]:
         del self._coroutines[ended]
@@ -211,7 +210,7 @@ class Pool:
     _count_abandoned(abandoned_calls.get(), name)
 
   def release(self, call: Call) -> bool:
-    """Takes a cancelled call out; returns whether it was running, and is abandoned."""
+    """Removes a cancelled call; returns whether it was running and is now abandoned."""
     with self._changed:
       if call in self._waiting:
         self._waiting.remove(call)
@@ -219,7 +218,7 @@ class Pool:
         return False
       self._running.remove(call)
       self._abandoned.add(call)
-      # Without new threads, the others take the waiting calls one by one.
+      # Without new threads, existing threads take the waiting calls one by one.
       with contextlib.suppress(RuntimeError):
         self._start_threads()
       return True
@@ -249,7 +248,7 @@ class Pool:
           return  # Another thread has this one's place.
         self._running.remove(call)
         self._idle += 1
-      del call  # While this thread waits, it keeps no result alive.
+      del call  # A waiting thread must not keep a result alive.
 
 
 POOL = Pool()
@@ -263,7 +262,7 @@ class Executor(futures.ThreadPoolExecutor):
     return POOL.submit(functools.partial(fn, *args, **kwargs))
 
   def shutdown(self, wait=True, *, cancel_futures=False):
-    """Does nothing: nobody waits for the pool's threads."""
+    """Does nothing, because the pool's threads are never joined."""
 
 
 def _count_abandoned(counts: collections.Counter | None, name: str):
@@ -272,14 +271,14 @@ def _count_abandoned(counts: collections.Counter | None, name: str):
 
 
 def function_name(fn: Callable) -> str:
-  """Returns what the function is called where it was defined."""
+  """Returns the name under which a function was defined."""
   while isinstance(fn, functools.partial):
     fn = fn.args[0] if fn.args and callable(fn.args[0]) else fn.func
   return getattr(fn, '__name__', type(fn).__name__)
 
 
 def catch(fn, args, kwargs) -> tuple[Any, BaseException | None]:
-  """Returns fn's value and its exception: none of these gets into a future or a loop."""
+  """Returns fn's value and its exception, to keep exceptions out of futures and loops."""
   try:
     return fn(*args, **kwargs), None
   except BaseException as error:
@@ -287,7 +286,7 @@ def catch(fn, args, kwargs) -> tuple[Any, BaseException | None]:
 
 
 async def catch_async(fn, args, kwargs) -> tuple[Any, BaseException | None]:
-  """Like `catch`, of a coroutine function."""
+  """Like `catch`, for a coroutine function."""
   try:
     return await fn(*args, **kwargs), None
   except BaseException as error:
@@ -295,7 +294,7 @@ async def catch_async(fn, args, kwargs) -> tuple[Any, BaseException | None]:
 
 
 def return_or_raise(value: Any, error: BaseException | None) -> Any:
-  """Returns or raises what `catch` caught."""
+  """Returns or raises the result of `catch`."""
   if error is None:
     return value
   if isinstance(error, Exception) and not isinstance(error, StopIteration):
@@ -304,7 +303,7 @@ def return_or_raise(value: Any, error: BaseException | None) -> Any:
 
 
 def unwrap(future: asyncio.Future) -> Any:
-  """Returns or raises what `catch` caught."""
+  """Returns or raises a future's result of `catch`."""
   if future.cancelled():
     raise BaseExceptionError('CancelledError')
   return return_or_raise(*future.result())
@@ -312,7 +311,7 @@ def unwrap(future: asyncio.Future) -> Any:
 
 @contextlib.contextmanager
 def acting_for(caller: Caller):
-  """Names the caller of what is started inside."""
+  """Sets the caller of calls that are started inside `with`."""
   token = current_caller.set(caller)
   try:
     yield
@@ -321,14 +320,14 @@ def acting_for(caller: Caller):
 
 
 def is_async(fn: Callable) -> bool:
-  """Whether a call of fn gives a coroutine; fn may be an object that can be called."""
+  """Whether a call of fn returns a coroutine; fn may be a callable object."""
   return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
     getattr(fn, '__call__', None)  # noqa: B004
   )
 
 
 def describe_timeout(name: str, seconds: float, field: str, queued: bool = False) -> str:
-  """Says that a call gave no answer in its time; `queued` is one that never began."""
+  """Describes a call that timed out; a `queued` call never started."""
   text = f'{name} gave no answer within {seconds:g} seconds'
   if field:
     text += f' ({field})'
@@ -339,7 +338,7 @@ def describe_timeout(name: str, seconds: float, field: str, queued: bool = False
 
 
 def describe_error(error: BaseException) -> str:
-  """Returns the exception's type and text; the type alone if its text raises."""
+  """Returns the exception's type and text; only the type if its text raises."""
   try:
     text = str.__str__(str(error))
   except BaseException:
@@ -353,7 +352,7 @@ def locate_error(error: BaseException) -> str:
     error = error.__cause__ or error
   calls = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
   if calls and calls[-1][0].co_filename == __file__:
-    calls.pop()  # os._exit was called, and raised there.
+    calls.pop()  # Our os._exit raised there.
   if not calls:
     return ''
   code, line = calls[-1]
@@ -361,15 +360,15 @@ def locate_error(error: BaseException) -> str:
 
 
 def mark_user_thread():
-  """Marks the present thread as one that runs users' functions."""
+  """Marks the current thread as one that runs users' functions."""
   _thread.process = os.getpid()
 
 
 def _contain_exit():
-  """Makes os._exit an error of the call, where a user's function calls it.
+  """Makes os._exit raise an error if a user's function calls it.
 
-  It would end the run with the status that the function chose, such as 0. Other threads
-  and forked processes still end by it.
+  Otherwise it would end the run with the function's status, such as 0. In other threads
+  and in forked processes it still exits.
   """
   leave = os._exit
 

@@ -12,8 +12,8 @@ input:
 
 A signal without ANSWERED, or a long time without HEARTBEAT, means that some code does not
 release the interpreter: Python's stacks are printed (`faulthandler`, on STACKS_SIGNAL),
-and the trainer is killed. Only time in which the trainer could run counts, and not time
-in which it is stopped (SIGSTOP), or this process or the machine sleeps. Linux only.
+and the trainer is killed. Time in which the trainer is stopped (SIGSTOP), or this process
+or the machine sleeps, does not count. Linux only.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ import time
 
 HEARTBEAT, ANSWERED, DISTRIBUTED, FINISHED = 0x80, 0x81, 0x82, 0x83
 END_SIGNALS = (int(signal.SIGTERM), int(signal.SIGINT))
-# A real-time signal, which nothing else uses.
+# A real-time signal that nothing else uses.
 STACKS_SIGNAL = int(getattr(signal, 'SIGRTMAX', 64)) - 1
 _TICK = 0.5
 
 
-# In the trainer: the file descriptor to which it writes; -1 without a watch.
+# In the trainer: the file descriptor of the pipe to the watchdog; -1 without a watch.
 pipe = -1
 
 
@@ -77,11 +77,11 @@ def main(pid: int, answer_seconds: float, silence_seconds: float) -> None:
   Args:
     pid: The trainer's process.
     answer_seconds: How long a signal may remain without ANSWERED.
-    silence_seconds: How long HEARTBEAT may be missing; 0 means for ever.
+    silence_seconds: How long HEARTBEAT may be missing; 0 means forever.
   """
   for number in (*END_SIGNALS, signal.SIGHUP):
-    signal.signal(number, signal.SIG_IGN)  # They are often sent to all processes.
-  # The signal that waits for an answer, for how long, and the time without a heartbeat.
+    signal.signal(number, signal.SIG_IGN)  # Often sent to all processes.
+  # The unanswered signal, for how long, and the time without a heartbeat.
   pending, unanswered, silent = '', 0.0, 0.0
   distributed, before = False, time.monotonic()
   while True:
@@ -99,7 +99,7 @@ def main(pid: int, answer_seconds: float, silence_seconds: float) -> None:
         return
     distributed |= DISTRIBUTED in received
     if (ready and not received) or os.getppid() != pid:
-      # The pipe is closed; or a child of the trainer holds it open, and only getppid
+      # The pipe is closed; or a child of the trainer keeps it open, and only getppid
       # shows that the trainer has ended.
       other = ', or aborted by JAX for want of process 0' if distributed else ''
       return print_line(

@@ -17,10 +17,10 @@ from agent_r1_jax.host import disk
 
 @contextlib.contextmanager
 def lock(workdir: str | os.PathLike) -> Iterator[None]:
-  """Locks `<workdir>/.lock` inside `with`; the kernel releases it after a kill.
+  """Locks `<workdir>/.lock` inside `with`; the kernel releases the lock after a kill.
 
   Raises:
-    ValueError: Another run holds it, or `workdir` cannot be written to.
+    ValueError: Another run holds the lock, or `workdir` cannot be written to.
   """
   path = make_writable(pathlib.Path(workdir)) / '.lock'
   with path.open('a+') as file:
@@ -33,9 +33,10 @@ def lock(workdir: str | os.PathLike) -> Iterator[None]:
         'another workdir, or end that run first'
       ) from None
     except OSError as error:
-      # Some network file systems have no locks; a run without one is better than none.
+      # Some network file systems have no locks; running without a lock is better than not
+      # at all.
       warnings.warn(f'{path} cannot be locked ({error.strerror})', stacklevel=3)
-    # On a full disk this fails; then the error of a second run names no process.
+    # On a full disk this fails; a second run's error then names no process.
     with contextlib.suppress(OSError):
       os.ftruncate(file.fileno(), 0)
       text = f'process {os.getpid()} on {socket.gethostname()}\n'
@@ -55,12 +56,12 @@ def check_config(
   """Writes the configuration the first time, and compares it with the file afterwards.
 
   Fields in `may_change` (dotted names, such as 'schedule.steps') may differ; the file
-  then gets the new values. Without `write` it is only compared. `remedy` is the end of
-  the error's message if a field differs: what the user can do.
+  then gets the new values. Without `write` the file does not change. `remedy` ends the
+  error's message if a field differs.
 
   Raises:
     ValueError: Fields differ from the file (they are listed), the file cannot be read,
-      the configuration is no JSON, or `workdir` cannot be written to.
+      the configuration is not JSON, or `workdir` cannot be written to.
   """
   path = make_writable(pathlib.Path(workdir)) / name
   try:
@@ -90,7 +91,7 @@ def check_config(
 def list_differences(
   old: Mapping[str, Any], new: Mapping[str, Any], show: Callable[[Any], str]
 ) -> list[str]:
-  """Returns a line for each name whose value differs, is new, or is gone."""
+  """Returns a line for each name whose value differs, is new or is gone."""
   absent, lines = object(), []
   for name in sorted(old.keys() | new.keys()):
     if old.get(name, absent) != new.get(name, absent):

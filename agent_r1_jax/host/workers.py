@@ -1,25 +1,25 @@
-"""Where users' functions run: tools, rewards, metrics and environments.
+"""Runs users' functions: tools, rewards, metrics and environments.
 
-They are other people's code: they may block, hang, raise whatever can be raised, or never
-come back. So none of them runs on the engine's event loop:
+They are other people's code: they may block, hang, raise anything, or never return. So
+none of them runs on the engine's event loop:
 
 - A plain function runs in `thread_pool.POOL`, a bounded pool of daemon threads. A call
-  that takes longer than its time-out is abandoned: it gives up its place at once, is
-  counted by name, and nobody waits for its thread, not even the end of the interpreter.
-- A coroutine function runs on an event loop in a thread of its own, by
-  `call_on_user_loop`; the loop's `asyncio.to_thread` uses the same pool. A coroutine that
-  is late is cancelled, and counts as abandoned if it goes on all the same.
-- Coroutines that block this loop cost their own episodes only, however many do: calls
-  that have not started move to other loops, and their time begins when they do; calls
-  that were caught on the blocked one raise LoopBlockedError, after which their episodes
-  can be played again. Once the blocked loop goes on, it gets new calls again, because
-  locks, semaphores and sessions that coroutines share work only on the event loop that
-  they were first used on; so an episode, too, stays where it began (`Home`).
+  that times out is abandoned: it gives up its place at once, is counted by name, and
+  nothing waits for its thread, not even the interpreter's exit.
+- A coroutine function runs on an event loop in another thread (`call_on_user_loop`),
+  whose `asyncio.to_thread` uses the same pool. A late coroutine is cancelled, and counts
+  as abandoned if it keeps running.
+- Coroutines that block this loop cost only their own episodes: calls that have not
+  started move to other loops, and their time starts there; calls that had started on the
+  blocked loop raise LoopBlockedError, and their episodes can be played again. When the
+  blocked loop continues, it gets new calls, because locks, semaphores and sessions that
+  coroutines share work only on the event loop of their first use. For the same reason an
+  episode stays on its loop (`Home`).
 
-While too many abandoned calls hang, threads and coroutines together, no call is started.
+While too many abandoned calls hang, in threads and coroutines, no call is started.
 
-What holds the interpreter itself (a catastrophic regular expression) stops every thread;
-isolated.in_subprocess is for that.
+Code that holds the interpreter itself (a catastrophic regular expression) stops every
+thread; isolated.in_subprocess is for that.
 """
 
 import asyncio
@@ -44,18 +44,18 @@ from agent_r1_jax.host.thread_pool import describe_error as describe_error
 from agent_r1_jax.host.thread_pool import is_async as is_async
 from agent_r1_jax.host.thread_pool import locate_error as locate_error
 
-# An event loop that starts no call for so long counts as blocked.
+# An event loop that starts no call for this long counts as blocked.
 BLOCKED_SECONDS = 5.0
-# Calls that another one holds up are spread among so many event loops.
+# The most event loops for calls that another call holds up.
 _MOST_LOOPS = 16
-# A timer that is so late says that its event loop was held up.
+# If a timer is this late, its event loop was held up.
 _HELD_UP_SECONDS = 0.5
-# A call is named in the log after half of its time, and after so many seconds at most.
+# The log names a call after half of its time, or after this many seconds.
 _NAMED_SECONDS = 60.0
 
 
 class CallTimeoutError(TimeoutError):
-  """A call gave no answer in its time and was abandoned."""
+  """A call timed out and was abandoned."""
 
 
 class LoopBlockedError(LostCallError):
@@ -67,15 +67,15 @@ class Home:
   """The event loop of one episode's coroutines.
 
   Attributes:
-    spread: Whether it is chosen among many, because other episodes block it.
-    loop: The loop on which the first call began, where the later ones follow it.
+    spread: Whether to choose among several loops, because others blocked the episode.
+    loop: The loop of the first call, where later calls follow.
   """
 
   spread: bool = False
   loop: 'UserLoop | None' = None
 
 
-# The home of the episode that is being played.
+# The home of the current episode.
 home: contextvars.ContextVar[Home | None] = contextvars.ContextVar('home', default=None)
 
 
@@ -84,8 +84,8 @@ class UserLoop:
 
   def __init__(self, spread: bool):
     """Starts the loop's thread."""
-    self.spread = spread  # Whether it is for calls that others have held up.
-    self.homes: weakref.WeakSet[Home] = weakref.WeakSet()  # Whose calls came here.
+    self.spread = spread  # Whether the loop is for calls that others have held up.
+    self.homes: weakref.WeakSet[Home] = weakref.WeakSet()  # Homes with calls here.
     self.loop = asyncio.new_event_loop()
     self.loop.set_default_executor(thread_pool.Executor())
     self.loop.set_task_factory(self._make_task)
@@ -95,16 +95,16 @@ class UserLoop:
     self._thread.start()
 
   def pass_over(self):
-    """Keeps new calls away from this loop until it goes on."""
+    """Keeps new calls away from this loop until it continues."""
     self.blocked = True
-    # It is set before: this runs when the loop goes on, and so comes last.
+    # Runs when the loop continues, so after the line above.
     self.loop.call_soon_threadsafe(setattr, self, 'blocked', False)
 
   def find_blocker(self) -> tuple[thread_pool.Caller | None, str]:
-    """Finds who blocks the loop, which is known not to go on.
+    """Finds who blocks the loop, which must be blocked.
 
     Returns:
-      The outermost caller, if it is known, and a text with name and place.
+      The outermost caller, if known, and a text with name and place.
     """
     frame = sys._current_frames().get(self._thread.ident or 0)
     task = asyncio.current_task(self.loop)
@@ -127,21 +127,21 @@ class UserLoop:
       try:
         self.loop.run_forever()
       except BaseException:
-        pass  # A task raised SystemExit; whoever awaits the task gets it.
+        pass  # A task raised SystemExit, which the task's awaiter gets.
 
 
-# The event loops of users' coroutines, oldest first. None ends: one that is no longer
-# needed is used again when another one is blocked.
+# The event loops of users' coroutines, oldest first. They never end: an unneeded loop is
+# used again when another is blocked.
 _loops: list[UserLoop] = []
 _loops_lock = threading.Lock()
 
 
 def _choose_loop(episode_home: Home, moved: bool) -> UserLoop:
-  """Chooses an event loop that is not blocked for a call, and adds its home there.
+  """Chooses an unblocked event loop for a call, and adds the episode's home to it.
 
-  It is the home's or the oldest one, so that coroutines may share what is bound to it.
-  For a call that moves, or a home that is spread, it is that of some others, which new
-  episodes do not enter, with the fewest homes.
+  Prefers the home's loop, then the oldest, so that coroutines can share objects bound to
+  a loop. A call that moves, or a spread home, gets the loop with the fewest homes among
+  loops that new episodes do not use.
   """
   spread = moved or episode_home.spread
   with _loops_lock:
@@ -164,17 +164,17 @@ async def call(
   field: str = '',
   **kwargs,
 ) -> Any:
-  """Calls a user's function: a plain one in the pool, a coroutine function on this loop.
+  """Calls a user's function, plain in the pool or a coroutine function on this loop.
 
-  An Exception that it raises passes through, but for StopIteration. A function that takes
-  too long, or whose caller is cancelled, is abandoned; a coroutine is cancelled, and
-  abandoned if it goes on all the same. `seconds` include the wait for a free thread.
+  Every Exception except StopIteration passes through. A function that takes too long, or
+  whose caller is cancelled, is abandoned; a coroutine is cancelled, and abandoned if it
+  keeps running. `seconds` includes the wait for a free thread.
 
-  `name` is what errors and counts call it, by default its own name; `field` is the
+  Errors and counts use `name`, by default the function's name; `field` is the
   configuration's field that sets `seconds`, for the error's text.
 
   Raises:
-    CallTimeoutError: It took longer.
+    CallTimeoutError: The call took too long.
     BaseExceptionError: It raised SystemExit, CancelledError, StopIteration or the like.
     PoolFullError: Too many abandoned calls hang.
   """
@@ -210,7 +210,7 @@ async def call(
 
 
 async def _give_up(work: thread_pool.Call | asyncio.Task, caller: thread_pool.Caller):
-  """Cancels a call; counts a coroutine that goes on all the same."""
+  """Cancels a call; counts a coroutine that keeps running."""
   work.cancel()
   if isinstance(work, asyncio.Task):
     try:
@@ -225,10 +225,10 @@ async def call_on_user_loop(
 ) -> Any:
   """Like `call`, but a coroutine function runs on the event loop of users' functions.
 
-  It is for callers whose own loop must go on whatever a coroutine does.
+  For callers whose own loop must not be blocked by a coroutine.
 
   Raises:
-    LoopBlockedError: Another call blocks that event loop, and this one was on it.
+    LoopBlockedError: Another call blocks the event loop that this call is on.
   """
   name = name or thread_pool.function_name(fn)
   if not is_async(fn):
@@ -261,20 +261,20 @@ async def call_on_user_loop(
 
 
 class _UserLoopCall:
-  """A coroutine function that waits to begin, or runs, on one of the users' event loops.
+  """A coroutine function that waits to start, or runs, on one of the users' event loops.
 
-  Where another call blocks that loop, this one may move to another loop, but must never
-  run twice. So there is one lock, which whoever comes first takes and never gives back:
-  the loop, when it begins the call, or the caller, who has waited BLOCKED_SECONDS:
+  If another call blocks that loop, this call may move to another loop, but must never run
+  twice. So there is one lock, acquired once and never released: by the loop when it
+  starts the call, or by the caller after BLOCKED_SECONDS:
 
     the loop is free:      it takes the lock and runs the call; the caller only waits.
     another call blocks:   the caller takes the lock and makes a new attempt elsewhere;
-                           the loop, when it goes on, finds it taken and does nothing.
-    this call blocks:      the loop has the lock, so that the call is late where it is.
+                           the loop later finds the lock taken and does nothing.
+    this call blocks:      the loop has the lock, so the call is late where it is.
 
   Attributes:
-    future: What `thread_pool.catch_async` returns; it belongs to the caller's loop.
-    deadline: When a call that has begun is late, in seconds of time.monotonic().
+    future: The result of `thread_pool.catch_async`; it belongs to the caller's loop.
+    deadline: When a started call is late, in seconds of time.monotonic().
   """
 
   def __init__(
@@ -298,10 +298,10 @@ class _UserLoopCall:
       self._user_loop.loop.call_soon_threadsafe(self._begin)
 
   async def wait(self) -> bool:
-    """Waits until the call has ended, or began and is late; returns whether it moves."""
+    """Waits until the call has ended or is late; returns True if it moves instead."""
     await _wait(self.future, min(BLOCKED_SECONDS, self._seconds))
     if not (self.future.done() or self._claim.locked()):
-      # The caller's loop may have been held up together with the other one.
+      # The caller's loop may have been held up together with the users' loop.
       await _wait(self.future, BLOCKED_SECONDS / 20)
     if self.future.done():
       return False
@@ -312,14 +312,13 @@ class _UserLoopCall:
     return False
 
   async def give_up(self) -> tuple[thread_pool.Caller | None, str]:
-    """Cancels the call, and counts it if it goes on all the same.
+    """Cancels the call, and counts it if it keeps running.
 
-    Calls that wait while another one blocks the loop are not counted: the loop ends them
-    as soon as it goes on.
+    Calls that wait while another call blocks the loop are not counted: the loop ends them
+    as soon as it continues.
 
     Returns:
-      Who blocks the loop, as `UserLoop.find_blocker` says it; the text is '' if nobody
-      does.
+      The result of `UserLoop.find_blocker`; the text is '' if nobody blocks the loop.
     """
     self._user_loop.loop.call_soon_threadsafe(self._cancel)
     blocker, text = None, ''
@@ -335,13 +334,13 @@ class _UserLoopCall:
     return blocker, text
 
   def _begin(self):
-    """Makes the task; this and what follows run on the users' loop."""
+    """Makes the task; this and the methods below run on the users' loop."""
     work = thread_pool.catch_async(self._claim_and_call, (), {})
     self._task = self._user_loop.loop.create_task(work)
     self._task.add_done_callback(self._send_answer)
 
   async def _claim_and_call(self):
-    # Before the lock is taken: the caller reads it once it is.
+    # Set before the lock is taken, after which the caller reads it.
     self.deadline = time.monotonic() + self._seconds
     if self._claim.acquire(blocking=False):
       self._caller.deadline = self.deadline
@@ -369,9 +368,9 @@ async def _await(value):
 
 
 def _is_late(future: asyncio.Future, deadline: float) -> bool:
-  """Whether a call gave no answer in its time.
+  """Whether a call timed out.
 
-  A busy pool may give it up, or what it waits for, before its caller wakes.
+  A busy pool may give up the call, or a call it waits for, before its caller wakes.
   """
   if not future.done():
     return True
@@ -380,7 +379,7 @@ def _is_late(future: asyncio.Future, deadline: float) -> bool:
 
 
 async def _wait(future: asyncio.Future, seconds: float):
-  """Waits for a future; time for which somebody holds up this loop does not count."""
+  """Waits for a future; time in which this loop is held up does not count."""
   while True:
     start, timeout = time.monotonic(), None if seconds == math.inf else max(seconds, 0)
     await asyncio.wait([future], timeout=timeout)
@@ -390,7 +389,7 @@ async def _wait(future: asyncio.Future, seconds: float):
 
 
 def _name_if_late(name: str, seconds: float) -> asyncio.TimerHandle:
-  """Names a call in the log before it is given up, unless the timer is cancelled."""
+  """Logs a call's name before it is given up, unless the timer is cancelled."""
   late, where = min(seconds / 2, _NAMED_SECONDS), thread_pool.current_turn.get()
   text = (
     f'{name} has given no answer for {round(late, 2):g} of {round(seconds, 2):g} seconds'
