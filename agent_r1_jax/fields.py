@@ -1,6 +1,6 @@
 """Nested dataclasses as configurations: dotted names, flags, and checks of values.
 
-A dotted name is that of a flag: 'engine.rows' is the field `rows` of the field `engine`.
+The dotted name 'engine.rows', as in flags, is the field `rows` of the field `engine`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ _T = TypeVar('_T')
 
 
 def names(kind: Any, within: 'Range | None' = None) -> Iterator[str]:
-  """Yields the dotted names of all fields of a dataclass, or of those with a range."""
+  """Yields the dotted names of a dataclass's fields, or of fields with one Range."""
   for field in dataclasses.fields(kind):
     if dataclasses.is_dataclass(field.type):
       yield from (f'{field.name}.{name}' for name in names(field.type, within))
@@ -34,10 +34,10 @@ def get(config: Any, name: str) -> Any:
 
 
 def replace(config: _T, changes: Mapping[str, Any]) -> _T:
-  """Returns a copy of a configuration with other values.
+  """Returns a copy of a configuration with changed values.
 
   Raises:
-    ValueError: There is no field of such a name.
+    ValueError: There is no field with a given name.
   """
   config = copy.deepcopy(config)
   known = set(names(config))
@@ -50,12 +50,12 @@ def replace(config: _T, changes: Mapping[str, Any]) -> _T:
 
 
 def suggest(kind: Any, name: str) -> str:
-  """Returns the end of an error about a wrong name: which field may have been meant."""
+  """Returns the end of an error about a wrong name: the field that was probably meant."""
   known = list(names(kind))
   if inner := [field for field in known if field.startswith(f'{name}.')]:
     return f'; name one of {", ".join(inner)}.'
   outer = [field.name for field in dataclasses.fields(kind)]
-  # What a user may have typed -> the field.
+  # A user's likely input -> the field.
   typed = {field: field for field in outer} | {n.split('.')[-1]: n for n in known}
   typed |= {field.replace('.', '_'): field for field in known}
   for part in reversed(name.split('.')):
@@ -67,7 +67,7 @@ def suggest(kind: Any, name: str) -> str:
 def define_flags(default: Any, name: str = 'config', **options: Any):
   """Defines the absl flags --config.<field> of a configuration, and --help_config.
 
-  `options` are those of ml_collections.config_flags.DEFINE_config_dataclass.
+  `options` are passed to ml_collections.config_flags.DEFINE_config_dataclass.
 
   If the class has FIRST_TRY, values by dotted names, the flag --first_try makes them the
   defaults; fields on the command line still win.
@@ -76,8 +76,8 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
     The holder of the flag, whose `value` is the configuration.
 
   Raises:
-    SystemExit: The command line names a field that does not exist; the message says
-      which may have been meant.
+    SystemExit: The command line names a field that does not exist; the message suggests
+      the field that was probably meant.
   """
   from absl import flags
   from ml_collections import config_flags
@@ -92,12 +92,12 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
     if match and match[1] not in names(default):
       hint = suggest(type(default), match[1])
       sys.exit(f'--{name}.{match[1]}: there is no such field{hint}')
-  flags.disclaim_key_flags()  # --help of the script that calls this shows the flag.
+  flags.disclaim_key_flags()  # So that --help of the calling script shows the flag.
   values = options.get('flag_values', flags.FLAGS)
   if preset := getattr(default, 'FIRST_TRY', None):
     sizes = ', '.join(f'{field}={value}' for field, value in preset.items())
-    # Read here by itself, because absl parses flags only after those of the configuration
-    # are made; it then says what is wrong with the command line.
+    # Parsed separately, because absl parses flags only after the configuration's flags
+    # are defined; absl then reports errors in the command line.
     alone = flags.FlagValues()
     alone.set_gnu_getopt(True)
     for holder in (values, alone):
@@ -115,7 +115,7 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
 
 
 def _make_help(default: Any, name: str) -> Any:
-  """Makes the flag that lists the fields, a line each, and ends the program."""
+  """Makes the flag that lists the fields, one line each, and ends the program."""
   from absl import flags
 
   class Help(flags.BooleanFlag):
@@ -128,10 +128,9 @@ def _make_help(default: Any, name: str) -> Any:
 
 
 def explain(config: Any) -> Iterator[str]:
-  """Yields a line for each field: its dotted name, its value and what it is.
+  """Yields a line for each field: its dotted name, value and description.
 
-  What it is stands in the docstring of its dataclass, of which the line has the first
-  sentence.
+  The description is the first sentence of the field's entry in its dataclass's docstring.
   """
   for field in dataclasses.fields(config):
     value = getattr(config, field.name)
@@ -148,10 +147,10 @@ class Range(NamedTuple):
   """A range of numbers. Called with a default, it makes a field of a dataclass."""
 
   contains: Callable[[Any], bool]
-  text: str  # Its description in the error's message.
+  text: str  # The range's description in errors.
 
   def __call__(self, default: float) -> Any:
-    """Makes a field whose number `check` refuses outside the range."""
+    """Makes a field for which `check` raises outside the range."""
     return dataclasses.field(default=default, metadata={'range': self})
 
 
@@ -165,7 +164,7 @@ chosen_if_0 = Range(lambda x: x >= 0, ', and 0 chooses it')
 
 
 def one_of(*choices: str, default: str | None = None) -> Any:
-  """Makes a field with one of some texts, or the default, which is else the first."""
+  """Makes a field with one of some strings, by default `default` or the first choice."""
   default = choices[0] if default is None else default
   return dataclasses.field(default=default, metadata={'choices': choices})
 
@@ -176,20 +175,20 @@ class Checked:
   def check(self, name: str = '') -> None:
     """Raises ValueError for a wrong value; the message names the field.
 
-    `name` is the part's dotted name in the run's configuration, by default the class's.
+    `name` is the part's dotted name in the run's configuration; by default, the class's.
     """
     check(self, name or type(self).__name__.lower())
 
 
 def check(config: Any, name: str = '') -> None:
-  """Refuses a field of a wrong type or out of its range.
+  """Raises ValueError for a field of a wrong type or out of its range.
 
   Args:
     config: A dataclass. Numbers without a Range must be at least 0.
-    name: Its dotted name in the run's configuration; empty for the outermost one.
+    name: The dataclass's dotted name in the run's configuration; empty for the outermost.
 
   Raises:
-    ValueError: Names the field, the value and what it may be.
+    ValueError: Names the field, the value and the allowed values.
   """
   for field in dataclasses.fields(config):
     value, choices = getattr(config, field.name), field.metadata.get('choices')
@@ -204,12 +203,12 @@ def check(config: Any, name: str = '') -> None:
 
 
 def check_takes(name: str, function: Any, *arguments: str) -> None:
-  """Refuses a function that cannot be called with these positional arguments.
+  """Raises ValueError unless a function takes these positional arguments.
 
   A function without a Python signature passes.
 
   Raises:
-    ValueError: Shows its parameters and how it is called.
+    ValueError: Shows the function's parameters and how it is called.
   """
   try:
     signature = inspect.signature(function)
@@ -225,12 +224,12 @@ def check_takes(name: str, function: Any, *arguments: str) -> None:
 
 
 def parse_json(name: str, text: str, kind: type) -> Any:
-  """Reads a field whose text is JSON.
+  """Parses a field that contains JSON.
 
-  `kind` is `list` for a list of texts, or `dict`.
+  `kind` is `list` for a list of strings, or `dict`.
 
   Raises:
-    ValueError: The text is no such JSON.
+    ValueError: The text is not JSON of this kind.
   """
   example = {list: '\'["a", "b"]\'', dict: '\'{"a": true}\''}[kind]
   try:
@@ -243,7 +242,7 @@ def parse_json(name: str, text: str, kind: type) -> Any:
 
 
 def _problem(kind: Any, value: Any, allowed: Range) -> str | None:
-  """Returns what a value must be; None if it is that."""
+  """Returns what a wrong value must be; None if the value is right."""
   if kind in (bool, str):
     named = {bool: 'True or False', str: 'a text'}
     return None if isinstance(value, kind) else f'it must be {named[kind]}.'

@@ -24,7 +24,7 @@ from agent_r1_jax.config.playing import Limits as Limits
 from agent_r1_jax.config.playing import Model as Model
 from agent_r1_jax.config.playing import Sampling as Sampling
 
-# Where metrics can go, besides modules of others; see report/sinks.py.
+# The built-in destinations of metrics; see report/sinks.py.
 SINKS = ('tensorboard', 'wandb', 'mlflow')
 
 
@@ -37,11 +37,11 @@ class Config:
   """All settings of a run; the defaults are the paper's where it states them.
 
   Attributes:
-    model: The models that are loaded, and how they compute.
+    model: The models to load, and how they compute.
     chat: How tasks and tools become text.
     limits: The budgets of one episode.
-    sampling: How the tokens of training rollouts are chosen.
-    evaluation: How the tokens of evaluations are chosen; greedy by default.
+    sampling: How training rollouts are sampled.
+    evaluation: How evaluations are sampled; greedy by default.
     engine: Sizes and number formats of the engine.
     schedule: The number of episodes and updates, and their order.
     curriculum: Which tasks are drawn for training.
@@ -50,18 +50,18 @@ class Config:
     mesh: How the chips share the work.
     checkpoint: How often the run is saved.
     alarms: Limits of metrics beyond which an alarm is logged.
-    seed: Seed of the order of tasks and of all sampling.
-    max_error_rate: The share of a rollout's episodes that may end with an error, and of
-      its calls that may meet a broken tool, before the run ends.
+    seed: The seed of the order of tasks and of all sampling.
+    max_error_rate: The largest share of a rollout's episodes that may end with an error,
+      and of its calls that may meet a broken tool, before the run ends.
     log_episodes: How many episodes of each rollout are written to trajectories/. As many
-      of these and of each evaluation set have the numbers of their tokens.
-    sinks: Services that get metrics besides metrics.jsonl: some of SINKS, and modules
-      that have a class Sink, such as my_package.my_sink, separated by commas.
+      of these and of each evaluation set include per-token numbers.
+    sinks: Services that get metrics besides metrics.jsonl: names in SINKS, and modules
+      with a class Sink, such as my_package.my_sink, separated by commas.
     profile: Steps to trace for Perfetto and XProf, to profile/ in the workdir: numbers as
       in metrics.jsonl, separated by commas, such as '2,50'.
   """
 
-  # The sizes of --first_try, which shows soon whether a script does what it should.
+  # The sizes of --first_try, a quick check that a script works.
   FIRST_TRY: ClassVar[Mapping[str, int]] = {
     'schedule.steps': 4,
     'schedule.tasks': 4,
@@ -107,14 +107,14 @@ class Config:
     return [int(step) for step in self.profile.split(',') if step.strip()]
 
   def check(self) -> None:
-    """Refuses a value of a wrong type or out of its range.
+    """Raises ValueError for a value of a wrong type or out of its range.
 
     Raises:
-      ValueError: Names the field, the value and what it may be.
+      ValueError: Names the field, the value and the allowed values.
     """
     fields.check(self)
     unknown = set(self.sink_names).difference(SINKS)
-    # Such as '.my_sink', which would be relative to a package that is not known.
+    # Such as '.my_sink', which would be relative to an unknown package.
     unknown.update(m for m in self.sink_modules if not all(m.split('.')))
     if unknown:
       raise ValueError(
@@ -131,11 +131,11 @@ class Config:
         part.check(field.name)
 
 
-# Fields of which a 0 means that the run chooses the value (train/plan/sizes.py).
+# Fields whose value the run chooses if it is 0 (train/plan/sizes.py).
 SIZES = tuple(fields.names(Config, fields.chosen_if_0))
-# Parts of which all fields may have other values when a run is resumed, and such fields:
-# they change nothing that is trained, except for rounding and for episodes that run into
-# a time limit. docs/launching.md lists them. engine.slots bounds the length of episodes.
+# Fields, and parts with all their fields, that may differ when a run is resumed: they do
+# not affect training, except for rounding and for episodes that hit a time limit.
+# docs/launching.md lists them. engine.slots is fixed, as it bounds episodes.
 _MAY_CHANGE = (
   *('alarms', 'checkpoint', 'mesh', 'max_error_rate', 'log_episodes', 'sinks', 'profile'),
   *('schedule.steps', 'schedule.eval_every', 'schedule.max_staleness'),

@@ -1,4 +1,4 @@
-"""Settings of how a policy learns: rollouts, updates, chips, checkpoints, alarms."""
+"""Settings of learning: rollouts, updates, chips, checkpoints, alarms."""
 
 import dataclasses
 
@@ -11,25 +11,25 @@ class Schedule(fields.Checked):
 
   Attributes:
     steps: Number of rollouts, each followed by its updates.
-    tasks: Tasks of one rollout.
-    samples: Episodes of each task: the group size.
+    tasks: Number of tasks per rollout.
+    samples: Number of episodes per task: the group size.
     epochs: Passes of the updates over each rollout.
-    minibatches: Optimizer steps of an epoch.
+    minibatches: Optimizer steps per epoch.
     max_refills: The most rollouts that a step adds to replace groups whose rewards are
       all equal (DAPO's dynamic sampling).
     sync_every: Steps between two weight syncs to the engine; above 1 the algorithm must
       have a correction.
-    ahead: How many rollouts may be played ahead, while updates are computed. With 1,
-      rollout n + 1 is played during update n by the policy before it: one step
-      off-policy. Above 0 the algorithm must have a correction.
-    partial: Whether the engine takes each new policy in the middle of episodes, so that
-      long episodes delay no update; several policies may then sample one episode, and a
-      run does not repeat bit for bit. Without it, `ahead` is at most 1.
+    ahead: How many rollouts may be played ahead, during updates. With 1, rollout n + 1 is
+      played during update n by the policy before it: one step off-policy. Above 0 the
+      algorithm must have a correction.
+    partial: Whether the engine switches to each new policy in the middle of episodes, so
+      that long episodes do not delay updates; several policies may then sample one
+      episode, and a run does not repeat bit for bit. Without it, `ahead` is at most 1.
     max_staleness: The most steps by which the policy that sampled a token may be older
-      than the one that learns from it; bounds sync_every and ahead.
+      than the policy that learns from it; bounds sync_every and ahead.
     critic_warmup: Steps in which only the critic is updated.
     reference_every: Steps after which the reference becomes the current policy; 0 never.
-    eval_every: Steps between evaluations; there is also one before the first step and one
+    eval_every: Steps between evaluations, which are also played before the first step and
       after the last. 0 plays none.
   """
 
@@ -49,11 +49,11 @@ class Schedule(fields.Checked):
 
   @property
   def oldest(self) -> int:
-    """The most steps by which a policy can be older than the one that learns from it."""
+    """The most steps by which the sampling policy can be older than the learning one."""
     return self.sync_every - 1 + self.ahead
 
   def check(self, name: str = '') -> None:
-    """Raises ValueError for a wrong value, or two that contradict each other."""
+    """Raises ValueError for a wrong value, or for values that contradict each other."""
     super().check(name)
     if self.max_staleness < self.oldest:
       raise ValueError(
@@ -73,15 +73,15 @@ class Schedule(fields.Checked):
 
 @dataclasses.dataclass
 class Curriculum(fields.Checked):
-  """Which tasks are drawn for training; see train/curriculum.py.
+  """How tasks are drawn for training; see train/curriculum.py.
 
   Attributes:
     weight: 'uniform' draws all tasks in shuffled epochs. 'variance' draws a task in
       proportion to the variance of the rewards in its last groups, which is 0 for tasks
       that are always or never solved.
-    by: Fields of Task.info, separated by commas. Tasks that agree in them share their
-      variance; if it is empty, each task has its own.
-    uniform_share: With 'variance', the share of tasks that are drawn uniformly.
+    by: Fields of Task.info, separated by commas. Tasks with equal values share their
+      variance; if empty, each task has its own.
+    uniform_share: With 'variance', the share of tasks drawn uniformly.
   """
 
   weight: str = fields.one_of('uniform', 'variance')
@@ -97,15 +97,15 @@ class Curriculum(fields.Checked):
 
 @dataclasses.dataclass
 class Batch(fields.Checked):
-  """Sizes of the micro-batches of gradients; a 0 is chosen (train/plan/sizes.py).
+  """Sizes of gradient micro-batches; sizes of 0 are chosen (train/plan/sizes.py).
 
   Attributes:
     row_tokens: Tokens of a packed training row; at least `engine.slots`.
-    microbatch: Packed rows of one micro-batch, over all chips: a multiple of data x fsdp.
+    microbatch: Packed rows per micro-batch, over all chips: a multiple of data x fsdp.
     trees: Whether shared prefixes are computed once (rl/prefix_trees.py), if attention
       supports it.
-    replay: Whether the learner routes each token of a mixture of experts to the experts
-      that the sampler took.
+    replay: Whether the learner of a mixture of experts routes each token to the same
+      experts as the sampler.
   """
 
   row_tokens: int = fields.chosen_if_0(0)
@@ -126,11 +126,11 @@ class Optimizer(fields.Checked):
     warmup: Optimizer steps of linear warm-up.
     weight_decay: Decoupled weight decay of matrices, as in AdamW.
     decay_all: Whether norm scales and biases decay too.
-    adam_b1: Decay rate of the first moment of Adam in 'adamw', 'adamw8' and 'muon'.
+    adam_b1: Decay rate of Adam's first moment in 'adamw', 'adamw8' and 'muon'.
     adam_b2: Decay rate of the second moment (.999 in PyTorch and verl).
     adam_eps: Added to the root of the second moment.
-    clip_norm: The global norm that gradients are clipped to, of policy and critic each;
-      inf does not clip.
+    clip_norm: The global norm to which the gradients of policy and critic are clipped
+      separately; inf does not clip.
     offload: Whether the optimizer's state is kept in host memory between updates.
   """
 
@@ -152,13 +152,13 @@ class Mesh(fields.Checked):
   """How the chips share training and sampling; see models/sharding.py.
 
   Attributes:
-    data: The number of copies of the training state.
+    data: Number of copies of the training state.
     fsdp: Chips over which each copy is sharded; 0 is the number of chips divided by the
       other axes.
     tensor: Chips that share each layer, in training and in sampling.
     context: Chips that share each training row.
     samplers: Chips of each process that only sample, while the others only train; with 0
-      all chips do both.
+      every chip does both.
   """
 
   data: int = fields.at_least_1(1)
@@ -168,14 +168,14 @@ class Mesh(fields.Checked):
   samplers: int = 0
 
   def axes(self, chips: int) -> dict[str, int]:
-    """Returns the sizes of the mesh's axes on this number of chips, in their order."""
+    """Returns the sizes of the mesh's axes on this number of chips, in order."""
     other_axes = self.data * self.tensor * self.context
     fsdp = self.fsdp or max(1, chips // other_axes)
     axes = {'data': self.data, 'fsdp': fsdp}
     return axes | {'tensor': self.tensor, 'context': self.context}
 
   def count_groups(self, chips: int) -> int:
-    """Returns how many groups of chips the rows of a micro-batch are split over."""
+    """Returns the number of chip groups that share the rows of a micro-batch."""
     axes = self.axes(chips)
     return axes['data'] * axes['fsdp']
 
@@ -186,7 +186,7 @@ class Checkpoint(fields.Checked):
 
   Attributes:
     every: Steps between checkpoints.
-    keep: How many checkpoints are kept.
+    keep: How many checkpoints to keep.
     keep_rollouts: Whether finished episodes are written to disk and kept until a
       checkpoint covers them, so that a killed run does not play them again.
   """
@@ -201,20 +201,20 @@ class Alarms:
   """Limits of metrics beyond which an alarm is logged.
 
   Attributes:
-    entropy: The least mean entropy of the policy, in nats per token.
-    kl: The greatest mean KL, to the reference and to the policy that sampled.
-    dead_groups: The greatest share of played groups whose rewards are all equal.
-    truncated: The greatest share of episodes that ran out of tokens or turns.
-    invalid_calls: The greatest share of tool calls that could not be parsed or run.
-    tool_failures: The greatest share of tool calls whose tool raised or was late.
-    isolated_calls: The greatest share of tool calls that are not made because their tool
+    entropy: The lowest mean entropy of the policy, in nats per token.
+    kl: The highest mean KL, to the reference and to the sampling policy.
+    dead_groups: The highest share of played groups whose rewards are all equal.
+    truncated: The highest share of episodes that ran out of tokens or turns.
+    invalid_calls: The highest share of tool calls that could not be parsed or run.
+    tool_failures: The highest share of tool calls whose tool raised or was late.
+    isolated_calls: The highest share of tool calls that are not made because their tool
       keeps failing (agent/breaker.py).
-    action_share: The least share of a trajectory's tokens that the policy sampled.
-    reward_fall: The greatest fall of the reward, of two steps below the best five in a
-      row before them, as a share of the latter.
-    hacking: The greatest rise of the reward over the last `window` steps while
-      `true_metric` does not rise, in standard errors: the mean of the later half less
-      that of the earlier one.
+    action_share: The lowest share of a trajectory's tokens that the policy sampled.
+    reward_fall: The largest fall of the mean reward of two steps below the best five
+      consecutive steps before them, relative to the latter.
+    hacking: The largest rise of the reward over the last `window` steps while
+      `true_metric` does not rise: the mean of the later half minus the mean of the
+      earlier half, in standard errors.
     true_metric: The name in metrics.jsonl of the metric that the reward should improve.
     window: The number of steps over which a rise is measured; at least 4.
   """
