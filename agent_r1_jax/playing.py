@@ -19,6 +19,11 @@ from agent_r1_jax.rollout import store as store_lib
 from agent_r1_jax.train import fingerprint, preflight, run_files, task_checks
 from agent_r1_jax.train.plan import setup, sizes
 
+_GREEDY = (
+  'evaluation.temperature is 0: the {} samples of a task differ only where its '
+  'environment is random.'
+)
+
 
 @contextlib.contextmanager
 def reserve(
@@ -94,6 +99,8 @@ def play(
     # The same watch that began with `play`.
     signals = stack.enter_context(preemption.watch())
     signals.phase, engine.interrupted = 'an evaluation', signals.is_requested
+    if samples > 1 and config.evaluation.temperature == 0:
+      watcher.print_line(_GREEDY.format(samples))
     options = {'limits': config.limits, 'samples': samples, 'seed': config.seed}
     added = {'choice': choose and choose(engine), 'guides': guides or {}}
     played = {}

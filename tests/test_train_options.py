@@ -186,7 +186,7 @@ def test_what_is_not_finite_is_told_on_a_full_disk_too(tmp_path):
     assert {path.name for path in workdir.iterdir()} <= before | {'filler'}
 
 
-def test_a_guide_of_ones_own_is_in_every_reply(model, tmp_path):
+def test_a_guide_of_ones_own_is_in_every_reply(model, tmp_path, capsys):
   """It ends each reply after three tokens, none of which is the likeliest."""
   surprise = guide.Guide(
     np.int32(-100),
@@ -215,7 +215,9 @@ def test_a_guide_of_ones_own_is_in_every_reply(model, tmp_path):
     # What is not the likeliest has at most half of the policy's probability.
     assert (logprobs[segment.action_mask] <= np.log(0.5) + 1e-4).all()
   methods = {'alone': ({'dev': runs.tasks(2)}, runs.make_env)}
-  alone = playing.play(config, tmp_path / 'model', methods, guides=guides)['alone']['dev']
+  options = {'guides': guides, 'samples': 2}
+  alone = playing.play(config, tmp_path / 'model', methods, **options)['alone']['dev']
+  assert 'temperature is 0: the 2 samples of a task' in capsys.readouterr().out
   assert {turn.stop - turn.start for t in alone for turn in t.turns} <= {1, 2, 3}
   assert any(t.turns for t in alone)
 

@@ -266,7 +266,7 @@ def test_place_gets_the_path_and_array_of_each_leaf(tmp_path):
   _assert_same(seen['layers/mlp/down/kernel'], params['layers']['mlp']['down']['kernel'])
 
 
-def test_peak_memory_is_the_parameters_and_tworead_tensors(tmp_path):
+def test_peak_memory_is_the_parameters_and_two_read_tensors(tmp_path):
   sizes = {'vocab_size': 512, 'embed_dim': 128, 'mlp_dim': 512, 'num_layers': 6}
   config = make_config('llama', head_dim=16, **sizes)
   params = make_params(config)
@@ -288,7 +288,7 @@ def test_peak_memory_is_the_parameters_and_tworead_tensors(tmp_path):
 
 
 @pytest.mark.parametrize('family', _FAMILIES)
-def test_transformers_reads_ourmake_config(tmp_path, family):
+def test_transformers_reads_our_config(tmp_path, family):
   import transformers
 
   fields = {'rope_theta': 777.0, 'norm_eps': 1e-4}
