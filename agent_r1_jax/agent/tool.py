@@ -93,8 +93,14 @@ class Report:
   reward: float = 0.0
 
   def __post_init__(self):
-    if not math.isfinite(self.reward):
-      raise ValueError(f'the reported reward is {self.reward}; make it finite.')
+    try:
+      finite = math.isfinite(self.reward)
+    except (TypeError, OverflowError):
+      finite = False
+    if not finite:
+      # A ValueError would count as the agent's mistake (_OF_ARGUMENTS).
+      text = f'the reported reward is {self.reward!r:.40}; make it a finite number.'
+      raise RuntimeError(text)
 
 
 @dataclasses.dataclass(frozen=True)
