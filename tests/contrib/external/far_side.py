@@ -1,10 +1,9 @@
 """Servers that speak as vLLM: the project's own, and one that says what it is told."""
 
 import contextlib
-from http import server as http_server
 import json
-import threading
 
+import answers
 import serving
 from starlette import routing
 import tiny
@@ -41,24 +40,14 @@ def serve(directory):
 
 
 @contextlib.contextmanager
-def answer(*answers):
+def answer(*said):
   """Answers (status, JSON) in turn, the last one for ever; yields address and bodies."""
-  bodies, left = [], list(answers)
+  bodies, left = [], list(said)
 
-  class Handler(http_server.BaseHTTPRequestHandler):
-    def do_POST(self):
-      bodies.append(json.loads(self.rfile.read(int(self.headers['Content-Length']))))
-      status, fields = left.pop(0) if len(left) > 1 else left[0]
-      body = json.dumps(fields).encode()
-      self.send_response(status)
-      self.send_header('Content-Length', str(len(body)))
-      self.end_headers()
-      self.wfile.write(body)
+  def take(_, fields):
+    bodies.append(fields)
+    status, content = left.pop(0) if len(left) > 1 else left[0]
+    return status, json.dumps(content).encode()
 
-    def log_message(self, *args):
-      pass
-
-  with http_server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as listening:
-    threading.Thread(target=listening.serve_forever, daemon=True).start()
-    yield f'http://127.0.0.1:{listening.server_address[1]}', bodies
-    listening.shutdown()
+  with answers.serve_posts(take) as url:
+    yield url, bodies
