@@ -5,7 +5,6 @@ are scored, and the environment sees only the chosen one. The critic reads the s
 which a reply's last token is chosen, the last state of a turn that it was trained on.
 This needs no tool; the state after the environment's answer would need all tools to run
 for every candidate.
-for every candidate.
 
   critic = choice.by_value(engine, 'runs/ppo/critic', 'runs/ppo/model', candidates=8)
   evaluate.run(..., decoding=decoding.Decoding(choice=critic))

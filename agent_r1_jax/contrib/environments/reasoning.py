@@ -85,8 +85,7 @@ class Scorer:
     """Returns score, answered, and scoring_failed.
 
     scoring_failed is 1.0 if the data set's code failed on the answer or took too long.
-    Such
-    an answer is wrong, not an error: otherwise an agent could escape its reward.
+    Such an answer is wrong, not an error: otherwise an agent could escape its reward.
     """
     answer = qa.extract_answer(messages_lib.last_reply(messages))
     answered = float(answer is not None)

@@ -33,8 +33,7 @@ class Call(NamedTuple):
     method: Its name.
     args: Its arguments.
     policy_step: See agent/scoring.py.
-    turn: Where the episode is, for the log.
-  turn: The position in the episode, for the log.
+    turn: The position in the episode, for the log.
   """
 
   method: str

@@ -101,8 +101,7 @@ class Orders:
     """Chooses what one of `players` plays next: orders in turn, up to its share.
 
     If no order waits, an idle sampler plays one that another has played for longer than
-    the
-    mean episode: results are equal, and the first one counts.
+    the mean episode: results are equal, and the first one counts.
     """
     share = -(-len(self._open) // max(1, players))
     if len(player.playing) >= min(share, player.capacity):
