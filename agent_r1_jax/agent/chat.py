@@ -133,7 +133,7 @@ class Chat(renderer_lib.Renderer):
 
     Raises:
       TooLongError: It certainly has more than `max_tokens`; it is not encoded.
-      ValueError: A message has no role or no content, the template refuses the messages,
+      ValueError: A message has no role or no content, the template rejects the messages,
         or it cannot describe tools and tools_in_prompt is 'refuse'.
     """
     if not messages:

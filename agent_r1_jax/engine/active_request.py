@@ -17,7 +17,7 @@ from agent_r1_jax.models import kv_cache
 
 
 def take_turns(actives: 'Sequence[ActiveRequest]') -> 'list[ActiveRequest]':
-  """Orders requests: those with a row or no client first, others in turns of clients."""
+  """Orders requests: those with a row or no client first, others in turn by client."""
   before, rank = collections.Counter(), {}
   for active in actives:
     client = active.generation.request.client

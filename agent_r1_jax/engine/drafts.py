@@ -55,8 +55,8 @@ def _hash_ends(tokens: Any) -> Any:
 def propose(places: Places, ends: Int[Array, 'M W'], k: int) -> Int[Array, 'M k']:
   """Drafts the next k tokens of sequences from their last WIDTH tokens, `ends`.
 
-  A draft is what followed the latest occurrence of the longest n-gram that the index has
-  of the end; NONE if it has none.
+  It finds the longest n-gram at the end that the index has, and drafts the tokens after
+  the n-gram's latest occurrence; NONE if the index has no n-gram.
   """
   found_M = jnp.zeros(len(ends), jnp.int32)
   for length in LENGTHS:

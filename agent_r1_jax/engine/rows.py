@@ -31,7 +31,7 @@ class Row:
   """One row of the cache."""
 
   index: int  # Its index in the cache.
-  tokens: np.ndarray  # The text's tokens, int32 [S], padded with -1.
+  tokens: np.ndarray  # The sequence's tokens, int32 [S], padded with -1.
   # The sequence whose keys and values it holds, or held last.
   text: request_lib.Text | None = None
   cached: int = 0  # How many of its first tokens have keys and values in the row.

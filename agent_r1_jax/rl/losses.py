@@ -12,11 +12,11 @@ trajectories, int [N], and returns the weight of each token of each trajectory, 
 Corrections, on the host: importance weights for tokens that were not sampled from the
 policy to update, because trajectories are stale, or were sampled by code other than the
 learner's, or with guides or truncation. A correction takes the table of all action tokens
-(rl/table.py), whose columns `old_logprobs` and `behaviour_logprobs` are log π_old and log
-π_behaviour, and returns a weight for each token, float64, a function of r =
-π_old/π_behaviour. π_old is the policy before the update. The weights multiply the policy
-loss and take no gradient. A token of weight 0 still counts in the loss's denominators.
-That is AReaL's convention; verl also removes rejected tokens from the denominators.
+(rl/table.py) and returns a weight for each token, float64, from r = π_old/π_behaviour.
+π_old is the policy before the update; the columns `old_logprobs` and `behaviour_logprobs`
+are log π_old and log π_behaviour. The weights multiply the policy loss and take no
+gradient. A token of weight 0 still counts in the loss's denominators. That is AReaL's
+convention; verl also removes rejected tokens from the denominators.
 
 Letters: B packed rows, T tokens per row; n tokens of a table. A is the advantage, ρ =
 π/π_old, sg stops the gradient; ε_l and ε_h are the options clip_low and clip_high.

@@ -30,7 +30,7 @@ Message = dict[str, Any]
 
 
 class Status(enum.StrEnum):
-  """How an episode ended; each member equals its name in files and metrics."""
+  """How an episode ended; each member equals its string in files and metrics."""
 
   # The environment ended it.
   DONE = 'done'
