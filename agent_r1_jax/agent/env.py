@@ -33,8 +33,7 @@ ProcessReward = Callable[
   ['ToolEnv', Sequence[Call], Sequence[tool_lib.ToolResult]], Score | Awaitable[Score]
 ]
 
-# (tools' schemas, bytes of each token, vocabulary size) -> the grammar of the tools'
-# calls.
+# (schemas of tools, bytes of each token, vocabulary size) -> the grammar of their calls.
 CallGrammar = Callable[[Sequence[Any], Sequence[bytes], int], types.Automaton]
 
 

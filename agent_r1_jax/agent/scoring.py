@@ -20,8 +20,7 @@ Score = float | dict[str, float]
 Reward = Callable[..., Score | Awaitable[Score]]
 Numbers = dict[str, float]
 Metrics = Callable[[types.Task, list[types.Message]], Numbers | Awaitable[Numbers]]
-# The policy step of the episode's last reply: how many rollouts its policy was trained
-# on.
+# How many rollouts the policy of the episode's last reply was trained on.
 policy_step: contextvars.ContextVar[int] = contextvars.ContextVar(
   'policy_step', default=0
 )
