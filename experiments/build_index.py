@@ -1,14 +1,13 @@
-r"""Builds an index of a corpus, which experiments.serve_retriever serves.
+r"""Builds an index of a corpus, for experiments.serve_retriever.
 
   agent-r1-jax build-index --corpus=corpus.jsonl.gz --out=runs/bm25
   agent-r1-jax build-index --corpus=corpus.jsonl.gz --out=runs/e5 \
     --encoder=e5-base-v2 --factory=IVF4096,SQ8 --parameters=nprobe=64
 
 Without an encoder it is BM25. With one (a directory in Hugging Face layout: e5, bge,
-MiniLM) the passages are encoded on JAX's devices, in shards that are kept in OUT/shards:
-the same command goes on where it was killed. Other processes with --encode_only help with
-the shards. Another --factory does not encode again; once the index is good, OUT/shards
-may be removed.
+MiniLM) the passages are encoded on JAX's devices, in shards in OUT/shards: after a kill,
+the same command resumes. Other processes with --encode_only help with the shards. Another
+--factory does not encode again; once the index is good, OUT/shards may be removed.
 """
 
 import pathlib
@@ -34,7 +33,7 @@ def main(_):
   runtime.quiet_logging()
   runtime.enable_compilation_cache()
   out = pathlib.Path(_OUT.value)
-  # A directory that is not there is named before a large corpus is read.
+  # Check the encoder's directory before reading a large corpus.
   model = encoder.Encoder(_ENCODER.value) if _ENCODER.value else None
   passages = documents.read_corpus(_CORPUS.value)
   print(f'{len(passages)} passages of {_CORPUS.value}')

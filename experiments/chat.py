@@ -3,9 +3,9 @@
   python -m experiments.chat                                   # after make quickstart
   python -m experiments.chat --config.model.path=DIR --tools=none
 
-A reply appears as it is sampled. Each question begins a new conversation, as the agent of
-the quickstart has practised it; with --remember it continues the one before. Ctrl-C stops
-a reply, Ctrl-D ends.
+Replies are streamed. Each question begins a new conversation, as in the quickstart's
+training; with --remember it continues the previous one. Ctrl-C stops a reply, Ctrl-D
+ends.
 """
 
 import sys
@@ -37,15 +37,15 @@ _DIM, _PLAIN = '\033[2m', '\033[0m'
 
 
 class Conversation:
-  """What was said; the policy's tokens stay as they were sampled."""
+  """A conversation; the policy's tokens stay as they were sampled."""
 
   def __init__(self, engine: engine_lib.Engine, chat: chat_lib.Chat, tools, config):
     self._engine, self._chat, self._tools, self._config = engine, chat, tools, config
     self._text: request.Text | None = None
-    self._said: list[types.Message] = []  # What the user and the tools said.
+    self._said: list[types.Message] = []  # Messages of the user and the tools.
 
   async def ask(self, question: str):
-    """Answers a question, with as many calls of tools as the policy makes."""
+    """Answers a question, with as many tool calls as the policy makes."""
     messages = [{'role': 'user', 'content': question}]
     env = env_lib.ToolEnv(self._tools, reward=lambda task, messages: 0.0)
     await env.reset(types.Task('chat', messages))
@@ -94,7 +94,7 @@ class Conversation:
     return chat.decode(tokens) if stopped else None
 
   def forget(self):
-    """Begins a new conversation with the next question."""
+    """Makes the next question begin a new conversation."""
     self._text = None
 
 

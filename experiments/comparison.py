@@ -1,4 +1,4 @@
-"""The methods of a base policy, and a trained one against them on the same tasks.
+"""Compares a base policy's methods, and a trained policy, on the same tasks.
 
 The scripts problems.py, miniwiki/search.py, wikipedia/search.py and worlds/learn.py
 differ in tasks, tools and rewards. games.py and directories.py only train.
@@ -27,12 +27,12 @@ from experiments import react as react_lib
 
 # Tasks by the name of their set.
 Sets = Mapping[str, Sequence[types.Task]]
-# Plays greedy episodes and gives the numbers of each method: `play` with a workdir.
+# Plays greedy episodes and returns each method's numbers: `play` with a workdir.
 Play = Callable[..., dict[str, Any]]
 Method = rollout.Method
 Ask = Callable[[types.Task], types.Task]
 
-# The methods of a base policy that stand beside the trained one, as the tables call them.
+# The base policy's methods that the tables compare with, and their names there.
 LABELS = {'direct': 'Direct answer', 'rag': 'Naive RAG', 'tools': 'Base Tool Call'}
 
 
@@ -56,17 +56,17 @@ def qa_methods(
   react: Ask | None = None,
   rag_k: int = 3,
 ) -> dict[str, Method]:
-  """Makes the methods of answering questions with a search tool, or without it.
+  """Makes the methods of answering questions, with a search tool or without.
 
   Args:
     sets: The tasks.
     retriever: Finds the passages of the method 'rag'.
     search_tool: The tool of the methods 'tools' and 'react'.
     reward: The reward of all episodes.
-    direct: Asks a task's question of a model without tools.
-    rag: Asks it after passages found for it.
-    agent: Asks it of an agent with the tool.
-    react: Asks it in ReAct's form; None puts that form before `agent`'s messages.
+    direct: Turns a task into a question to a model without tools.
+    rag: The same, with passages found for it.
+    agent: The same, to an agent with the tool.
+    react: The same, in ReAct's form; None puts that form before `agent`'s messages.
     rag_k: How many passages `rag` gets.
   """
   with_tool, alone = make_envs(search_tool, reward)
@@ -89,7 +89,7 @@ def with_passages(
   rag_task: Callable[..., types.Task],
   k: int = 3,
 ) -> list[types.Task]:
-  """Puts the k passages that each question finds by itself into its prompt."""
+  """Adds the k passages found for each question to its prompt."""
   found = retriever.search([task.info['question'] for task in tasks], k)
   return [rag_task(task, hits) for task, hits in zip(tasks, found, strict=True)]
 
@@ -97,11 +97,11 @@ def with_passages(
 def recall(
   retriever: documents.Retriever, tasks: Sequence[types.Task]
 ) -> dict[str, float]:
-  """Measures which of the supporting passages are among the first 5.
+  """Measures how many supporting passages are among the first 5.
 
   Returns:
-    The mean share of a task's supporting_titles ('recall@5') and the share of the tasks
-    that find all of theirs ('all in 5'); nothing if no task names its passages.
+    The mean share of a task's supporting_titles ('recall@5') and the share of tasks with
+    all of them ('all in 5'); nothing if no task names its passages.
   """
   tasks = [task for task in tasks if task.info.get('supporting_titles')]
   if not tasks:
@@ -129,12 +129,12 @@ def split(tasks: Sequence[types.Task], *sizes: int) -> list[Sequence[types.Task]
 
 
 def watch(sets: Sets) -> Sets:
-  """Names sets of the split 'dev', so that no curve has the name of a table's set."""
+  """Names sets by the split 'dev', so that no curve has the name of a table's set."""
   return {f'{name}-dev': tasks for name, tasks in sets.items()}
 
 
 def make_grpo(config: config_lib.Config, kl_coef: float) -> algorithms.Algorithm:
-  """Makes GRPO, with a correction where an older policy may sample."""
+  """Makes GRPO, with a correction if an older policy may sample."""
   corrected = losses.token_truncated() if config.schedule.oldest else None
   return algorithms.grpo(kl_coef=kl_coef, correction=corrected)
 
@@ -149,7 +149,7 @@ def train_on_rest(
   """Trains by GRPO on all but the first `watched` tasks, which are evaluated meanwhile.
 
   Raises:
-    ValueError: None is left to train on.
+    ValueError: No task is left to train on.
   """
   if not 0 <= watched < len(tasks):
     raise ValueError(
@@ -180,28 +180,28 @@ def run(
   labels: Mapping[str, str] = LABELS,
   also: Sequence[str] = (),
 ) -> tuple[dict[str, Any], dict[str, float]]:
-  """Plays the baselines, trains, and plays the policy that came of it.
+  """Plays the baselines, trains, and plays the trained policy.
 
   Args:
     config: Configuration of the run; `model.path` is the base policy.
     workdir: Directory of the run.
-    play: Plays (config, model, rows) and gives the numbers of each method.
-    methods: The held-out tasks as each method asks them; 'tools' is trained.
+    play: Plays (config, model, methods) and returns each method's numbers.
+    methods: The held-out tasks in each method's form; 'tools' is trained.
     tasks: Tasks to train on.
-    evals: Tasks to watch the training with.
-    algorithm: How it is trained.
+    evals: Tasks to evaluate during training.
+    algorithm: The training algorithm.
     label: Name of the training in its progress lines.
     name: Name of the trained policy in the tables.
     labels: The baselines' names in the tables, by their keys in `methods`.
-    also: Keys of further methods that the trained policy plays, besides 'tools'.
+    also: Keys of further methods for the trained policy, besides 'tools'.
 
   Returns:
     The numbers of each method, and the seconds of the three parts.
   """
   clock, config = [time.time()], model_formats.add(config)
   baselines = {label: methods[key] for key, label in labels.items() if key in methods}
-  # Before anything is played: two starts would write to the same files, and a workdir of
-  # another configuration would be refused by the training only.
+  # Before anything is played: two runs would write to the same files, and only the
+  # training would reject a workdir of another configuration.
   with playing.reserve(config, workdir, algorithm):
     numbers = play(config, config.model.path, baselines)
   clock.append(time.time())
@@ -235,10 +235,10 @@ def play(
   summarize: Callable[[Mapping[str, Sequence[types.Trajectory]]], Any],
   made_of: Any = None,
 ) -> dict[str, Any]:
-  """Plays the methods by a policy; episodes that were played before are read.
+  """Plays the methods with a policy; reads episodes that were already played.
 
-  They are in a folder of WORKDIR/episodes for each policy, configuration and list of
-  tasks, so that a continued run, whose policy is another one, goes on beside them.
+  Each policy, configuration and list of tasks has its folder in WORKDIR/episodes, so that
+  a resumed run with a new policy does not mix with the old one.
 
   Args:
     config: The configuration of engine and episodes.
@@ -246,13 +246,13 @@ def play(
     methods: The tasks and the environment of each method, by name.
     workdir: Directory of the run.
     summarize: Maps trajectories by set to the method's numbers.
-    made_of: What else the episodes depend on, such as the passages that are searched.
+    made_of: What else the episodes depend on, such as the corpus.
 
   Returns:
     The numbers of each method.
   """
   config = fields.replace(config, {'model.path': str(model)})
-  # A continued run may change some fields, on which no episode depends.
+  # A resumed run may change fields that do not affect episodes.
   default = config_lib.Config()
   unused = {name: fields.get(default, name) for name in config_lib.MAY_CHANGE}
   tasks = {name: fingerprint.tasks_digest(sets) for name, (sets, _) in methods.items()}
@@ -264,5 +264,5 @@ def play(
 
 
 def count(cell: Mapping[str, Any]) -> tables.Count:
-  """The right answers of a cell with the mean and the count of exact match."""
+  """Returns the number of right answers of a cell with exact match's mean and count."""
   return tables.Count(round(cell['mean'] * cell['count']), cell['count'])

@@ -1,13 +1,13 @@
-"""Converts logs of episodes for other programs: for Inspect's viewer, and to ATIF.
+"""Converts logs of episodes for Inspect's viewer, and to ATIF.
 
   agent-r1-jax convert --to=atif runs/quickstart/trajectories
   agent-r1-jax convert --to=inspect runs/quickstart/trajectories
 
 The arguments are logs (agent_r1_jax/report/episodes.py), or folders of them.
-agent_r1_jax/contrib/logs says how an episode is written. Only absl-py is needed for it.
-`--to=inspect` needs inspect_ai, which brings 80 packages and is better in an environment
-of its own: pip install 'agent_r1_jax[inspect]', or in a checkout `make
-test-with-inspect`, which makes .venv-inspect.
+agent_r1_jax/contrib/logs describes the formats. Only absl-py is needed. `--to=inspect`
+needs inspect_ai, which brings 80 packages and is better in its own environment:
+pip install 'agent_r1_jax[inspect]', or in a checkout `make test-with-inspect`, which
+creates .venv-inspect.
 """
 
 from collections.abc import Callable

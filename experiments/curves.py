@@ -1,4 +1,4 @@
-"""Curves of groups of runs, the seeds of one setting each."""
+"""Curves of groups of runs; each group is the seeds of one setting."""
 
 from collections.abc import Mapping, Sequence
 import fnmatch
@@ -17,10 +17,10 @@ def plot_groups(
   *,
   title: str = '',
 ) -> None:
-  """Draws groups of runs against each other: the mean of each and its 95 % interval.
+  """Draws groups of runs in one figure: each group's mean and its 95 % interval.
 
   Args:
-    groups: Label -> the runs of one setting with different seeds.
+    groups: The runs of each setting, with different seeds, by label.
     path: The file, of any of matplotlib's kinds.
     names: The metric of each panel: a name, or a pattern whose metrics are averaged.
     title: The title above all panels.
@@ -62,14 +62,14 @@ def final_values(
 
 
 def _interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the ends of the 95 % interval of the mean over seeds; for one, its value."""
+  """Returns the 95 % interval of the mean over seeds; for one seed, its value twice."""
   mean, half = tables.mean_interval(values)
   half = np.nan_to_num(half)
   return mean - half, mean + half
 
 
 def _averaged(rows, pattern: str) -> list[dict[str, float]]:
-  """Returns {'step': ..., pattern: mean} of each line with metrics of a pattern."""
+  """Returns {'step': ..., pattern: mean} for each line with metrics of a pattern."""
   means = []
   for row in rows:
     values = [v for n, v in row.items() if fnmatch.fnmatchcase(n, pattern)]

@@ -1,15 +1,15 @@
-r"""Trains an agent on tasks that are directories (contrib/harbor), or checks these.
+r"""Trains an agent on task directories (contrib/harbor), or checks them.
 
   python -m experiments.directories --data=my-tasks --check_only
   python -m experiments.directories --data=my-tasks --workdir=runs/mine \
     --config.model.path=Qwen2.5-Coder-3B-Instruct
 
-Before a run every task is played twice: its solution has to score 1, and doing nothing 0.
-The tasks that fail are named, and nothing is trained.
+Before a run every task is played twice: its solution must score 1, and doing nothing 0.
+If tasks fail, they are named and nothing is trained.
 
-The agent has the shell tool; with `--mini=PATH`, where PATH is the command `mini` of
-mini-swe-agent, that plays in its place (contrib/harbor/mini_swe_agent.py). `--watched` of
-the tasks are not trained on, but evaluated.
+The agent has the shell tool; with `--mini=PATH`, the path of mini-swe-agent's command
+`mini`, that agent plays instead (contrib/harbor/mini_swe_agent.py). `--watched` of the
+tasks are evaluated instead of trained on.
 """
 
 import time
@@ -41,7 +41,7 @@ def main(_):
   if _MINI.value:
     play = mini_swe_agent.make_run(_MINI.value)
     make_env = lambda: program.Program(play)
-  if not _CHECK_ONLY.value:  # Before that takes its time.
+  if not _CHECK_ONLY.value:  # Before the check, which takes long.
     with preflight.open_environment(make_env, _CFG.value.limits) as env:
       task_checks.check_times(env, {'tasks': tasks}, _CFG.value.limits)
   start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Looks at the machine, the configuration and the environment before a run.
+"""Checks the machine, the configuration and the environment before a run.
 
   agent-r1-jax doctor --task=miniwiki --workdir=runs/quickstart
   agent-r1-jax doctor --config.model.path=DIR --algorithm=ppo
@@ -6,14 +6,14 @@
   agent-r1-jax doctor --config.model.path=qwen2.5-3b --compile
   agent-r1-jax doctor --config.model.path=qwen2.5-3b --topology=h100:1
 
-A name of experiments/published.py, or a config.json, stands for that model's shape.
---compile asks the compiler what the programs take, as a run does; without it the memory
-is counted from shapes, within seconds. --topology asks it for chips that are not here
+A name in experiments/published.py, or a config.json, stands for that model's shape.
+--compile compiles the programs to measure memory, as a run does; without it memory is
+counted from shapes, within seconds. --topology compiles for hardware that you do not have
 (experiments/bench/chips.py), of which JAX may use three quarters of a GPU's memory, or
-what XLA_PYTHON_CLIENT_MEM_FRACTION and AGENT_R1_MEMORY_GB say. --task is one of those of
+what XLA_PYTHON_CLIENT_MEM_FRACTION and AGENT_R1_MEMORY_GB say. --task is a task of
 experiments.evaluate, or empty; its environment is played with scripted replies. The exit
-status is 1 if something fails. A script with an environment of its own calls
-checks.doctor.examine (docs/monitoring.md).
+status is 1 if a check fails. For an environment of your own, call checks.doctor.examine
+in your script (docs/monitoring.md).
 """
 
 import faulthandler
@@ -40,14 +40,14 @@ _ALGORITHM = flags.DEFINE_enum('algorithm', 'grpo', [*_ALGORITHMS], 'The algorit
 _COMPILE = flags.DEFINE_bool('compile', False, 'Whether programs are compiled.')
 _TOPOLOGY = flags.DEFINE_string('topology', '', 'Chips that are not here, as h100:1.')
 _CFG = fields.define_flags(config_lib.Config())
-# How long programs are compiled for chips that are not here: no one waits for them.
+# Compilation limit for absent chips: longer than for a run, since nobody waits.
 _ABSENT_SECONDS = 600.0
-# What holds the interpreter is ended by force, with the stacks.
+# After this, even code that holds the interpreter is killed, with its stacks printed.
 _MOST_SECONDS = 900
 
 
 def find_absent(topology: str, mesh: config_lib.Mesh) -> footprint.Machine:
-  """Returns the chips of a topology, as a run with this mesh would use them."""
+  """Returns a topology's chips, as a run with this mesh would use them."""
   kind = topology.partition(':')[0]
   devices = chips.find(topology)
   chip = chips.CHIPS[kind]

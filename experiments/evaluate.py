@@ -1,22 +1,22 @@
-r"""Measures a policy on a task by several methods; goes on where it was stopped.
+r"""Measures a policy on a task by several methods; resumes after a stop.
 
   agent-r1-jax evaluate --task=miniwiki --workdir=runs/miniwiki
   agent-r1-jax evaluate --task=gsm8k --data=$AGENT_R1_DATA/gsm8k/train.jsonl.gz \
     --config.model.path=DIR --methods=direct,react,tools --n=8 --workdir=runs/gsm8k
 
 The methods are a direct answer, Naive RAG (`rag`), ReAct, tools in the chat template
-(`tools`: Base Tool Call, or, with the model of a training, the trained agent), and for
-miniwiki a `workflow`. With --n=1 replies are greedy; with more they are sampled as
---config.evaluation.<field> says, at temperature 1 by default.
+(`tools`: Base Tool Call or, with a trained model, the trained agent), and for miniwiki a
+`workflow`. With --n=1 replies are greedy; with more they are sampled according to
+--config.evaluation.<field>, at temperature 1 by default.
 
-With --candidates=8 each reply is sampled eight times, and --critic=DIR says which one the
-episode goes on with (docs/reward_models.md); without a critic it is the likeliest.
+With --candidates=8 each reply is sampled eight times, and --critic=DIR chooses one
+(docs/reward_models.md); without a critic it is the likeliest.
 
 Prints a table and writes it to WORKDIR/table.md, its numbers to results.json, and all
 episodes to episodes.jsonl, which `python -m agent_r1_jax.report.episodes` prints. Each
-episode is kept as it ends: the same command plays only what is missing, and another
-model, configuration or task is refused. --n may grow from 2 on (--n=1 is greedy, and so
-another configuration), and --methods may change.
+episode is saved as it ends: the same command plays only the missing ones; another model,
+configuration or task is an error. --n may grow from 2 on (--n=1 is greedy, and so another
+configuration), and --methods may change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,9 +43,9 @@ from agent_r1_jax.train import fingerprint
 from experiments import model_formats, react, task_list
 from experiments import tables as tables_lib
 
-# Method -> set -> trajectories, those of a task side by side.
+# Trajectories by method and set; those of a task are adjacent.
 Played = Mapping[str, Mapping[str, Sequence[types.Trajectory]]]
-# What an episode costs, by the names of evaluate.summarize.
+# The costs of an episode, by the names of evaluate.summarize.
 COSTS = ('tokens', 'action_tokens', 'turns', 'status/error')
 
 _TASK = flags.DEFINE_enum('task', None, [*task_list.TASKS], 'The task.', required=True)
@@ -72,7 +72,7 @@ def main(_):
   searched = (_RETRIEVER.value, _ENCODER.value)
   source = task_list.Source(_DATA.value, model, _LIMIT.value, *searched)
   benchmark = task_list.TASKS[_TASK.value](source)
-  # A model that goes on after its action would make up what it observes.
+  # Otherwise the model would continue after its action and invent the observation.
   stops = {'chat.stop_strings': json.dumps(react.FORMAT.stop_strings)}
   config = fields.replace(benchmark.config, stops | given)
   config = model_formats.add(config)
@@ -108,7 +108,7 @@ def main(_):
 
 
 def make_choice(policy: str, engine: engine_lib.Engine) -> choice.ReplyChoice:
-  """Makes the choice among the candidates of each reply that the flags ask for."""
+  """Makes the choice among each reply's candidates that the flags ask for."""
   candidates, beta = _CANDIDATES.value, _BETA.value
   if not _CRITIC.value:
     return choice.ReplyChoice(candidates, choice.mean_logprob, beta)
@@ -121,10 +121,10 @@ def make_choice(policy: str, engine: engine_lib.Engine) -> choice.ReplyChoice:
 def set_temperature(
   config: config_lib.Config, given: Mapping[str, Any], n: int
 ) -> config_lib.Config:
-  """Returns the configuration with temperature 1 for n > 1 samples, if none is given.
+  """Returns the configuration with temperature 1 for n > 1 samples, unless one is given.
 
   Raises:
-    ValueError: Several samples are to be greedy.
+    ValueError: Several samples would be greedy.
   """
   if n == 1:
     return config
@@ -151,7 +151,7 @@ def choose_methods(benchmark: task_list.Benchmark, names: Sequence[str]):
 
 
 def write_episodes(path: pathlib.Path, played: Played) -> None:
-  """Writes all episodes to one log, whose ids name method, set and task."""
+  """Writes all episodes to one log; their ids name method, set and task."""
   episodes, groups = [], {}
   for method, sets in played.items():
     for name, trajectories in sets.items():
@@ -183,7 +183,7 @@ def summarize(
 
 
 def _get_last_reply(episode: types.Trajectory) -> str:
-  """Returns the text that the answer is in."""
+  """Returns the text that contains the answer."""
   replies = [m['content'] for m in episode.messages if m['role'] == 'assistant']
   return replies[-1] if replies and episode.turns else ''
 

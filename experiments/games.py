@@ -3,15 +3,15 @@ r"""Multi-turn RL on text games and generated problems.
   python -m experiments.games --kind=textworld --name=runs/games \
     --config.model.path=Qwen2.5-0.5B-Instruct
 
-Trains an instruct model in Hugging Face layout by GRPO. `--name` says what is played:
+Trains an instruct model in Hugging Face layout by GRPO. `--name` is the game:
 
   textworld       a folder, in which `--tasks` games are made
   files           a folder with games of TextWorld (.z8) or ALFWorld (.tw-pddl)
   gymnasium       the id of a Gymnasium environment of texts, such as my_module:Mine-v0
   reasoning-gym   one of its data sets, such as chain_sum
 
-`--watched` of the tasks are not trained on, but evaluated every
-`--config.schedule.eval_every` steps. Needs `pip install agent_r1_jax[environments]`.
+`--watched` of the tasks are evaluated every `--config.schedule.eval_every` steps instead
+of trained on. Needs `pip install agent_r1_jax[environments]`.
 """
 
 from absl import app, flags

@@ -1,4 +1,4 @@
-"""The formats of models that the scripts read, besides directories as Hugging Face's."""
+"""The model formats that scripts read, besides Hugging Face directories."""
 
 from collections.abc import Sequence
 import contextlib
@@ -9,7 +9,7 @@ from agent_r1_jax import config as config_lib
 
 
 def find() -> Sequence[Any]:
-  """Returns the formats that are contributed; none if their folder was deleted."""
+  """Returns the contributed formats; none if their folder was deleted."""
   with contextlib.suppress(ModuleNotFoundError):
     from agent_r1_jax.contrib import gguf
 

@@ -26,13 +26,13 @@ CONFIG = config.Config(
   model=shapes.CONFIG.model,
   schedule=config.Schedule(steps=40, tasks=16, samples=8),
   limits=config.Limits(max_turns=5, max_turn_tokens=80),
-  engine=config.Engine(  # A run chooses the sizes that are not given.
+  engine=config.Engine(  # A run chooses sizes that are left out.
     rows=128,
     slots=448,
     decode_steps=16,
     prefill_rows=32,
     prefill_tokens=32,
-    bucket=448,  # With one bucket and one width no number depends on a tool's speed.
+    bucket=448,  # With one bucket and width, tool speed affects no number.
     narrow=False,
     replicas=1,  # A run has one per CPU core, and one or more on each chip.
   ),
@@ -61,12 +61,12 @@ def make_env(find: Callable[[str], str]) -> ToolEnv:
 
 
 async def play(trajectory, env, engine, chat, limits, **options) -> types.Trajectory:
-  """Plays an episode; `options` are the random key and the sampling of its requests."""
+  """Plays an episode; `options` are its requests' random key and sampling."""
   stop = chat.stop_automaton(engine.config.vocab_size)  # A run adds guides and grammars.
   text, partial = None, None
   record = transcript.Transcript()  # Holds the tokens and the action mask.
-  passage = record.begin()  # In a run a context may begin anew, or fork.
-  trajectory.messages = await env.reset(trajectory.task)  # A run bounds all users' code.
+  passage = record.begin()  # A run's context may restart or fork.
+  trajectory.messages = await env.reset(trajectory.task)  # A run limits all users' code.
   ids = chat.encode_prompt(trajectory.messages, [tool.schema for tool in env.tools])
   async with engine.reserve(trajectory.group) as replica:  # A row of the cache.
     for _ in range(limits.max_turns):
@@ -82,8 +82,8 @@ async def play(trajectory, env, engine, chat, limits, **options) -> types.Trajec
       if not reply.stopped:
         partial = said
         break
-      step = await env.step(said)  # Tools run in Python; other episodes go on sampling.
-      trajectory.turns[-1].reward += step.reward  # A run marks an error in place of it.
+      step = await env.step(said)  # Tools run in Python; other episodes keep sampling.
+      trajectory.turns[-1].reward += step.reward  # A run marks an error instead.
       history = trajectory.messages
       trajectory.messages = history + step.messages
       if step.done:
@@ -113,18 +113,18 @@ def train(cfg: config.Config, tasks, dev, make_env):
   def sample(tasks, samples, number, sampling):  # A run plays ahead, on many hosts.
     episodes = []
     for group, n in itertools.product(range(len(tasks)), range(samples)):
-      status = types.Status.OUT_OF_TOKENS  # Until it ends otherwise.
+      status = types.Status.OUT_OF_TOKENS  # Unless it ends otherwise.
       trajectory = types.Trajectory(tasks[group], group, n, [], [], [], status)
       key = request.make_key(cfg.seed, number, trajectory.task.id, n, 0)
       options = {'key': key, 'sampling': sampling}
       episodes.append(play(trajectory, make_env(), engine, chat, cfg.limits, **options))
-    return engine.run(episodes)  # All at the same time.
+    return engine.run(episodes)  # All concurrently.
 
   for step in range(cfg.schedule.steps):  # A run saves, resumes, evaluates and logs.
     engine.sync_weights(state.params, step)
     drawn = stream.start_rollout(cfg.schedule.tasks)
     played = sample(drawn, cfg.schedule.samples, step, cfg.sampling)
-    stream.finish_rollout([])  # A run tells the curriculum the rewards of its groups.
+    stream.finish_rollout([])  # A run tells the curriculum the groups' rewards.
     tokens, _ = credit.estimate(table_lib.build(played), algorithm)  # A run scores first.
     order = np.random.default_rng([cfg.seed, step, 0]).permutation(len(played)).tolist()
     batches, _ = minibatch.make_policy(tokens, order, algorithm, shape=shape)

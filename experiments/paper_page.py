@@ -1,4 +1,4 @@
-"""Writes the paper's tables from results: by method, and pair by pair of methods."""
+"""Writes the paper's tables from results: by method, and for pairs of methods."""
 
 from collections.abc import Mapping, Sequence
 import itertools
@@ -12,14 +12,14 @@ from agent_r1_jax.report import plots, tables
 from experiments import tables as tables_lib
 
 Line = dict[str, Any]
-# With fewer seeds in common than this, two methods are not compared.
+# Two methods with fewer common seeds are not compared.
 _LEAST_SEEDS = 4
 
 
 def render(
   lines: Sequence[Line], target: pathlib.Path, groups: Mapping[str, Sequence[str]]
 ) -> None:
-  """Writes the tables (.md), the curves (.png) and the numbers they are of (.jsonl).
+  """Writes the tables (.md), the curves (.png) and their numbers (.jsonl).
 
   Args:
     lines: The results.
@@ -34,7 +34,7 @@ def render(
   for title, methods in groups.items():
     chosen = {m: of[m] for m in methods if m in of}
     if chosen.keys() <= shown:
-      continue  # It stands in a table before.
+      continue  # It is in an earlier table.
     shown |= chosen.keys()
     for kind in lines[0]['sets'][sets[0]]:
       rows = {m: _average_seeds(found, sets, kind) for m, found in chosen.items()}
@@ -62,10 +62,10 @@ def compare_pairs(
 
   Returns:
     For each pair the mean difference with its 95 % interval (Student's t, not corrected
-    for the number of pairs), the common seeds, in how many of them the first is ahead,
-    and the true difference that so many seeds would show in four of five experiments.
+    for the number of pairs), the common seeds, in how many of them the first leads, and
+    the true difference that this many seeds would detect in four of five experiments.
   """
-  from scipy import stats  # It takes a second.
+  from scipy import stats  # Takes a second.
 
   cells: dict[str, dict[str, tables.Cell]] = {}
   for a, b in itertools.combinations(scores, 2):
@@ -73,7 +73,7 @@ def compare_pairs(
     n, gaps = len(seeds), np.array([scores[a][s] - scores[b][s] for s in seeds])
     if n < _LEAST_SEEDS:
       continue
-    # Of a test with a risk of 5 % of seeing what is not there, and 20 % of missing it.
+    # For a test with 5 % false positives and 20 % false negatives.
     far = stats.t.ppf(0.975, n - 1) + stats.t.ppf(0.8, n - 1)
     cells[f'{a} - {b}'] = {
       'difference': tables.Interval(*tables_lib.mean_interval(gaps)),
@@ -85,7 +85,7 @@ def compare_pairs(
 
 
 def _average_sets(rows: Sequence[Line], sets: Sequence[str]) -> dict[int, float]:
-  """The mean over the sets, by seed; nothing for what has no seed of its own."""
+  """Returns the mean over the sets, by seed; nothing for methods without seeds."""
   if not rows[0]['rewards'] and len(rows) < 2:
     return {}
   mean = lambda row: float(np.mean([row['sets'][s]['all']['mean'] for s in sets]))
@@ -93,7 +93,7 @@ def _average_sets(rows: Sequence[Line], sets: Sequence[str]) -> dict[int, float]
 
 
 def _average_seeds(rows, sets, kind) -> dict[str, Any]:
-  """A method's cells: the mean over seeds, and its 95 % interval (Student's t)."""
+  """Returns a method's cells: means over seeds, with 95 % intervals (Student's t)."""
   cells: dict[str, Any] = {}
   means = [[r['sets'][s][kind]['mean'] for s in sets] for r in rows]
   counts = [rows[0]['sets'][s][kind]['count'] for s in sets]
@@ -111,7 +111,7 @@ def _average_seeds(rows, sets, kind) -> dict[str, Any]:
 
 
 def _plot_rewards(learned, path) -> None:
-  """The reward in training of every method, with the seeds' spread."""
+  """Plots every method's reward in training, with the spread of the seeds."""
   seeds: dict[int, dict[int, dict[str, float]]] = {}
   for method, rows in learned.items():
     for r in rows:

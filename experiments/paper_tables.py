@@ -1,20 +1,20 @@
-"""The paper's Tables 3 and 4 in small: every method on equal terms, several seeds each.
+"""The paper's Tables 3 and 4, small: all methods on equal terms, several seeds.
 
   python -m experiments.paper_tables --out=runs/tables
   python -m experiments.paper_tables --out=runs/tables --render=docs/results/paper_tables
 
-miniwiki by default. With `--data=DIR` (hotpotqa/, 2wikimultihopqa/ and musique/ of
-corpus.jsonl.gz and train.jsonl.gz each; third_party/fetch.py with these names makes
+miniwiki by default. With `--data=DIR` (hotpotqa/, 2wikimultihopqa/ and musique/, each
+with corpus.jsonl.gz and train.jsonl.gz; third_party/fetch.py with these names makes
 third_party/downloads such a folder) it trains on the first two and tests on held-out rows
-of all three, from an instruct model, `--config.model.path=DIR`. It reads five whole
-passages a search, for which `--config.engine.slots` must be larger: with Qwen's tokenizer
-half of the right demonstrations are above 1,100 tokens, 1 in 100 above 2,300.
+of all three, from an instruct model, `--config.model.path=DIR`. A search returns five
+full passages, for which `--config.engine.slots` must be larger: with Qwen's tokenizer
+half of the right demonstrations exceed 1,100 tokens, 1 in 100 exceeds 2,300.
 
-Each finished (method, seed) is one line of OUT/results.jsonl. Started again, the script
-goes on with the next, and a training cut short goes on from its checkpoint. Processes
-with different --seeds or --methods may share OUT; OUT/bench.json keeps those away that
-have other data, questions, another model or config. On one CPU core a trained method
-takes 6 to 10 minutes a seed.
+Each finished (method, seed) is one line of OUT/results.jsonl. When restarted, the script
+continues with the next one, and an interrupted training resumes from its checkpoint.
+Processes with different --seeds or --methods may share OUT; OUT/bench.json rejects those
+with other data, questions, model or config. On one CPU core a trained method takes 6 to
+10 minutes per seed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,15 +81,15 @@ _CFG = fields.define_flags(
 
 
 class Bench(NamedTuple):
-  """What all methods share.
+  """The settings that all methods share.
 
   Attributes:
     config: Configuration of the training; its seed is set for each run.
     tasks: Tasks to train on.
-    sets: Held out, by name: 'agent', 'direct', 'rag' and 'react' prompts of them.
+    sets: The held-out sets by kind of prompt: 'agent', 'direct', 'rag' and 'react'.
     agent: The environment with the search tool.
     alone: The environment without tools.
-    demonstrations: Seed -> right conversations on the training tasks, for ever.
+    demonstrations: From a seed to endless right conversations on the training tasks.
     kinds: Kinds of questions, for the table by kind.
   """
 
@@ -103,16 +103,16 @@ class Bench(NamedTuple):
 
 
 class Outcome(NamedTuple):
-  """What a method gave: trajectories by set, and the reward of each training step."""
+  """The result of a method: trajectories by set, and each training step's reward."""
 
   played: Mapping[str, Sequence[types.Trajectory]]
   rewards: list[float]
 
 
 def prompted(which: str, bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
-  """The base policy, greedily, with one way to ask it."""
+  """Plays the base policy, greedily, with one kind of prompt."""
   tools = bench.agent if which in ('agent', 'react') else bench.alone
-  # A worked example takes room.
+  # A worked example needs room.
   config = fields.replace(bench.config, {'engine.slots': 2 * bench.config.engine.slots})
   rows = {which: (bench.sets[which], tools)}
   return Outcome(
@@ -127,7 +127,7 @@ def trained(
   workdir: pathlib.Path,
   options: Mapping[str, Any] | None = None,
 ) -> Outcome:
-  """Reinforcement learning, or whatever an algorithm learns from its own episodes.
+  """Trains by RL, or by any algorithm that learns from its own episodes.
 
   `options` are fields of the configuration that differ from the bench's.
   """
@@ -146,13 +146,13 @@ def trained(
 
 
 def supervised(bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
-  """Fine-tuning on as many right demonstrations as RL has episodes, in as many steps."""
+  """Fine-tunes on as many right demonstrations as RL has episodes, in as many steps."""
   _fine_tune(bench, seed, workdir, bench.config.schedule.steps)
   return _played(bench, bench.config, workdir, [])
 
 
 def supervised_first(bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
-  """Half of the steps on demonstrations, then GRPO: as many episodes in all."""
+  """Spends half of the steps on demonstrations, then GRPO: as many episodes in total."""
   half, start = bench.config.schedule.steps // 2, workdir / 'supervised'
   if not (start / 'model').exists():
     _fine_tune(bench, seed, start, half)
@@ -162,7 +162,7 @@ def supervised_first(bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
 
 
 def distilled(bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
-  """On-policy distillation from the model in --teacher; it reads no reward."""
+  """Distils on-policy from the model in --teacher; reads no reward."""
   if not _TEACHER.value:
     raise app.UsageError("--teacher: 'Distillation' needs a model with the tokenizer.")
   options = {'model.reference': _TEACHER.value}
@@ -224,7 +224,7 @@ METHODS |= {
   for name, algorithm in (('PPO', PPO), ('GRPO', GRPO))
   for what, off in _MASKS.items()
 }
-# What may keep GRPO from ceasing to explore.
+# Settings that may keep GRPO exploring.
 STEADY = {
   f'GRPO with {what}': functools.partial(trained, algorithm, options=options)
   for what, algorithm, options in (
@@ -234,9 +234,9 @@ STEADY = {
     ('groups of 16', GRPO, {'schedule.tasks': 8, 'schedule.samples': 16}),
   )
 }
-# What learns from others' right answers too.
+# Methods that also learn from others' right answers.
 TAUGHT = {'Fine-tuning before GRPO': supervised_first, 'Distillation': distilled}
-# The tables, and their methods. Those of the first two are run by default.
+# The tables and their methods. The first two run by default.
 GROUPS = {
   'Table 3: methods': [m for m in METHODS if '(' not in m],
   'Table 4: masks': [m for m in METHODS if m in ('PPO', 'GRPO') or '(' in m],
@@ -247,7 +247,7 @@ _UNTRAINED = ('Direct answer', 'Naive RAG', 'ReAct prompting', 'Base Tool Call')
 
 
 def miniwiki_bench(config: config_lib.Config) -> Bench:
-  """The quickstart's worlds and questions."""
+  """Makes the bench of the quickstart's worlds and questions."""
   world, split = _WORLD.value, _SPLIT.value
   retriever, tasks = miniwiki.index(world), miniwiki.train_tasks(world, 4096)
   names = [name for name in miniwiki.SETS if '4hop' not in name]
@@ -261,7 +261,7 @@ def miniwiki_bench(config: config_lib.Config) -> Bench:
 
 
 def real_bench(config: config_lib.Config) -> Bench:
-  """HotpotQA and 2WikiMultihopQA to train on, MuSiQue too to test on."""
+  """Makes the bench that trains on HotpotQA and 2Wiki, and also tests on MuSiQue."""
   data = pathlib.Path(_DATA.value)
   found, tasks, held = {}, [], {}
   for name in ('hotpotqa', '2wikimultihopqa', 'musique'):
@@ -290,7 +290,7 @@ def real_bench(config: config_lib.Config) -> Bench:
 
 
 def _with_passages(sets: comparison.Sets, retriever, rag_task) -> comparison.Sets:
-  """Puts the three passages that each question finds by itself into its prompt."""
+  """Adds the three passages found for each question to its prompt."""
   return {
     name: comparison.with_passages(tasks, retriever, rag_task)
     for name, tasks in sets.items()
@@ -331,7 +331,7 @@ def main(_):
   bench = (real_bench if _DATA.value else miniwiki_bench)(_CFG.value)
   for seed in map(int, _SEEDS.value):
     for method in _METHODS.value or METHODS:
-      # Greedy episodes of one policy are the same whatever the seed.
+      # One policy's greedy episodes do not depend on the seed.
       seed_of = 0 if method in _UNTRAINED else seed
       key, path = {'method': method, 'seed': seed_of}, out / 'results.jsonl'
       if tables_lib.contains(path, key):
@@ -356,13 +356,13 @@ def main(_):
 
 
 def claim(out: pathlib.Path) -> None:
-  """Writes what all results in a directory have in common, if nobody has.
+  """Records what all results in a directory have in common, if that is not done yet.
 
   Raises:
-    ValueError: It was written for another bench; names the fields that differ.
+    ValueError: It was recorded for another bench; names the fields that differ.
   """
   real, place = bool(_DATA.value), lambda path: str(pathlib.Path(path).resolve())
-  # Each run has a seed of its own, and the model's place is made absolute.
+  # Each run has its own seed, and the model's path is made absolute.
   config = fields.replace(_CFG.value, {'seed': 0, 'model.path': ''})
   bench = {
     'data': place(_DATA.value) if real else f'miniwiki {_WORLD.value} {_SPLIT.value}',
@@ -374,7 +374,7 @@ def claim(out: pathlib.Path) -> None:
 
 
 def _seconds(workdir: pathlib.Path) -> float:
-  """What a training that was cut short had taken."""
+  """Returns the seconds that an interrupted training had taken."""
   lines = metrics.read(workdir) if (workdir / 'metrics.jsonl').exists() else []
   return sum(v for line in lines for k, v in line.items() if k.startswith('time/'))
 

@@ -1,12 +1,12 @@
-r"""A paper's figure and table from any runs: groups of seeds, their means and intervals.
+r"""A paper's figure and table from any runs: groups of seeds, with means and intervals.
 
   python -m experiments.plot 'GRPO=runs/grpo-*' 'PPO=runs/ppo-*' \
     --metrics='rollout/reward,eval/*/em' --out=figures/main
 
-Each argument is a label and a pattern of workdirs, which are the seeds of one setting.
---out is written as .png, .pdf, .md and .tex. A metric is a name as in metrics.jsonl or a
-pattern, of whose metrics the mean is taken. The table has each run's mean over the last
-tenth of its values: their mean over the seeds, and its 95 % interval (Student's t).
+Each argument is a label and a pattern of workdirs, the seeds of one setting. --out is
+written as .png, .pdf, .md and .tex. A metric is a name in metrics.jsonl, or a pattern
+whose metrics are averaged. The table has each run's mean over the last tenth of its
+values: their mean over the seeds, and its 95 % interval (Student's t).
 """
 
 import glob
@@ -25,10 +25,10 @@ _TITLE = flags.DEFINE_string('title', '', 'Title of the figure.')
 
 
 def find_groups(arguments: list[str]) -> dict[str, list[str]]:
-  """Returns the workdirs of each label; says which of them ended early.
+  """Returns the workdirs of each label; reports those that ended early.
 
   Raises:
-    app.UsageError: An argument is no label with a pattern, or nothing matches it.
+    app.UsageError: An argument is not LABEL=PATTERN, or nothing matches it.
   """
   groups = {}
   for argument in arguments:
@@ -67,7 +67,7 @@ def main(argv):
       if values:
         rows[label][name] = tables.Interval(*tables_lib.mean_interval(values))
   columns = [name for name in names if any(name in row for row in rows.values())]
-  # A path with a dot in its last part would lose that with `with_suffix`.
+  # `with_suffix` would cut a path's last part at a dot.
   out = pathlib.Path(_OUT.value)
   out.parent.mkdir(parents=True, exist_ok=True)
   for kind in ('png', 'pdf'):

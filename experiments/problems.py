@@ -6,9 +6,9 @@ r"""Multi-turn RL with tools on problems whose answers can be verified.
 Trains an instruct model in Hugging Face layout by GRPO. GSM8K and MATH (`--task=math`)
 give it a calculator, and math-verify judges the last \boxed{}; HumanEval and MBPP give it
 a Python interpreter in a sandbox, and hidden tests judge its last block of code. Prints a
-table of right answers among `--held_out` rows: of the model alone and with its tool
-before training, and of the agent after it. Their episodes are kept in WORKDIR/episodes,
-and only missing ones are played.
+table of right answers on `--held_out` rows: of the model alone and with its tool before
+training, and of the agent after it. Episodes are stored in WORKDIR/episodes, and only
+missing ones are played.
 """
 
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ def main(_):
 def summarize(
   episodes: Sequence[types.Trajectory], family: task_list.Family
 ) -> dict[str, Any]:
-  """Counts a method's right answers, by MATH's levels where the tasks have them."""
+  """Counts a method's right answers, by MATH's levels if the tasks have them."""
   levels = sorted({t.task.info['level'] for t in episodes if 'level' in t.task.info})
   kinds = {
     level: lambda task, level=level: task.info.get('level') == level for level in levels
@@ -89,7 +89,7 @@ def summarize(
 def rows_of(
   numbers: dict[str, Any], family: task_list.Family
 ) -> dict[str, dict[str, Any]]:
-  """Makes a row of the table of each method's numbers."""
+  """Makes a table row of each method's numbers."""
   return {
     method: {kind: comparison.count(cell) for kind, cell in found['right'].items()}
     | {name: found[name] for name in family.rest}

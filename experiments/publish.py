@@ -3,13 +3,13 @@
   agent-r1-jax publish --workdir=runs/quickstart
   agent-r1-jax publish --workdir=runs/quickstart --repo=USER/NAME
 
-The first writes WORKDIR/model_card.md and uploads nothing. Edit it if you like: it is
-kept, until --rewrite replaces it. The second shows what it uploads, and uploads the card
-as README.md with the files of WORKDIR/model, in one commit, to a repository that is
-private without --public. With --adapter it is adapter_card.md and WORKDIR/adapter.
+The first writes WORKDIR/model_card.md and uploads nothing. You may edit the card, which
+only --rewrite replaces. The second lists its files, and uploads the card as README.md
+with the files of WORKDIR/model, in one commit, to a repository that is private without
+--public. With --adapter it is adapter_card.md and WORKDIR/adapter.
 
-`hf auth login`, or HF_TOKEN, says who you are; HF_ENDPOINT is another hub.
-agent_r1_jax/contrib/hub says what is in the card.
+`hf auth login`, or HF_TOKEN, identifies you; HF_ENDPOINT is another hub.
+agent_r1_jax/contrib/hub describes the content of the card.
 """
 
 import json
@@ -34,7 +34,7 @@ _LICENSE = flags.DEFINE_string(
 )
 _REWRITE = flags.DEFINE_bool('rewrite', False, 'Whether model_card.md is written again.')
 
-# Where what was downloaded came from: the base models that need no --base_model.
+# The origins of downloads: their base models need no --base_model.
 _MANIFEST = pathlib.Path(__file__).parents[1] / 'third_party' / 'manifest.json'
 
 

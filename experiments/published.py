@@ -1,4 +1,4 @@
-"""Shapes of published models by name, for what needs no weights."""
+"""Shapes of published models by name, for commands that need no weights."""
 
 from collections.abc import Iterator
 import contextlib
@@ -23,7 +23,7 @@ SIZES = {
 
 
 def read_shape(name: str) -> decoder.DecoderConfig:
-  """Returns the shape of a name of SIZES, a directory, a config.json or a GGUF file."""
+  """Returns the shape of a name in SIZES, a directory, a config.json or a GGUF file."""
   if name not in SIZES:
     return hf_config.read(name, model_formats.find())
   V, D, L, N, K, H, F, tied = SIZES[name]
@@ -32,7 +32,7 @@ def read_shape(name: str) -> decoder.DecoderConfig:
 
 @contextlib.contextmanager
 def make_directory(name: str) -> Iterator[str]:
-  """Yields a model's path: itself, or a directory with the config.json that it names."""
+  """Yields a model's directory: the given path, or one with the named config.json."""
   path = pathlib.Path(name)
   named = name in SIZES or path.is_file()
   if path.is_dir() or path.suffix == '.gguf' or not named:

@@ -1,7 +1,7 @@
 """ReAct prompting (arXiv 2210.03629): thought, action and observation as text.
 
-The format is that of call_formats.REACT, whatever the chat's own format is: here the task
-itself describes the tools, so that methods with and without it can be played together.
+The format is call_formats.REACT, whatever the chat's own format: here the task itself
+describes the tools, so that methods with and without it can be played together.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ FORMAT = call_formats.REACT
 
 
 def ask(task: types.Task, tools: Sequence[tool.Tool]) -> types.Task:
-  """Puts the form and the tools before the task's first message."""
+  """Adds the form and the tools before the task's first message."""
   first, *rest = task.messages
   described = FORMAT.describe([item.schema for item in tools])
   content = types.ControlText('{}\n\n{}').format(described, first['content'])
@@ -23,7 +23,7 @@ def ask(task: types.Task, tools: Sequence[tool.Tool]) -> types.Task:
 
 
 class ReAct:
-  """A ToolEnv whose tools are not in the chat template, and whose answers are marked."""
+  """A ToolEnv with tools outside the chat template and marked answers."""
 
   def __init__(
     self, tools: Sequence[tool.Tool], reward: env.Reward, metrics: env.Metrics

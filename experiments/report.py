@@ -1,4 +1,4 @@
-"""One HTML page of a run, also while it goes on: curves, episodes, and their tokens.
+"""Writes one HTML page of a run, even while it runs: curves, episodes, and their tokens.
 
 agent-r1-jax report --workdir=runs/quickstart
 """

@@ -1,4 +1,4 @@
-"""Opens what experiments.build_index made, or a server of experiments.serve_retriever."""
+"""Opens indexes of experiments.build_index, or experiments.serve_retriever's server."""
 
 from collections.abc import Sequence
 import pathlib
@@ -8,11 +8,11 @@ from agent_r1_jax.retrieval.documents import Retriever
 
 
 def open_indexes(directories: Sequence[str], model: str) -> Retriever:
-  """Loads one index, or several, which are fused by reciprocal ranks.
+  """Loads one index, or several, fused by reciprocal rank.
 
   Args:
     directories: The directories of the indexes.
-    model: The directory of the model of the dense ones.
+    model: The directory of the dense indexes' model.
   """
   made = encoder.Encoder(model) if model else None
   found = []

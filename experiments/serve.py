@@ -9,9 +9,9 @@ With adapters, a request's "model" names one of them, or the policy without any:
   agent-r1-jax serve --config.model.path=Qwen/Qwen2.5-3B-Instruct \
     --adapter=search=runs/search/adapter --adapter=code=runs/code/adapter
 
-The address is printed when the server accepts requests. Keys are read from the variable
-AGENT_R1_API_KEYS of the environment, separated by commas; without it there are none.
-SIGTERM leaves replies 30 seconds to end.
+The address is printed when the server accepts requests. Keys are comma-separated in the
+environment variable AGENT_R1_API_KEYS; without it no key is needed. After SIGTERM,
+running replies have 30 seconds to finish.
 """
 
 from collections.abc import Iterable
@@ -61,7 +61,7 @@ def main(_):
   _CFG.value.check()
   directories = _read_names(_ADAPTERS.value)
   keys = server.read_keys(os.environ.get('AGENT_R1_API_KEYS', ''))
-  # A port that is taken is refused before the model is loaded.
+  # Check that the port is free before loading the model.
   http.listen(_HOST.value, _PORT.value).close()
   config = sizes.resolve(model_formats.add(_CFG.value), None, None)
   mesh = setup.make_mesh(config.mesh)
@@ -76,7 +76,7 @@ def main(_):
     adapters=len(adapters),
     adapter_rank=max(ranks, default=1),
   )
-  del params  # The engine has its own.
+  del params  # The engine has its own copy.
   for name, adapter in adapters.items():
     engine.adapters.set(name, adapter)
   engine.warm_up(automata=[chat.stop_automaton(model.vocab_size)])

@@ -3,7 +3,7 @@
   agent-r1-jax retriever --index=runs/bm25
   agent-r1-jax retriever --index=runs/e5,runs/bm25 --encoder=e5-base-v2
 
-Several indexes are fused by reciprocal ranks. The address is printed when the server
+Several indexes are fused by reciprocal rank. The address is printed when the server
 accepts requests; SIGTERM ends it within seconds.
 """
 
@@ -28,7 +28,7 @@ def main(_):
   runtime.quiet_logging()
   runtime.enable_compilation_cache()
   retriever = retrievers.open_indexes(_INDEX.value, _ENCODER.value)
-  # The encoder compiles a program for each of a few lengths and numbers of queries.
+  # The encoder compiles one program for each of a few lengths and batch sizes.
   for words in (5, 20, 40):
     for count in (1, 2, 4, 8, 16, 32, 64):
       if count <= _BATCH.value:

@@ -4,10 +4,10 @@ r"""Serves a model to clients of the Tinker API; see contrib/tinker/server.py.
     --workdir=runs/tinker
   TINKER_BASE_URL=http://localhost:8000 TINKER_API_KEY=tml-any python recipe.py
 
-Clients train adapters of this model and sample from them: contrib/tinker/guide.md.
-The address is printed when the server accepts requests. Keys are read from the variable
-AGENT_R1_API_KEYS of the environment, separated by commas; without it there are none.
-Saved states are in the workdir, and there after the server is killed.
+Clients train adapters of this model and sample from them: contrib/tinker/guide.md. The
+address is printed when the server accepts requests. Keys are comma-separated in the
+environment variable AGENT_R1_API_KEYS; without it no key is needed. Saved states are in
+the workdir, and survive a kill of the server.
 """
 
 import os
@@ -47,7 +47,7 @@ def main(_):
   runtime.quiet_logging()
   _CFG.value.check()
   keys = openai_server.read_keys(os.environ.get('AGENT_R1_API_KEYS', ''))
-  # A port that is taken is refused before the model is loaded.
+  # Check that the port is free before loading the model.
   http.listen(_HOST.value, _PORT.value).close()
   config = sizes.resolve(model_formats.add(_CFG.value), None, None)
   model, params, chat = setup.load(config.model, config.chat)
@@ -56,7 +56,7 @@ def main(_):
   )
   shape = packing.MicrobatchShape(config.batch.microbatch, config.batch.row_tokens)
   learner = learning.Learning(model, params, shape, _RANK.value)
-  del params  # The engine has its own, and the learner too.
+  del params  # The engine and the learner have their own copies.
   engine.warm_up(automata=[chat.stop_automaton(model.vocab_size)])
   with workdir.lock(_WORKDIR.value):
     saved = states.States(_WORKDIR.value, _NAME.value or config.model.path, model)

@@ -1,9 +1,9 @@
-"""A small base policy, made from nothing: tokenizer, initialisation, supervised text.
+"""A small base policy from scratch: tokenizer, initialisation, supervised text.
 
-The scripts pretrain.py of miniwiki and wikipedia differ in their examples alone. The
+The scripts pretrain.py of miniwiki and wikipedia differ only in their examples. The
 policy can copy from the start (miniwiki/induction.py); without that hand-made circuit it
-had not learned to copy after 3M tokens. With --shape it is of another family, of which
-some begin without the circuit.
+had not learned to copy after 3M tokens. --shape selects another family, some of which
+begin without the circuit.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,9 +41,9 @@ _SAVE_EVERY = 200  # steps
 def make_config(
   vocab_size: int, reader: pictures.Reader | None = None
 ) -> decoder.DecoderConfig:
-  """Makes the policy's architecture: Llama's, small, or that of --shape.
+  """Makes the policy's architecture: a small Llama, or --shape.
 
-  With a reader of pictures it is Qwen2.5-VL's.
+  With a picture reader it is Qwen2.5-VL's.
   """
   if _SHAPE.value:
     return dataclasses.replace(hf_config.read(_SHAPE.value), vocab_size=vocab_size)
@@ -57,7 +57,7 @@ def make_config(
       mlp_dim=128,
       out_dim=dim,
       patch_size=reader.side // 2,
-      # The small worlds' pictures are of 3 x 3 tokens at most: one window.
+      # The small worlds' pictures have at most 3 x 3 tokens: one window.
       window_size=3 * reader.side,
     )
     wide |= {'family': 'qwen2_5_vl', 'vision': tower, 'mrope_section': (4, 6, 6)}
@@ -87,18 +87,18 @@ def train(
   more_tokens: Sequence[str] = (),
   reader: pictures.Reader | None = None,
 ) -> None:
-  """Writes the tokenizer, the model and log.jsonl, a line for each step.
+  """Writes the tokenizer, the model and log.jsonl, with one line per step.
 
   Args:
     out: The directory to write to.
-    texts: What the tokenizer is trained on; read to its end before `examples` is.
-    examples: What is learned, without end: each has `messages`, a conversation, and
-      `tools`, whether its prompt offers the tools.
+    texts: Trains the tokenizer; read to its end before `examples` is.
+    examples: Endless training examples: each has `messages`, a conversation, and `tools`,
+      whether its prompt offers the tools.
     schemas: The schemas of the tools, for examples that offer them.
     config: The configuration of the training.
-    seed: The seed of the initialisation and of the text that only copies.
-    vocab: The most entries of the vocabulary.
-    more_tokens: Texts that are one token each, besides those of all such tokenizers.
+    seed: The seed of the initialisation and of the text for copying.
+    vocab: The maximum size of the vocabulary.
+    more_tokens: Texts that become one token each, besides the standard ones.
     reader: Reads the pictures of the examples, if there are any.
   """
   start = time.time()

@@ -1,4 +1,4 @@
-r"""Results of experiments: their file, statistics of scores, and tables of several seeds.
+r"""Results of experiments: their file, statistics of scores, and tables over seeds.
 
   for s in 0 1 2; do
     agent-r1-jax quickstart --workdir=runs/seed$s --config.seed=$s
@@ -6,9 +6,9 @@ r"""Results of experiments: their file, statistics of scores, and tables of seve
   python -m experiments.tables --out=runs/seeds runs/seed0 runs/seed1 runs/seed2
   python -m experiments.plot 'GRPO=runs/seed*' --out=runs/seeds_curves
 
-The arguments are directories with a table.json, such as those of
+The arguments are directories with a table.json, such as the workdirs of
 experiments.miniwiki.search, or runs/lake*/grpo of experiments.worlds.learn. A method has
-a row for each run and their mean, or one row if all runs have the same numbers of it.
+one row per run and their mean, or one row if its numbers are the same in all runs.
 """
 
 import collections
@@ -56,7 +56,7 @@ def main(argv):
 
 
 def name_runs(workdirs: Sequence[pathlib.Path]) -> list[str]:
-  """Returns the first part of the paths that tells all of them apart, or the paths."""
+  """Returns the first part of the paths that distinguishes them, or the paths."""
   if len(workdirs) == 1:
     return [workdirs[0].name]
   parts = zip(*(workdir.parts for workdir in workdirs), strict=False)
@@ -65,13 +65,13 @@ def name_runs(workdirs: Sequence[pathlib.Path]) -> list[str]:
 
 
 def list_kinds(runs: Mapping[str, Any]) -> list[str]:
-  """Returns the kinds of tasks of the first run, in their order."""
+  """Returns the kinds of tasks of the first run, in order."""
   table = next(iter(runs.values()))
   return list(dict.fromkeys(k for row in table.values() for s in row.values() for k in s))
 
 
 def format_kind(runs: Mapping[str, Any], kind: str) -> str:
-  """Formats the table of a kind of tasks."""
+  """Formats the table of one kind of tasks."""
   first = next(iter(runs.values()))
   cells: dict[str, dict[str, tables.Cell]] = {}
   for method, row in first.items():
@@ -90,15 +90,15 @@ def format_kind(runs: Mapping[str, Any], kind: str) -> str:
 def add_line(path: str | os.PathLike, line: Mapping[str, Any]) -> None:
   """Appends a line; several processes may write to the same file."""
   pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-  # A kill may have truncated the line before: this one must not be joined to it. One call
-  # to write appends the line as a whole, whoever else writes.
+  # A kill may have truncated the previous line: do not join this one to it. A single call
+  # to write appends the line atomically, whoever else writes.
   with open(path, 'ab', buffering=0) as file:
     file.write(f'\n{json.dumps(line)}\n'.encode())
     os.fsync(file.fileno())
 
 
 def read_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """Reads the lines, oldest first; skips what was truncated, with a warning."""
+  """Reads the lines, oldest first; skips truncated ones with a warning."""
   path, lines = pathlib.Path(path), []
   text = path.read_text(encoding='utf-8') if path.exists() else ''
   for number, line in enumerate(text.splitlines(), 1):
@@ -126,14 +126,14 @@ def estimate(
 
   Args:
     scores: The score of each sample; 1 is right.
-    answers: The answer of each sample, None without one. Answers that mean the same must
-      be equal.
+    answers: The answer of each sample, None if there is none. Equivalent answers must be
+      equal.
 
   Returns:
     'mean', 'best' (the mean of each task's best score) and 'pass@k' for k = 1, 2, 4, ...
     up to n; 'majority' if there are answers; with two tasks or more also 'error', the
     standard error of the mean. It is over tasks, because the samples of one task are not
-    independent of each other.
+    independent.
   """
   tasks, n = scores.shape
   right = (scores >= 1.0).sum(axis=1)
@@ -151,8 +151,8 @@ def estimate(
 def majority(scores: Sequence[float], answers: Sequence[Hashable | None]) -> float:
   """Returns the score of the most frequent answer; 0 if there is none.
 
-  If several are equally frequent, one is drawn at random, and this returns the expected
-  score. So majority@1 is mean@1, and majority@2 is mean@2 if every sample has an answer.
+  If several are equally frequent, this returns the expected score of a random one. So
+  majority@1 is mean@1, and majority@2 is mean@2 if every sample has an answer.
 
   Args:
     scores: The score of each sample.
@@ -165,7 +165,7 @@ def majority(scores: Sequence[float], answers: Sequence[Hashable | None]) -> flo
     for score, answer in zip(scores, answers, strict=True)
     if answer is not None and votes[answer] == most
   ]
-  # All these answers are equally frequent, so each of them has the same weight.
+  # Tied answers are equally frequent, so all have the same weight.
   return float(np.mean(chosen)) if chosen else 0.0
 
 
@@ -176,7 +176,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
   Args:
     n: Samples of a task.
-    correct: How many of them are right.
+    correct: The number of right samples.
     k: At most n.
   """
   if not 1 <= k <= n or not 0 <= correct <= n:
@@ -185,7 +185,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def auc(scores: Float[np.ndarray, 'n'], success: Bool[np.ndarray, 'n']) -> float:
-  """Returns the probability that a success scores above a failure, ties counted as half.
+  """Returns the probability that a success scores above a failure; ties count as half.
 
   The area under the ROC curve is Mann and Whitney's U over the number of pairs. NaN if
   there are only successes or only failures.
@@ -200,7 +200,7 @@ def auc(scores: Float[np.ndarray, 'n'], success: Bool[np.ndarray, 'n']) -> float
 
 
 def pair_margins(scores, rewards, groups) -> Float[np.ndarray, 'pairs']:
-  """Returns sᵢ - sⱼ for each pair of one group with rᵢ > rⱼ."""
+  """Returns sᵢ - sⱼ for each pair in a group with rᵢ > rⱼ."""
   better = (groups[:, None] == groups) & (rewards[:, None] > rewards)
   return (scores[:, None] - scores)[better]
 
@@ -211,9 +211,9 @@ def calibration(
   """Compares probabilities of success with frequencies, in bins of equal width.
 
   Returns:
-    The expected calibration error, Σ_b n_b/n |mean probability - share of successes|
-    (Guo et al. 2017, arXiv 1706.04599, with the probability of success in place of the
-    confidence), and for each bin that is not empty both numbers and n_b.
+    The expected calibration error, Σ_b n_b/n |mean probability - share of successes| (Guo
+    et al. 2017, arXiv 1706.04599, with the probability of success as the confidence), and
+    for each non-empty bin both numbers and n_b.
   """
   bin_of = np.minimum((probabilities * bins).astype(int), bins - 1)
   rows = [
@@ -229,12 +229,12 @@ def calibration(
 
 
 def mean_interval(values: Any) -> tuple[Any, Any]:
-  """Computes x̄ and t · s / √n, the half width of its 95 % interval (Student's t).
+  """Computes x̄ and t · s / √n, the half-width of its 95 % interval (Student's t).
 
   Args:
-    values: Numbers [n, ...], such as one of each seed; with n = 1 the width is NaN.
+    values: Numbers [n, ...], such as one per seed; with n = 1 the width is NaN.
   """
-  from scipy import stats  # It takes a second.
+  from scipy import stats  # Takes a second.
 
   values = np.asarray(values, float)
   n = len(values)

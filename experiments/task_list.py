@@ -1,4 +1,4 @@
-"""The tasks that agents are measured on, by name; TASKS lists them.
+"""The tasks that agents are evaluated on, by name; TASKS lists them.
 
 To add a task, write a function from a `Source` to a `Benchmark`, and add it to TASKS.
 """
@@ -27,21 +27,20 @@ from experiments.wikipedia import settings
 from experiments.worlds import all_worlds
 from experiments.worlds import world as world_lib
 
-# Replies of the samples of a task -> what each answers; equal where the answers mean the
-# same, None where there is none.
+# From the replies of a task's samples to their answers; equivalent answers are equal, and
+# None means no answer.
 Answers = Callable[[Sequence[str]], Sequence[Hashable | None]]
 
 
 class Source(NamedTuple):
-  """What the command line says of a task.
+  """A task's settings from the command line.
 
   Attributes:
     data: Its file or folder; empty is the default place, if it has one.
-    model: The directory of the policy; empty is the task's own small one.
-    limit: The most tasks of a set; 0 is all.
-    retriever: What is searched, where the task has no passages; see
-      retrievers.open_retriever.
-    encoder: The directory of the model of dense indexes.
+    model: The directory of the policy; empty is the task's own small policy.
+    limit: The maximum number of tasks per set; 0 is all.
+    retriever: The retriever, if the task has no passages; see retrievers.open_retriever.
+    encoder: The directory of the dense indexes' model.
   """
 
   data: str
@@ -55,10 +54,11 @@ class Benchmark(NamedTuple):
   """Held-out tasks, the methods to play them, and how they are scored.
 
   Attributes:
-    methods: Name -> (tasks by set, a function that makes an environment).
+    methods: By name: (tasks by set, a function that makes an environment).
     score: The metric that is 1 for a right answer.
     rest: Further metrics of the table.
-    answers: What the majority votes on; None if answers cannot be compared.
+    answers: Extracts the answers that a majority votes on; None if they cannot be
+      compared.
     config: The configuration that the command line changes.
     made_of: What else the episodes depend on, such as the passages.
   """
@@ -72,16 +72,16 @@ class Benchmark(NamedTuple):
 
 
 class Family(NamedTuple):
-  """A kind of problem: how it is read, asked and judged, and the tool that it comes with.
+  """A kind of problem: how to read, ask and judge it, and its tool.
 
   Attributes:
-    load: The tasks of a file.
+    load: Loads the tasks of a file.
     prompts: A module with agent_task and direct_task.
     make_judge: Makes an object with reward and metrics.
     make_tool: Makes the agent's tool.
     score: The metric that is 1 for a right answer.
     rest: Further metrics of the table.
-    answers: What a majority votes on, if answers can be compared.
+    answers: Extracts the answers that a majority votes on, if they can be compared.
   """
 
   load: Callable[[str], list[types.Task]]
@@ -138,12 +138,12 @@ FAMILIES = {
 }
 
 
-# Where tasks of experiments.games are from.
+# The sources of tasks of experiments.games.
 GAMES = ('textworld', 'files', 'gymnasium', 'reasoning-gym')
 
 
 def shuffle(tasks: Sequence[types.Task], seed: int = 0) -> list[types.Task]:
-  """Orders problems by a seed; the first are held out from training."""
+  """Orders problems by a seed; the first ones are held out from training."""
   order = np.random.default_rng(seed).permutation(len(tasks))
   return [tasks[i] for i in order]
 
@@ -185,7 +185,7 @@ def load_questions(name: str, source: Source) -> Benchmark:
 
 
 def load_question_file(source: Source) -> Benchmark:
-  """Loads questions of a data set that has no passages of its own."""
+  """Loads questions of a data set without passages."""
   if not source.data or not source.retriever:
     raise ValueError(
       '--data and --retriever: name the file of the questions and what is searched, such '
@@ -204,14 +204,14 @@ def load_question_file(source: Source) -> Benchmark:
 def load_games(
   kind: str, name: str, count: int
 ) -> tuple[list[types.Task], rollout.MakeEnv]:
-  """Makes or reads tasks, and says how their environment is made.
+  """Makes or reads tasks; returns them and a function that makes their environment.
 
   Args:
     kind: One of GAMES.
-    name: What is played; experiments/games.py says what that may be.
-    count: How many tasks are made.
+    name: The game; see experiments/games.py.
+    count: How many tasks to make.
   """
-  # They may be missing.
+  # These may be missing.
   from agent_r1_jax.contrib.environments import reasoning, text_games
 
   if kind == 'textworld':
@@ -227,7 +227,7 @@ def load_games(
 
 
 def load_games_benchmark(kind: str, source: Source) -> Benchmark:
-  """Makes games or reasoning problems to be measured on; 100 if there is no limit."""
+  """Makes games or reasoning problems for evaluation; 100 if there is no limit."""
   if not source.data:
     raise ValueError('--data: name what is played, as --name of experiments.games does.')
   tasks, make_env = load_games(kind, source.data, source.limit or 100)
@@ -243,7 +243,7 @@ def load_games_benchmark(kind: str, source: Source) -> Benchmark:
   )
 
 
-# Of experiments.directories too. A step includes the tests of the task.
+# Also for experiments.directories. A step includes the task's tests.
 DIRECTORIES = config_lib.Config(
   schedule=config_lib.Schedule(steps=100, tasks=16, samples=8, eval_every=20),
   limits=config_lib.Limits(max_turns=30, max_turn_tokens=1024, step_seconds=900.0),
@@ -252,7 +252,7 @@ DIRECTORIES = config_lib.Config(
 
 
 def load_directories(source: Source) -> Benchmark:
-  """Loads tasks that are directories, which the agent plays with the shell."""
+  """Loads task directories, which the agent plays with the shell."""
   from agent_r1_jax.contrib.harbor import directories  # It may be missing.
 
   if not source.data:
@@ -269,7 +269,7 @@ def load_directories(source: Source) -> Benchmark:
 
 
 def load_miniwiki(source: Source) -> Benchmark:
-  """Makes miniwiki's test questions; 300 of each set if there is no limit."""
+  """Makes miniwiki's test questions; 300 per set if there is no limit."""
   sets = {
     name: miniwiki.test_set(name, source.limit or 300, 0)
     for name in miniwiki.SETS
@@ -278,14 +278,14 @@ def load_miniwiki(source: Source) -> Benchmark:
   return Benchmark(
     shapes.methods(sets, 0),
     **_QUESTIONS,
-    # ReAct's prompts are longer than the quickstart's 448 slots allow.
+    # ReAct's prompts need more than the quickstart's 448 slots.
     config=fields.replace(shapes.CONFIG, {'engine.slots': 640}),
     made_of={},
   )
 
 
 def load_world(world: world_lib.World, source: Source) -> Benchmark:
-  """Makes the held-out tasks of experiments.worlds.learn, 300 of each set by default."""
+  """Makes the held-out tasks of experiments.worlds.learn, 300 per set by default."""
   if not source.model:
     raise ValueError(
       '--config.model.path: name a policy of this world, such as WORKDIR/grpo/model of '
@@ -303,15 +303,15 @@ def load_world(world: world_lib.World, source: Source) -> Benchmark:
 
 
 def _make_outside(sets, make_env, rest, slots: int, max_turns: int) -> Benchmark:
-  """Makes the benchmark of another project, for a model with the tokenizer of Qwen.
+  """Makes another project's benchmark, for a model with Qwen's tokenizer.
 
-  The policy is miniwiki's: it solves no task, but the command can be tried with it.
+  The policy is miniwiki's: it solves no task, but lets you try the command.
   """
   config = config_lib.Config(
     model=shapes.CONFIG.model,
-    # What an API returns is not cut: BFCL's long contexts have results of 30,000 tokens.
+    # API results are not cut: those of BFCL's long contexts have 30,000 tokens.
     chat=config_lib.Chat(max_tool_tokens=slots, long_prompts='skip'),
-    # Prompts of 4,000 to 10,000 tokens are read in long chunks.
+    # Prompts of 4,000 to 10,000 tokens are prefilled in long chunks.
     engine=config_lib.Engine(slots=slots, prefill_rows=4, prefill_tokens=512),
     limits=config_lib.Limits(max_turns=max_turns, max_turn_tokens=1024),
   )
@@ -319,7 +319,7 @@ def _make_outside(sets, make_env, rest, slots: int, max_turns: int) -> Benchmark
 
 
 def load_bfcl(source: Source) -> Benchmark:
-  """Loads BFCL's multi-turn tasks; --limit is the most of each category."""
+  """Loads BFCL's multi-turn tasks; --limit is the maximum per category."""
   from agent_r1_jax.contrib.benchmarks import bfcl  # It may be missing.
 
   sets = {

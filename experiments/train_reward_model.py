@@ -1,13 +1,13 @@
-r"""Trains a reward model on a policy's own episodes, and says what it knows.
+r"""Trains a reward model on a policy's own episodes, and measures it.
 
   python -m experiments.train_reward_model --workdir=runs/reward_model
   python -m experiments.train_reward_model --task=programs --workdir=runs/of_programs \
     --config.model.path=runs/programs1/grpo/model
 
 The episodes are of practice tasks, on which no policy was trained; a quarter of the tasks
-is held out. What was played before a kill is not played again. WORKDIR/model is the model
-(agent_r1_jax/guided/implicit_value.py), for rewards and for choices among samples:
-docs/reward_models.md says how. --config.seed is also the number of miniwiki's worlds.
+is held out. Episodes played before a kill are not played again. WORKDIR/model is the
+model (agent_r1_jax/guided/implicit_value.py), for rewards and for choosing among samples:
+see docs/reward_models.md. --config.seed also selects miniwiki's worlds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ from experiments.miniwiki import tasks as miniwiki
 from experiments.worlds import all_worlds
 from experiments.worlds import world as world_lib
 
-# How practice and fit differ from the training of a policy.
+# How practice and fit differ from a policy's training.
 _CHANGES = {
   'schedule.steps': 120,
   'schedule.tasks': 400,
@@ -54,8 +54,8 @@ CONFIGS: Mapping[str, config_lib.Config] = {
   'miniwiki': fields.replace(shapes.CONFIG, _CHANGES),
   **{n: fields.replace(w.config, _CHANGES) for n, w in all_worlds.WORLDS.items()},
 }
-_WORLD_TASKS = 1000  # Of each of miniwiki's worlds, at most.
-_EPISODES = 48  # Of a step of the fit.
+_WORLD_TASKS = 1000  # Maximum per miniwiki world.
+_EPISODES = 48  # Per step of the fit.
 
 _TASK = flags.DEFINE_enum('task', 'miniwiki', [*CONFIGS], 'The task.')
 _BETA = flags.DEFINE_float('beta', 0.3, 'How far log-odds follow log-probs, β.')
@@ -66,7 +66,7 @@ _CFG = fields.define_flags(config_lib.Config())
 def practise(
   task: str, seed: int, n: int
 ) -> Iterator[tuple[Sequence[types.Task], rollout.MakeEnv]]:
-  """Yields about n tasks that no policy is trained on, each part with its environment."""
+  """Yields about n tasks that no policy is trained on, in parts with environments."""
   if task != 'miniwiki':
     yield world_lib.practise(all_worlds.WORLDS[task], seed, n)
     return
@@ -117,10 +117,10 @@ def main(_):
 
 
 def read_config() -> config_lib.Config:
-  """Returns the task's configuration with what the flags change.
+  """Returns the task's configuration with the flags' changes.
 
   Raises:
-    UsageError: A world's policy is not named.
+    UsageError: The task is a world, and its policy is not given.
   """
   given = config_flags.get_override_values(flags.FLAGS['config'])
   config = model_formats.add(fields.replace(CONFIGS[_TASK.value], given))
@@ -130,7 +130,7 @@ def read_config() -> config_lib.Config:
 
 
 def collect(config, mesh, policy, workdir: pathlib.Path) -> list[types.Trajectory]:
-  """Plays the tasks, and keeps the trajectories that have a reward."""
+  """Plays the tasks; returns the trajectories that have a reward."""
   shape, params, chat = policy
   engine, schedule = train.make_engine(config, shape, params, mesh), config.schedule
   played, groups = [], 0
@@ -155,7 +155,7 @@ def collect(config, mesh, policy, workdir: pathlib.Path) -> list[types.Trajector
 
 
 def fit(options: config_lib.Config, params, played, **shapes):
-  """Fits the model by the run's options, under a progress bar."""
+  """Fits the model with the run's options, under a progress bar."""
   steps = options.schedule.steps
   rate = optax.warmup_cosine_decay_schedule(0, 5e-4, 1 + steps // 40, steps + 1, 2.5e-5)
   with progress_lib.Progress(steps, label='Reward model') as progress:
@@ -173,7 +173,7 @@ def fit(options: config_lib.Config, params, played, **shapes):
 
 
 def report(name: str, scores, played: Sequence[types.Trajectory]) -> float:
-  """Prints what scores know of the success of episodes; returns the AUC."""
+  """Prints how well scores predict the episodes' success; returns the AUC."""
   success, groups = implicit_value.succeeds(played), np.array([t.group for t in played])
   auc = tables.auc(scores, success)
   margins = tables.pair_margins(scores, success, groups)

@@ -1,4 +1,4 @@
-"""Trains the tokenizers of models that we train ourselves."""
+"""Trains the tokenizers of models trained from scratch."""
 
 from collections.abc import Iterable, Sequence
 import json
@@ -10,7 +10,7 @@ from typing import Any
 from agent_r1_jax.agent import tokenizer
 
 SPECIAL_TOKENS = ('<|endoftext|>', '<|im_start|>', '<|im_end|>')
-# The brackets keep a control token different from anything that merges can build.
+# The brackets distinguish a control token from anything that merges can build.
 ADDED_TOKENS = (
   '<tool_call>',
   '</tool_call>',
@@ -22,9 +22,9 @@ ADDED_TOKENS = (
   '</think>',
 )
 
-# The pieces within which BPE merges: a word with its leading space, so that a name has
-# the same tokens in every text; a number of up to four digits (a year); a run of
-# punctuation (`{"`, `":`, `"}}`); a run of newlines.
+# The units within which BPE merges: a word with its leading space, so that a name has the
+# same tokens in every text; a number of up to four digits (a year); a run of punctuation
+# (`{"`, `":`, `"}}`); a run of newlines.
 _PIECES = '|'.join(
   (
     r' ?[\p{L}\p{M}]+',
@@ -48,7 +48,7 @@ def train(
   """Trains a lossless byte-level BPE tokenizer and writes it in Hugging Face layout.
 
   The ids are SPECIAL_TOKENS, ADDED_TOKENS, `more_tokens`, the 256 bytes and the merges,
-  in this order. The result depends on the texts, and not on their order or the machine.
+  in this order. The result depends on the texts, but not on their order or the machine.
 
   Control tokens in the texts are skipped. There are fewer than `vocab_size` ids if the
   texts have too few pairs. `more_tokens` are further texts of one token each.

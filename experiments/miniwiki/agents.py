@@ -1,8 +1,8 @@
-"""Two agents that were not written for this project; they play the quickstart's task.
+"""Two third-party agents that play the quickstart's task.
 
-One uses OpenAI's client alone, the other one pydantic-ai. Both only know the address of
-an endpoint. Their episodes are those of the native environment, token for token, as long
-as each call can be parsed; the first one also answers the others as ToolEnv does.
+One uses only OpenAI's client, the other pydantic-ai. Both know only the address of an
+endpoint. Their episodes equal the native environment's, token for token, as long as each
+call can be parsed; the first one also answers malformed calls as ToolEnv does.
 """
 
 from collections.abc import Awaitable, Callable
@@ -13,13 +13,13 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import tool as tool_lib
 
-# What an agent's program is: serve/program.py.
+# An agent's program; see serve/program.py.
 Run = Callable[[types.Task, str], Awaitable[None]]
 
 
 def with_openai(search: tool_lib.Tool) -> Run:
-  """An agent's loop, written with OpenAI's client."""
-  import openai  # noqa: F401  A missing package is named before anything is played.
+  """Makes an agent's loop, written with OpenAI's client."""
+  import openai  # noqa: F401  Fails early if the package is missing.
 
   async def play(task: types.Task, url: str):
     messages: list = [*task.messages]
@@ -41,7 +41,7 @@ def with_openai(search: tool_lib.Tool) -> Run:
 
 
 def with_pydantic_ai(search: tool_lib.Tool) -> Run:
-  """An agent of the library pydantic-ai."""
+  """Makes an agent with the library pydantic-ai."""
   import pydantic_ai
   from pydantic_ai.models.openai import OpenAIChatModel
   from pydantic_ai.providers.openai import OpenAIProvider
@@ -63,13 +63,13 @@ def with_pydantic_ai(search: tool_lib.Tool) -> Run:
       try:
         await agent.run(task.messages[0]['content'], model=model)
       except pydantic_ai.UnexpectedModelBehavior:
-        pass  # The library gives the policy up: that is the policy's fault.
+        pass  # The library gave up on the policy, whose fault it is.
 
   return play
 
 
 def _make_client(url: str) -> Any:
-  """Makes OpenAI's client; without TLS that takes .2 ms of the CPU, with it 26."""
+  """Makes OpenAI's client without TLS, which takes .2 ms of CPU time instead of 26."""
   import openai
 
   http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
@@ -77,7 +77,7 @@ def _make_client(url: str) -> Any:
 
 
 async def _call(search: tool_lib.Tool, arguments: str) -> str:
-  """Runs a call whose arguments the policy wrote, or says what is wrong with them."""
+  """Runs a call with arguments that the policy wrote, or returns the error in them."""
   try:
     given = json.loads(arguments)
   except ValueError:

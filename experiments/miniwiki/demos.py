@@ -1,8 +1,8 @@
 """Supervised text for a base policy: imperfect demonstrations, and practice items.
 
-Demonstrations act against the real retriever, so a bad query gets what the index returns.
-Every reply to a passage first says what it found (`The founder is Olgan Tirel.`), except
-where the demonstration is careless; practice items use the same sentences.
+Demonstrations use the real retriever, so a bad query gets what the index returns. Every
+reply to a passage first says what it found (`The founder is Olgan Tirel.`), except in
+careless demonstrations; practice items use the same sentences.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,11 +16,11 @@ from agent_r1_jax.retrieval import documents
 from experiments.miniwiki import questions as questions_lib
 from experiments.miniwiki import world as world_lib
 
-# What becomes of a demonstration. 'stop': answers after the first hop; 'relation': asks
-# for the wrong relation; 'partial': searches with one word of a name; 'repeat': searches
-# the same again, then answers; 'another': takes another value of the passage; 'guess':
-# answers without a search. Most stop too early, so that a greedy policy does too, while a
-# quarter of the samples show how it is done: what RL has to find.
+# The fates of demonstrations. 'stop': answers after the first hop; 'relation': asks for
+# the wrong relation; 'partial': searches with one word of a name; 'repeat': repeats the
+# search, then answers; 'another': takes another value of the passage; 'guess': answers
+# without a search. Most stop too early, so that a greedy policy does too, while a quarter
+# of the samples are right: RL has to find these.
 MIXTURE = {
   'right': 0.25,
   'stop': 0.59,
@@ -30,7 +30,7 @@ MIXTURE = {
   'another': 0.03,
   'guess': 0.02,
 }
-# What is practised.
+# The kinds of practice items.
 PRACTICE = {
   'lookup': 0.30,
   'chain': 0.20,
@@ -44,13 +44,13 @@ PRACTICE = {
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-  """A whole conversation, and whether its prompt offers the search tool.
+  """A complete conversation, and whether its prompt offers the search tool.
 
   Attributes:
-    messages: Ends with the assistant's last reply.
+    messages: End with the assistant's last reply.
     tools: Whether the search tool is in the prompt.
-    kind: The mixture's or the practice's key.
-    task: What was asked, for a demonstration.
+    kind: A key of the mixture or of the practice.
+    task: The task, for a demonstration.
   """
 
   messages: list[types.Message]
@@ -71,18 +71,18 @@ def examples(
   world_size: int = 600,
   examples_per_world: int = 2000,
 ) -> Iterator[Example]:
-  """Yields `n` examples over as many worlds as it takes, so that no name is seen often.
+  """Yields `n` examples over as many worlds as needed, so that no name is seen often.
 
   Args:
-    seed: The seed of everything random.
-    n: How many.
+    seed: The seed of all randomness.
+    n: The number of examples.
     make_search: Makes the search (query -> the tool's text) of a world's documents.
     split: The split whose words make the names.
     mixture: Shares of the demonstrations' fates; keys of MIXTURE.
-    practice_share: How many of the examples are practice items.
+    practice_share: The share of practice items.
     practice_mix: Shares of the kinds of practice; keys of PRACTICE.
-    world_size: Passages a world.
-    examples_per_world: After how many a new world begins.
+    world_size: Passages per world.
+    examples_per_world: Examples per world.
   """
   rng = random.Random(f'miniwiki examples {seed} {split}')
   for start in range(0, n, examples_per_world):
@@ -104,10 +104,10 @@ def examples(
 
 
 def tokenizer_texts(items: Iterable[Example]) -> Iterator[str]:
-  """What a tokenizer for these conversations is trained on: contents and role names.
+  """Yields the texts to train a tokenizer on: contents and role names.
 
-  A year is cut before its last digit, so that every year becomes two tokens: the decade,
-  by which years are compared, and a digit.
+  A year is split before its last digit, so that every year becomes two tokens: the
+  decade, by which years are compared, and a digit.
   """
   yield 'system\nTools: search'
   for item in items:
@@ -123,7 +123,7 @@ def demonstration(
   search: Callable[[str], str],
   mixture: Mapping[str, float] = MIXTURE,
 ) -> Example:
-  """One episode, right or wrong as the mixture says."""
+  """Makes one episode, right or wrong as `mixture` says."""
   if unknown := set(mixture) - set(MIXTURE):
     raise ValueError(f'mixture: unknown {sorted(unknown)}; use {", ".join(MIXTURE)}')
   fate = rng.choices(list(mixture), list(mixture.values()))[0]
@@ -134,7 +134,7 @@ def demonstration(
 
 
 class _Episode:
-  """Writes a conversation down; `said` waits for the next reply."""
+  """Records a conversation; `said` waits for the next reply."""
 
   def __init__(self, task, world, search):
     self.task, self.world, self._search = task, world, search
@@ -142,7 +142,7 @@ class _Episode:
     self.said = ''
 
   def search(self, name, relation) -> str:
-    """Searches, and returns the title of the passage that a reader would take."""
+    """Searches, and returns the title of the passage that a reader would choose."""
     query = f' {name} {relation}' if name else f' {relation}'
     call = call_formats.HERMES.render(calls.ToolCall('search', {'query': query}))
     said = self.said + '\n' if self.said else ''
@@ -167,28 +167,28 @@ class _Episode:
 
 
 def answer(name: str) -> str:
-  """An answer; the space before a name keeps its tokens the same everywhere."""
+  """Writes an answer; the space before a name keeps its tokens the same everywhere."""
   return f'<answer> {name}</answer>'
 
 
 def found(relation: str, value: str) -> str:
-  """The sentence that says what a passage gave."""
+  """Writes the sentence that states what a passage gave."""
   return f'The {relation} is {value}.'
 
 
 def dated(year: str, name: str) -> str:
-  """The sentence that says an entity's year, which comes first to lead to the name."""
+  """Writes the sentence with an entity's year, which comes first to lead to the name."""
   return f'The year is {year} for {name}.'
 
 
 def compared(sign: str, read: list[tuple[str, str]]) -> tuple[str, str]:
-  """The sentence that says which of two (year, name) won, and the name."""
+  """Writes which of two (year, name) won; returns that sentence and the name."""
   year, name = (min if sign == 'earlier' else max)(read)
   return f'The {sign} is {year} for {name}.', name
 
 
 def _follow(episode, rng, fate):
-  """A bridge question's episode."""
+  """Plays a bridge question."""
   task, world = episode.task, episode.world
   relations, name = task.info['relations'], task.info['chain'][0]
   if fate == 'guess':
@@ -213,7 +213,7 @@ def _follow(episode, rng, fate):
 
 
 def _compare(episode, rng, fate):
-  """A comparison's episode; whoever has not read both years answers by chance."""
+  """Plays a comparison; answers by chance unless both years were read."""
   info, facts = episode.task.info, episode.world.facts
   where, read = rng.randrange(2), []
   for i, name in enumerate(info['chain'] if fate != 'guess' else ()):
@@ -235,12 +235,12 @@ def _compare(episode, rng, fate):
 
 
 def _other(rng, facts, relation) -> str:
-  """Another relation of an entity, never its year."""
+  """Returns another relation of an entity, never its year."""
   return rng.choice([r for r in facts if r not in (relation, 'year')])
 
 
 def _partial(rng, world, name) -> str:
-  """A word of a name that others share too, or nothing of it."""
+  """Returns a word of a name that others share, or ''."""
   shared = [w for w in name.split() if len(world.by_word.get(w, ())) > 1]
   return rng.choice(shared or [''])
 
@@ -251,7 +251,7 @@ def practice(
   search: Callable[[str], str],
   mix: Mapping[str, float] = PRACTICE,
 ) -> Example:
-  """One practice item, drawn as `mix` says; always right, except 'direct'."""
+  """Makes one practice item, sampled by `mix`; always right, except 'direct'."""
   kind = rng.choices(list(mix), list(mix.values()))[0]
   make = {
     'lookup': _lookup,
@@ -272,12 +272,12 @@ def practice(
 
 
 def with_passages(passages: str, question: str) -> str:
-  """The prompt of retrieval-augmented answering: passages as the tool renders them."""
+  """Makes the prompt with retrieved passages, as the tool renders them."""
   return f'{passages}\n{question}'
 
 
 def _passages(world, rng, titles, n) -> str:
-  """Passages of `titles`, and up to `n` in all, shuffled, as the tool renders them.
+  """Renders `titles` and others, up to `n` passages in total, shuffled, as the tool does.
 
   Half of the others share a word with one of the titles.
   """
@@ -299,7 +299,7 @@ def _bridge(world, rng, hops):
 
 
 def _lookup(world, rng):
-  """One to three passages, a one-hop question."""
+  """Makes one to three passages and a one-hop question."""
   question, value, info = _bridge(world, rng, 1)
   passages = _passages(world, rng, info['chain'], rng.choice((1, 1, 2, 3)))
   reply = f'{found(info["relations"][0], value)} {answer(value)}'
@@ -307,7 +307,7 @@ def _lookup(world, rng):
 
 
 def _chain(world, rng):
-  """All the passages of a two- or three-hop question, and perhaps one more."""
+  """Makes all the passages of a two- or three-hop question, and sometimes one more."""
   hops = rng.choice((2, 2, 2, 3))
   question, value, info = _bridge(world, rng, hops)
   passages = _passages(world, rng, info['chain'], rng.randint(hops, 3))
@@ -317,7 +317,7 @@ def _chain(world, rng):
 
 
 def _compare_passages(world, rng):
-  """Both passages of a comparison; the years are recalled in the passages' order."""
+  """Makes a comparison's passages; the years are recalled in the passages' order."""
   wording = rng.choice(('natural', 'nested'))
   question, value, info = questions_lib.comparison(world, rng, wording, rng.randrange(4))
   passages = _passages(world, rng, info['chain'], rng.randint(2, 3))
@@ -328,7 +328,7 @@ def _compare_passages(world, rng):
 
 
 def _single(world, rng, search):
-  """A one-hop question with the search tool."""
+  """Makes a one-hop question with the search tool."""
   question, value, info = _bridge(world, rng, 1)
   task = questions_lib.task('single', question, value, info)
   episode = _Episode(task, world, search)
@@ -337,7 +337,7 @@ def _single(world, rng, search):
 
 
 def _names(world, rng):
-  """Lists of names to repeat, or to find what followed; names of the whole split."""
+  """Makes lists of names to repeat, or to continue; names of the entire split."""
   words = world_lib.words(world.split)
   names = [
     ' '.join(rng.sample(words, rng.randint(1, 2))) for _ in range(rng.randint(3, 7))
@@ -350,7 +350,7 @@ def _names(world, rng):
 
 
 def _years(world, rng):
-  """Two years, with or without names, and which is earlier or later."""
+  """Makes two years, with or without names, and which is earlier or later."""
   sign = rng.choice(('earlier', 'later'))
   while True:
     years = [str(rng.choice(world_lib.YEARS)) for _ in range(2)]
@@ -367,7 +367,7 @@ def _years(world, rng):
 
 
 def _direct(world, rng):
-  """A question and nothing else: a name of the right kind, by chance."""
+  """Makes a bare question; the answer is a random name of the right kind."""
   wording = rng.choice(('natural', 'nested'))
   if rng.random() < 0.25:
     question, _, info = questions_lib.comparison(world, rng, wording, rng.randrange(4))

@@ -1,4 +1,4 @@
-"""The quickstart with an agent that knows nothing but the address of an endpoint.
+"""The quickstart with an agent that knows only the address of an endpoint.
 
   python -m experiments.miniwiki.endpoint --agent=openai --workdir=runs/openai
   python -m experiments.miniwiki.endpoint --agent=pydantic_ai --workdir=runs/pydantic_ai

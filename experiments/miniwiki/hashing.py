@@ -10,7 +10,7 @@ import numpy as np
 
 from agent_r1_jax.retrieval import documents
 
-# Signs of a word's vector: what one BLAKE2b digest holds. Recall@5 on HotpotQA at
+# Signs of a word's vector: as many as one BLAKE2b digest holds. Recall@5 on HotpotQA at
 # dim 1024 with 1, 2, 4, 16 of them: .59, .69, .71, .72.
 _SIGNS = 16
 
@@ -18,21 +18,21 @@ _SIGNS = 16
 class HashingEncoder:
   """Texts as Σ_w (1 + log tf) · idf(w) · r(w), scaled to length 1.
 
-  r(w) has 16 signs at the places where the hash of the word puts them (a sparse
-  Johnson-Lindenstrauss projection: Kane and Nelson 2014), so that inner products are
-  the cosines of tf-idf with noise of 1/√dim, the same on every machine. A word never
-  seen has its vector too, and the highest idf. Where a text has several lines, the
-  first is its title, whose words count `title_weight` times.
+  r(w) has 16 signs at positions given by the word's hash (a sparse Johnson-Lindenstrauss
+  projection: Kane and Nelson 2014), so that inner products are the cosines of tf-idf with
+  noise of 1/√dim, the same on every machine. Unseen words have vectors too, and the
+  highest idf. If a text has several lines, the first is its title, whose words count
+  `title_weight` times.
   """
 
   def __init__(self, dim: int = 512, seed: int = 0, title_weight: float = 3.0):
-    """Makes an encoder in which every word weighs the same, until `fit`.
+    """Makes an encoder in which all words have the same weight, until `fit`.
 
     Args:
       dim: Size of a vector; recall@5 on HotpotQA's 28,757 passages is .69 at 512, .71 at
-        1024, .72 at 2048; a few thousand short passages do with 512.
-      seed: Another seed hashes to other places.
-      title_weight: The count of each word of the title, at least 1.
+        1024, .72 at 2048; 512 suffices for a few thousand short passages.
+      seed: Another seed hashes to other positions.
+      title_weight: The count of each title word, at least 1.
     """
     if title_weight < 1:
       raise ValueError(f'title_weight is {title_weight}; it must be at least 1')
@@ -44,7 +44,7 @@ class HashingEncoder:
     self._slots = functools.lru_cache(maxsize=1 << 17)(self._hash)
 
   def fit(self, texts: Iterable[str]) -> 'HashingEncoder':
-    """Takes the document frequencies of words from the texts; returns itself."""
+    """Counts the document frequencies of words in the texts; returns itself."""
     self._texts, self._frequency = 0, collections.Counter()
     for text in texts:
       self._texts += 1
@@ -52,7 +52,7 @@ class HashingEncoder:
     return self
 
   def encode(self, texts: Sequence[str]) -> np.ndarray:
-    """float32 [n, dim] with rows of length 1; a text without words gives zeros."""
+    """Returns float32 [n, dim] with rows of length 1; zeros for a text without words."""
     vectors = np.array([self._encode(text) for text in texts], np.float32)
     return vectors.reshape(-1, self.dim)
 
@@ -75,6 +75,6 @@ class HashingEncoder:
     return math.log(1 + (self._texts - frequency + 0.5) / (frequency + 0.5))
 
   def _hash(self, word):
-    """int64 [16]: places in [0, 2·dim); the upper half stands for the sign -1."""
+    """Returns int64 [16]: positions in [0, 2·dim); the upper half means the sign -1."""
     digest = hashlib.blake2b(word.encode('utf-8', 'replace'), salt=self._salt).digest()
     return np.frombuffer(digest, '<u4').astype(np.int64) % (2 * self.dim)

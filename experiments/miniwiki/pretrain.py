@@ -2,9 +2,9 @@
 
   python -m experiments.miniwiki.pretrain --out=runs/base
 
-It learns to read, to copy names and to call the search tool, but not to do it well: three
-in four demonstrations are wrong in one way or another. Its worlds share no word of a name
-with those of RL or of the tests.
+It learns to read, to copy names and to call the search tool, but not well: three in four
+demonstrations are wrong in some way. Its worlds share no word of a name with the worlds
+of RL or of the tests.
 """
 
 import pathlib

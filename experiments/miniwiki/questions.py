@@ -12,13 +12,13 @@ from experiments.miniwiki.relations import Relation
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-  """How a data set asks.
+  """A data set's style of questions.
 
   Attributes:
-    mix: Shares of the kinds: a number is a bridge of so many hops, or 'comparison'.
-    wordings: 'natural' or 'nested', drawn uniformly.
-    held_out: Every chain holds a pair of relations that no training question has; if
-      False, none does.
+    mix: Shares of the kinds: a number is a bridge with that many hops, or 'comparison'.
+    wordings: 'natural' or 'nested', sampled uniformly.
+    held_out: If True, every chain has a pair of relations that no training question has;
+      if False, none does.
   """
 
   mix: dict[int | str, float]
@@ -35,10 +35,10 @@ STYLES = {
 
 
 def _pairs() -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
-  """Compositions of two relations, and the quarter of them that is held out.
+  """Returns compositions of two relations, and the quarter of them that is held out.
 
-  A kind that only one relation leads to keeps all its own, so that every relation is
-  trained at some second place.
+  A kind with only one incoming relation keeps all its pairs, so that every relation is
+  trained in some second position.
   """
   every, held_out = set(), set()
   for kind in relations_lib.KINDS:
@@ -58,7 +58,7 @@ PAIRS, HELD_OUT = map(frozenset, _pairs())
 
 @functools.cache
 def paths(hops: int, held_out: bool) -> tuple[tuple[Relation, ...], ...]:
-  """All chains of relations of a length, with or without held-out pairs."""
+  """Returns all chains of relations of a length, with or without held-out pairs."""
   chains = [(r,) for r in relations_lib.EDGES]
   for _ in range(hops - 1):
     chains = [
@@ -79,19 +79,19 @@ def holds_out(relations) -> bool:
 def questions(
   world: world_lib.World, n: int, style: str, seed: int, prefix: str = ''
 ) -> list[types.Task]:
-  """Draws `n` different questions; the kinds keep the style's shares exactly.
+  """Samples `n` different questions; the kinds have exactly the style's shares.
 
   Args:
-    world: What is asked about.
-    n: How many.
+    world: The world.
+    n: The number of questions.
     style: One of STYLES.
-    seed: The seed that samples the questions.
-    prefix: What the tasks' ids begin with.
+    seed: The seed of the sampling.
+    prefix: The prefix of the tasks' ids.
 
   Returns:
-    Tasks whose one message is the question. `answer` is a list of accepted names; `info`
-    holds question, kind, hops, relations, chain (titles to look up, in order) and
-    wording, for comparisons also years and sign ('earlier' or 'later').
+    Tasks whose only message is the question. `answer` is a list of accepted names; `info`
+    has question, kind, hops, relations, chain (titles to look up, in order) and wording,
+    for comparisons also years and sign ('earlier' or 'later').
 
   Raises:
     ValueError: The world has too few different questions.
@@ -122,13 +122,13 @@ def questions(
 
 
 def task(name: str, question: str, answer: str, info: dict) -> types.Task:
-  """A task whose one message is the question."""
+  """Makes a task whose only message is the question."""
   message = {'role': 'user', 'content': question}
   return types.Task(name, [message], [answer], {**info, 'question': question})
 
 
 def _quota(mix, n) -> list[int | str]:
-  """`n` kinds in the mix's shares, the first kind taking what rounding leaves."""
+  """Returns `n` kinds in the mix's shares; the first kind absorbs rounding."""
   counts = {kind: round(n * portion) for kind, portion in mix.items()}
   first = next(iter(counts))
   counts[first] += n - sum(counts.values())
@@ -138,9 +138,9 @@ def _quota(mix, n) -> list[int | str]:
 def bridge(
   world: world_lib.World, rng: random.Random, hops: int, wording: str, held_out: bool
 ) -> tuple[str, str, dict]:
-  """A question whose every hop's value is the next hop's subject.
+  """Makes a question in which every hop's value is the next hop's subject.
 
-  The chain never visits a title twice, and no passage before the last names the answer.
+  The chain never visits a title twice, and only the last passage names the answer.
 
   Returns:
     Question, answer, info.
@@ -177,16 +177,16 @@ def _ask(rng, path, entity, wording) -> str:
   return rng.choice(path[-1].asks).replace('{x}', entity)
 
 
-# The least difference of compared years.
+# The minimum difference between compared years.
 APART = 10
 
 
 def comparison(
   world: world_lib.World, rng: random.Random, wording: str, number: int
 ) -> tuple[str, str, dict]:
-  """Which of two entities of a kind is earlier, or later.
+  """Asks which of two entities of a kind is earlier, or later.
 
-  The years lie ten or more apart. Over four consecutive numbers, earlier and later, first
+  The years are ten or more apart. Over four consecutive numbers, earlier and later, first
   and second named are balanced.
 
   Returns:

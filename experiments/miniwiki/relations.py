@@ -1,4 +1,4 @@
-"""What a miniwiki world can say: kinds of entities, relations, and their wordings."""
+"""The vocabulary of miniwiki worlds: kinds of entities, relations, and their wordings."""
 
 import dataclasses
 import pathlib
@@ -15,8 +15,8 @@ class Relation:
     target: Kind of the value; 'river', 'language' and 'year' have no passages.
     texts: Sentences for passages; {s} subject, {p} its possessive, {v} value. The first
       has {s}, so that it can open a passage.
-    asks: Natural questions about {x}; empty for years, which comparisons ask for.
-    phrases: Natural noun phrases for the value, where it can be a subject again.
+    asks: Natural questions about {x}; empty for years, which only comparisons use.
+    phrases: Natural noun phrases for the value, if it can be a subject in turn.
   """
 
   name: str
@@ -31,9 +31,9 @@ _FILE = pathlib.Path(__file__).with_suffix('.toml')
 _READ = tomllib.loads(_FILE.read_text(encoding='utf-8'))
 # The kinds of entities that have passages, and their shares of a world.
 KINDS: dict[str, float] = _READ['kinds']
-# Kind to (what happened, noun of the year): what comparisons ask for.
+# From a kind to (event, noun of the year), for comparisons.
 DATED: dict[str, tuple[str, str]] = {k: tuple(v) for k, v in _READ['dated'].items()}
-# Relations between entities: what bridges are built of.
+# Relations between entities, from which bridges are built.
 EDGES = tuple(
   Relation(
     of['name'],

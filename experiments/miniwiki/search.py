@@ -2,9 +2,9 @@
 
   agent-r1-jax quickstart --workdir=runs/quickstart
 
-GRPO with the paper's reward on miniwiki, from the small base policy kept beside this
-script. On 2 idle CPU cores: 3 minutes, the tables included. Episodes of
-the tables are kept in WORKDIR/episodes, and only missing ones are played.
+GRPO with the paper's reward on miniwiki, from the small base policy in this folder. On 2
+idle CPU cores it takes 3 minutes, the tables included. The tables' episodes are stored in
+WORKDIR/episodes, and only missing ones are played.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """The three shapes of an agent (figure 1 of arXiv 2511.14460) on miniwiki.
 
-- Workflow: a fixed program searches, lets the model read, searches what it named, ...
+- Workflow: a fixed program searches, lets the model read, searches its answer, ...
 - Agentic workflow: a loop of ReAct's form, in which the model chooses the searches.
-- Autonomous agent: the tools stand in the chat template, and the model was trained with
+- Autonomous agent: the tools are in the chat template, and the model was trained with
   them.
 """
 
@@ -17,7 +17,7 @@ from experiments import comparison
 from experiments.miniwiki import demos
 from experiments.miniwiki import tasks as miniwiki
 
-# The quickstart's configuration: the policy beside this file, and how it is trained.
+# The quickstart's configuration: the policy in this folder, and its training.
 CONFIG = config_lib.Config(
   model=config_lib.Model(path=str(pathlib.Path(__file__).parent / 'model')),
   schedule=config_lib.Schedule(steps=40, tasks=16, samples=8, eval_every=10),
@@ -26,7 +26,7 @@ CONFIG = config_lib.Config(
   engine=config_lib.Engine(slots=448, decode_steps=16, replicas=2),
 )
 REACT = '{question}\nThought, Action, Observation.'
-READS = 4  # The searches of a workflow: three hops, and one that may fail.
+READS = 4  # The searches of a workflow: three hops, and a spare one.
 
 
 def methods(sets: comparison.Sets, world: int) -> dict[str, comparison.Method]:
@@ -47,7 +47,7 @@ def methods(sets: comparison.Sets, world: int) -> dict[str, comparison.Method]:
 
 
 def react_task(task: types.Task) -> types.Task:
-  """Asks the question in ReAct's form, as briefly as the small policy needs it."""
+  """Asks the question in ReAct's form, as briefly as the small policy needs."""
   content = REACT.format(question=task.info['question'])
   return task.ask(content)
 
@@ -55,7 +55,7 @@ def react_task(task: types.Task) -> types.Task:
 class Workflow:
   """A program that searches READS times and lets the model read all passages each time.
 
-  The first query is the question, and each further one is what the model answered. Each
+  The first query is the question, and each further one is the model's last answer. Each
   prompt is a new context; the last answer counts.
   """
 
@@ -63,12 +63,12 @@ class Workflow:
     self._tool = search_tool
 
   async def reset(self, task: types.Task) -> list[types.Message]:
-    """Begins with what the question itself finds."""
+    """Begins with the passages found for the question."""
     self._task, self._passages, self._searches = task, [], 0
     return await self._search(task.info['question'])
 
   async def step(self, reply: str) -> types.Step:
-    """Searches what the reply answers; scores the last reply."""
+    """Searches the reply's answer; scores the last reply."""
     answer = qa.extract_answer(reply)
     if self._searches < READS and answer:
       return types.Step(await self._search(answer), fresh=True)

@@ -1,8 +1,8 @@
 """miniwiki: a generated encyclopedia and multi-hop questions about it.
 
-Nothing of it can be memorised: a word of a name belongs to exactly one split (see
-world.py), and the out-of-domain set composes relations as no training question
-does (see questions.py). Equal arguments give equal bytes in every process.
+Nothing in it can be memorised: a word of a name belongs to exactly one split (see
+world.py), and the out-of-domain set composes relations as no training question does (see
+questions.py). Equal arguments give equal bytes in every process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from experiments.miniwiki import demos, hashing
 from experiments.miniwiki import questions as questions_lib
 from experiments.miniwiki import world as world_lib
 
-# Data set to (style, part of the split's words): each set has a world of its own.
+# From a data set to (style, part of the split's words): each set has its own world.
 SETS = {
   'miniwiki-hotpot': ('hotpot', 0),
   'miniwiki-2wiki': ('2wiki', 1),
@@ -40,11 +40,11 @@ def _world(seed, split, part) -> world_lib.World:
 
 
 def train_tasks(seed: int, n: int) -> list[types.Task]:
-  """Questions for RL, both in-domain styles by halves, mixed.
+  """Makes questions for RL: half of them in each in-domain style, mixed.
 
   Args:
     seed: The seed of the world and of the questions.
-    n: How many.
+    n: The number of questions.
   """
   world = _world(seed, 'train', None)
   make = functools.partial(questions_lib.questions, world, prefix='train-')
@@ -54,13 +54,13 @@ def train_tasks(seed: int, n: int) -> list[types.Task]:
 
 
 def test_set(name: str, n: int, seed: int, split: str = 'test') -> list[types.Task]:
-  """A data set for evaluation.
+  """Makes a data set for evaluation.
 
   Args:
     name: One of SETS.
-    n: How many questions.
+    n: The number of questions.
     seed: The seed of the world and of the questions.
-    split: 'test' for numbers to report, 'dev' for choosing settings.
+    split: 'test' for reported numbers, 'dev' for choosing settings.
   """
   if name not in SETS:
     raise ValueError(f'name: {name!r} is none of {", ".join(SETS)}')
@@ -72,7 +72,7 @@ def test_set(name: str, n: int, seed: int, split: str = 'test') -> list[types.Ta
 
 
 def corpus(seed: int, split: str) -> list[documents.Document]:
-  """All passages of a split: one world's, or those of the three worlds of the sets."""
+  """Returns all passages of a split: of one world, or of the sets' three worlds."""
   parts = range(world_lib.PARTS) if split in ('dev', 'test') else [None]
   return [d for part in parts for d in _world(seed, split, part).documents]
 
@@ -84,13 +84,13 @@ def make_index(passages: Sequence[documents.Document]) -> dense.Dense:
 
 
 def make_search(passages: Sequence[documents.Document]) -> Callable[[str], str]:
-  """Makes the function from a query to what the search tool answers."""
+  """Makes the function from a query to the search tool's answer."""
   found = make_index(passages)
   return lambda query: documents.render(found.search([query], 1)[0])
 
 
 def index(seed: int) -> dense.Dense:
-  """Makes one FAISS index of the passages of all splits: the world's encyclopedia."""
+  """Makes one FAISS index of all splits' passages: the world's encyclopedia."""
   return make_index([d for s in ('train', 'dev', 'test') for d in corpus(seed, s)])
 
 
@@ -100,13 +100,13 @@ def demonstrations(
   seed: int,
   find: Callable[[str], str],
 ) -> Iterator[list[types.Message]]:
-  """Right conversations on questions of `train_tasks`, for ever.
+  """Yields right conversations on questions of `train_tasks`, endlessly.
 
   Args:
     tasks: Tasks from train_tasks(world, ...).
     world: The seed of their world.
     seed: The seed of the order and of the choices.
-    find: What the search tool answers to a query.
+    find: From a query to the search tool's answer.
   """
   rng, facts = random.Random(f'miniwiki right {seed}'), _world(world, 'train', None)
   while True:
@@ -115,7 +115,7 @@ def demonstrations(
 
 
 def rag_task(task: types.Task, hits: Sequence[documents.Hit]) -> types.Task:
-  """The same task with passages before the question, in the form that was practised."""
+  """Puts passages before the question, in the form used in practice."""
   passages = documents.render(hits)
   content = demos.with_passages(passages, task.info['question'])
   return task.ask(content)

@@ -1,9 +1,9 @@
 """A generated encyclopedia: invented names, typed relations, short passages.
 
-Every world is a function of (seed, split, size, part) alone: the same bytes in every
-process. A word of a name is a start and an end syllable, and belongs to exactly one split
-(and, in 'dev' and 'test', to one of three parts), so no word of a test entity was ever
-trained on, while all its syllables were. Only words such as 'University' are everywhere.
+Every world depends only on (seed, split, size, part): the same bytes in every process. A
+word of a name is a start and an end syllable, and belongs to exactly one split (and, in
+'dev' and 'test', to one of three parts), so no word of a test entity was ever trained on,
+while all its syllables were. Only words such as 'University' are everywhere.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import zlib
 from agent_r1_jax.retrieval.documents import Document
 from experiments.miniwiki import relations as relations_lib
 
-# Of 20 shares of the words. 'base': supervised base policy; 'train': RL; 'dev': choosing
+# In twentieths of the words. 'base': supervised base policy; 'train': RL; 'dev': choosing
 # settings; 'test': reported numbers.
 SPLITS = {
   'base': range(0, 8),
@@ -43,7 +43,7 @@ _TYPE_WORDS = {
 
 @functools.cache
 def syllables() -> tuple[tuple[str, ...], tuple[str, ...]]:
-  """The 180 start and 150 end syllables; a word decomposes in one way only."""
+  """Returns the 180 start and 150 end syllables; a word has only one decomposition."""
   rng = random.Random('miniwiki syllables')
   starts = [o + v + c for o in _ONSETS for v in 'aeiou' for c in _CODAS]
   rude = ('Bum', 'Cum', 'Cun', 'Kun', 'Ni')
@@ -53,7 +53,7 @@ def syllables() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def share(word: str) -> tuple[str, int]:
-  """The one split and the one part that a name's word belongs to."""
+  """Returns the split and the part that a name's word belongs to."""
   number = zlib.crc32(word.encode())
   split = next(name for name, shares in SPLITS.items() if number % 20 in shares)
   return split, number // 20 % PARTS
@@ -67,7 +67,7 @@ def _shares() -> dict[str, tuple[str, int]]:
 
 @functools.cache
 def words(split: str, part: int | None = None) -> tuple[str, ...]:
-  """All words of a split (about 5,400 for a fifth), or of one part of it."""
+  """Returns all words of a split (about 5,400 for a fifth), or of one part of it."""
   return tuple(w for w, (s, p) in _shares().items() if s == split and part in (None, p))
 
 
@@ -77,9 +77,9 @@ class World:
 
   Attributes:
     split: The split whose words make the names.
-    documents: One passage an entity, titles unique.
-    kinds: Title to kind.
-    facts: Title to {relation: value}; years are strings.
+    documents: One passage per entity, with unique titles.
+    kinds: From title to kind.
+    facts: From title to {relation: value}; years are strings.
   """
 
   split: str
@@ -89,12 +89,12 @@ class World:
 
   @functools.cached_property
   def passages(self) -> dict[str, str]:
-    """Title to text."""
+    """From title to text."""
     return {d.title: d.text for d in self.documents}
 
   @functools.cached_property
   def by_kind(self) -> dict[str, list[str]]:
-    """Kind to titles, in order."""
+    """From kind to titles, in order."""
     titles = {kind: [] for kind in relations_lib.KINDS}
     for title, kind in self.kinds.items():
       titles[kind].append(title)
@@ -102,7 +102,7 @@ class World:
 
   @functools.cached_property
   def by_word(self) -> dict[str, list[str]]:
-    """A name's word to the titles that hold it."""
+    """From a name's word to the titles that contain it."""
     titles = {}
     for title in self.kinds:
       for word in title.split():
@@ -114,10 +114,10 @@ def world(seed: int, split: str, size: int = 900, part: int | None = None) -> Wo
   """Makes a world.
 
   Args:
-    seed: Worlds of different seeds are independent draws from the split's words.
+    seed: Worlds of different seeds are independent samples of the split's words.
     split: One of SPLITS.
     size: Number of passages; at least 100.
-    part: Restricts the words to one of PARTS disjoint parts of the split's.
+    part: Restricts the words to one of PARTS disjoint parts of the split's words.
 
   Returns:
     The world; the same for the same arguments, in every process.
@@ -143,7 +143,7 @@ def world(seed: int, split: str, size: int = 900, part: int | None = None) -> Wo
 
 
 def _titles(rng, counts, pool) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-  """Titles by kind, and the names of what has no passage; uses up words of `pool`."""
+  """Samples titles by kind, and names without passages; uses up words of `pool`."""
 
   def take(n):
     taken, pool[:] = pool[:n], pool[n:]
@@ -152,7 +152,7 @@ def _titles(rng, counts, pool) -> tuple[dict[str, list[str]], dict[str, list[str
     return taken
 
   def pairs(n, firsts, lasts):
-    # Each word is in about four names: these are the distractors.
+    # Each word is in about four names, which are the distractors.
     every = [f'{a} {b}' for a in firsts for b in lasts]
     return rng.sample(every, n)
 
@@ -174,7 +174,7 @@ def _titles(rng, counts, pool) -> tuple[dict[str, list[str]], dict[str, list[str
 
 
 def _facts(rng, titles) -> dict[str, dict[str, str]]:
-  """Draws every relation's value; spouses are mutual."""
+  """Samples every relation's value; spouses are mutual."""
   people = rng.sample(titles['person'], len(titles['person']) // 2 * 2)
   half = len(people) // 2
   spouses = dict(zip(people[:half], people[half:], strict=True))
@@ -204,7 +204,7 @@ def _value(rng, relation, titles) -> str:
 
 
 def _passage(rng, kind, title, facts) -> str:
-  """Three to five sentences in random order; the first names the entity."""
+  """Writes three to five sentences in random order; the first names the entity."""
   relations = [r for r in relations_lib.OF_KIND[kind] if r.name in facts]
   rng.shuffle(relations)
   if kind == 'person':

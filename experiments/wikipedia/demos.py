@@ -1,4 +1,4 @@
-"""Right demonstrations of rows: a search for each passage that a row names."""
+"""Right demonstrations for a data set's rows: a search for each passage a row names."""
 
 from collections.abc import Callable, Mapping, Sequence
 import re
@@ -14,13 +14,13 @@ def demonstrate(
   search: Callable[[str], Sequence[Hit]],
   render: Callable[[Sequence[Hit]], str],
 ) -> list[types.Message] | None:
-  """Searches for each supporting passage by its name, as what was read before has it.
+  """Searches for each supporting passage by its name, as earlier passages write it.
 
   Args:
-    task: The row as the agent is asked; `info` names the supporting titles.
+    task: The row in the agent's form; `info` names the supporting titles.
     by_title: The passages.
-    search: What the search tool finds.
-    render: How the search tool writes it.
+    search: The search tool's results.
+    render: The search tool's formatting.
 
   Returns:
     The conversation; None if names do not lead to all passages and to the answer.
@@ -50,11 +50,11 @@ def demonstrate(
 
 
 def _name(title: str) -> str:
-  """A title without what tells it from its namesakes: 'Rush (band)' is called Rush."""
+  """Removes the disambiguation from a title: 'Rush (band)' becomes 'Rush'."""
   return re.sub(r' \([^()]*\)$', '', title)
 
 
 def _mention(text: str, words: str) -> str | None:
-  """Words as a text writes them, whatever the case; None if they are not in it."""
+  """Returns words as a text writes them, ignoring case; None if it does not."""
   match = re.search(rf'(?<!\w){re.escape(words)}(?!\w)', text, re.IGNORECASE)
   return match.group() if match else None

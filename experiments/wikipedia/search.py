@@ -1,16 +1,16 @@
-r"""Multi-turn RL with a search tool on real questions of several hops: the paper's task.
+r"""Multi-turn RL with a search tool on real multi-hop questions: the paper's task.
 
   python -m experiments.wikipedia.search --data=$AGENT_R1_DATA/hotpotqa \
     --config.model.path=DIR
 
 DIR is an instruct model in Hugging Face layout; its tokenizer and chat template are used
-(docs/memory.md has the command for one GPU of 80 GB). Any folder of corpus.jsonl.gz and
-train.jsonl.gz will do as --data: HotpotQA, 2WikiMultihopQA, MuSiQue.
+(docs/memory.md has the command for one GPU of 80 GB). --data may be any folder with
+corpus.jsonl.gz and train.jsonl.gz: HotpotQA, 2WikiMultihopQA, MuSiQue.
 
 Prints a table: direct answer, Naive RAG, Base Tool Call and GRPO on the held-out rows.
-With `--rows=FILE` the table is of the rows of that file in place of the held-out ones;
-their passages must be in the corpus. Episodes of the table are kept in WORKDIR/episodes,
-and only missing ones are played.
+`--rows=FILE` replaces the held-out rows by those of the file; their passages must be in
+the corpus. The table's episodes are stored in WORKDIR/episodes, and only missing ones are
+played.
 """
 
 import collections
@@ -94,7 +94,7 @@ def main(_):
 
 
 def summarize(episodes):
-  """Which episodes match exactly, in order, by kind of question; F1 and searches."""
+  """Returns exact matches in order, by kind of question, with F1 and searches."""
   kinds = {t.task.info.get('type', '') for t in episodes} - {''}
   several = 'comparison' in kinds and len(kinds) > 2
   right = collections.defaultdict(list)
@@ -114,7 +114,7 @@ def summarize(episodes):
 def report(workdir, numbers, recall, seconds) -> None:
   """Prints and stores the table.
 
-  The table's last row compares GRPO and its base by question: both answer the same ones.
+  The table's last row compares GRPO and its base on the same questions.
   """
   rows: dict[str, dict[str, tables.Cell]] = {
     method: {

@@ -1,4 +1,4 @@
-"""How instruct models are asked real questions, and trained; as in the paper."""
+"""The paper's prompts of real questions to instruct models, and its training settings."""
 
 from collections.abc import Sequence
 import hashlib
@@ -10,7 +10,7 @@ from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
 from experiments import comparison
 
-PASSAGES = 5  # Of a search, and of a prompt with passages.
+PASSAGES = 5  # Per search, and per prompt with passages.
 CONFIG = config_lib.Config(
   model=config_lib.Model(dtype='bfloat16', remat='full'),
   schedule=config_lib.Schedule(eval_every=20),
@@ -42,5 +42,5 @@ def shuffle(tasks: Sequence[types.Task], seed: int = 0) -> list[types.Task]:
 def split(
   tasks: Sequence[types.Task], *sizes: int, seed: int = 0
 ) -> list[Sequence[types.Task]]:
-  """Parts of the given sizes, then the rest; a task's part depends on id and seed."""
+  """Returns parts of the given sizes, then the rest; parts depend on id and seed."""
   return comparison.split(shuffle(tasks, seed), *sizes)

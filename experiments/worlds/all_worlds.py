@@ -1,4 +1,4 @@
-"""The worlds by their names, for the commands that take one."""
+"""The worlds by name, for the commands that take one."""
 
 from collections.abc import Mapping
 

@@ -1,12 +1,12 @@
-"""Arithmetic in words: stories of GSM8K's form, a calculator, math-verify's judgement.
+"""Arithmetic in words: stories in GSM8K's form, a calculator, math-verify as the judge.
 
-The tool is agent_r1_jax.tools.calculator and the judge agent_r1_jax.tasks.mathematics,
-as a user of a large model has them; the stories replace the data. A space before the
-calculator's number makes it the token that it is elsewhere. The question stands alone in
-the prompt: the instructions of mathematics.agent_task are longer than the stories.
+The tool is agent_r1_jax.tools.calculator and the judge agent_r1_jax.tasks.mathematics, as
+for a large model; the stories replace the data. A space before the calculator's number
+makes it the same token as elsewhere. The prompt is only the question: the instructions of
+mathematics.agent_task are longer than the stories.
 
-What is held out: templates (sentences) that are never practised nor trained, larger
-numbers, and more steps; see arithmetic_stories.py and arithmetic_lessons.py.
+Held out are templates (sentences) that are never practised nor trained, larger numbers,
+and more steps; see arithmetic_stories.py and arithmetic_lessons.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from experiments.worlds import arithmetic_lessons as lessons
 from experiments.worlds import arithmetic_stories as stories
 from experiments.worlds import world as world_lib
 
-# Name of a held-out set -> the size of its stories and the part of their templates.
+# From a held-out set to the size of its stories and the part of their templates.
 SETS = {
   'new_stories': (lessons.PRACTISED, 'train'),
   'new_templates': (lessons.PRACTISED, 'held_out'),
@@ -34,7 +34,7 @@ SETS = {
 
 
 def calculator_tool() -> tool.Tool:
-  """Makes the calculator, whose results have a space before them."""
+  """Makes the calculator; its results begin with a space."""
   made = calculator.calculator_tool()
 
   def compute(expression: str) -> str:
@@ -66,7 +66,7 @@ def make_task(name: str, story: stories.Story) -> types.Task:
 
 
 def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
-  """Makes the held-out sets, by their names."""
+  """Makes the held-out sets, by name."""
   return {
     name: make_tasks(seed, n, split, size, part) for name, (size, part) in SETS.items()
   }
@@ -78,13 +78,13 @@ def grader() -> mathematics.Grader:
 
 
 def make_env(tools: Sequence[tool.Tool]) -> env.ToolEnv:
-  """Makes an environment with the tools given; the reward is 1 for a right answer."""
+  """Makes an environment with the given tools; the reward is 1 for a right answer."""
   judge = grader()
   return env.CloneableToolEnv(tools, judge.reward, metrics=judge.metrics)
 
 
 def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:
-  """How the tasks are asked: with the calculator, or alone."""
+  """Returns the methods: with the calculator, or without."""
   return {
     'direct': (sets, lambda: make_env([])),
     'tools': (sets, lambda: make_env([calculator_tool()])),
@@ -92,7 +92,7 @@ def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:
 
 
 def text_of(example: world_lib.Example) -> Iterator[str]:
-  """Yields an example's texts, and with some all numbers, so that each is a token."""
+  """Yields an example's texts, and sometimes all numbers, so that each is a token."""
   yield from world_lib.texts_of(example)
   if example.kind == 'copy':
     yield 'system\nTools: calculator'

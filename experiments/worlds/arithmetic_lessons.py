@@ -1,9 +1,9 @@
-"""What the base policy of arithmetic in words practises: demonstrations and their parts.
+"""The practice of the arithmetic world's base policy: demonstrations and their parts.
 
-A reply names the next day or month, the word of its sentence that says what it does to
-the total, and what that is; then it calls the calculator: 'Tuesday loses: - 8.' and the
-expression ' 50 - 8'. All numbers are written with a space before them, so that each is
-one token and the same everywhere.
+A reply names the next day or month, the word that says what its sentence does to the
+total, and the change; then it calls the calculator: 'Tuesday loses: - 8.' and the
+expression ' 50 - 8'. All numbers have a space before them, so that each is one token and
+the same everywhere.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,12 +15,12 @@ from experiments.worlds import arithmetic_stories as stories
 from experiments.worlds import world as world_lib
 
 PRACTISED = stories.Size((2, 3, 4), (5, 60), (2, 30))
-# What becomes of a demonstration. 'stop': answers after the first step; 'skip': leaves a
-# step out; 'guess': answers without a call. Most stop too early, so that a greedy policy
-# does too, while a third of the samples show how it is done: what RL has to find. None
-# has a wrong call, because a wrong call is learned as well as a right one.
+# The fates of demonstrations. 'stop': answers after the first step; 'skip': leaves a step
+# out; 'guess': answers without a call. Most stop too early, so that a greedy policy does
+# too, while a third of the samples are right: RL has to find these. None has a wrong
+# call, because a wrong call is learned as well as a right one.
 MIXTURE = {'right': 0.33, 'stop': 0.6, 'skip': 0.04, 'guess': 0.03}
-# Shares of what is practised: demonstrations, and turns without a tool except 'compute'.
+# Shares of the practice: demonstrations, and turns without a tool except 'compute'.
 PRACTICE = {
   'demonstration': 0.27,
   'plan': 0.45,
@@ -32,28 +32,28 @@ PRACTICE = {
 
 
 def say(when: str, word: str, change: str) -> str:
-  """What a reply says of a step before it calls: 'Tuesday loses: - 8.'."""
+  """Writes what a reply says of a step before its call: 'Tuesday loses: - 8.'."""
   return f' {when} {word}: {change}.'
 
 
 def start(total: int) -> str:
-  """What the first reply says of the opening."""
+  """Writes what the first reply says of the opening."""
   return f' Start: {total}.'
 
 
 def call(total: int, change: str) -> str:
-  """The call that changes a total."""
+  """Writes the call that changes a total."""
   arguments = {'expression': f' {total} {change}'}
   return call_formats.HERMES.render(calls.ToolCall('calculator', arguments))
 
 
 def answer(total: int) -> str:
-  """The last reply."""
+  """Writes the last reply."""
   return f'Done. \\boxed{{ {total}}}'
 
 
 def examples(seed: int, mixture: Mapping[str, float] = MIXTURE) -> Iterator:
-  """Yields what is practised, without end; no template that is held out."""
+  """Yields practice examples, endlessly, without held-out templates."""
   rng = random.Random(f'arithmetic examples {seed}')
   make = {
     'alone': _alone,
@@ -97,7 +97,7 @@ def _user(content) -> types.Message:
 
 
 def _alone(rng):
-  """A story without the calculator: all steps in one reply, worked out in the head."""
+  """Makes a story without the calculator: all steps in one reply, in the head."""
   story = stories.make_story(rng, PRACTISED)
   total, lines = story.first, [start(story.first)]
   for step in story.steps:
@@ -107,14 +107,14 @@ def _alone(rng):
 
 
 def _plan(rng):
-  """A story of which all numbers and steps are to be found."""
+  """Makes a story whose numbers and steps are to be listed."""
   story = stories.make_story(rng, PRACTISED)
   steps = ''.join(say(*step[:2], step.change) for step in story.steps)
   return f'{story.text}\nPlan?', f'{start(story.first)}{steps} Done.'
 
 
 def _meaning(rng):
-  """What one sentence does or begins with, with numbers of any size."""
+  """Asks what one sentence does or begins with, with numbers of any size."""
   number = lambda: rng.randint(2, stories.LARGEST)
   if rng.random() < 0.15:
     first, subject = number(), rng.choice(stories.SUBJECTS)
@@ -130,7 +130,7 @@ def _meaning(rng):
 
 
 def _copy(rng):
-  """Numbers of any size to repeat."""
+  """Makes numbers of any size to repeat."""
   numbers = [rng.randint(0, stories.LARGEST) for _ in range(rng.randint(4, 10))]
   text = ','.join(f' {n}' for n in numbers)
   return f'Repeat:{text}', text

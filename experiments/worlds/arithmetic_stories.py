@@ -1,8 +1,8 @@
 """Stories of arithmetic in words: an opening, steps, distractors and a question.
 
-A story goes by days or by months: 'Mia has 14 apples. On Monday she buys 3 bags of 12
+A story proceeds by days or months: 'Mia has 14 apples. On Monday she buys 3 bags of 12
 apples. The school has 30 windows. On Tuesday she loses 8 of the apples. How many apples
-does she have now?' Each step changes a running total. The sentences are in the file
+does she have now?' Each step changes a running total. The sentences are in
 arithmetic_stories.toml.
 """
 
@@ -18,8 +18,8 @@ MONTHS = (
   *('January', 'February', 'March', 'April', 'May', 'June', 'July'),
   *('August', 'September', 'October', 'November', 'December'),
 )
-LARGEST = 499  # No number of a story is larger, its totals included.
-# What a kind of step does to the running total.
+LARGEST = 499  # No number of a story is larger, including its totals.
+# The effect of each kind of step on the running total.
 OPERATIONS = {
   'add': '+ {n}',
   'take': '- {n}',
@@ -33,12 +33,12 @@ OPERATIONS = {
 
 
 class Size(NamedTuple):
-  """How long a story is, and how large its numbers are.
+  """The length of a story, and the range of its numbers.
 
   Attributes:
-    steps: The numbers of steps that are drawn uniformly.
-    first: The least and the largest number of the opening.
-    change: The least and the largest number that is added or taken.
+    steps: The numbers of steps to sample from, uniformly.
+    first: The smallest and the largest number of the opening.
+    change: The smallest and the largest number added or subtracted.
   """
 
   steps: tuple[int, ...]
@@ -51,9 +51,9 @@ class Step(NamedTuple):
 
   Attributes:
     when: Its day or month.
-    word: The word of the sentence that says what the step does: 'loses'.
+    word: The word of the sentence that names the change: 'loses'.
     sentence: The sentence.
-    change: What it does to the total: '- 8'.
+    change: The change of the total: '- 8'.
     total: The total after it.
   """
 
@@ -70,7 +70,7 @@ class Story:
 
   Attributes:
     first: The number of the opening.
-    steps: The steps in their order.
+    steps: The steps, in order.
     text: All sentences with the question.
     templates: The templates of the sentences.
   """
@@ -101,30 +101,30 @@ def templates(part: str) -> Iterator[str]:
 
 
 def find_word(sentence: str, kind: str) -> str:
-  """Returns the word of a step's sentence that says its kind."""
+  """Returns the word of a step's sentence that names its kind."""
   words = _DATA['words'][kind.removesuffix('_groups')]
   return next(w for w in sentence.rstrip('.').split() if w in words)
 
 
 def openings(subject: str, part: str) -> list[str]:
-  """Returns the sentences of a part with which a story of a subject begins."""
+  """Returns the opening sentences of a part, for a subject."""
   return _DATA['subjects'][subject][part]['opening']
 
 
 def distractors(part: str) -> list[str]:
-  """Returns the sentences of a part that change nothing."""
+  """Returns a part's sentences that change nothing."""
   return _DATA['distractors'][part]
 
 
 def sentence_kinds(part: str) -> Iterator[tuple[str, str, str]]:
-  """Yields (subject, kind of step, template) of each step's sentence of a part."""
+  """Yields (subject, kind of step, template) for each of a part's step sentences."""
   for name, subject in _DATA['subjects'].items():
     for kind in OPERATIONS:
       yield from ((name, kind, template) for template in subject[part][kind])
 
 
 class Cast:
-  """Who and what a story is about; fills templates."""
+  """The people and things of a story; fills templates."""
 
   def __init__(self, rng: random.Random, subject: str):
     gender = rng.choice([*_PRONOUNS])
@@ -152,14 +152,14 @@ def make_story(
   subject: str | None = None,
   use: tuple[str, str] | None = None,
 ) -> Story:
-  """Draws a story.
+  """Samples a story.
 
   Args:
-    rng: Draws everything.
+    rng: Samples everything.
     size: Its length and its numbers.
     part: The part of the templates, 'train' or 'held_out'.
-    subject: One of SUBJECTS; None draws it.
-    use: The kind and the template of the first step; None draws them.
+    subject: One of SUBJECTS; None samples it.
+    use: The kind and the template of the first step; None samples them.
   """
   about = subject or rng.choice(SUBJECTS)
   sentences, cast = _DATA['subjects'][about][part], Cast(rng, about)
@@ -186,7 +186,7 @@ def make_story(
 
 
 def draw_dates(rng: random.Random, count: int) -> tuple[str, ...]:
-  """Draws so many days or months that follow each other."""
+  """Samples `count` consecutive days or months."""
   dates = rng.choice((DAYS, MONTHS))
   first = rng.randint(0, len(dates) - count)
   return dates[first : first + count]
@@ -198,7 +198,7 @@ def preposition(when: str) -> str:
 
 
 def compute(total: int, change: str) -> int:
-  """Returns the total after a change such as '- 3 * 4'; the products come first."""
+  """Returns the total after a change such as '- 3 * 4'; products come first."""
   sign, *rest = change.split()
   number = int(rest[0]) * (int(rest[2]) if len(rest) > 1 else 1)
   return {
@@ -210,7 +210,7 @@ def compute(total: int, change: str) -> int:
 
 
 def _draw_change(rng, total, change, kind) -> tuple[str, dict[str, int]]:
-  """Draws a kind of step (unless it is given) and its numbers, so that all is whole."""
+  """Samples a kind of step (unless given) and its numbers, so that all are integers."""
   for _ in range(1000):
     chosen = kind or rng.choice([*OPERATIONS])
     numbers = {'n': rng.randint(*change)}
@@ -218,7 +218,7 @@ def _draw_change(rng, total, change, kind) -> tuple[str, dict[str, int]]:
       fits = [n for n in range(3, 10) if chosen == 'times' or total % n == 0]
       numbers['n'] = rng.choice(fits or [3])
     if 'groups' in chosen:
-      # A group has at most a third of the largest number, and there are few of them.
+      # A group has at most a third of the largest number, and there are few groups.
       numbers = {'a': rng.randint(3, 9), 'b': rng.randint(2, max(4, change[1] // 3))}
     text = OPERATIONS[chosen].format(**numbers)
     after = compute(total, text)

@@ -1,14 +1,14 @@
-r"""Is a picture authentic? The tools are detectors, and none of them knows.
+r"""Is a picture authentic? The tools are detectors, none of them reliable.
 
-The pictures are those of forged_pictures.py. `metadata` says ISO and JPEG quality;
-`detector` asks one of eight, which names the cells that it suspects; `crop` shows a cell
-and says which ISO and quality its pixels look like. Each call is a look, of which an
-episode has six. The reward is 1 for the right verdict, less a small cost for each look.
+The pictures come from forged_pictures.py. `metadata` gives ISO and JPEG quality;
+`detector` asks one of eight detectors, which names the cells it suspects; `crop` shows a
+cell and the ISO and quality that its pixels look like. Each call is a look; an episode
+has six. The reward is 1 for the right verdict, minus a small cost per look.
 
   python -m experiments.worlds.forensics SEED
 
-prints what players that are no policies reach on the held-out pictures of that seed.
-What is held out: pictures, two kinds of forgeries, and a pair of kinds.
+prints what players without a policy reach on that seed's held-out pictures. Held out are
+pictures, two kinds of forgeries, and a pair of kinds.
 """
 
 import collections
@@ -32,7 +32,7 @@ from experiments.worlds import world as world_lib
 
 LOOKS, COST = 6, 0.02
 VERDICTS = ('authentic', 'manipulated')
-# What is done to the forged pictures of each held-out set; the first is as in training.
+# The forgeries of each held-out set; the first is as in training.
 KINDS = {
   'new_pictures': (('copy',), ('resample',), ('recompress',), ('metadata',)),
   'unseen_splice': (('splice',),),
@@ -40,16 +40,16 @@ KINDS = {
   'unseen_pair': (('copy', 'recompress'),),
 }
 TRAINED = KINDS['new_pictures']
-# What becomes of a demonstration: an investigation, looks at random, or a guess. Most
-# guess, so that a greedy policy does too, and RL has to find which looks pay.
+# The fates of demonstrations: an investigation, random looks, or a guess. Most guess, so
+# that a greedy policy does too, and RL has to find which looks pay.
 MIXTURE = {'right': 0.2, 'wander': 0.3, 'guess': 0.5}
-# The shares of the examples that only judge a crop, and only look where they are told.
+# The shares of examples that only judge a crop, and that only look where told.
 _READ, _TOLD = 0.25, 0.35
 
 
 @functools.lru_cache(1024)
 def draw(seed: int, kinds: tuple[str, ...]) -> forged.Photo:
-  """Takes a photograph, and forges one of its plain cells in these ways."""
+  """Takes a photograph, and forges one of its plain cells in the given ways."""
   rng = np.random.default_rng(seed)
   photo = forged.photograph(rng)
   cell = str(rng.choice(photo.plain()))
@@ -71,7 +71,7 @@ def make_tasks(
 
 
 def make_task(name: str, rng: random.Random, kinds) -> types.Task:
-  """Makes a picture, one of two authentic, and asks about it."""
+  """Makes a picture, authentic in one of two cases, and asks about it."""
   done = rng.choice(kinds) if rng.random() < 0.5 else ()
   info = {'seed': rng.getrandbits(31), 'kinds': [*done], 'question': 'Authentic?'}
   message = grid.ask(to_picture(draw(info['seed'], done).pixels), info['question'])
@@ -87,12 +87,12 @@ def report(iso: int, jpeg: int) -> str:
 
 
 def list_cells(names: Sequence[str]) -> str:
-  """Writes cells as calls name them, so that a small policy copies one into a call."""
+  """Writes cells as calls name them, so that a small policy can copy one into a call."""
   return '\n'.join(json.dumps({'cell': name}) for name in names)
 
 
 def make_tools(photo) -> list[tool.Tool]:
-  """Makes the tools; `photo` returns the photograph of the episode."""
+  """Makes the tools; `photo` returns the episode's photograph."""
 
   @tool.tool
   def metadata() -> str:
@@ -122,10 +122,10 @@ def make_tools(photo) -> list[tool.Tool]:
 
 
 class ForensicsEnv(env.CloneableToolEnv):
-  """Has tools for so many looks, or none."""
+  """Offers tools for a number of looks, or none."""
 
   def __init__(self, looks: int = LOOKS):
-    """Begins with all looks."""
+    """Begins with all looks left."""
     tools = make_tools(lambda: photo_of(self.task)) if looks else []
     super().__init__(tools, score, metrics=judge)
     self._left = looks
@@ -150,12 +150,12 @@ def score(task: types.Task, messages: Sequence[types.Message]) -> dict[str, floa
 
 
 def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
-  """Makes new pictures with the forgeries of training, and with others."""
+  """Makes new pictures, with the forgeries of training and with others."""
   return {name: make_tasks(seed, n, split, kinds) for name, kinds in KINDS.items()}
 
 
 def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:
-  """How the tasks are asked: with the tools, or by the picture alone."""
+  """Returns the methods: with the tools, or by the picture alone."""
   return {
     'direct': (sets, functools.partial(ForensicsEnv, looks=0)),
     'tools': (sets, ForensicsEnv),
@@ -163,7 +163,7 @@ def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:
 
 
 def describe(photo: forged.Photo, cell: str) -> str:
-  """Says what a crop shows, and compares ISO and quality: of the metadata, then read.
+  """Describes a crop, and compares ISO and quality: of the metadata, then as read.
 
   The numbers are repeated next to each other, so that a small policy can compare them.
   """
@@ -173,20 +173,20 @@ def describe(photo: forged.Photo, cell: str) -> str:
 
 
 def contradicts(note: str) -> bool:
-  """Returns whether a crop's description has what neither glare nor texture explains."""
+  """Whether a crop's description has what neither glare nor texture explains."""
   return 'plain' in note and 'other' in note
 
 
-# A player returns its looks, each a tool and its argument if it has one, and a verdict.
+# A player returns its looks, each a tool and any argument, and a verdict.
 Played = tuple[list[tuple[str, str]], str]
 
 
 def investigate(photo: forged.Photo, rng: random.Random) -> Played:
-  """Plays as one who knows the world.
+  """Plays like an expert.
 
-  The metadata says which detectors can see anything: that of the grid, unless the
-  compression left none. Glare or a texture explains a suspect; a plain cell has to look
-  as the metadata says.
+  The metadata determines which detectors can see anything: the grid's, unless compression
+  left no grid. Glare or a texture explains a suspect; a plain cell must match the
+  metadata.
   """
   looks, notes = [('metadata', '')], dict[str, str]()
 
@@ -199,7 +199,7 @@ def investigate(photo: forged.Photo, rng: random.Random) -> Played:
   for name in ('grid',) if photo.jpeg < 95 else ('grain', 'twin'):
     looks.append(('detector', name))
     for note in map(crop, forged.suspects(photo, name)):
-      # Nothing explains that two plain cells are alike.
+      # Nothing explains why two plain cells are alike.
       if contradicts(note) or ('plain' in note and name == 'twin'):
         return looks, 'manipulated'
   while not any('plain' in x for x in notes.values()) and len(looks) < LOOKS:
@@ -209,9 +209,9 @@ def investigate(photo: forged.Photo, rng: random.Random) -> Played:
 
 
 def wander(photo: forged.Photo, rng: random.Random) -> Played:
-  """Asks detectors at random, and looks at the first cell that one suspects.
+  """Asks detectors at random, and looks at the first suspected cell.
 
-  Where none is suspected it looks anywhere. The verdict is that of the last crop.
+  If none is suspected it looks anywhere. The verdict follows from the last crop.
   """
   looks = [('metadata', '')]
   for name in rng.sample([*forged.DETECTORS], rng.randint(0, 2)):
@@ -248,7 +248,7 @@ def _to_parts(text: str, picture: Any) -> list[dict[str, Any]]:
 
 
 def examples(seed: int) -> Iterator[world_lib.Example]:
-  """Yields what is practised, without end."""
+  """Yields practice examples, endlessly."""
   rng = random.Random(f'forensics examples {seed}')
   while True:
     kind = rng.random()
@@ -288,7 +288,7 @@ WORLD = world_lib.World(
   config=config_lib.Config(
     schedule=config_lib.Schedule(steps=140, tasks=16, samples=8, eval_every=20),
     limits=config_lib.Limits(max_turns=LOOKS + 2, max_turn_tokens=40),
-    # At a temperature of 1 long episodes fail by chance, and RL learns to look less.
+    # At temperature 1 long episodes fail by chance, and RL learns to look less.
     sampling=config_lib.Sampling(temperature=0.7),
     optimizer=config_lib.Optimizer(learning_rate=5e-5),
     engine=config_lib.Engine(slots=384, decode_steps=16, replicas=2),
@@ -302,7 +302,7 @@ WORLD = world_lib.World(
 
 
 def _ask_all(tasks: Sequence[types.Task]) -> tuple[np.ndarray, np.ndarray]:
-  """Returns what is forged, and which detectors suspect anything, [tasks, detectors]."""
+  """Returns which are forged, and which detectors report suspects, [tasks, detectors]."""
   ask = lambda task, name: bool(forged.suspects(photo_of(task), name))
   said = [[ask(task, name) for name in forged.DETECTORS] for task in tasks]
   return np.array([bool(task.info['kinds']) for task in tasks]), np.array(said)
@@ -311,13 +311,13 @@ def _ask_all(tasks: Sequence[types.Task]) -> tuple[np.ndarray, np.ndarray]:
 def play_without_policy(
   sets: comparison.Sets, train: Sequence[types.Task]
 ) -> Mapping[str, Mapping[str, tuple[float, ...]]]:
-  """Returns accuracy and looks of players on each set, tuned on training pictures."""
+  """Returns players' accuracy and looks on each set, tuned on training pictures."""
   is_forged, trained = _ask_all(train)
   n = len(forged.DETECTORS)
   order = np.argsort(-(trained == is_forged[:, None]).mean(0))
 
   def first_to(k: int, said: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Asks the best detector first; the verdict is what k of them say first."""
+    """Asks the best detector first; the first verdict that k of them give counts."""
     ayes, noes = said[:, order].cumsum(1) >= k, (~said[:, order]).cumsum(1) >= k
     last = (ayes | noes).argmax(1)
     return ayes[np.arange(len(said)), last], last + 1

@@ -1,10 +1,10 @@
-"""Small photographs, what a forger does to them, and what their pixels tell.
+"""Small photographs, their forgeries, and what their pixels reveal.
 
 A photograph is a drawn scene with the noise of its ISO and one real JPEG pass; its
 metadata has both numbers. Some of its 3 x 3 cells are glare, which has neither noise nor
-traces of compression, or a texture, which looks like noise: both raise false alarms.
-A forger changes a plain cell, or the whole picture, and saves without loss. Detectors
-read pixels, and never what the forger did.
+traces of compression, or a texture, which looks like noise: both raise false alarms. A
+forger changes a plain cell, or the complete picture, and saves losslessly. Detectors read
+pixels, and never the forger's actions.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CELLS = [*'abcdefghi']  # Row by row.
-_SIDE, _PATCH = 32, 28  # Pixels of a cell, and of what is pasted into it.
-# The standard deviation of a sensor's noise, in grey levels, by ISO.
+_SIDE, _PATCH = 32, 28  # Pixels of a cell, and of a pasted square.
+# The standard deviation of the sensor noise, in grey levels, by ISO.
 SIGMA = {100: 1.5, 400: 6.0, 1600: 14.0}
 # JPEG qualities. The steps of 95 are so small that pixels show no trace of them.
 QUALITIES = (50, 75, 95)
 
 
 class Photo(NamedTuple):
-  """A picture, uint8; what its metadata says; and what each cell shows."""
+  """A picture, uint8; its metadata; and what each cell shows."""
 
   pixels: np.ndarray
   iso: int
@@ -36,7 +36,7 @@ class Photo(NamedTuple):
     return self.pixels[row : row + _SIDE, column : column + _SIDE]
 
   def plain(self) -> list[str]:
-    """Returns the cells that neither glare nor texture explains."""
+    """Returns the cells without glare and texture."""
     return [name for name, look in self.looks.items() if look == 'plain']
 
 
@@ -75,7 +75,7 @@ def photograph(rng: np.random.Generator, confusing: bool = True) -> Photo:
     (cy, cx), radius = rng.uniform(0, 3 * _SIDE, 2), rng.uniform(4, 14)
     scene += rng.uniform(-30, 30) * np.clip(radius - np.hypot(y - cy, x - cx), 0, 1)
   photo = Photo(scene, iso, jpeg, dict.fromkeys(CELLS, 'plain'))
-  # One texture a scene, as of one wall: its cells resemble each other.
+  # One texture per scene, as of one wall: its cells resemble each other.
   angle, period = rng.uniform(0, np.pi), rng.uniform(2.5, 4.5)
   wave = np.sin(2 * np.pi * (np.cos(angle) * x + np.sin(angle) * y) / period)
   for cell in rng.permutation(CELLS)[: confusing * rng.choice(3, p=(0.5, 0.3, 0.2))]:
@@ -86,7 +86,7 @@ def photograph(rng: np.random.Generator, confusing: bool = True) -> Photo:
   return photo._replace(pixels=np.asarray(_save(noisy, jpeg)))
 
 
-# What a forger does: (photograph, a plain cell, randomness) -> photograph.
+# A forger's methods: (photograph, a plain cell, randomness) -> photograph.
 
 
 def _paste(photo: Photo, cell: str, patch: np.ndarray, rng) -> Photo:
@@ -111,7 +111,7 @@ def _other_iso(photo: Photo, rng) -> int:
 
 
 def splice(photo: Photo, cell: str, rng) -> Photo:
-  """Pastes from a photograph of another ISO, as bright as what was there."""
+  """Pastes from a photograph of another ISO, matching the brightness."""
   other = photo
   while other.iso == photo.iso:
     other = photograph(rng, confusing=False)
@@ -120,19 +120,19 @@ def splice(photo: Photo, cell: str, rng) -> Photo:
 
 
 def copy(photo: Photo, cell: str, rng) -> Photo:
-  """Pastes what another plain cell shows."""
+  """Pastes the content of another plain cell."""
   source = str(rng.choice([name for name in photo.plain() if name != cell]))
   return _paste(photo, cell, _cut(photo.cell(source)), rng)
 
 
 def resample(photo: Photo, cell: str, rng) -> Photo:
-  """Enlarges what is there."""
+  """Enlarges the cell's content."""
   small = _cut(photo.cell(cell), int(rng.integers(10, 14)))
   return _paste(photo, cell, _resize(small, _PATCH), rng)
 
 
 def renoise(photo: Photo, cell: str, rng) -> Photo:
-  """Smooths what is there, and adds the noise of another ISO."""
+  """Smooths the cell's content, and adds the noise of another ISO."""
   smooth = _resize(_resize(_cut(photo.cell(cell)), 7), _PATCH)
   noisy = smooth + rng.normal(0, SIGMA[_other_iso(photo, rng)], smooth.shape)
   return _paste(photo, cell, noisy, rng)
@@ -147,7 +147,7 @@ def recompress(photo: Photo, cell: str, rng) -> Photo:
 
 
 def relabel(photo: Photo, cell: str, rng) -> Photo:
-  """Replaces the metadata by that of a photograph of another ISO."""
+  """Replaces the metadata by those of a photograph with another ISO."""
   return photo._replace(iso=_other_iso(photo, rng), jpeg=int(rng.choice(QUALITIES)))
 
 
@@ -161,7 +161,7 @@ FORGERIES: Mapping[str, Callable[..., Photo]] = {
 }
 
 
-# What pixels tell.
+# What pixels reveal.
 
 
 @functools.cache
@@ -185,7 +185,7 @@ def noise(crop: np.ndarray) -> float:
 
 
 def fit(crop: np.ndarray, quality: int) -> float:
-  """Says how well DCT coefficients are multiples of a quality's steps: 1 is exactly."""
+  """Measures how well DCT coefficients are multiples of a quality's steps: 1 is exact."""
   blocks = crop.reshape(len(crop) // 8, 8, -1, 8).swapaxes(1, 2).astype(np.float64) - 128
   found, steps = _COSINES @ blocks @ _COSINES.T, _steps(quality)
   used = (np.abs(found) > 0.6 * steps) & (steps > 4)
@@ -193,7 +193,7 @@ def fit(crop: np.ndarray, quality: int) -> float:
   return float(np.cos(2 * np.pi * found / steps)[used].mean()) if used.sum() > 7 else 0.0
 
 
-# Between the noise of ISO 100 and 400, and of 400 and 1600, as a compression leaves it.
+# Noise thresholds between ISO 100 and 400, and 400 and 1600, after compression.
 _BOUNDS = {50: (0.39, 1.0), 75: (0.54, 2.2), 95: (2.6, 8.0)}
 
 
@@ -203,12 +203,12 @@ def read(crop: np.ndarray) -> tuple[int, int]:
   return [*SIGMA][int(np.searchsorted(_BOUNDS[quality], noise(crop)))], quality
 
 
-# Maps of suspicion: cells, [9, 32, 32] -> one number for each.
+# Maps of suspicion: from cells, [9, 32, 32], to one number each.
 _Crops = np.ndarray
 
 
 def _outliers(values) -> np.ndarray:
-  """Says how far each value is from the median, in logarithms."""
+  """Measures how far each value is from the median, in logarithms."""
   logs = np.log(np.maximum(values, 0.05))
   return np.abs(logs - np.median(logs))
 
@@ -249,7 +249,7 @@ def _misfit(crops: _Crops) -> np.ndarray:
 
 
 def _twins(crops: _Crops) -> np.ndarray:
-  """Finds for each cell the best match of its details in another cell."""
+  """Finds each cell's best match of details in another cell."""
   padded = np.pad(crops, ((0, 0), (1, 1), (1, 1)), 'edge')
   near = padded[:, 2:, 1:-1] + padded[:, :-2, 1:-1]
   detail = crops - (near + padded[:, 1:-1, 2:] + padded[:, 1:-1, :-2]) / 4
@@ -262,7 +262,7 @@ def _twins(crops: _Crops) -> np.ndarray:
 
 
 def _blur(crops: _Crops) -> np.ndarray:
-  """Finds cells of whose detail less is fine."""
+  """Finds cells with a smaller share of fine detail."""
   fine = np.abs(np.diff(crops, axis=2)).mean((1, 2)) + 0.3
   return _below(fine / (np.abs(crops[..., 4:] - crops[..., :-4]).mean((1, 2)) + 0.3))
 
@@ -276,8 +276,8 @@ def _history(crops: _Crops) -> np.ndarray:
   return np.array([fit(moved(crop, *best), 75) for crop in crops])
 
 
-# A detector's map, and the number above which it suspects a cell: that of the best
-# verdicts on pictures of the training. None sees that the metadata is wrong.
+# A detector's map, and its threshold of suspicion: the one with the best verdicts on
+# training pictures. None sees that the metadata is wrong.
 DETECTORS: Mapping[str, tuple[Callable[[_Crops], np.ndarray], float]] = {
   'grain': (_grain, 0.5),
   'pixel': (_pixel_noise, 0.5),

@@ -1,11 +1,11 @@
-r"""Numbers in a picture: too small to be read in it, large where the zoom looks.
+r"""Numbers in a picture: too small to read in it, large under the zoom.
 
-A picture has 3 x 3 cells with a number of two digits each. The policy sees it with so few
-pixels that a cell is one token and its digits are 4 pixels wide; the tool `zoom` answers
-with a picture of one cell, nine times as large. A question asks for one number, or for
-the larger of two. The judge is agent_r1_jax.tasks.mathematics.
+A picture has 3 x 3 cells with a two-digit number each. The policy sees so few pixels of
+it that a cell is one token and its digits are 4 pixels wide; the tool `zoom` answers with
+a picture of one cell, nine times as large. A question asks for one number, or for the
+larger of two. The judge is agent_r1_jax.tasks.mathematics.
 
-What is held out: grids (nobody has seen one twice), and questions about three cells.
+Held out are grids (each is new), and questions about three cells.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,20 +21,20 @@ from experiments import comparison
 from experiments.worlds import world as world_lib
 
 _NAMES = [f'{row}{column}' for row in 'abc' for column in '123']
-_CELL = 16  # The pixels of a cell in each direction, before the picture is made smaller.
+_CELL = 16  # The side of a cell in pixels, before the picture is reduced.
 _NUMBERS = range(10)
-# A token has 16 x 16 pixels, and each picture is one.
+# A token has 16 x 16 pixels, and each picture is one token.
 READER = pictures.Reader(_CELL, _CELL**2, _CELL**2)
-# What becomes of a demonstration. 'guess': answers without a look; 'stop': looks at the
-# first cell only; 'wrong': looks at another cell. Most guess, so that a greedy policy
-# does too, while some of the samples show how it is done: what RL has to find.
+# The fates of demonstrations. 'guess': answers without a look; 'stop': looks only at the
+# first cell; 'wrong': looks at another cell. Most guess, so that a greedy policy does
+# too, while some of the samples are right: RL has to find these.
 MIXTURE = {'right': 0.25, 'guess': 0.6, 'stop': 0.1, 'wrong': 0.05}
-# Shares of what is practised.
+# Shares of the practice.
 PRACTICE = {'demonstration': 0.3, 'read': 0.6, 'compare': 0.1}
 
 
 def draw_cell(number: int, look: random.Random) -> Any:
-  """Draws a number as a PIL image: its place, size and colours are random."""
+  """Draws a number as a PIL image, with random position, size and colours."""
   from PIL import Image, ImageDraw, ImageFont
 
   paper, ink = [look.randint(95, 135) for _ in 'rgb'], look.randint(225, 255)
@@ -46,7 +46,7 @@ def draw_cell(number: int, look: random.Random) -> Any:
 
 
 def draw(info: Mapping[str, Any]) -> dict[str, Any]:
-  """Draws the cells of a task as PIL images, by their names."""
+  """Draws a task's cells as PIL images, by name."""
   look = random.Random(info['look'])
   return {
     name: draw_cell(n, look) for name, n in zip(_NAMES, info['numbers'], strict=True)
@@ -54,7 +54,7 @@ def draw(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def join(cells: Mapping[str, Any]) -> Any:
-  """Joins the cells into the picture of the whole grid."""
+  """Joins the cells into the picture of the complete grid."""
   from PIL import Image
 
   made = Image.new('RGB', (3 * _CELL, 3 * _CELL))
@@ -94,7 +94,7 @@ def grader() -> mathematics.Grader:
 
 
 def make_tasks(seed: int, n: int, split: str, asked: tuple[int, ...]) -> list[types.Task]:
-  """Makes tasks that ask for so many cells each; equal arguments make equal tasks."""
+  """Makes tasks that ask for the given numbers of cells; equal arguments, equal tasks."""
   rng = random.Random(f'grid {seed} {split} {asked}')
   return [make_task(f'grid-{split}-{seed}-{i}', rng, asked) for i in range(n)]
 
@@ -124,7 +124,7 @@ def _find(info: Mapping[str, Any], cell: str) -> int:
 
 
 def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
-  """Makes new grids with the questions of training, and with longer ones."""
+  """Makes new grids, with the questions of training and with longer ones."""
   return {
     'new_grids': make_tasks(seed, n, split, (1, 2)),
     'three_cells': make_tasks(seed, n, split, (3,)),
@@ -132,7 +132,7 @@ def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
 
 
 def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:
-  """How the tasks are asked: with the zoom, or by the small picture alone."""
+  """Returns the methods: with the zoom, or by the small picture alone."""
   return {
     'direct': (sets, functools.partial(GridEnv, zooms=False)),
     'tools': (sets, GridEnv),
@@ -140,7 +140,7 @@ def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:
 
 
 def examples(seed: int) -> Iterator[world_lib.Example]:
-  """Yields what is practised, without end."""
+  """Yields practice examples, endlessly."""
   rng = random.Random(f'grid examples {seed}')
   while True:
     kind = rng.choices([*PRACTICE], [*PRACTICE.values()])[0]

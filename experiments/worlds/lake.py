@@ -1,13 +1,13 @@
-"""Gymnasium's FrozenLake as a text game on maps that nobody has drawn before.
+"""Gymnasium's FrozenLake as a text game on new maps.
 
-The map is drawn anew each turn, and below it stands where one can go without falling; a
-reply names a move. With probability SLIP the agent goes to one of the two sides
-instead. An episode ends on the goal, in a hole, or after STEPS moves.
+The map is drawn each turn; the line below it says where one can go without falling. A
+reply names a move. With probability SLIP the agent slips to one of the two sides. An
+episode ends on the goal, in a hole, or after STEPS moves.
 
-The base policy practises games of a player who wanders: its moves end on ice if it does
-not slip, and are otherwise chosen at random, by the weights FORWARD. Four of five
-examples are one such move, for the line below the map alone: so it learns to look where
-it goes, and RL has something to choose from.
+The base policy practises the games of a wanderer: its moves end on ice if it does not
+slip, and are otherwise random, by the weights FORWARD. Four of five examples are one such
+move, given only the line below the map: so it learns to look where it goes, and RL has
+something to choose from.
 """
 
 import collections
@@ -22,25 +22,25 @@ from agent_r1_jax import sft, types
 from agent_r1_jax.tasks import games
 from experiments.worlds import world as world_lib
 
-STEPS = 20  # The most moves of an episode.
-SLIP = 1 / 3  # The chance of a step to the side.
+STEPS = 20  # The maximum moves of an episode.
+SLIP = 1 / 3  # The probability of a step to the side.
 # In the order of Gymnasium's actions.
 MOVES = ('go left', 'go down', 'go right', 'go up')
-FORWARD = {'go down': 1.5, 'go right': 1.5}  # Left and up have the weight 1.
+FORWARD = {'go down': 1.5, 'go right': 1.5}  # Left and up have weight 1.
 # Sides of the maps: those of RL, and those that only the base policy practises.
 TRAINED, PRACTISED = (4, 5), (6,)
 _CHANGES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 _SIGNS = {'S': '.', 'F': '.', 'H': 'O', 'G': 'G'}
-_ALONE = 0.8  # Share of the examples that are a move without a map.
+_ALONE = 0.8  # Share of examples with a move but no map.
 _FROZEN = 0.8  # Share of the cells that are ice.
 
 
 class Lake:
   """Gymnasium's FrozenLake, seen and played as text, with process rewards.
 
-  Gymnasium rewards the goal with 1. To that are added at most .5 in an episode: one half
-  for each step by which the agent is closer to the goal than ever before, the other half
-  for each cell that is new to it.
+  Gymnasium rewards the goal with 1. Process rewards add at most .5 in an episode: one
+  half for steps that bring the agent closer to the goal than ever before, the other half
+  for cells that are new to it.
   """
 
   def __init__(self, rows: list[str], slip: float = SLIP):
@@ -50,14 +50,14 @@ class Lake:
     self._distances = distances(rows)
 
   def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-    """Begins on the first cell; the seed is that of the slips."""
+    """Begins on the first cell; the seed determines the slips."""
     self._moves = 0
     self._place(self._lake.reset(seed=seed)[0])
     self._closest, self._seen = self._distances[self._cell], {self._cell}
     return draw(self._rows, self._cell), {}
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    """Moves; what is none of MOVES is told so, and changes nothing."""
+    """Moves; anything not in MOVES gets a message, and changes nothing."""
     if action not in MOVES:
       return f'You can {", ".join(MOVES)}.', 0.0, False, False, {}
     state, goal, ended, _, _ = self._lake.step(MOVES.index(action))
@@ -90,7 +90,7 @@ def _make_lake(rows, slip):
 
 
 def distances(rows: list[str]) -> dict[tuple[int, int], int]:
-  """Returns the moves from each cell to the goal, around the holes; by breadth first."""
+  """Returns each cell's distance to the goal, around holes (breadth-first search)."""
   last = len(rows) - 1
   found, queue = {(last, last): 0}, collections.deque([(last, last)])
   while queue:
@@ -104,7 +104,7 @@ def distances(rows: list[str]) -> dict[tuple[int, int], int]:
 
 
 def draw(rows: list[str], cell: tuple[int, int]) -> str:
-  """Draws a map and says where there is ice, or the goal, around the agent.
+  """Draws a map, and says where around the agent there is ice or the goal.
 
   A is the agent, O a hole, G the goal, and a point ice.
   """
@@ -120,12 +120,12 @@ def draw(rows: list[str], cell: tuple[int, int]) -> str:
 
 
 def describe_ice(moves: list[str]) -> str:
-  """Says which moves end on ice, or on the goal."""
+  """Lists the moves that end on ice, or on the goal."""
   return f'Ice if you {", ".join(moves)}.'
 
 
 def make_map(rng: random.Random, size: int, split: str) -> list[str]:
-  """Draws a map of a split, which no other split has."""
+  """Draws a map of a split; no other split has it."""
   from gymnasium.envs.toy_text import frozen_lake
 
   while True:
@@ -136,7 +136,7 @@ def make_map(rng: random.Random, size: int, split: str) -> list[str]:
 
 
 def make_tasks(seed: int, n: int, split: str, sizes: tuple[int, ...]) -> list[types.Task]:
-  """Makes a task for each of n maps of a split, whose sizes take turns."""
+  """Makes tasks of n maps of a split; the sizes alternate."""
   rng = random.Random(f'lake {seed} {split} {sizes}')
   return [
     games.make_task(
@@ -148,7 +148,7 @@ def make_tasks(seed: int, n: int, split: str, sizes: tuple[int, ...]) -> list[ty
 
 
 def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
-  """Makes maps of the trained sizes, and of a size on which RL does not train."""
+  """Makes maps of the trained sizes, and of a size that RL does not train on."""
   return {
     'new_maps': make_tasks(seed, n, split, TRAINED),
     'new_size': make_tasks(seed, n, split, PRACTISED),
@@ -161,7 +161,7 @@ def make_env(slip: float = SLIP) -> games.GameEnv:
 
 
 def examples(seed: int) -> Iterator[world_lib.Example]:
-  """Yields the first moves of games, and single moves without a map."""
+  """Yields first moves of games, and single moves without a map."""
   rng = random.Random(f'lake examples {seed}')
   while True:
     lake = Lake(make_map(rng, rng.choice(TRAINED + PRACTISED), 'train'))
@@ -191,7 +191,7 @@ def _write(move: str) -> str:
 
 
 def wander(text: str) -> dict[str, float]:
-  """Returns the chance of each move of the player who wanders; any, if none is safe."""
+  """Returns the wanderer's probability of each move; uniform if none is safe."""
   weights = {m: FORWARD.get(m, 1) for m in MOVES if m in text} or dict.fromkeys(MOVES, 1)
   return {move: weight / sum(weights.values()) for move, weight in weights.items()}
 

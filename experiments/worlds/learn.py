@@ -1,11 +1,11 @@
-r"""Makes a small base policy of a world from nothing, trains it by RL, and compares.
+r"""Makes a world's small base policy from scratch, trains it by RL, and compares.
 
   python -m experiments.worlds.learn --world=lake --workdir=runs/lake0 --config.seed=0
 
-Writes the base policy to WORKDIR/base (--config.model.path takes another), trains it in
+Writes the base policy to WORKDIR/base (--config.model.path uses another), trains it in
 WORKDIR/ALGORITHM, and prints a table of the held-out tasks before and after. The worlds
 are in all_worlds.py; docs/tutorials.md has their numbers. Every seed starts from scratch,
-with training tasks of its own; the held-out tasks are those of --held_out_seed.
+with its own training tasks; --held_out_seed selects the held-out tasks.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from experiments.worlds import world as world_lib
 
 
 def _distillation(kl_coef: float, **fields: Any) -> algorithms.Algorithm:
-  """On-policy distillation from the model in --config.model.reference."""
+  """Makes on-policy distillation from the model in --config.model.reference."""
   if kl_coef:
     raise app.UsageError('--kl_coef: distillation has one KL, that to its teacher.')
   return algorithms.distillation(**fields)
@@ -41,7 +41,7 @@ def _distillation(kl_coef: float, **fields: Any) -> algorithms.Algorithm:
 ALGORITHMS = {
   'grpo': algorithms.grpo,
   'dapo': algorithms.dapo,
-  # An action has about 24 tokens, an episode five of them.
+  # An action has about 24 tokens, an episode five actions.
   'dr_grpo': functools.partial(algorithms.dr_grpo, length=128),
   'ppo': algorithms.ppo,
   'reinforce++': algorithms.reinforce_plus_plus,
@@ -49,14 +49,14 @@ ALGORITHMS = {
   'gigpo': algorithms.gigpo,
   'distillation': _distillation,
 }
-_SHOWN = 3000  # Examples that the tokenizer is trained on.
+_SHOWN = 3000  # Examples that train the tokenizer.
 
 _WORLD = flags.DEFINE_enum(
   'world', None, [*all_worlds.WORLDS], 'The world.', required=True
 )
 _ALGORITHM = flags.DEFINE_enum('algorithm', 'grpo', [*ALGORITHMS], 'The algorithm.')
 _ENTROPY = flags.DEFINE_float('entropy_coef', 0.0, 'Weight of an entropy bonus.', 0.0)
-# As in the other experiments on small policies, there is no penalty.
+# As in the other experiments with small policies, there is no penalty.
 _KL = flags.DEFINE_float('kl_coef', 0.0, 'Weight of the KL to the base policy.', 0.0)
 _LOSS_MASK = flags.DEFINE_bool('loss_mask', True, "The paper's loss mask.")
 _ADVANTAGE_MASK = flags.DEFINE_bool('advantage_mask', True, 'Its advantage mask.')
@@ -117,10 +117,10 @@ def make_algorithm() -> algorithms.Algorithm:
 
 
 def make_base(world: world_lib.World, seed: int, out: pathlib.Path) -> pathlib.Path:
-  """Makes a world's base policy, unless it is there; returns its directory.
+  """Makes a world's base policy, unless it exists; returns its directory.
 
   Raises:
-    ValueError: What is there was made with other settings.
+    ValueError: The existing policy was made with other settings.
   """
   config = fields.replace(
     world.base, config_flags.get_override_values(flags.FLAGS['sft'])

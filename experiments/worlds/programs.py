@@ -1,13 +1,13 @@
-"""Programs from sentences of MBPP's form, which leave open what exactly is meant.
+"""Programs from sentences in MBPP's form, whose exact meaning is open.
 
-'Write a function f that sorts it and then keeps the start.' Each of the two steps can be
-read in two ways, as sentences of MBPP often can; the visible test decides. Who has the
-Python tool can try one reading after the other. agent_r1_jax.tasks.programming asks
-and judges, with hidden tests, as it does for a user of a large model; the tool is
-agent_r1_jax.tools.python in its sandbox, and runs the visible test after the code.
+'Write a function f that sorts it and then keeps the start.' Each of the two steps has two
+readings, as sentences of MBPP often do; the visible test decides. With the Python tool,
+an agent can try one reading after the other. agent_r1_jax.tasks.programming asks and
+judges, with hidden tests, as for a large model; the tool is agent_r1_jax.tools.python in
+its sandbox, and runs the visible test after the code.
 
-What is held out: the tests, and pairs of steps that are in no program practised or
-trained. No policy can know without a try which reading is meant.
+Held out are the tests, and pairs of steps that are in no practised or trained program. No
+policy can know the intended reading without a try.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ class Step(NamedTuple):
     says: The words.
     takes: The type of its input: 'list', 'text' or 'number'.
     gives: The type of its output.
-    readings: What it may mean: statements that change x.
+    readings: Its possible meanings: statements that change x.
   """
 
   says: str
@@ -92,17 +92,17 @@ STEPS = (
     ('lists its multiples', 'list', 'x = [x, x * 2]', 'x = [x, x * 2, x * 3]'),
   ),
 )  # fmt: skip
-NAME = 'f'  # Of each function.
-# What becomes of a demonstration. 'stop': answers after the first try, whatever it gave;
+NAME = 'f'  # The name of every function.
+# The fates of demonstrations. 'stop': answers after the first try, whatever its result;
 # 'guess': answers without a try. Most stop, so that a greedy policy does too.
 MIXTURE = {'right': 0.33, 'stop': 0.62, 'guess': 0.05}
-# Shares of what is practised: demonstrations, single steps, and programs without a tool.
+# Shares of the practice: demonstrations, single steps, and programs without a tool.
 PRACTICE = {'demonstration': 0.6, 'step': 0.25, 'alone': 0.15}
 _HIDDEN_TESTS = 3
 _SPLITS = {0: 'test', 1: 'dev'}
-# Hundreds of episodes may end at a time, and the wait for a process counts.
+# Hundreds of episodes may end at once, and waiting for a process counts.
 JUDGE_SECONDS = 600.0
-_LONGEST = 50  # Characters of what the visible test expects.
+_LONGEST = 50  # Characters of the visible test's expected value.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +111,8 @@ class Problem:
 
   Attributes:
     steps: The steps.
-    readings: Programs by all readings, in the order in which they are tried.
-    right: The number of the one that is meant.
+    readings: Programs for all readings, in the order in which to try them.
+    right: The index of the intended one.
     inputs: Arguments of the tests; the first is the visible test's.
   """
 
@@ -129,16 +129,16 @@ class Problem:
 
 
 def is_held_out(first: Step, second: Step) -> bool:
-  """Whether a pair of steps is never practised nor trained: a quarter of them."""
+  """Whether a pair of steps is never practised or trained: a quarter of the pairs."""
   return zlib.crc32(f'{first.says} {second.says}'.encode()) % 4 == 0
 
 
 def make_problem(rng: random.Random, split: str, held_out: bool = False) -> Problem:
-  """Draws a problem whose visible test passes by one reading only.
+  """Samples a problem whose visible test passes for only one reading.
 
   Args:
-    rng: Draws everything.
-    split: 'train', 'dev' or 'test'; an argument of a visible test belongs to one.
+    rng: Samples everything.
+    split: 'train', 'dev' or 'test'; an argument of a visible test belongs to one split.
     held_out: Whether its pair of steps is never practised.
   """
   while True:
@@ -202,7 +202,7 @@ def make_tasks(seed: int, n: int, split: str, held_out: bool = False) -> list[ty
 
 
 def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
-  """Makes the held-out sets, by their names."""
+  """Makes the held-out sets, by name."""
   return {
     'new_programs': make_tasks(seed, n, split),
     'new_pairs': make_tasks(seed, n, split, held_out=True),
@@ -213,7 +213,7 @@ class TriedEnv(env.ToolEnv):
   """The Python tool, which runs the visible test after the code and prints its value.
 
   Its metrics are 'tries'; 'first_failed', whether the first try failed; and 'mended',
-  whether the answer passes all the same.
+  whether the answer then passes.
   """
 
   def __init__(self):
@@ -259,7 +259,7 @@ def make_env_alone() -> env.ToolEnv:
 
 
 def examples(seed: int) -> Iterator[world_lib.Example]:
-  """Yields what is practised, without end; no pair of steps that is held out."""
+  """Yields practice examples, endlessly, without held-out pairs of steps."""
   rng = random.Random(f'programs examples {seed}')
   while True:
     kind = rng.choices([*PRACTICE], [*PRACTICE.values()])[0]
@@ -291,7 +291,7 @@ def demonstrate(problem: Problem, fate: str = 'right') -> list[types.Message]:
 
 
 def call(program: str) -> str:
-  """The call that tries a program."""
+  """Writes the call that tries a program."""
   return call_formats.HERMES.render(calls.ToolCall('python', {'code': program}))
 
 
@@ -300,7 +300,7 @@ def _block(program: str) -> str:
 
 
 def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:
-  """How the tasks are asked: with the Python tool, or alone."""
+  """Returns the methods: with the Python tool, or without."""
   return {'direct': (sets, make_env_alone), 'tools': (sets, TriedEnv)}
 
 

@@ -1,12 +1,12 @@
-"""Chores in a terminal: files in a workspace, a real shell, an end state that is checked.
+"""Chores in a terminal: files in a workspace, a real shell, a checked end state.
 
-The environment is agent_r1_jax.tasks.chores, as a user of a large model has it; the
-chores (terminal_chores.py) replace the data. The chore stands alone in the prompt: the
-instructions of chores.agent_task are longer than the chores.
+The environment is agent_r1_jax.tasks.chores, as for a large model; the chores
+(terminal_chores.py) replace the data. The prompt is only the chore: the instructions of
+chores.agent_task are longer than the chores.
 
-What is held out: words of names and contents, each of which belongs to one split
-(experiments/miniwiki/world.py), and the kinds of HELD_OUT, whose first commands are
-practised outside of episodes only.
+Held out are words of names and contents, each of which belongs to one split
+(experiments/miniwiki/world.py), and the kinds in HELD_OUT, whose first commands are
+practised only outside of episodes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,31 +24,31 @@ from experiments.worlds import terminal_chores as kinds_lib
 from experiments.worlds import world as world_lib
 
 TRAINED, HELD_OUT, KINDS = kinds_lib.TRAINED, kinds_lib.HELD_OUT, kinds_lib.KINDS
-# What becomes of a demonstration. 'look': lists the files and then gives up; 'stop':
-# gives up at once. Most only look, so that a greedy policy does too. None guesses an
-# answer: a policy that had seen guesses did not learn to copy what the shell prints.
+# The fates of demonstrations. 'look': lists the files and then gives up; 'stop': gives up
+# at once. Most only look, so that a greedy policy does too. None guesses an answer: a
+# policy that had seen guesses did not learn to copy the shell's output.
 MIXTURE = {'right': 0.33, 'look': 0.62, 'stop': 0.05}
-# Shares of what is practised: demonstrations, first commands of all kinds, and answers
-# that stand in what was printed.
+# Shares of the practice: demonstrations, first commands of all kinds, and answers found
+# in the output.
 PRACTICE = {'demonstration': 0.6, 'command': 0.3, 'read': 0.1}
-_NOTHING = '(The command printed nothing.)'  # As the shell tool says it.
+_NOTHING = '(The command printed nothing.)'  # In the shell tool's words.
 
 
 def tasks(
   seed: int, n: int, split: str = 'train', kinds: Sequence[str] = tuple(TRAINED)
 ) -> list[types.Task]:
-  """Makes chores, each kind as often as the others.
+  """Makes chores, with equal shares of the kinds.
 
   Args:
-    seed: The seed of everything random; equal arguments make equal tasks.
-    n: How many.
-    split: The split of miniwiki's words that names and contents are made of: 'base' and
-      'train', 'dev' for choosing settings, 'test' for numbers to report.
-    kinds: Keys of KINDS; those of HELD_OUT are for tests.
+    seed: The seed of all randomness; equal arguments make equal tasks.
+    n: The number of chores.
+    split: The split of miniwiki's words for names and contents: 'base' and 'train', 'dev'
+      for choosing settings, 'test' for reported numbers.
+    kinds: Keys of KINDS; those in HELD_OUT are for tests.
 
   Returns:
-    Tasks for chores.TerminalEnv. `info` has, beside what that reads, the kind and the
-    solution: `commands`, what they print, and `reply` that ends the episode.
+    Tasks for chores.TerminalEnv. `info` also has the kind and the solution: `commands`,
+    their output, and the `reply` that ends the episode.
   """
   if unknown := {*kinds} - {*KINDS}:
     raise ValueError(f'kinds: {sorted(unknown)} are none of {", ".join(KINDS)}')
@@ -74,7 +74,7 @@ def _make_task(rng, task_id, split, kind) -> types.Task:
 
 
 def ask(task: types.Task) -> types.Task:
-  """Returns the task with the chore alone in its prompt."""
+  """Returns the task with only the chore in its prompt."""
   messages = [{'role': 'user', 'content': task.info['question']}]
   return dataclasses.replace(task, messages=messages)
 
@@ -89,7 +89,7 @@ def held_out(seed: int, n: int, split: str) -> dict[str, list[types.Task]]:
 
 
 def make_env_alone() -> env.ToolEnv:
-  """Makes an environment without the shell: what can be guessed is rewarded."""
+  """Makes an environment without the shell, which rewards right guesses."""
   return env.ToolEnv([], _score_guess)
 
 
@@ -100,12 +100,12 @@ def _score_guess(task, messages) -> dict[str, float]:
 
 
 def methods(sets: comparison.Sets) -> dict[str, comparison.Method]:
-  """How the tasks are asked: with the shell, or alone."""
+  """Returns the methods: with the shell, or without."""
   return {'direct': (sets, make_env_alone), 'tools': (sets, chores.TerminalEnv)}
 
 
 def examples(seed: int) -> Iterator[world_lib.Example]:
-  """Yields what is practised, without end; no episode of a kind that is held out."""
+  """Yields practice examples, endlessly, without episodes of held-out kinds."""
   rng = random.Random(f'terminal examples {seed}')
   while True:
     practice = rng.choices([*PRACTICE], [*PRACTICE.values()])[0]
@@ -138,19 +138,19 @@ def demonstrate(task: types.Task, fate: str = 'right') -> list[types.Message]:
 
 
 def call(command: str) -> str:
-  """The call that runs a command."""
+  """Writes the call that runs a command."""
   return call_formats.HERMES.render(calls.ToolCall('shell', {'command': command}))
 
 
 def text_of(example: world_lib.Example) -> Iterator[str]:
-  """Yields an example's texts, and with some the numbers that are counted."""
+  """Yields an example's texts, and sometimes the numbers that are counted."""
   yield from world_lib.texts_of(example)
   if example.kind == 'stop':
     yield '\n'.join(map(str, range(500)))
 
 
 def _schemas():
-  """Returns the shell tool's schema; where no shell can be confined, this fails first."""
+  """Returns the shell tool's schema; fails first if no shell can be confined."""
   session = shell.Shell()
   try:
     return [shell.shell_tool(session).schema]

@@ -1,7 +1,7 @@
 """The kinds of chores in a terminal: files, a question or a chore, a solution.
 
-In a solution each word stands after a space, or after what it stands after in the
-question or in what was printed. So its tokens are the same there, and it can be copied.
+In a solution each word follows a space, or the same text as in the question or the
+output. So its tokens are the same there, and it can be copied.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 
 class Chore(NamedTuple):
-  """What a kind draws.
+  """A sampled chore.
 
   Attributes:
     question: The chore in words.
-    files: The texts of the first files, by path.
-    answer: How it has to end; tasks/chores.py describes it.
+    files: The texts of the initial files, by path.
+    answer: The required end state; see tasks/chores.py.
     commands: A solution. The last reply then gives answer['reply'], if there is one.
-    prints: What each command prints; None if it is nothing, or the last one's reply.
+    prints: The output of each command; None if it is nothing, or the last one's reply.
   """
 
   question: str
@@ -28,7 +28,7 @@ class Chore(NamedTuple):
 
   @property
   def printed(self) -> list[str]:
-    """What each command prints."""
+    """The output of each command."""
     if self.prints is not None:
       return [*self.prints]
     reply = self.answer.get('reply')
@@ -36,10 +36,10 @@ class Chore(NamedTuple):
 
 
 class Scene:
-  """Words and files that are drawn for one task; no word comes twice."""
+  """Words and files sampled for one task; no word occurs twice."""
 
   def __init__(self, rng: random.Random, words: Sequence[str]):
-    """Draws the words of the scene from those given."""
+    """Samples the scene's words from the given ones."""
     self.rng = rng
     self._words = iter([word.lower() for word in rng.sample(words, 100)])
 
@@ -52,12 +52,12 @@ class Scene:
     return f'{self.word()}.{ending}'
 
   def lines(self, least: int = 3, most: int = 6) -> list[str]:
-    """Returns lines of a word and a number each."""
+    """Returns lines with a word and a number each."""
     count = self.rng.randint(least, most)
     return [f'{self.word()} {self.rng.randint(1, 99)}' for _ in range(count)]
 
   def files(self, count: int) -> dict[str, str]:
-    """Returns the texts of so many files by their names."""
+    """Returns the texts of `count` files by name."""
     return {self.name(): _join(self.lines()) for _ in range(count)}
 
   def ask(self, *wordings: str, **words: str) -> str:
@@ -210,7 +210,7 @@ def _delete_found(scene: Scene) -> Chore:
   return Chore(question, files, {'files': {name: None}}, (f'rm $(grep -lw {word} *)',))
 
 
-# What a program does; its lines; what it computes; the wrong lines, by their numbers.
+# A program's purpose; its lines; its result; the wrong lines, by number.
 _PROGRAMS: tuple[tuple[str, str, Callable[[list[int]], int], dict[int, str]], ...] = (
   ('adds its numbers',
    'total=0\nfor n in "$@"; do\n  total=$((total + n))\ndone\necho $total\n',
@@ -246,7 +246,7 @@ def _fix(scene: Scene) -> Chore:
     f=name,
     p=purpose,
   )
-  # The hidden test has other numbers, so that none can be written into the program.
+  # The hidden test has other numbers, so that none can be hard-coded.
   test = {'command': 'sh test.sh', 'files': {'test.sh': make_test(4)}}
   commands = [f"sed -i '{n}s/.*/{_quote(right[n - 1])}/' {name}" for n in mistakes]
   files = {name: _join(lines), 'test.sh': make_test(1)}

@@ -1,7 +1,7 @@
-"""What a world has to offer so that a small policy can be made for it and learn in it.
+"""What a world provides to make a small policy for it and train it there.
 
-`learn.py` is the command. A world replaces the data and the weights of a real task, and
-nothing else: environments, tools and graders are those of agent_r1_jax.tasks.
+`learn.py` is the command. A world replaces only the data and the weights of a real task:
+environments, tools and graders are those of agent_r1_jax.tasks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ from experiments import comparison
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-  """A whole conversation, and whether its prompt offers the world's tools.
+  """A complete conversation, and whether its prompt offers the world's tools.
 
   Attributes:
-    messages: Ends with the assistant's last reply.
+    messages: End with the assistant's last reply.
     tools: Whether the tools are in the prompt.
-    kind: What is practised or shown, for tests.
+    kind: The kind of practice or demonstration, for tests.
   """
 
   messages: list[types.Message]
@@ -31,26 +31,26 @@ class Example:
 
 
 class World(NamedTuple):
-  """A world: what its base policy practises, its tasks, and how they are played.
+  """A world: the practice of its base policy, its tasks, and how to play them.
 
   Attributes:
-    examples: Seed -> what the base policy practises, without end.
-    text: An example -> the texts that the tokenizer is trained on.
+    examples: From a seed to endless practice examples of the base policy.
+    text: From an example to the texts that train the tokenizer.
     schemas: Makes the schemas of the tools, for prompts of examples that offer them.
     tasks: (seed, n) -> tasks to train on.
     held_out: (seed, n, split) -> held-out tasks by the name of their set; the split is
-      'dev' for choosing settings, 'test' for numbers to report.
-    methods: Held-out tasks -> how they are asked and played, by the keys of `labels`;
-      'tools' is the one that is trained.
+      'dev' for choosing settings, 'test' for reported numbers.
+    methods: From held-out tasks to how they are asked and played, by the keys of
+      `labels`; 'tools' is trained.
     labels: The names of the methods in the tables.
-    score: The metric that is 1 where the task is solved.
+    score: The metric that is 1 if the task is solved.
     kinds: Kinds of tasks, for the tables.
     config: The configuration of the training.
     base: The configuration of the base policy's training.
-    vocab: The most entries of the vocabulary.
-    more_tokens: Texts that are one token each, such as the marks of an action.
+    vocab: The maximum size of the vocabulary.
+    more_tokens: Texts that become one token each, such as the tags of an action.
     options: Makes what else the episodes depend on, such as the values of flags.
-    also: Keys of methods that the trained policy plays too, besides 'tools'.
+    also: Keys of further methods for the trained policy, besides 'tools'.
     reader: Reads the pictures of its messages; None if there are none.
   """
 
@@ -83,11 +83,11 @@ def say(content: str) -> types.Message:
 
 
 def talk(asked: str, reply: str, kind: str) -> Example:
-  """Returns an example of one question and its reply, without tools."""
+  """Makes an example of one question and its reply, without tools."""
   return Example([{'role': 'user', 'content': asked}, say(reply)], tools=False, kind=kind)
 
 
 def texts_of(example: Example) -> list[str]:
-  """Returns each message with its role before it, as the chat template writes it."""
+  """Returns each message preceded by its role, as the chat template writes it."""
   role = {'tool': 'user'}
   return [f'{role.get(m["role"], m["role"])}\n{m["content"]}' for m in example.messages]
