@@ -78,8 +78,7 @@ def in_subprocess(
     seconds: The time limit of a call, once it has a subprocess.
     processes: The most subprocesses that work at a time; further calls wait.
     memory_mb: MiB that a subprocess may allocate after it has imported fn's module; if it
-      needs more, it ends. None is no limit, nor is there one on systems without /proc,
-      such as macOS.
+      needs more, it ends. None means no limit, as do systems without /proc (macOS).
     imports: More modules to import when a subprocess starts, so that imports do not count
       toward the first call's time and memory.
 

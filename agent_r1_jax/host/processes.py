@@ -161,8 +161,8 @@ def watch_others() -> None:
   if _watcher or not is_distributed():
     return
   watchdog.send(watchdog.DISTRIBUTED)
-  # If processes ask JAX's service for live processes, it does not abort all when one is
-  # lost. Then it does not wait for all at the end either, so `_wait_for_others` does.
+  # JAX's service does not abort all processes when one is lost if they ask it for live
+  # nodes. Then it does not wait for all at the end either, so `_wait_for_others` does.
   _watcher = threading.Thread(target=_watch, daemon=True, name='watch others')
   _watcher.start()
   atexit.register(_wait_for_others)

@@ -72,7 +72,7 @@ def describe_version() -> str:
 
 
 def quiet_logging() -> None:
-  """Drops INFO lines of installed libraries, and tracebacks of refused input.
+  """Drops INFO lines of installed libraries, and tracebacks of rejected input.
 
   The user's own lines and all warnings stay. It also sets sys.excepthook, so that an
   error that rejects a user's input ends the program with only its message. With

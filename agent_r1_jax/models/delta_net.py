@@ -192,7 +192,7 @@ def _compute_chunks(inputs: Inputs, state: Array) -> tuple[Array, Array]:
   B, T, G, X = inputs.q.shape
   U, Y = inputs.v.shape[2:]
   C = min(_CHUNK, T)
-  # Another sequence may have left values that times 0 are not 0.
+  # Another sequence may have left infinities, which a product with 0 turns to NaN.
   state = jnp.where(inputs.begins[:, :1, None, None], 0.0, state)
 
   def cut(x, *heads):

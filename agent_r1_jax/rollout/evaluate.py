@@ -57,7 +57,7 @@ def make_decoding(
   """Makes the decoding of a configuration; `env` has the grammar of its calls.
 
   Raises:
-    ValueError: `tool_grammar` is set, and there is no grammar for this call format.
+    ValueError: `tool_grammar` is set, and there is no grammar for these calls.
   """
   schemas = [tool.schema for tool in getattr(env, 'tools', ())]
   if not (config.tool_grammar and schemas):

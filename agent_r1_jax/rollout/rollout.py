@@ -26,8 +26,8 @@ Play = Callable[[sockets.Order], Coroutine[Any, Any, types.Trajectory]]
 # the function that makes the environment of each episode.
 Method = tuple[Mapping[str, Sequence[types.Task]], MakeEnv]
 
-# The least limit of attempts at an episode whose event loop others' coroutines block, and
-# the limit if its machine is lost, which the episode itself may cause.
+# The most attempts at an episode: at least so many if others' coroutines block its event
+# loop, and so many if its machine is lost, which the episode itself may cause.
 _ATTEMPTS, _MOST_LOSSES = 3, 10
 
 

@@ -1,9 +1,8 @@
 """Building blocks of kernels for Hopper GPUs: registers, and tiles of tokens.
 
-Pallas kernels for Hopper (Mosaic GPU) state how numbers are laid out over threads, but
-Pallas' interpreter (jax 0.10.2) has copies and barriers and neither layouts nor
-transposed operands. So a kernel is written once, over one of two classes with the same
-methods.
+Pallas kernels for Hopper (Mosaic GPU) state how numbers are laid out over threads.
+Pallas' interpreter (jax 0.10.2) supports copies and barriers, but not layouts or
+transposed operands. So a kernel is written once, for two classes with the same methods.
 
 Each program of `compute` processes a tile of 128 tokens of one head and row, streaming
 blocks of the other side past it. It has three groups of 128 threads: two hold 64 tokens

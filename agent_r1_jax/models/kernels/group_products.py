@@ -113,7 +113,7 @@ def _describe_pipeline() -> dict[str, Any]:
 
 
 def _choose_rows(S: int, groups: int) -> int:
-  """Returns the rows per block: a quarter of a mean group, as each end wastes a block."""
+  """Returns the rows per block: a quarter of a mean group, since its end wastes one."""
   sizes = (512, 256, 128) if sharding.platform() == 'tpu' else (128, 64)
   return next((n for n in sizes if 4 * n * groups <= S and S % n == 0), sizes[-1])
 
