@@ -120,7 +120,7 @@ class Program(sockets.Player):
       t.messages = conversation.list_messages()
 
   async def _score(self, episode, conversation, task, output: Output):
-    """Adds the rewards that the program reported and those of the functions."""
+    """Adds the rewards that the program reported and that the functions return."""
     t, transcript = episode.trajectory, episode.transcript
     for turn, step in conversation.reports:
       episode.add_reward(step, turn)

@@ -1,8 +1,8 @@
 """The worker process of sandbox.py, which forks a confined interpreter for each session.
 
 It runs as a script (`python -I sandbox_worker.py FD`) with an empty environment and never
-imports the package, so that its memory, and that of the interpreters it forks, has
-nothing of the trainer. Requests come over a Unix socket, one JSON object each:
+imports the package, so that its memory, which the interpreters inherit, has nothing of
+the trainer. Requests come over a Unix socket, one JSON object each:
 
   {"fork": {...limits}} with three descriptors: code, output, done  -> {"pid": n}
   {"kill": pid}                                                     -> nothing

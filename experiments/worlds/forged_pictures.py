@@ -147,7 +147,7 @@ def recompress(photo: Photo, cell: str, rng) -> Photo:
 
 
 def relabel(photo: Photo, cell: str, rng) -> Photo:
-  """Replaces the metadata by those of a photograph with another ISO."""
+  """Replaces the metadata by that of a photograph with another ISO."""
   return photo._replace(iso=_other_iso(photo, rng), jpeg=int(rng.choice(QUALITIES)))
 
 

@@ -120,7 +120,7 @@ class Environments:
 
 
 class _Holders:
-  """The actors that hold environments; only `run` may be called from any thread."""
+  """The actors that hold environments; its coroutines run in the actors' event loop."""
 
   def __init__(
     self,
