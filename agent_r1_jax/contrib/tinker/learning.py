@@ -100,7 +100,7 @@ class Learning:
     self.no_adapter = self.pad({'layers': {}})
 
   def start(self, shape: Shape) -> TrainingRun:
-    """Starts a run of a rank that `check_rank` allows; its adapter is initially zero."""
+    """Starts a run of a rank that `check_rank` allows; its adapter has no effect yet."""
     key = jax.random.key(shape.seed)
     added = lora.add(self._base, shape.rank, shape.targets, ALPHA, key)
     return self.resume(shape, lora.take(added))

@@ -1,9 +1,9 @@
 """The protobuf messages of the Tinker API: data in, log-probs and samples out.
 
-The client sends the data of forward and forward_backward as protobuf, and reads their
-results and samples in it. A table describes the messages, from which Google's library
-makes the classes. On the wire, a protobuf map is a list of entries with the fields `key`
-and `value`, and an enumeration is an int32; the table uses these.
+The client sends the data of forward and forward_backward as protobuf, and gets their
+results, and samples, as protobuf too. A table describes the messages, from which Google's
+library makes the classes. On the wire, a protobuf map is a list of entries with the
+fields `key` and `value`, and an enumeration is an int32; the table uses these.
 
 Letters: n tokens of a datum, K targets of each position.
 """
