@@ -11,13 +11,15 @@ from opentelemetry.sdk.metrics import export as metrics_export
 from opentelemetry.sdk.trace import export as trace_export
 import pytest
 import runs
-import tiny
 import traced
 
 from agent_r1_jax.contrib.opentelemetry import providers
 from agent_r1_jax.contrib.opentelemetry import sink as sink_lib
 from agent_r1_jax.train import metrics
 from agent_r1_jax.web import http
+
+pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')
+model = runs.model
 
 
 class _Asks:
@@ -36,11 +38,6 @@ class _Asks:
 
   def force_flush(self, *_, **__):
     return True
-
-
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.save(tmp_path_factory.mktemp('model') / 'tiny', runs.likely())
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import runs
-import tiny
 import traced
 
 from agent_r1_jax.contrib.opentelemetry import providers
@@ -17,11 +16,8 @@ from agent_r1_jax.web import http as http_lib
 pytest.importorskip(
   'opentelemetry.exporter.otlp.proto.http', reason='see test_with_otlp.py'
 )
-
-
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.save(tmp_path_factory.mktemp('model') / 'tiny', runs.likely())
+pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')
+model = runs.model
 
 
 @pytest.fixture

@@ -2,19 +2,16 @@
 
 import pytest
 import runs
-import tiny
 import traced
 
 from agent_r1_jax.contrib.opentelemetry import gauges, providers
 from agent_r1_jax.rl import losses
 from agent_r1_jax.train import metrics
 
+pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')
+model = runs.model
 STEPS = 4
-
-
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.save(tmp_path_factory.mktemp('model') / 'tiny', runs.likely())
+CORRECTED = runs.GRPO._replace(correction=losses.token_truncated())
 
 
 def _config(model, **kwargs):
@@ -167,8 +164,7 @@ def test_a_rollout_ahead_belongs_to_the_step_that_learns_from_it(
 ):
   memory = traced.Memory()
   config = _config(model, ahead=1, partial=partial)
-  corrected = runs.GRPO._replace(correction=losses.token_truncated())
-  _, watcher = traced.run(config, tmp_path, memory.make_sink, corrected)
+  _, watcher = traced.run(config, tmp_path, memory.make_sink, CORRECTED)
   _assert_nested(memory)
   loops = memory.find('rl.loop')
   assert len(loops) == STEPS and loops[1].start_time < loops[0].end_time
