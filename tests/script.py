@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -88,6 +89,18 @@ def end_forks():
       process.wait(60)
     finally:
       process.kill()
+
+
+def write_python(path: pathlib.Path) -> str:
+  """Writes a program that is as `python`, without the cost of its start; its path.
+
+  For what starts programs itself, such as a launcher.
+  """
+  _requests()  # The process of forks.py is there.
+  command = [sys.executable, '-I', '-S', str(ROOT / 'tests' / 'forked.py')]
+  path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} {os.environ[_FORKS]} "$@"\n')
+  path.chmod(0o755)
+  return str(path)
 
 
 class Process:

@@ -99,7 +99,8 @@ def test_notebooks_show_what_they_promise_and_stop_where_something_fails(tmp_pat
   write(paths['unnamed'])
   command = [sys.executable, '-c', EXECUTE]
   command += [str(x) for name in folders for x in (paths[name], folders[name])]
-  environment = os.environ | {'PYTHON': sys.executable}
+  # What the cells start; the kernels are processes of their own.
+  environment = os.environ | {'PYTHON': script.write_python(tmp_path / 'python')}
   done = subprocess.run(
     command, capture_output=True, text=True, timeout=1800, env=environment
   )
