@@ -20,7 +20,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Each command's help, from one process that has imported what they share.
 HELP = """
 import os, sys, traceback, warnings
-import flax.linen, jax, optax, transformers
+import agent_r1_jax.agent.chat, agent_r1_jax.train
+import ml_collections.config_flags, transformers
 from agent_r1_jax import __main__ as command
 warnings.simplefilter('ignore')  # Children of a process that uses no device yet.
 for name in command.SCRIPTS:
