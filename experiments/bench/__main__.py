@@ -175,7 +175,8 @@ def main(_):
   config = common.SHAPES[_SHAPE.value]
   ops = batch_invariant.INVARIANT if _BATCH_INVARIANT.value else None
   config = dataclasses.replace(config, ops=ops)
-  bench = Bench(config, decoder.init(config, jax.random.key(0)))
+  init = jax.jit(decoder.init, static_argnums=0)  # one program, not one for each leaf
+  bench = Bench(config, init(config, jax.random.key(0)))
   about = {
     'shape': _SHAPE.value,
     'parameters': sum(x.size for x in jax.tree.leaves(bench.params)),
