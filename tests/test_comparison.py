@@ -15,7 +15,9 @@ from experiments import comparison
 
 @pytest.fixture
 def config(tmp_path):
-  return tiny.run_config(model=tiny.save(tmp_path / 'model'), rows=2, slots=64)
+  # One program for each step, of the size that other tests compile too.
+  sizes = tiny.SIZES | {'bucket': tiny.SIZES['slots'], 'narrow': False, 'replicas': 1}
+  return tiny.run_config(model=tiny.save(tmp_path / 'model'), **sizes)
 
 
 def test_episodes_are_played_once_until_what_they_depend_on_changes(config, tmp_path):
