@@ -46,10 +46,7 @@ async def test_hybrid_weighs_and_names_its_parts():
   assert (first.reward, last.reward) == (0.0, 1.75)
   parts = {k: v for k, v in last.metrics.items() if k.startswith('reward/')}
   assert parts == {'reward/outcome': 2.0, 'reward/slow': -0.25}
-  assert await reward(TASK, said('No.')) == {
-    'outcome': 0.0,
-    'slow': -0.25,
-  }
+  assert await reward(TASK, said('No.')) == {'outcome': 0.0, 'slow': -0.25}
 
 
 async def test_the_parts_are_computed_at_the_same_time(refused):

@@ -42,17 +42,7 @@ def test_parallel_calls_in_order():
 
 
 @pytest.mark.parametrize(
-  'text',
-  [
-    '</tool_call>',
-    '<tool_call>',
-    '<think>',
-    '</think>',
-    '"}}',
-    '\\',
-    '\n',
-    '中',
-  ],
+  'text', ['</tool_call>', '<tool_call>', '<think>', '</think>', '"}}', '\\', '\n', '中']
 )
 def test_any_text_can_be_an_argument(text):
   reply = call(query=f'a{text}b') + call(query='c')

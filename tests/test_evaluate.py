@@ -101,13 +101,7 @@ def test_calls_can_be_held_to_their_schemas(hold):
   (opening,) = tiny.chat().tokenizer.encode('<tool_call>', add_special_tokens=False)
   params = tiny.params(tiny.config(), likely={opening: 4.0})
   engine = tiny.engine(params, bucket=tiny.SIZES['slots'])
-  rows = {
-    'tools': (
-      _sets(),
-      _make_tool_env,
-    ),
-    'none': (_sets(), Env),
-  }
+  rows = {'tools': (_sets(), _make_tool_env), 'none': (_sets(), Env)}
   limits = config_lib.Limits(max_turns=1, max_turn_tokens=60)
   sampling = config_lib.Sampling(temperature=0.0, tool_grammar=hold)
   played = {}

@@ -120,10 +120,7 @@ def test_the_engine_reads_what_the_learner_computes(tmp_path):
   )
   assert implicit_value.load(tmp_path / 'critic', tmp_path / 'policy')[1] == odds
   engine = tiny.engine(
-    own,
-    guides={guide_lib.FORCED: None},
-    slots=rollouts.SLOTS,
-    bucket=rollouts.SLOTS,
+    own, guides={guide_lib.FORCED: None}, slots=rollouts.SLOTS, bucket=rollouts.SLOTS
   )
   made = choice_lib.by_implicit_value(
     engine, tmp_path / 'critic', tmp_path / 'policy', candidates=2

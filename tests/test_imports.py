@@ -286,11 +286,7 @@ def test_text_rooms_are_light():
       'checkpoint.py imports orbax',
     ),
     ('retrieval/bm25.py', 'def f():\n  import faiss', 'dense.py imports faiss'),
-    (
-      'agent/chat.py',
-      'def f():\n  from transformers import X',
-      'imports transformers',
-    ),
+    ('agent/chat.py', 'def f():\n  from transformers import X', 'imports transformers'),
     ('agent/chat.py', 'def f():\n  import tokenizers', 'encoder.py imports tokenizers'),
     (
       'train/loop.py',

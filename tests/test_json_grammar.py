@@ -186,10 +186,7 @@ def _draw(rng, depth=3):
     lambda: {'type': 'array', 'prefixItems': [part(), part()], 'maxItems': 3},
     lambda: {'$ref': '#/$defs/d', pick('minimum', 'minLength', 'maxItems', 'minimum'): 2},
     lambda: {'type': 'object', 'additionalProperties': part(), 'maxProperties': 2},
-    lambda: {
-      **part(),
-      pick('not', 'if', 'contains'): {'type': 'null'},
-    },
+    lambda: {**part(), pick('not', 'if', 'contains'): {'type': 'null'}},
   ]
   return pick(*composed, *scalars)()
 

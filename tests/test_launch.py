@@ -22,11 +22,7 @@ NEEDS = {
   'run.sh': {},
   'local.sh': {},
   'gpu_vm.sh': {'HOSTS': 'me@gpu-0 gpu-1'},
-  'tpu_vm.sh': {
-    'NAME': 'first',
-    'ZONE': 'us-west4-a',
-    'TYPE': 'v5litepod-16',
-  },
+  'tpu_vm.sh': {'NAME': 'first', 'ZONE': 'us-west4-a', 'TYPE': 'v5litepod-16'},
   'slurm.sh': {'SLURM_GPUS_ON_NODE': '4', 'SLURM_JOB_ID': '17'},
   'kubernetes.sh': {
     'NAME': 'first',
@@ -274,8 +270,7 @@ class TestScriptsElsewhere:
 
   @pytest.mark.parametrize('name', COPIED)
   @pytest.mark.parametrize(
-    ('folder', 'path'),
-    [('', 'mine/a b.py'), ('launch', '../mine/a b.py')],
+    ('folder', 'path'), [('', 'mine/a b.py'), ('launch', '../mine/a b.py')]
   )
   def test_a_script_of_the_checkout_is_called_by_its_place_in_it(
     self, checkout, bare_path, name, folder, path

@@ -25,10 +25,7 @@ _DROPPED = {
     'in/turn_end',
     'in/step',
   ),
-  'It is a step towards a number that is kept.': (
-    'verl/masked_mean*',
-    'verl/masked_var',
-  ),
+  'It is a step towards a number that is kept.': ('verl/masked_mean*', 'verl/masked_var'),
   'It is the returns, which are kept, less the values, whitened.': (
     'searchr1/gae_unmasked/*/adv',
   ),

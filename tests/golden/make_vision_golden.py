@@ -98,14 +98,8 @@ _TEXTS = (48, 11, 1)
 # Rows of texts and pictures: lengths of text, and grids of tokens. A third number is how
 # many pairs of frames a film has, each behind the text that says its time.
 _ROWS = {
-  'qwen2_5_vl': (
-    (7, (3, 5), 4, (6, 5), 9),
-    ((2, 3), 5),
-  ),
-  'qwen3_vl': (
-    (7, (3, 5), 4, (6, 5), 9),
-    ((2, 3), 5, (2, 4, 2), 3),
-  ),
+  'qwen2_5_vl': ((7, (3, 5), 4, (6, 5), 9), ((2, 3), 5)),
+  'qwen3_vl': ((7, (3, 5), 4, (6, 5), 9), ((2, 3), 5, (2, 4, 2), 3)),
 }
 _CUTS = (  # Pictures' sizes, and the bounds of their pixels, in patches of 14.
   ((61, 40), 28 * 28, 28 * 28 * 12),

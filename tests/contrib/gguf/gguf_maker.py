@@ -241,12 +241,7 @@ def make_model(directory, width=256, family='llama', **fields):
   """A random model in HF layout whose rows can be quantised."""
   fields = {'vocab_size': 40, 'head_dim': 64, 'mlp_dim': width} | fields
   config = decoder.DecoderConfig(
-    family,
-    embed_dim=width,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    **fields,
+    family, embed_dim=width, num_layers=2, num_heads=4, num_kv_heads=2, **fields
   )
   shapes = jax.eval_shape(functools.partial(decoder.init, config), jax.random.key(0))
   rng = np.random.default_rng(1)
