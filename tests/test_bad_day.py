@@ -47,6 +47,10 @@ SIGNALS = {
   'interrupt': signal.SIGINT,
 }
 SMALL = script.QUICKSTART | {
+  'engine.slots': 256,
+  'engine.bucket': 256,
+  'batch.row_tokens': 256,
+  'limits.max_turns': 2,
   'schedule.steps': 3,
   'schedule.eval_every': 3,
   'schedule.tasks': 4,

@@ -27,6 +27,7 @@ def learn(*flags):
     '--layers=2',
     '--sft.steps=12',
     '--sft.rows=2',
+    '--sft.row_tokens=256',
     '--sft.warmup=5',
     *script_lib.config_flags(SIZES),
   )
