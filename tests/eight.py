@@ -218,10 +218,15 @@ def muon(mesh: Any) -> dict[str, Any]:
 
 
 def sees(family: str, mesh: Any) -> dict[str, Any]:
-  """The gradient through the tower of pictures of several sizes."""
+  """The gradient through the tower of pictures of several sizes.
+
+  In Gemma 4, their tokens see later ones.
+  """
   config = tiny.config(family, layers=1)
   config = dataclasses.replace(
-    config, vision=dataclasses.replace(config.vision, num_layers=2)
+    config,
+    vision=dataclasses.replace(config.vision, num_layers=2),
+    sees_ahead=config.vision.pools,
   )
   params, rng = jax.device_get(tiny.params(config)), np.random.default_rng(0)
   pictures = [
@@ -249,8 +254,10 @@ def sees(family: str, mesh: Any) -> dict[str, Any]:
     shown = (placed.place_rows(x, mesh) for x in (batch, tokens, index))
     loss, gradients = compute(placed.place(params, mesh), *shown)
   if mesh:
-    assert placed.split(gradients['vision']['blocks']['up'], 'kernel') == [(2, 4, 24)]
-  return {'loss': loss, 'through pictures': gradients}
+    up = gradients['vision']['blocks']['up']
+    assert placed.split(up.get('linear', up), 'kernel') == [(2, 4, 24)]
+  name = 'through pooled pictures' if config.vision.pools else 'through pictures'
+  return {'loss': loss, name: gradients}
 
 
 class Row(NamedTuple):
@@ -305,6 +312,7 @@ ROWS = {
   ),
   'pictures': Row(_of(sees, 'qwen2_5_vl'), ({'fsdp': 4, 'tensor': 2},)),
   'pictures of several depths': Row(_of(sees, 'qwen3_vl'), ({'fsdp': 4, 'tensor': 2},)),
+  'pooled pictures': Row(_of(sees, 'gemma4'), ({'fsdp': 4, 'tensor': 2},)),
   'replica of experts': Row(_of(replicas.extends, 'qwen3_moe', 'model', **_WIDE), _PAIR),
   'replica of gated experts': Row(
     _of(replicas.extends, 'qwen2_moe', 'model', **_WIDE), _PAIR

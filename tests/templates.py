@@ -247,9 +247,15 @@ _GEMMA4 = """\
 {%- elif scan.open %}{% set who = namespace(name=a.name | default('unknown')) %}
 {%- for c in m.tool_calls if c.id == a.tool_call_id %}
 {%- set who.name = c.function.name %}{% endfor %}{% set ns.last = 'answer' %}
-{{- '<|tool_response>response:' + who.name + '{value:' + say(a.content) + '}' }}
-{{- '<tool_response|>' }}{% endif %}{% endfor %}
-{{- (m.content or '') | trim }}
+{%- set said = namespace(text=a.content, seen='') %}
+{%- if a.content is not string %}{% set said.text = '' %}{% for p in a.content %}
+{%- if p.type == 'image' %}{% set said.seen = said.seen + '<|image|>' %}
+{%- else %}{% set said.text = said.text + p.text %}{% endif %}{% endfor %}{% endif %}
+{{- '<|tool_response>response:' + who.name + '{value:' + say(said.text) + '}' }}
+{{- '<tool_response|>' + said.seen }}{% endif %}{% endfor %}
+{%- if m.content is string %}{{ m.content | trim }}
+{%- else %}{% for p in m.content or [] %}
+{{- '<|image|>' if p.type == 'image' else p.text | trim }}{% endfor %}{% endif %}
 {%- if ns.last == 'call' %}{{ '<|tool_response>' }}
 {%- elif ns.last != 'answer' or m.content | trim %}{{ '<turn|>\n' }}{% endif %}
 {%- endfor %}
@@ -291,6 +297,7 @@ _GEMMA_TOKENS = ('<bos>', '<start_of_turn>', '<end_of_turn>')
 _GEMMA4_TOKENS = ('<bos>', '<|turn>', '<turn|>', '<|think|>', '<|channel>', '<channel|>')
 _GEMMA4_TOKENS += ('<|tool>', '<tool|>', '<|tool_call>', '<tool_call|>', '<|"|>')
 _GEMMA4_TOKENS += ('<|tool_response>', '<tool_response|>')
+_GEMMA4_TOKENS += ('<|image>', '<|image|>', '<image|>')
 _MISTRAL_TOKENS = ('[INST]', '[/INST]', '[TOOL_CALLS]', '[AVAILABLE_TOOLS]')
 _MISTRAL_TOKENS += (
   '[/AVAILABLE_TOOLS]',

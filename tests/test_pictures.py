@@ -7,6 +7,7 @@ import json
 import numpy as np
 from PIL import Image
 import pytest
+import templates
 import tiny
 
 from agent_r1_jax import sft, types
@@ -142,6 +143,38 @@ async def test_a_tool_returns_a_film():
   assert pictures.is_image(parts[2]) and ';film=2;' in parts[2]['image_url']['url']
 
 
+def test_turns_with_pictures_are_those_of_gemma_4(tmp_path):
+  """Its template writes one token for a picture, and an answer's pictures behind it."""
+  tokenizer = templates.load('gemma4', tmp_path)
+  reader = pictures.Reader(8, 0, 64 * 16, form=pictures.GEMMA)
+  chat = chat_lib.Chat(tokenizer, pictures=reader)
+  part, call = pictures.make_part(image()), {'name': 'look', 'arguments': {}}
+  text = lambda words: {'type': 'text', 'text': words}
+  said = [part, text('a '), text('<|image|>')]
+  messages = [
+    user(part, ' What is it? ', part),
+    {'role': 'assistant', 'content': '', 'tool_calls': [{'id': '1', 'function': call}]},
+    {'role': 'tool', 'name': 'look', 'tool_call_id': '1', 'content': said},
+    {'role': 'assistant', 'content': 'It.'},
+    user('Sure?\n', part),
+  ]
+  parts = [ids for ids, _ in chat.encode_turns(messages)]
+  # As large as 16 tokens allow: 3 x 4 of a picture of 2 x 3.
+  assert sum((ids >= types.FIRST_PICTURE_ID).sum() for ids in parts) == 4 * 12
+  found = ''.join(map(chat.decode_exactly, parts)).replace('<image|>', '<|image|>')
+  found = found.replace('<|image><|image|>', '<|image|>')
+  for message in messages:
+    if isinstance(message['content'], list):
+      content = message['content']
+      message['content'] = [{'type': 'image'} if p == part else p for p in content]
+  options = {'add_generation_prompt': True}
+  theirs = tokenizer_lib.render(tokenizer, messages, (), options)
+  # A prompt opens an empty thought, of which the template writes the last one.
+  thought = '<|channel>thought\n<channel|>'
+  assert found.count(thought) == 2
+  assert found.replace(thought, '', 1) == theirs
+
+
 def test_a_delta_has_pictures_of_tools_and_texts_are_cut(chat):
   long = 'one two three ' * 400
   content = [{'type': 'text', 'text': long}, pictures.make_part(image())]
@@ -158,7 +191,7 @@ def test_data_cannot_spell_a_picture(chat):
     {'role': 'assistant', 'content': spelt},
   ):
     ids = chat.encode_prompt([{'role': 'user', 'content': 'x'}, message])
-    place = chat.tokenizer.convert_tokens_to_ids(pictures.PLACE)
+    place = chat.tokenizer.convert_tokens_to_ids(pictures.CONTROL_TOKENS[1])
     assert place not in ids
   ids = chat.encode_prompt([user(spelt, pictures.make_part(image()))])
   assert (ids >= types.FIRST_PICTURE_ID).sum() == 6
@@ -284,5 +317,17 @@ def test_a_reader_is_that_of_the_model_directory(refused, tmp_path):
     pictures.load(tmp_path, 8)
   signed = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
   pictures.save(pictures.Reader(8, 64, 1024, signed, (64, 999)), tmp_path, patch=4)
+  gemma = pictures.Reader(12, 0, 70 * 144, signed, form=pictures.GEMMA)
+  for name in ('preprocessor_config.json', 'processor_config.json'):
+    folder = tmp_path / f'in_{name}'
+    folder.mkdir()
+    pictures.save(gemma, folder, patch=4)
+    if name == 'processor_config.json':
+      raw = json.loads((folder / 'preprocessor_config.json').read_text())
+      (folder / 'preprocessor_config.json').unlink()
+      (folder / name).write_text(json.dumps({'image_processor': raw}))
+    again = pictures.load(folder, 12, signed)
+    assert again and (again.min_pixels, again.max_pixels) == (0, 70 * 144)
+    assert again.form == pictures.GEMMA
   films = [pictures.load(tmp_path, 8, signed, films) for films in (True, False)]
   assert [x and x.film_pixels for x in films] == [(64, 999), None]

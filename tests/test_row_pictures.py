@@ -1,5 +1,7 @@
 """Pictures in the engine and in the learner, which compute the same."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -36,7 +38,7 @@ def write(*parts) -> np.ndarray:
   return np.concatenate(ids).astype(np.int32)
 
 
-def film(seed: int) -> np.ndarray:
+def make_film(seed: int) -> np.ndarray:
   """Two frames, which are one picture."""
   return np.concatenate([picture(seed, 1, 3), picture(seed + 1, 1, 3)], axis=-1)
 
@@ -95,11 +97,21 @@ def test_log_probs_are_the_learners(params, sizes):
   assert_learned(params, segments)
 
 
-def test_features_of_several_depths_and_films_are_the_learners():
-  """Of Qwen3-VL, in two rows: texts begin again, fork, and lose a reply midway."""
-  shape = tiny.config('qwen3_vl', 3)
+@pytest.mark.parametrize(
+  ('family', 'layers', 'ahead'),
+  [('qwen3_vl', 3, False), ('gemma4', 4, False), ('gemma4', 2, True)],
+)
+def test_other_towers_give_the_learners_log_probs(family, layers, ahead):
+  """In two rows: texts begin again, fork, and lose a reply midway.
+
+  Qwen3-VL has films, and features of several depths; Gemma 4 sliding layers, and layers
+  that share keys and values, and its tokens of a picture may see later ones, so that a
+  prefill has all of them.
+  """
+  shape = dataclasses.replace(tiny.config(family, layers), sees_ahead=ahead)
+  film = make_film if shape.vision.films else picture
   params = tiny.params(shape)
-  engine = _engine(params, shape=shape, rows=2, prefill_tokens=4)
+  engine = _engine(params, shape=shape, rows=2, prefill_tokens=12 if ahead else 4)
   frames = [(1, film(0), 2, film(2), 3), (4, film(0), picture(1), 5)]
 
   async def branch():
@@ -127,6 +139,20 @@ def test_features_of_several_depths_and_films_are_the_learners():
   last = [(1, film(0), 2, film(2), 3)], [(1, film(0), 2, film(3), 3)]
   first, other = engine.run([play(engine, 5, turns) for turns in last])
   assert np.abs(first.behaviour_logprobs - other.behaviour_logprobs).max() > 1e-3
+
+
+def test_a_picture_of_more_tokens_than_a_prefill_is_refused():
+  """If its tokens see each other."""
+  shape = dataclasses.replace(tiny.config('gemma4', 2), sees_ahead=True)
+  engine = _engine(tiny.params(shape), shape=shape, prefill_tokens=4)
+  shown = [picture(0)]
+  prompt = types.Prompt(write(1, *shown, 2), shown)
+
+  async def ask():
+    await engine.submit(request.Request(prompt, max_tokens=2))
+
+  with pytest.raises(ValueError, match='is 4, and a picture has 6 tokens'):
+    engine.run([ask()])
 
 
 def test_what_a_picture_shows_changes_what_is_sampled(params):

@@ -73,6 +73,13 @@ _PARTICULARS = {
     'input_dim': 5,
     'normalize_experts': True,
   },
+  'gemma4': {
+    **_GEMMA4,
+    'full_kv_heads': 2,
+    'input_dim': 5,
+    'normalize_experts': True,
+    'vision': dataclasses.replace(tiny.POOLED_VISION, out_dim=12),
+  },
   'gemma4_unified_text': {**_GEMMA4, 'keys_are_values': True},
   'llama': {'rope_scaling': _LLAMA3},
   'qwen2_5_vl': {
@@ -310,7 +317,7 @@ def test_transformers_reads_our_config(tmp_path, family):
   rope |= config.rope_scaling or {}
   if config.rope_fraction != 1:
     rope |= {'partial_rotary_factor': config.rope_fraction}
-  if config.vision:
+  if config.mrope_section:
     rope |= {'mrope_section': [1, 1, 1]}
     rope |= {'mrope_interleaved': True} if config.vision.deepstack else {'type': 'mrope'}
   rotations = theirs.rope_parameters

@@ -64,6 +64,17 @@ DEEP_VISION = dataclasses.replace(
   colours=vision_config.SIGNED,
   films=True,
 )
+# A token is the mean of 2 x 2 patches.
+POOLED_VISION = dataclasses.replace(
+  VISION,
+  full_attention=(0, 1),
+  temporal_patch_size=1,
+  window_size=8,
+  axis_places=64,
+  clips=True,
+  standardizes=True,
+  colours=vision_config.SIGNED,
+)
 YARN = {
   'rope_type': 'yarn',
   'factor': 4.0,
@@ -99,6 +110,8 @@ def config(family: str = 'llama', layers: int = 1) -> decoder.DecoderConfig:
   sizes = {'num_experts': 8, 'expert_dim': 12, 'shared_dim': 8, 'mlp_dim': 24}
   has = {field for field, _ in facts.sizes.values()}
   sees = {'vision': VISION, 'mrope_section': (1, 1, 2)}
+  if facts.has('axis_places/embedding', 'vision'):
+    sees = {'vision': POOLED_VISION}
   if facts.alternates_axes:
     sees = {'vision': DEEP_VISION, 'mrope_section': (2, 1, 1)}
   if facts.is_recurrent:  # At least one of each kind; the last one attends.
@@ -147,6 +160,8 @@ def params(
     return np.asarray(leaf + 0.3 * noise, np.float32)
 
   tree, ones = _init_shapes(shape), {'scale': 1.0, 'log': -2.0}
+  for side in ('input', 'output'):  # Towers cut off at these.
+    ones |= {f'{side}_min': -2.0, f'{side}_max': 2.0}
   tree = jax.tree_util.tree_map_with_path(
     lambda path, x: spread(path, np.full(x.shape, ones.get(path[-1].key, 0.0))), tree
   )

@@ -75,12 +75,13 @@ class Chat(renderer_lib.Renderer):
         f'tokenizer {tokenizer.name_or_path} has no chat template; add "chat_template" '
         'to its tokenizer_config.json.'
       )
-    super().__init__(tokenizer, **options)
+    form = pictures.form if pictures else pictures_lib.QWEN
+    super().__init__(tokenizer, picture_form=form, **options)
     ids = self._control.ids
     self._stops: dict[int, types.Automaton] = {}
     self._longest_token = tokenizer_lib.longest_token(tokenizer)
     self._pictures = pictures
-    if pictures and (missing := {*pictures_lib.CONTROL_TOKENS} - {*ids}):
+    if pictures and (missing := {*form.tokens} - {*ids}):
       text = f'tokenizer {tokenizer.name_or_path} has no {" ".join(sorted(missing))}'
       raise ValueError(f'{text}, which stand for a picture: add them as special tokens.')
     self._stop_strings = (*stop_strings, *self.format.stop_strings)
@@ -98,7 +99,7 @@ class Chat(renderer_lib.Renderer):
     self._control.never_sample(
       *(frame if not self.format.ends else ()),  # With `ends`, the policy writes frames.
       *(names[i] for i in self.stop_ids if i in names),
-      *(pictures_lib.CONTROL_TOKENS if pictures else ()),
+      *(form.tokens if pictures else ()),
     )
 
   def stop_automaton(self, vocab_size: int) -> types.Automaton:
@@ -336,7 +337,7 @@ class Chat(renderer_lib.Renderer):
     pictures = self.list_pictures(messages)
     if not pictures or not self._pictures:
       return ids
-    places = np.flatnonzero(ids == self._control.ids[pictures_lib.PLACE])
+    places = np.flatnonzero(ids == self._control.ids[self._picture_form.tokens[1]])
     if len(places) != len(pictures):
       raise ValueError(
         f'the chat template of {self.tokenizer.name_or_path} writes {len(places)} of '

@@ -47,22 +47,26 @@ def check(message: types.Message) -> types.Message:
 
 
 def write_text(
-  message: types.Message, cut: Callable[[str], str] = lambda text: text
+  message: types.Message,
+  cut: Callable[[str], str] = lambda text: text,
+  form: pictures.Form = pictures.QWEN,
 ) -> types.Message:
   """Checks a message and converts its content to text; `cut` shortens tools' answers.
+
+  `form` says what stands for pictures.
 
   Raises:
     ValueError: See `check`; or a part of the content is neither text nor a picture.
   """
   message = check(message)
   if message['role'] != 'tool':
-    return pictures.write_places(message)
+    return pictures.write_places(message, form=form)
   content = message['content']
   if not isinstance(content, str) and not pictures.find_addresses(message):
     raise ValueError(
       f"a tool message's content must be a string or have pictures: {content!r:.80}."
     )
-  return pictures.write_places(message, cut)
+  return pictures.write_places(message, cut, form)
 
 
 def last_reply(messages: Sequence[types.Message]) -> str:

@@ -145,12 +145,7 @@ def fit(
   Raises:
     ValueError: The picture is longer than 200 times its width, or the reverse.
   """
-  ratio = max(height, width) / min(height, width)
-  if ratio > _MAX_RATIO:
-    raise ValueError(
-      f'the picture is {width} x {height} pixels, one side {ratio:.0f} times the '
-      f'other; cut it so that it is at most {_MAX_RATIO} times.'
-    )
+  _check_ratio(height, width)
   rows, columns = round(height / size), round(width / size)
   pixels = rows * columns * size**2
   if pixels > most_pixels:
@@ -164,12 +159,41 @@ def fit(
   return rows, min(columns, max(1, most // rows))
 
 
+def _check_ratio(height: int, width: int) -> None:
+  ratio = max(height, width) / min(height, width)
+  if ratio > _MAX_RATIO:
+    raise ValueError(
+      f'the picture is {width} x {height} pixels, one side {ratio:.0f} times the '
+      f'other; cut it so that it is at most {_MAX_RATIO} times.'
+    )
+
+
+def fill(height: int, width: int, size: int, most_pixels: int) -> tuple[int, int]:
+  """Finds the rows and columns of tokens of a picture that becomes as large as may be.
+
+  They are those of transformers for Gemma 4; see `fit`.
+  """
+  _check_ratio(height, width)
+  most = most_pixels // size**2
+  scale = math.sqrt(most * size**2 / (height * width))
+  rows, columns = (math.floor(scale * x / size) for x in (height, width))
+  if not rows:
+    return 1, min(width // height, most)
+  return (rows, columns) if columns else (min(height // width, most), 1)
+
+
 def resize(image: Any, size: int, least_pixels: int, most_pixels: int) -> Any:
-  """Resizes a PIL image to whole tokens, as uint8 [H, W, 3]; see `fit`."""
+  """Resizes a PIL image to whole tokens, as uint8 [H, W, 3].
+
+  See `fit`; without least pixels, `fill`.
+  """
   import numpy as np
 
   image = to_rgb(image)
-  rows, columns = fit(image.height, image.width, size, least_pixels, most_pixels)
+  if least_pixels:
+    rows, columns = fit(image.height, image.width, size, least_pixels, most_pixels)
+  else:
+    rows, columns = fill(image.height, image.width, size, most_pixels)
   # transformers resizes with Pillow's filter for bicubic, which is 3.
   return np.array(image.resize((columns * size, rows * size), 3), np.uint8)
 

@@ -21,7 +21,7 @@ import io
 import json
 import pathlib
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,9 +29,32 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import picture_files
 from agent_r1_jax.host import isolated, model_paths
 
-# What Qwen2-VL and its successors write around a picture and in its place.
-BEGIN, PLACE, END = '<|vision_start|>', '<|image_pad|>', '<|vision_end|>'
-CONTROL_TOKENS = (BEGIN, PLACE, END)
+
+class Form(NamedTuple):
+  """How a family's chat has pictures.
+
+  Attributes:
+    tokens: What stands before a picture, in its place, and after it.
+    trims: Whether the space around the texts beside pictures is left out.
+    answer_end: What ends a tool's answer, if its pictures stand behind that.
+  """
+
+  tokens: tuple[str, str, str]
+  trims: bool = False
+  answer_end: str = ''
+
+  def move(self, text: str) -> str:
+    """Moves the pictures of answers behind them, in a rendered text."""
+    if not self.answer_end:
+      return text
+    shown, end = re.escape(''.join(self.tokens)), re.escape(self.answer_end)
+    return re.sub(f'((?:{shown})+)({end})', r'\2\1', text)
+
+
+# That of Qwen2-VL and its successors, and that of Gemma 4.
+QWEN = Form(('<|vision_start|>', '<|image_pad|>', '<|vision_end|>'))
+GEMMA = Form(('<|image>', '<|image|>', '<image|>'), True, '<|"|>}<tool_response|>')
+CONTROL_TOKENS = QWEN.tokens
 # By what Qwen2.5-VL scales red, green and blue: their means, then their deviations.
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # Whoever sends a picture may not be trusted, and a small file may take minutes and all
@@ -43,6 +66,8 @@ _read_apart = isolated.in_subprocess(
 _DATA = re.compile(r'data:image/[a-z+.-]+;(?:film=([1-9][0-9]{0,5});)?base64,')
 # The fewest and most pixels of all frames of a film together, in published files.
 _FILM_PIXELS = 4096, 3 << 23
+# Where a directory may say how pictures are read; the second one has an object for it.
+_FILES = 'preprocessor_config.json', 'processor_config.json'
 _FILM_FILE = 'video_preprocessor_config.json'
 
 
@@ -118,7 +143,9 @@ def _find_address(part: Any) -> str | None:
 
 
 def write_places(
-  message: types.Message, change: Callable[[str], str] = lambda text: text
+  message: types.Message,
+  change: Callable[[str], str] = lambda text: text,
+  form: Form = QWEN,
 ) -> types.Message:
   """Makes a text of a content in parts; control tokens stand for its pictures.
 
@@ -127,9 +154,14 @@ def write_places(
   content, pieces = message['content'], []
   if isinstance(content, str):
     return {**message, 'content': change(content)}
+  answers = message['role'] == 'tool' and form.answer_end
+  if answers:
+    content = sorted(content, key=lambda part: _find_address(part) is not None)
+  elif form.trims and message['role'] != 'assistant':
+    content = [_trim(part) for part in content]
   for part in content:
     if _find_address(part) is not None:
-      pieces.append((''.join(CONTROL_TOKENS), True))
+      pieces.append((''.join(form.tokens), True))
     elif isinstance(text := change(part['text']), types.ControlText):
       pieces += [(piece, i % 2 == 0) for i, piece in enumerate(text.parts)]
     else:
@@ -144,15 +176,22 @@ def write_places(
   }
 
 
+def _trim(part: dict[str, Any]) -> dict[str, Any]:
+  text = part.get('text')
+  # Control text, which is a task's own, stays as it is.
+  return part | {'text': text.strip()} if type(text) is str else part
+
+
 class Reader:
   """Reads pictures as a model sees them.
 
   Attributes:
     side: The pixels of a token's square, in each direction.
-    min_pixels: A picture with fewer is enlarged.
+    min_pixels: A picture with fewer is enlarged; 0 if all become as large as may be.
     max_pixels: A picture with more is made smaller.
     colours: By what the model scales colours: their means, then their deviations.
     film_pixels: The fewest and most pixels of a film; None for a model that sees none.
+    form: How the model's chat has pictures.
   """
 
   def __init__(
@@ -162,16 +201,18 @@ class Reader:
     max_pixels: int,
     colours: tuple = _CLIP,
     film_pixels: tuple[int, int] | None = None,
+    form: Form = QWEN,
   ):
     """Checks the sizes."""
     whole = all(type(x) is int for x in (side, min_pixels, max_pixels))
-    if not (whole and side >= 1 and side**2 <= min_pixels <= max_pixels):
+    least = side**2 if min_pixels == 0 else min_pixels
+    if not (whole and side >= 1 and side**2 <= least <= max_pixels):
       raise ValueError(
         f'min_pixels is {min_pixels!r} and max_pixels {max_pixels!r}; a token has '
         f'{side} x {side} pixels: give at least so many, and max_pixels not below that.'
       )
     self.side, self.min_pixels, self.max_pixels = side, min_pixels, max_pixels
-    self.colours, self.film_pixels = colours, film_pixels
+    self.colours, self.film_pixels, self.form = colours, film_pixels, form
     # An episode's pictures are read when its messages are encoded, and when it ends.
     self.read = functools.lru_cache(64)(self._read)
 
@@ -233,18 +274,26 @@ def load(
   `colours` are as in Reader, and `films` says whether it sees films.
 
   Raises:
-    ValueError: preprocessor_config.json is of another kind of model.
+    ValueError: preprocessor_config.json, or the image_processor of
+      processor_config.json, is of another kind of model.
   """
-  path = model_paths.get_directory(directory) / 'preprocessor_config.json'
-  if not path.is_file():
+  folder = model_paths.get_directory(directory)
+  path = next((folder / x for x in _FILES if (folder / x).is_file()), None)
+  if not path:
     return None
+  form, scales = QWEN, colours
   try:
     raw = json.loads(path.read_text(encoding='utf-8'))
-    found = raw['patch_size'] * raw['merge_size']
-    bounds = raw.get('size') or {}
-    least = raw.get('min_pixels') or bounds['shortest_edge']
-    most = raw.get('max_pixels') or bounds['longest_edge']
-    scales = tuple(raw['image_mean']), tuple(raw['image_std'])
+    raw = raw if path.name == _FILES[0] else raw['image_processor']
+    if 'max_soft_tokens' in raw:  # Gemma 4, whose tower scales colours itself.
+      found, form = raw['patch_size'] * raw['pooling_kernel_size'], GEMMA
+      least, most = 0, raw['max_soft_tokens'] * found**2
+    else:
+      found = raw['patch_size'] * raw['merge_size']
+      bounds = raw.get('size') or {}
+      least = raw.get('min_pixels') or bounds['shortest_edge']
+      most = raw.get('max_pixels') or bounds['longest_edge']
+      scales = tuple(raw['image_mean']), tuple(raw['image_std'])
     film_pixels = _read_film_pixels(path.parent) if films else None
   except (OSError, ValueError, TypeError, LookupError) as error:
     raise ValueError(
@@ -260,7 +309,7 @@ def load(
     raise ValueError(
       f'{path}: colours are scaled by {scales}; this model needs {colours}.'
     )
-  return Reader(side, least, most, colours, film_pixels)
+  return Reader(side, least, most, colours, film_pixels, form)
 
 
 def _read_film_pixels(folder: pathlib.Path) -> tuple[int, int]:
@@ -276,6 +325,13 @@ def save(reader: Reader, directory: Any, patch: int) -> None:
 
   Where a reader reads films, video_preprocessor_config.json too.
   """
+  path = pathlib.Path(directory) / _FILES[0]
+  if reader.form == GEMMA:
+    sizes = {'patch_size': patch, 'pooling_kernel_size': reader.side // patch}
+    sizes |= {'max_soft_tokens': reader.max_pixels // reader.side**2}
+    raw = {'image_processor_type': 'Gemma4ImageProcessor', **sizes}
+    path.write_text(json.dumps(raw, indent=1) + '\n', encoding='utf-8')
+    return
   raw = {
     'image_processor_type': 'Qwen2VLImageProcessor',
     'patch_size': patch,
@@ -286,7 +342,6 @@ def save(reader: Reader, directory: Any, patch: int) -> None:
     'image_mean': reader.colours[0],
     'image_std': reader.colours[1],
   }
-  path = pathlib.Path(directory) / 'preprocessor_config.json'
   path.write_text(json.dumps(raw, indent=1) + '\n', encoding='utf-8')
   if reader.film_pixels:
     edges = ('shortest_edge', 'longest_edge')

@@ -16,6 +16,7 @@ from agent_r1_jax.agent import (
   call_formats,
   calls,
   control_tokens,
+  pictures,
   template_forms,
   template_process,
 )
@@ -42,8 +43,10 @@ class Renderer:
     tool_format: calls.CallFormat | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     date: str = '',
+    picture_form: pictures.Form = pictures.QWEN,
   ):
     """Tests the template; `template_kwargs` are arguments of every rendering."""
+    self._picture_form = picture_form
     self.tokenizer, self.tools_in_prompt = tokenizer, tools_in_prompt
     # Renderings of one run must not differ from day to day.
     self._options = {'strftime_now': date or str(datetime.date.today())}
@@ -146,12 +149,13 @@ class Renderer:
     """
     if self.tools_in_prompt == 'own' or not self.supports_tools:
       tools = ()
-    cut = self._output_limit.cut
-    messages = [messages_lib.write_text(message, cut) for message in messages]
+    options = self._output_limit.cut, self._picture_form
+    messages = [messages_lib.write_text(message, *options) for message in messages]
     mark = control_tokens.find_unused_mark(repr((messages, tools)))
     neutral = [self._control.hide_in_message(message, mark) for message in messages]
     tools = self._control.hide(list(tools), mark)
-    return self._apply(self._forms.write(neutral), tools, **template_kwargs), mark
+    text = self._apply(self._forms.write(neutral), tools, **template_kwargs)
+    return self._picture_form.move(text), mark
 
   def _apply(self, messages, tools=(), **template_kwargs) -> str:
     """Renders messages unchanged."""

@@ -134,8 +134,20 @@ class ActiveRequest:
       self.row.generation = None
 
 
+def cut_chunk(missing: np.ndarray, most: int) -> np.ndarray:
+  """Returns the next of missing tokens, so that they end in no picture."""
+  if len(missing) <= most or missing[most] < types.FIRST_PICTURE_ID:
+    return missing[:most]
+  text = np.flatnonzero(missing[:most] < types.FIRST_PICTURE_ID)
+  return missing[: text[-1] + 1]
+
+
 def make_prefill_batch(
-  rows: Sequence[rows_lib.Row], size: int, tokens: int, unused_row: int
+  rows: Sequence[rows_lib.Row],
+  size: int,
+  tokens: int,
+  unused_row: int,
+  whole_pictures: bool = False,
 ) -> tuple[programs_lib.PrefillBatch, np.ndarray]:
   """Makes the batch of `programs.prefill`, in numpy.
 
@@ -147,6 +159,8 @@ def make_prefill_batch(
     size: Number of entries (M).
     tokens: Maximum number of tokens per row (T).
     unused_row: The row index of unused entries.
+    whole_pictures: Whether the tokens of a picture are prefilled together, because they
+      see each other.
   """
   index, count = np.full(size, unused_row, np.int32), np.zeros(size, np.int32)
   token_ids = np.zeros((size, tokens), np.int32)
@@ -156,7 +170,8 @@ def make_prefill_batch(
     np.full((2, size), kv_cache.STATES, np.int32),
   )
   for m, row in enumerate(rows):
-    missing = row.missing[:tokens]
+    missing = row.missing
+    missing = cut_chunk(missing, tokens) if whole_pictures else missing[:tokens]
     n = len(missing)
     index[m], count[m], token_ids[m, :n] = row.index, n, missing
     positions[m, :n] = np.arange(row.cached, row.cached + n)

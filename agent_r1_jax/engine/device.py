@@ -124,7 +124,7 @@ class Device:
       more_ids=self.pictures.list_ids(request.prompt) if self.pictures else (),
     )
     if self.pictures:
-      self.pictures.check(request)
+      self.pictures.check(request, self.sizes.prefill_tokens)
 
   def add(self, text: request_lib.Text, request: request_lib.Request):
     """Records the pictures of a sequence after a request's tokens were appended to it."""

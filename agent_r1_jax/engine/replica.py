@@ -275,7 +275,8 @@ class Replica(protocol.AnyReplica):
     rows = [row for row in rows if is_scored(row) == scored][:most]
     size = sizes_lib.round_up(sizes.prefill_rows, len(rows))
     options = size, sizes.prefill_tokens, sizes.rows  # The last one is not written.
-    batch, count_M = active_request.make_prefill_batch(rows, *options)
+    whole = self.config.sees_ahead
+    batch, count_M = active_request.make_prefill_batch(rows, *options, whole)
     batch = self.device.look(params, version, rows, batch)
     actives = [missing[row] for row in rows]
     if scored:

@@ -45,8 +45,11 @@ class RowPictures:
     ids = [types.make_picture_ids(x, self._side) for x in prompt.pictures]
     return np.concatenate([np.zeros(0, np.int32), *ids])
 
-  def check(self, request: request_lib.Request) -> None:
-    """Raises ValueError if the tokens end in a picture, which a decode cannot compute."""
+  def check(self, request: request_lib.Request, prefill_tokens: int) -> None:
+    """Raises ValueError if the tokens end in a picture, which a decode cannot compute.
+
+    Also if a picture's tokens see each other and are too many for one prefill.
+    """
     parent, ends = request.parent, [request.prompt.tokens]
     if isinstance(parent, request_lib.Fork):
       ends.append(parent.text.tokens[: parent.length])
@@ -54,6 +57,19 @@ class RowPictures:
       raise ValueError(
         'the tokens, or those of the fork, end in a picture: a decode, which computes '
         'the last token, sees none; add the token after it.'
+      )
+    if self._config.sees_ahead:
+      self._check_sizes(request.prompt, prefill_tokens)
+
+  def _check_sizes(self, prompt: types.Prompt, most: int) -> None:
+    """Raises ValueError for a picture whose tokens do not fit one prefill."""
+    text = np.flatnonzero(prompt.tokens < types.FIRST_PICTURE_ID)
+    between = np.diff(np.concatenate([[-1], text, [len(prompt)]])) - 1
+    if (longest := int(between.max())) > most:
+      raise ValueError(
+        f'engine.prefill_tokens is {most}, and a picture has {longest} tokens, which see '
+        f'each other and are prefilled together: make it at least {longest}, or '
+        'max_soft_tokens smaller.'
       )
 
   def add(self, text: request_lib.Text, request: request_lib.Request) -> None:

@@ -25,6 +25,8 @@ _MIN_BLOCK = 64
 _FEW = 16
 # Larger than any distance between two positions.
 _FAR = 1 << 30
+# And no token attends to more after it: those of the largest picture of Gemma 4.
+_MOST_AHEAD = 1120
 
 
 class Rules(NamedTuple):
@@ -42,6 +44,8 @@ class Local(NamedTuple):
 
   slides: Any  # Whether this layer slides; a bool, or a scalar array.
   positions: Int[Array, 'B T']  # The tokens' positions in their sequences.
+  # How many later tokens each one attends to if the layer slides; None for none.
+  ahead: Int[Array, 'B T'] | None = None
 
   def since(self, window: int) -> Int[Array, 'B T']:
     """Returns the first position that each token attends to."""
@@ -59,9 +63,9 @@ def packed(
 ) -> Float[Array, 'B T N H']:
   """Computes causal attention inside segments of packed rows, or along paths of trees.
 
-  In a sliding layer, a query attends to keys less than rules.window positions before it.
-  A sink is one more score per head in the softmax, without a key; its weight is lost
-  (gpt-oss; arXiv 2309.17453).
+  In a sliding layer, a query attends to keys less than rules.window positions before it,
+  and a picture's token may attend to later ones. A sink is one more score per head in the
+  softmax, without a key; its weight is lost (gpt-oss; arXiv 2309.17453).
 
   On a mesh, a chip computes some heads for all tokens of its rows. Chips that share a row
   hold all heads of some of its tokens, and exchange tokens for heads before and after
@@ -79,7 +83,11 @@ def packed(
   # Only the shards of T reach `context`: each chip has T / context tokens of its heads.
   heads = PartitionSpec(*sharding.TOKEN_SPEC, 'tensor')
   rows = PartitionSpec(sharding.ROW_AXES)
-  specs: Any = (PartitionSpec(), rows)
+  specs: Any = (
+    PartitionSpec(),
+    rows,
+    rows if local and local.ahead is not None else None,
+  )
   chips = mesh.shape['tensor']
   return jax.shard_map(
     functools.partial(_attend_across_chips, **options),
@@ -158,13 +166,14 @@ def _packed(
   """
   T, sinks = q_BTNH.shape[1], sinks_N is not None
   plain = local is None and rules.cap is None and not sinks
-  if sharding.platform() == 'tpu' and T % kernels.LANES == 0:
+  looks = local is not None and local.ahead is not None
+  if sharding.platform() == 'tpu' and T % kernels.LANES == 0 and not looks:
     if trees and plain:
       return kernels.along_trees(q_BTNH, k_BTKH, v_BTKH, spans_BT)
     if not trees:
       layer: Any = (local and local.slides, *rules, sinks_N)
       return kernels.splash(q_BTNH, k_BTKH, v_BTKH, spans_BT, *layer)
-  reach = local and block_attention.Reach(local.positions, local.since(rules.window))
+  reach = _find_reach(local, rules, spans_BT, trees)
   by_rows = plain and kernels.knows_spans(q_BTNH)
   if by_rows or sharding.platform() == 'cpu':
     ends_BT = spans_BT if trees else block_attention.find_ends(spans_BT)
@@ -181,14 +190,18 @@ def _packed(
   k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
   # The gradient of a split is one concatenation; the gradient of slices sums them all.
   blocks_q, out = jnp.split(q_BTNH, ends[:-1], axis=1), []
-  for q_BUNH, begin, end in zip(blocks_q, [0, *ends[:-1]], ends, strict=True):
+  for q_BUNH, begin, stop in zip(blocks_q, [0, *ends[:-1]], ends, strict=True):
     # A block of queries reads only the keys before its end: half the work of the square.
-    queries_T1, keys_B1S = jnp.arange(begin, end)[:, None], spans_BT[:, None, :end]
-    causal_TS = queries_T1 >= jnp.arange(end)[None]
-    queries = queries_T1[None] if trees else spans_BT[:, begin:end, None]
-    mask_BTS = causal_TS[None] & (queries < keys_B1S if trees else queries == keys_B1S)
+    end = min(T, stop + _MOST_AHEAD) if looks else stop
+    queries_T1, keys_B1S = jnp.arange(begin, stop)[:, None], spans_BT[:, None, :end]
+    causal_BTS = (queries_T1 >= jnp.arange(end)[None])[None]
+    if reach and reach.until is not None:
+      until_BT1 = reach.until[:, begin:stop, None]
+      causal_BTS |= jnp.arange(end)[None, None] < until_BT1
+    queries = queries_T1[None] if trees else spans_BT[:, begin:stop, None]
+    mask_BTS = causal_BTS & (queries < keys_B1S if trees else queries == keys_B1S)
     if reach:
-      first_BT1 = reach.since[:, begin:end, None]
+      first_BT1 = reach.since[:, begin:stop, None]
       mask_BTS &= reach.positions[:, None, :end] >= first_BT1
     if fused:
       out.append(kernels.cudnn(q_BUNH, k_BTKH[:, :end], v_BTKH[:, :end], mask_BTS))
@@ -196,6 +209,21 @@ def _packed(
       until = k_BKTH[:, :, :end], v_BKTH[:, :, :end]
       out.append(_attend(q_BUNH, *until, mask_BTS, rules.cap, sinks_N=sinks_N))
   return jnp.concatenate(out, axis=1)
+
+
+def _find_reach(
+  local: Local | None, rules: Rules, spans_BT: Array, trees: bool
+) -> block_attention.Reach | None:
+  """Finds how far tokens see in a layer of a model in which some slide."""
+  if local is None:
+    return None
+  reach = block_attention.Reach(local.positions, local.since(rules.window))
+  if local.ahead is None:
+    return reach
+  ends_BT = spans_BT if trees else block_attention.find_ends(spans_BT)
+  after_1T = jnp.arange(1, spans_BT.shape[1] + 1)[None]
+  until_BT = after_1T + jnp.where(local.slides, local.ahead, 0)
+  return reach._replace(until=jnp.minimum(until_BT, ends_BT))
 
 
 def _let_sinks_take(
@@ -219,14 +247,17 @@ def cached(
   rules: Rules = _PLAIN,
   scales: kv_cache.Scales | None = None,
   sinks_N: Float[Array, 'N'] | None = None,
+  ahead_BT: Int[Array, 'B T'] | None = None,
 ) -> Float[Array, 'B T N H']:
   """Attends to every slot up to the query's position, without any other mask.
 
   With a window, attends to that many last tokens, the query's own included; the cache may
-  then be a ring (kv_cache.py). int8 keys and values come with scales.
+  then be a ring (kv_cache.py). int8 keys and values come with scales. Each token also
+  attends to `ahead_BT` later ones, which this call has written.
   """
   slots = k_BKSH.shape[2]
   plain = rules.cap is None and not 0 < rules.window < slots and sinks_N is None
+  plain &= ahead_BT is None
   sizes = k_BKSH.shape, q_BTNH.dtype, q_BTNH.shape[1]
   if plain and kernels.reads_used_slots(*sizes, rounded=scales is not None):
     return kernels.over_used_slots(q_BTNH, k_BKSH, v_BKSH, positions_BT, scales)
@@ -234,7 +265,7 @@ def cached(
   if rules.window:
     held_BS = kv_cache.find_held(positions_BT, slots)
   after_BTS = positions_BT[:, :, None] - held_BS[:, None, :]
-  mask_BTS = after_BTS >= 0
+  mask_BTS = after_BTS >= (0 if ahead_BT is None else -ahead_BT[..., None])
   if rules.window:
     mask_BTS &= (after_BTS < rules.window) & (held_BS >= 0)[:, None]
   return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, rules.cap, scales, sinks_N)

@@ -162,7 +162,8 @@ class Attention(nn.Module):
     if self.attend:
       return self.attend(q_BTNH, k_BTKH, v_BTKH)
     if c.window and kind.slides is not False:
-      local = attention.Local(jnp.asarray(kind.slides), rows.positions)
+      ahead_BT = rows_lib.find_ahead(rows) if c.sees_ahead else None
+      local = attention.Local(jnp.asarray(kind.slides), rows.positions, ahead_BT)
     rules = attention.Rules(c.window, c.attention_cap)
     return attention.packed(q_BTNH, k_BTKH, v_BTKH, rows.sees, local, rules, sinks_N)
 
@@ -176,7 +177,8 @@ class Attention(nn.Module):
       read = cache = kv_cache.write(cache, k_BTKH, v_BTKH, rows.positions, slides)
     rules = attention.Rules(c.window if slides else 0, c.attention_cap)
     slots = read.keys, read.values, rows.positions, rules, read.scales, sinks_N
-    return attention.cached(q_BTNH, *slots), cache
+    ahead_BT = rows_lib.find_ahead(rows) if c.sees_ahead and slides else None
+    return attention.cached(q_BTNH, *slots, ahead_BT), cache
 
 
 class Block(nn.Module):

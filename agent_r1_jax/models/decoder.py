@@ -82,7 +82,8 @@ class Decoder(nn.Module):
     route_LBTk = None if rows.routes is None else jnp.moveaxis(rows.routes, 2, 0)
     inputs_LBTi = None
     if c.input_dim:
-      inputs_LBTi = layer_inputs.LayerInputs(c, name='layer_inputs')(tokens_BT, x_BTD)
+      make = layer_inputs.LayerInputs(c, name='layer_inputs')
+      inputs_LBTi = make(tokens_BT, x_BTD, rows_lib.find_seen(rows))
     given = x_BTD, rows_lib.leave_to_layers(rows, c), angles
     if c.facts.has_full or c.recurrent:
       layers = mixed_layers.Layers(c, name='layers')

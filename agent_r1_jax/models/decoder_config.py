@@ -77,6 +77,8 @@ class DecoderConfig:
   # The functions that compute it, an ops.Ops; None for ops.PLAIN.
   ops: Any = None
   vision: VisionConfig | None = None  # The tower that reads pictures, if there is one.
+  # Whether tokens of a picture see its later ones, too, in layers that slide.
+  sees_ahead: bool = False
 
   def __post_init__(self):
     if self.family not in families.FAMILIES:

@@ -202,6 +202,7 @@ FAMILIES['qwen2_5_vl'] = _QWEN2._replace(
   is_sliding=None,
   mixes_types=False,
   sees=True,
+  turns_by_axes=True,
   renamed={'model.language_model.': 'model.', 'model.visual.': 'visual.'},
 )
 FAMILIES['qwen3_vl'] = FAMILIES['qwen2_5_vl']._replace(
@@ -263,7 +264,7 @@ _GEMMA4 = Family(
   (*p.GEMMA4, *p.LAYER_INPUTS, *p.EXPERTS_BESIDE, *p.HEAD),
   _NO_BIAS
   | {'hidden_activation': ('gelu_pytorch_tanh',)}
-  # Pictures would be seen both ways; text is causal.
+  # Pictures may be seen both ways; text is causal.
   | {'use_bidirectional_attention': (None, False, 'vision')},
   optional='EIi',
   flags={'keys_are_values': 'attention_k_eq_v', 'wide_mlp': 'use_double_wide_mlp'}
@@ -294,6 +295,22 @@ _GEMMA4 = Family(
   },
 )
 FAMILIES['gemma4_text'] = _GEMMA4
+FAMILIES['gemma4'] = _GEMMA4._replace(
+  architecture='Gemma4ForConditionalGeneration',
+  parameters=(*_GEMMA4.parameters, *p.POOLED_VISION),
+  # The inputs of layers have the numbers of this token where a picture's tokens are.
+  fixed=_GEMMA4.fixed | {'pad_token_id': (0, None)},
+  sees=True,
+  renamed={
+    'model.vision_tower.': 'vision_tower.',
+    'model.embed_vision.': 'embed_vision.',
+    'model.language_model.': 'model.',
+  },
+  writes_renamed=True,
+  text_type='gemma4_text',
+  part_of='',
+  ignored={x: y for x, y in _GEMMA4.ignored.items() if y == 'what hears'},
+)
 # The 12B, which has neither experts nor inputs of layers.
 FAMILIES['gemma4_unified_text'] = _GEMMA4._replace(
   architecture='Gemma4UnifiedForCausalLM',

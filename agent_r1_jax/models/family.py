@@ -125,9 +125,10 @@ class Family(NamedTuple):
   # part, those of several parameters lie one after the other.
   stacked: dict[str, tuple[str, ...]] = {}
   writes_stacked: bool = False  # Whether an export has them.
-  # Whether it has a vision tower and turns queries and keys by three numbers (M-RoPE);
-  # and whether pairs that turn by one of them alternate with the others'.
-  sees: bool = False
+  sees: bool = False  # Whether it has a vision tower.
+  # Whether it turns queries and keys by three numbers (M-RoPE); and whether pairs that
+  # turn by one of them alternate with the others'.
+  turns_by_axes: bool = False
   alternates_axes: bool = False
   # Beginnings of the names of transformers' modules, and of the tensors that some of its
   # versions write -> ours; and whether an export writes them.

@@ -13,9 +13,10 @@ Letters as in decoder.py, and: i input features per token and layer, l = L i for
 from typing import Any
 
 from flax import linen as nn
+import jax
 from jax import Array
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from agent_r1_jax.models import sharded_params, sharding
 from agent_r1_jax.models.decoder_config import DecoderConfig
@@ -29,9 +30,15 @@ class LayerInputs(nn.Module):
 
   @nn.compact
   def __call__(
-    self, tokens_BT: Int[Array, 'B T'], x_BTD: Float[Array, 'B T D']
+    self,
+    tokens_BT: Int[Array, 'B T'],
+    x_BTD: Float[Array, 'B T D'],
+    seen_BT: Bool[Array, 'B T'] | None = None,
   ) -> Float[Array, 'L B T i']:
-    """[B, T] and [B, T, D] to [L, B, T, i]."""
+    """[B, T] and [B, T, D] to [L, B, T, i].
+
+    Tokens of pictures, `seen_BT`, have the numbers of token 0 and do not train them.
+    """
     c = self.config
     L, i = c.num_layers, c.input_dim
     init = nn.initializers.normal(0.02)
@@ -42,6 +49,9 @@ class LayerInputs(nn.Module):
       own_BTl = table(tokens_BT)
     else:
       own_BTl = sharded_params.look_up(table.embedding.astype(c.dtype), tokens_BT)
+    if seen_BT is not None:
+      frozen_BTl = jax.lax.stop_gradient(own_BTl)
+      own_BTl = jnp.where(seen_BT[..., None], frozen_BTl, own_BTl)
     own_BTl *= jnp.asarray(i**0.5, own_BTl.dtype)
     project = Projection((L * i,), c.dtype, name='projection')
     made_BTl = apply_flat(project, x_BTD) * jnp.asarray(c.embed_dim**-0.5, c.dtype)

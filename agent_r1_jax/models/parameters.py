@@ -194,6 +194,7 @@ GEMMA4 = (
 )
 VISION = tuple(Parameter(*row) for row in vision_config.PARAMETERS)
 DEEP_VISION = tuple(Parameter(*row) for row in vision_config.DEEP_PARAMETERS)
+POOLED_VISION = tuple(Parameter(*row) for row in vision_config.POOLED_PARAMETERS)
 # A critic has it too, whatever its family.
 VALUE_HEAD = (
   Parameter('value_head/kernel', 'value_head.weight', 'd>1'),

@@ -47,9 +47,26 @@ def look(params: dict[str, Any], config: DecoderConfig, rows: types.Rows) -> typ
 
 def find_vocabulary_ids(rows: types.Rows) -> Int[Array, 'B T']:
   """Replaces pictures' tokens, which lie outside the vocabulary, by token 0."""
+  seen_BT = find_seen(rows)
+  return rows.tokens if seen_BT is None else jnp.where(seen_BT, 0, rows.tokens)
+
+
+def find_seen(rows: types.Rows) -> Bool[Array, 'B T'] | None:
+  """Finds tokens of pictures; None if there can be none."""
   if rows.pictures is None or rows.pictures.index is None:
-    return rows.tokens
-  return jnp.where(rows.pictures.index < 0, rows.tokens, 0)
+    return None
+  return rows.pictures.index >= 0
+
+
+def find_ahead(rows: types.Rows) -> Int[Array, 'B T'] | None:
+  """Counts the tokens of pictures that stand behind each one, without a text between."""
+  seen_BT = find_seen(rows)
+  if seen_BT is None:
+    return None
+  T = seen_BT.shape[1]
+  column_1T = jnp.arange(T)[None]
+  text_BT = jnp.where(seen_BT, T, column_1T)
+  return jax.lax.cummin(text_BT, axis=1, reverse=True) - column_1T - seen_BT
 
 
 def put_features(x_BTD: Float[Array, 'B T D'], rows: types.Rows) -> Float[Array, 'B T D']:
@@ -95,7 +112,7 @@ def get_coordinates(rows: types.Rows) -> Int[Array, 'B T 3'] | None:
 def leave_to_layers(rows: types.Rows, config: DecoderConfig) -> types.Rows:
   """Drops the fields that are used before the layers or differ between layers."""
   deep = config.vision is not None and config.vision.deep_count > 0
-  pictures = rows.pictures if deep else None
+  pictures = rows.pictures if deep or config.sees_ahead else None
   return types.Rows(rows.tokens, rows.positions, rows.sees, pictures)
 
 

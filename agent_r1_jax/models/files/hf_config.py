@@ -1,75 +1,26 @@
 """config.json of a Hugging Face directory <-> DecoderConfig.
 
-Published files of models that see have the decoder's fields beside `vision_config`;
-transformers 5 writes them in an object `text_config`. agent/pictures.py reads
-preprocessor_config.json.
+Published files of models that see have the decoder's fields beside `vision_config`, which
+hf_vision.py reads; transformers 5 writes them in an object `text_config`.
 """
 
 from collections.abc import Sequence
 import os
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
 from agent_r1_jax.models import decoder, families
 from agent_r1_jax.models.family import Family
-from agent_r1_jax.models.files import hf_rope, json_fields, tensor_files
-from agent_r1_jax.models.pictures import vision_config
-from agent_r1_jax.models.pictures.vision_config import VisionConfig
+from agent_r1_jax.models.files import hf_rope, hf_vision, json_fields, tensor_files
 
 # The types of layers.
 _FULL, _SLIDING, _LINEAR = 'full_attention', 'sliding_attention', 'linear_attention'
-# The `model_type` of models that see -> that of the language model, which alone is read.
+_AHEAD = 'use_bidirectional_attention'
+# The `model_type` of models that see -> that of the language model, which alone is read
+# where a file has no tower, or no family of that name has one.
 _TEXT_OF = {x.part_of: name for name, x in families.FAMILIES.items() if x.part_of}
-# Fields of VisionConfig -> those of `vision_config`.
-_TOWER = {
-  'num_layers': 'depth',
-  'embed_dim': 'hidden_size',
-  'num_heads': 'num_heads',
-  'mlp_dim': 'intermediate_size',
-  'out_dim': 'out_hidden_size',
-  'patch_size': 'patch_size',
-  'temporal_patch_size': 'temporal_patch_size',
-  'channels': 'in_channels',
-  'merge_size': 'spatial_merge_size',
-}
-# And those beside `vision_config`.
-_PICTURE_TOKENS = {
-  'image_token_id': 'image_token_id',
-  'video_token_id': 'video_token_id',
-  'start_token_id': 'vision_start_token_id',
-  'end_token_id': 'vision_end_token_id',
-}
-
-
-class _Tower(NamedTuple):
-  """What `vision_config` has that differs from family to family."""
-
-  activation: str
-  sizes: dict[str, str]  # Further fields of VisionConfig -> those of `vision_config`.
-  # The one that lists layers: its field, its name there, and what transformers takes
-  # where it is absent.
-  layers: tuple[str, str, list[int]]
-  given: dict[str, Any] = {}  # Fields of VisionConfig that no file says.
-  defaults: dict[str, Any] = {}  # Those that are not VisionConfig's.
-
-
-_TOWERS = {
-  'qwen2_5_vl': _Tower(
-    'silu',
-    {'window_size': 'window_size', 'tokens_per_second': 'tokens_per_second'},
-    ('full_attention', 'fullatt_block_indexes', [7, 15, 23, 31]),
-  ),
-  'qwen3_vl': _Tower(
-    'gelu_pytorch_tanh',
-    {'num_places': 'num_position_embeddings'},
-    ('deepstack', 'deepstack_visual_indexes', [8, 16, 24]),
-    {'colours': vision_config.SIGNED, 'films': True},
-    {'patch_size': 16, 'num_places': 2304},
-  ),
-}
-_TOWER_ROPE = {'rope_type': 'axial', 'rope_theta': 10_000.0}
 
 
 def read(
@@ -131,10 +82,12 @@ def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
     **_make_layer_types(config),
     **({'norm_topk_prob': config.normalize_experts} if config.num_experts else {}),
   }
+  if config.sees_ahead:
+    raw[_AHEAD] = 'vision'
   if family.text_type:
     tied = {'tie_word_embeddings': config.tie_embeddings}
     raw = {'text_config': {'model_type': family.text_type} | raw, **tied}
-  return names | raw | (_make_vision(config) if config.vision else {})
+  return names | raw | (hf_vision.make(config) if config.vision else {})
 
 
 def token_ids(
@@ -174,7 +127,8 @@ def token_ids(
 def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
   name = raw.get('model_type')
   if isinstance(name, str) and (whole := _TEXT_OF.get(name)):
-    name, raw = whole, _flatten(raw)
+    raw = _flatten(raw)
+    name = name if name in families.FAMILIES and hf_vision.is_read(raw) else whole
   if name not in families.FAMILIES:
     known = ', '.join(families.FAMILIES)
     hint = '' if name else '. The model of a run is in WORKDIR/model.'
@@ -215,7 +169,8 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
     normalize_experts=bool(raw.get('norm_topk_prob', False)),
     tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
     max_positions=json_fields.read_number(raw, 'max_position_embeddings'),
-    vision=_parse_vision(raw, _TOWERS[name]) if family.sees else None,
+    vision=hf_vision.parse(raw, name) if family.sees else None,
+    sees_ahead=family.sees and raw.get(_AHEAD) == 'vision',
   )
   for heads in (config.num_kv_heads, config.full_kv_heads):
     if heads and config.num_heads % heads:
@@ -298,59 +253,3 @@ def _flatten(raw: dict[str, Any]) -> dict[str, Any]:
   # transformers 4 wrote it in text_config, and its default beside it.
   tied = (source.get('tie_word_embeddings', False) for source in (raw, text))
   return both | {'tie_word_embeddings': any(tied)}
-
-
-def _parse_vision(raw: dict[str, Any], tower: _Tower) -> VisionConfig:
-  """Reads the tower's shape and the tokens of pictures."""
-  found = raw.get('vision_config')
-  if not isinstance(found, dict):
-    raise ValueError(f'vision_config is {found!r:.40}; an object is needed')
-  if (kind := found.get('hidden_act', tower.activation)) != tower.activation:
-    raise ValueError(
-      f'vision_config: hidden_act is {kind!r}; only {tower.activation!r} is supported'
-    )
-  rotation = found.get('rope_parameters') or {}
-  for key, x in rotation.items():
-    if x != _TOWER_ROPE.get(key):
-      raise ValueError(
-        f'vision_config: {key} is {x!r}; only {_TOWER_ROPE.get(key)!r} is read'
-      )
-  field, key, default = tower.layers
-  layers = found.get(key, default)
-  if not isinstance(layers, list) or not all(type(x) is int for x in layers):
-    raise ValueError(f'vision_config: {key} is {layers!r:.40}; give a list')
-  # The defaults of transformers are those of VisionConfig, but published files have the
-  # number of channels as `in_chans`.
-  found = {'in_channels': found.get('in_chans', 3)} | found
-  absent = lambda name: tower.defaults.get(name, getattr(VisionConfig, name, None))
-  sizes = {
-    name: json_fields.read_number(found, key, default=absent(name))
-    for name, key in (_TOWER | tower.sizes).items()
-  }
-  tokens = {
-    field: json_fields.read_number(raw, key)
-    for field, key in _PICTURE_TOKENS.items()
-    if key in raw
-  }
-  made: dict[str, Any] = {field: tuple(layers), **sizes, **tokens, **tower.given}
-  if 'window_size' not in tower.sizes:  # Patches lie in windows that no layer sees.
-    made['window_size'] = 4 * sizes['patch_size'] * sizes['merge_size']
-    made['full_attention'] = tuple(range(sizes['num_layers']))
-  return VisionConfig(**made)
-
-
-def _make_vision(config: decoder.DecoderConfig) -> dict[str, Any]:
-  """Makes the fields that `_parse_vision` reads, in the published form."""
-  vision: Any = config.vision
-  tower = _TOWERS[config.family]
-  field, key, _ = tower.layers
-  return {
-    'vision_config': {
-      'model_type': config.family,
-      'hidden_act': tower.activation,
-      **{key: getattr(vision, name) for name, key in (_TOWER | tower.sizes).items()},
-      'in_chans': vision.channels,
-      key: list(getattr(vision, field)),
-    },
-    **{key: getattr(vision, field) for field, key in _PICTURE_TOKENS.items()},
-  }

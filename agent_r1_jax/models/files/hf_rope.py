@@ -107,7 +107,7 @@ def _parse_rotation(
   raw: dict[str, Any], name: str, found: dict[str, Any], family: Family
 ) -> dict[str, Any]:
   """Reads θ and the scaling from `found`, or else from the file's own fields."""
-  sections, found = _take_sections(found, family) if family.sees else ({}, found)
+  sections, found = _take_sections(found, family) if family.turns_by_axes else ({}, found)
   if family.part_of:
     # The three numbers by which a token turns are equal in text.
     found = {key: x for key, x in found.items() if not key.startswith('mrope_')}

@@ -23,6 +23,8 @@ _MAXIMA = {
   'temporal_patch_size': 64,
   'spatial_merge_size': 64,
   'window_size': 65_536,
+  'pooling_kernel_size': 64,
+  'position_embedding_size': 1 << 20,
 }
 
 

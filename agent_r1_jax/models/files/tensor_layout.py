@@ -40,7 +40,7 @@ class Stored(NamedTuple):
 
 def list_leaves(config: decoder.DecoderConfig, value_head: bool) -> list[Leaf]:
   """Lists the parameters of a model by the table of its family."""
-  sizes = config.sizes | {'1': 1, '3': 3}
+  sizes = config.sizes | {'1': 1, '2': 2, '3': 3}
   if config.vision:
     sizes |= {x: getattr(config.vision, y) for x, y in vision_config.SIZES.items()}
   parameters = [
@@ -197,7 +197,8 @@ def list_stored(
       raise ValueError(f'params: {name} is of several dtypes; give a dtype')
     interleaved, shape = own in alternate, [*group[0][0].stored]
     axis = -1 if interleaved else 0
-    shape[axis] = sum(leaf.stored[axis] for leaf, _ in group)
+    if len(group) > 1:  # One alone may have no dimension.
+      shape[axis] = sum(leaf.stored[axis] for leaf, _ in group)
     if own in stacks:  # All parts of an expert, then those of the next one.
       group.sort(key=lambda part: part[1][1:])
       shape = [config.num_experts, shape[0] // config.num_experts, *shape[1:]]

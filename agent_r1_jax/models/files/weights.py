@@ -37,6 +37,7 @@ _TOKENIZER_FILES = (
   'vocab.json',
   'merges.txt',
   'preprocessor_config.json',
+  'processor_config.json',
   'video_preprocessor_config.json',
 )
 
@@ -148,7 +149,7 @@ def save(
     raise ValueError(f'tokenizer_from: {source} has no tokenizer.json')
   raw = hf_config.make(config, specs[0].dtype)
   text = raw.get('text_config', raw)
-  text |= hf_config.token_ids(source, config.vocab_size)
+  text |= hf_config.token_ids(source, config.vocab_size) | text
   if 'value_head' in params:
     raw['value_head'] = dict(value_head) if value_head else True
   _check_target(directory)

@@ -33,10 +33,12 @@ def find_ends(segment_ids: Int[Array, 'B T']) -> Int[Array, 'B T']:
 
 
 class Reach(NamedTuple):
-  """How far back tokens see in a layer with a sliding window, [B, T] each."""
+  """How far tokens see in a layer with a sliding window, [B, T] each."""
 
   positions: Array  # The tokens' positions in their sequences.
   since: Array  # The first position that each token attends to.
+  # The column after the last that each token attends to; None for its own.
+  until: Array | None = None
 
 
 class _Spans(NamedTuple):
@@ -61,8 +63,9 @@ def attend_and_sum(
 ) -> tuple[Float[Array, 'B T N H'], Float[Array, 'B T N']]:
   """Attends from position t to each position s with s <= t < ends[s].
 
-  With `reach`, s must also be at or after the first position that t reaches; a cap c
-  turns a score x into c · tanh(x / c). Also returns ln Σ exp(scores) over visible keys.
+  With `reach`, s must also be at or after the first position that t reaches, and may be
+  later than t; a cap c turns a score x into c · tanh(x / c). Also returns ln Σ
+  exp(scores) over visible keys.
   """
   B, T, N, H = q_BTNH.shape
   K = k_BTKH.shape[2]
@@ -183,6 +186,11 @@ def _list_visible(spans: _Spans) -> tuple[Int[Array, 'Z A'], Int[Array, 'Z']]:
   """
   B, A, _ = spans.ends.shape
   sees_BAA = find_seen(spans.ends)
+  if spans.reach and spans.reach.until is not None:
+    begins_A = jnp.arange(A) * spans.ends.shape[2]
+    sees_BAA |= (begins_A[None] > begins_A[:, None])[None] & (
+      spans.reach.until.max(-1)[..., None] > begins_A[None, None]
+    )
   if spans.reach:
     last_BA, first_BA = spans.reach.positions.max(-1), spans.reach.since.min(-1)
     sees_BAA &= last_BA[:, None] >= first_BA[..., None]
@@ -206,7 +214,10 @@ def _scores(q_ZKMH, k_ZKUH, spans: _Spans, z, y, cap):
   queries_U1 = (z % A * U + jnp.arange(U))[:, None]
   keys_1U = (y % A * U + jnp.arange(U))[None]
   block = lambda x_BAU, z: x_BAU.reshape(-1, U)[z]
-  sees_UU = (keys_1U <= queries_U1) & (queries_U1 < block(spans.ends, y)[None])
+  sees_UU = keys_1U <= queries_U1
+  if spans.reach and spans.reach.until is not None:
+    sees_UU |= keys_1U < block(spans.reach.until, z)[:, None]
+  sees_UU &= queries_U1 < block(spans.ends, y)[None]
   if spans.reach:
     first_U1 = block(spans.reach.since, z)[:, None]
     sees_UU &= block(spans.reach.positions, y)[None] >= first_U1

@@ -59,9 +59,17 @@ def cut(pixels: UInt8[np.ndarray, 'H W C'], config: VisionConfig) -> Picture:
   """Cuts a picture, whose sides are multiples of a token's, into its patches.
 
   Two frames of a film that are one picture lie behind each other, [H, W, 6].
+
+  Raises:
+    ValueError: It has more rows or columns of patches than the tower has embeddings for.
   """
   size = config.token_size
   grid = pixels.shape[0] // size, pixels.shape[1] // size
+  if config.pools and max(grid) * config.merge_size > config.axis_places:
+    raise ValueError(
+      f'a picture has {max(grid) * config.merge_size} patches in one direction, and '
+      f'position_embedding_size is {config.axis_places}; send it smaller.'
+    )
   return Picture(_cut(pixels, config), grid)
 
 

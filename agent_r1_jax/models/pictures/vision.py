@@ -13,7 +13,8 @@ patches. A layer with full attention computes P² scores a head and row: for 4,0
 
 What a tower has is what its family's parameters list: norms with a bias or without, a
 feed-forward with a gate or without, embeddings of places. With DeepStack a token's
-features are those of the last layer, and behind them those of earlier ones.
+features are those of the last layer, and behind them those of earlier ones. Gemma 4's
+tower is in pooled_tower.py.
 
 Letters: B rows of patches, P patches of a row, W embed of the tower, M its heads, H their
 dim, F tokens of all rows, D embed of the decoder, U patches of a window, n depths of
@@ -28,27 +29,16 @@ from flax import linen as nn
 import jax
 from jax import Array
 import jax.numpy as jnp
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 
-from agent_r1_jax.models import rope, sharded_params, sharding
+from agent_r1_jax.models import rope, sharded_params
 from agent_r1_jax.models.decoder_config import DecoderConfig
-from agent_r1_jax.models.kernels import attention_kernels as kernels
 from agent_r1_jax.models.layers import Projection, RMSNorm, apply_flat, scan_layers
-from agent_r1_jax.models.pictures import picture_tokens
+from agent_r1_jax.models.pictures import patch_layers, picture_tokens, pooled_tower
 from agent_r1_jax.models.pictures.picture_tokens import PatchBatch
-from agent_r1_jax.models.pictures.vision_config import VisionConfig
 
 _EPS = 1e-6
 _THETA = 10_000.0
-
-
-def normalise(
-  patches: UInt8[Any, 'B P C'], config: VisionConfig
-) -> Float[Array, 'B P 3 X']:
-  """Scales colours of 0 to 255, [B, P, 3 X], as the tower was trained with."""
-  colours = patches.reshape(*patches.shape[:2], 3, -1).astype(jnp.float32)
-  mean, std = (jnp.asarray(x, jnp.float32).reshape(1, 1, 3, 1) for x in config.colours)
-  return (colours / 255.0 - mean) / std
 
 
 def _make_norm(config: DecoderConfig, name: str, place: str) -> nn.Module:
@@ -71,7 +61,7 @@ class PatchEmbedding(nn.Module):
     init = nn.initializers.normal(0.02)
     kernel_CTXXW = self.param('kernel', init, shape)
     kernel_XW = kernel_CTXXW.astype(self.config.dtype).reshape(-1, c.embed_dim)
-    x_BPCX = normalise(patches_BPC, c).astype(self.config.dtype)
+    x_BPCX = patch_layers.normalise(patches_BPC, c).astype(self.config.dtype)
     x_BPCTX = x_BPCX.reshape(*x_BPCX.shape[:3], -1, c.patch_size**2)
     # All frames of a picture are equal; a batch with films has each.
     x_BPCTX = jnp.repeat(x_BPCTX, c.temporal_patch_size // x_BPCTX.shape[3], axis=3)
@@ -130,52 +120,19 @@ class PatchAttention(nn.Module):
     qkv_BP3MH = apply_flat(_project(self.config, heads, 'qkv'), x_BPW)
     q_BPMH, k_BPMH, v_BPMH = (qkv_BP3MH[:, :, i] for i in range(3))
     q_BPMH, k_BPMH = rope.rotate(q_BPMH, angles), rope.rotate(k_BPMH, angles)
-    whole = lambda q, k, v: attend(q, k, v, batch.pictures, batch.pictures)
+    whole = lambda q, k, v: patch_layers.attend(q, k, v, batch.pictures, batch.pictures)
     if len(c.full_attention) == c.num_layers:
       out_BPMH = whole(q_BPMH, k_BPMH, v_BPMH)
     else:
       out_BPMH = jax.lax.cond(
         full,
         whole,
-        lambda q, k, v: attend_windows(q, k, v, batch.windows, c.window_patches),
+        lambda q, k, v: patch_layers.attend_windows(
+          q, k, v, batch.windows, c.window_patches
+        ),
         *(q_BPMH, k_BPMH, v_BPMH),
       )
     return apply_flat(_project(self.config, (c.embed_dim,), 'out', 2), out_BPMH)
-
-
-def attend(q_BPMH, k_BSMH, v_BSMH, ids_BP, ids_BS) -> Array:
-  """Attends from each patch to those with the same id."""
-  mask_BPS = ids_BP[:, :, None] == ids_BS[:, None, :]
-  if sharding.platform() == 'gpu' and kernels.has_cudnn(q_BPMH):
-    return kernels.cudnn(q_BPMH, k_BSMH, v_BSMH, mask_BPS)
-  mask_B1PS = mask_BPS[:, None]
-  return jax.nn.dot_product_attention(q_BPMH, k_BSMH, v_BSMH, mask=mask_B1PS)
-
-
-def attend_windows(q_BPMH, k_BPMH, v_BPMH, ids_BP, size: int) -> Array:
-  """Computes `attend` for ids whose patches are neighbours, at most `size` of them.
-
-  A block of `size` patches then needs the keys of its own, the block before and the block
-  after it only.
-  """
-  B, P = ids_BP.shape
-  blocks = P // size
-
-  def split(x_BPX):
-    return x_BPX.reshape(B * blocks, size, *x_BPX.shape[2:])
-
-  def around(x_BPX, padding):
-    x_BGUX = x_BPX.reshape(B, blocks, size, *x_BPX.shape[2:])
-    spare = [(0, 0)] * x_BGUX.ndim
-    spare[1] = (1, 1)
-    padded = jnp.pad(x_BGUX, spare, constant_values=padding)
-    three = [padded[:, i : i + blocks] for i in range(3)]
-    joined = jnp.concatenate(three, axis=2)
-    return joined.reshape(B * blocks, 3 * size, *x_BPX.shape[2:])
-
-  k_BSMH, v_BSMH, ids_BS = around(k_BPMH, 0), around(v_BPMH, 0), around(ids_BP, -1)
-  out = attend(split(q_BPMH), k_BSMH, v_BSMH, split(ids_BP), ids_BS)
-  return out.reshape(q_BPMH.shape)
 
 
 class PatchBlock(nn.Module):
@@ -265,7 +222,12 @@ def init(config: DecoderConfig, key: Array) -> dict[str, Any]:
   c: Any = config.vision
   batch: Any = picture_tokens.pack([], c, rows=1, patches=c.window_patches)[0]
   batch = jax.tree.map(jnp.asarray, batch)
-  return dict(Tower(config).init(key, batch)['params'])
+  return dict(_make_tower(config).init(key, batch)['params'])
+
+
+def _make_tower(config: DecoderConfig) -> nn.Module:
+  assert config.vision is not None
+  return pooled_tower.Tower(config) if config.vision.pools else Tower(config)
 
 
 def features(
@@ -283,6 +245,6 @@ def features(
   """
   batch = jax.tree.map(jnp.asarray, batch)
   tower = sharded_params.constrain_params({'vision': params['vision']})['vision']
-  windows_BFD: Any = Tower(config).apply({'params': tower}, batch)
+  windows_BFD: Any = _make_tower(config).apply({'params': tower}, batch)
   text_BFD = jnp.take_along_axis(windows_BFD, batch.order[..., None], axis=1)
   return text_BFD.reshape(-1, text_BFD.shape[-1])

@@ -34,6 +34,13 @@ class VisionConfig:
   full_attention: tuple[int, ...] = ()
   # The embeddings of places, a square that is stretched over each picture; 0 for none.
   num_places: int = 0
+  # Where a token is the mean of its patches (pooled_tower.py): the columns that have
+  # embeddings, and as many rows; whether projections cut numbers off; and whether
+  # features are scaled.
+  axis_places: int = 0
+  clips: bool = False
+  standardizes: bool = False
+  norm_eps: float = 1e-6
   # The layers after which a token has features too; the decoder's first layers add those,
   # one each (DeepStack, arXiv 2406.04334).
   deepstack: tuple[int, ...] = ()
@@ -80,6 +87,21 @@ class VisionConfig:
     return self.embed_dim // self.num_heads
 
   @property
+  def pools(self) -> bool:
+    """Whether a token is the mean of its patches."""
+    return self.axis_places > 0
+
+  @property
+  def clip_count(self) -> int:
+    """How many layers cut numbers off."""
+    return self.num_layers if self.clips else 0
+
+  @property
+  def standard_dim(self) -> int:
+    """The numbers of a patch that are scaled."""
+    return self.embed_dim if self.standardizes else 0
+
+  @property
   def feature_dim(self) -> int:
     """The numbers of a token's features, those of all depths together."""
     return self.out_dim * (1 + len(self.deepstack))
@@ -113,8 +135,9 @@ class VisionConfig:
 # The parameters of a tower, as rows of the table in families.py. Their letters: A layers,
 # W embed, M heads, h head dim, J feed-forward, Q embed of all patches of a token, C
 # channels, t frames and p pixels of a patch, d embed of the decoder; w and q are W and Q
-# where no mesh splits them; a layers of DeepStack, o places. What is not split is small,
-# or its gradient would be.
+# where no mesh splits them; a layers of DeepStack, o places, g places of an axis; x
+# layers with bounds, and y is w where features are scaled. What is not split is small, or
+# its gradient would be.
 #
 # Letter -> the field of VisionConfig with its size.
 SIZES = {
@@ -131,6 +154,9 @@ SIZES = {
   'p': 'patch_size',
   'a': 'deep_count',
   'o': 'num_places',
+  'g': 'axis_places',
+  'x': 'clip_count',
+  'y': 'standard_dim',
 }
 _ATTENTION = (
   ('attn/qkv/kernel', 'attn.qkv.weight', 'W>3Mh'),
@@ -201,4 +227,44 @@ DEEP_PARAMETERS: tuple[Any, ...] = (
     (f'vision/deep_mergers/{x}', f'visual.deepstack_merger_list.{{}}.{y}', f'a{z}')
     for x, y, z in _list_merger('q')
   ),
+)
+# Those of Gemma 4, by the names in its files: of a layer's part, and of a projection.
+_POOLED_NORMS = {
+  'attn_norm': 'input_layernorm',
+  'attn_out_norm': 'post_attention_layernorm',
+  'mlp_norm': 'pre_feedforward_layernorm',
+  'mlp_out_norm': 'post_feedforward_layernorm',
+}
+_POOLED_PROJECTIONS = (
+  *((f'attn/{x}', f'self_attn.{x}_proj', 'W>Mh') for x in 'qkv'),
+  ('attn/out', 'self_attn.o_proj', 'Mh>W'),
+  ('gate', 'mlp.gate_proj', 'W>J'),
+  ('up', 'mlp.up_proj', 'W>J'),
+  ('down', 'mlp.down_proj', 'J>W'),
+)
+_POOLED_BLOCK = (
+  *((f'{x}/scale', f'{y}.weight', 'Aw') for x, y in _POOLED_NORMS.items()),
+  *((f'attn/{x}/scale', f'self_attn.{x}.weight', 'Ah') for x in ('q_norm', 'k_norm')),
+  *(
+    (f'{x}/linear/kernel', f'{y}.linear.weight', f'A{z}')
+    for x, y, z in _POOLED_PROJECTIONS
+  ),
+  *(
+    (f'{x}/{side}_{bound}', f'{y}.{side}_{bound}', 'x')
+    for x, y, _ in _POOLED_PROJECTIONS
+    for side in ('input', 'output')
+    for bound in ('min', 'max')
+  ),
+)
+_EMBEDDER = 'vision_tower.patch_embedder'
+POOLED_PARAMETERS: tuple[Any, ...] = (
+  ('vision/flat_patch/kernel', f'{_EMBEDDER}.input_proj.weight', 'ppC>W'),
+  ('vision/axis_places/embedding', f'{_EMBEDDER}.position_embedding_table', '2gw'),
+  *(
+    (f'vision/blocks/{x}', f'vision_tower.encoder.layers.{{}}.{y}', z)
+    for x, y, z in _POOLED_BLOCK
+  ),
+  ('vision/standard_norm/bias', 'vision_tower.std_bias', 'y'),
+  ('vision/standard_norm/scale', 'vision_tower.std_scale', 'y'),
+  ('vision/projection/kernel', 'embed_vision.embedding_projection.weight', 'W>d'),
 )
