@@ -47,6 +47,7 @@ from agent_r1_jax.models import (
   quantization,
   sharding,
 )
+from agent_r1_jax.models.pictures import picture_tokens
 from agent_r1_jax.rl import algorithms, learner, prefix_trees
 from experiments import published
 from experiments.bench import chips as chips_lib
@@ -65,6 +66,7 @@ _PROGRAMS = flags.DEFINE_multi_enum(
 )
 _TOKENS = flags.DEFINE_integer('tokens', 4096, 'Tokens of a row of a micro-batch.')
 _ROWS = flags.DEFINE_integer('rows', 1, 'Rows of a micro-batch, on one chip.')
+_PATCHES = flags.DEFINE_integer('patches', 0, 'Patches of pictures beside such a row.')
 _TREES = flags.DEFINE_bool('trees', False, 'Whether rows hold prefix trees.')
 _DATA = flags.DEFINE_integer('copies', None, 'Copies of the parameters.')
 _FSDP = flags.DEFINE_integer('fsdp', None, 'Chips that split the parameters.')
@@ -160,8 +162,24 @@ def training_state(config, optimizer, mesh) -> learner.ModelState:
   return abstract(shapes, sharding.make_shardings(shapes, mesh))
 
 
-def batch(mesh, rows: int, tokens: int, *, trees: bool = False) -> types.Batch:
-  """Returns the shapes of a micro-batch of GRPO with `rows` rows for each data shard."""
+def _make_pictures(text: Any, vision: Any) -> types.Pictures | None:
+  """Returns the shapes of what rows see, if they have patches for a vision tower."""
+  if not _PATCHES.value or vision is None:
+    return None
+  rows = text.shape[0]
+  made: Any = picture_tokens.pack([], vision, rows=rows, patches=_PATCHES.value)[0]
+  patches = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made)
+  axes: Any = jax.ShapeDtypeStruct((*text.shape, 3), jnp.int32)
+  return types.Pictures(axes, text, patches=patches)
+
+
+def batch(
+  mesh, rows: int, tokens: int, *, trees: bool = False, vision: Any = None
+) -> types.Batch:
+  """Returns the shapes of a micro-batch of GRPO with `rows` rows for each data shard.
+
+  With the shape of a tower, `vision`, they see as many patches as the flag says.
+  """
   rows *= mesh.shape['data'] * mesh.shape['fsdp']
   text: Any = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
   sees = types.Tree(text, text) if trees else types.Segments(text)
@@ -172,7 +190,7 @@ def batch(mesh, rows: int, tokens: int, *, trees: bool = False) -> types.Batch:
     name: jax.ShapeDtypeStruct((rows, columns), kinds.get(name, jnp.float32))
     for name in names
   }
-  shapes['rows'] = types.Rows(text, text, sees)
+  shapes['rows'] = types.Rows(text, text, sees, _make_pictures(text, vision))
   return abstract(types.Batch(**shapes), sharding.batch_sharding(mesh))
 
 
@@ -192,7 +210,7 @@ def lowered(program: str, config, mesh, optimizer) -> tuple[Any, int]:
     return learner._apply.lower(state, learned, optimizer=optimizer), on_chip(kept)
   return learner._gradient.lower(
     state.params,
-    batch(mesh, _ROWS.value, _TOKENS.value, trees=_TREES.value),
+    batch(mesh, _ROWS.value, _TOKENS.value, trees=_TREES.value, vision=config.vision),
     config=config,
     loss=learner.objective(algorithms.grpo(kl_coef=0.0)),
     temperature=1.0,
