@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import packed_model
 import placed
 import replicas
 import tiny
@@ -156,6 +157,20 @@ def layers(
     arguments = placed.place(params, mesh), placed.place_rows(batch, mesh)
     gradients, sums = learner._gradient(*arguments, **options)
   placed.assert_lies(gradients, params, mesh)
+  return {'gradient': gradients, 'loss': sums['loss']}
+
+
+def four_bits(mesh: Any) -> dict[str, Any]:
+  """The gradient of adapters over experts of 4 bits."""
+  shape, batch = packed_model.shape(2), begins_alike(False)
+  params = tiny.add_adapters(packed_model.load(2), 2, ('q', 'o'), 4.0, jax.random.key(0))
+  options = {'config': shape, 'loss': objective(), 'temperature': 0.7}
+  with sharding.use_mesh(mesh):
+    held = placed.place(jax.device_get(params), mesh)
+    gradients, sums = learner._gradient(held, placed.place_rows(batch, mesh), **options)
+  if mesh:
+    up = placed.split(held['layers']['moe']['up'], 'kernel', 'block_scale')
+    assert up == [(2, 4, 4, 64), (2, 4, 1, 64)]
   return {'gradient': gradients, 'loss': sums['loss']}
 
 
@@ -302,6 +317,7 @@ ROWS = {
   'capped, sliding': Row(_of(layers, 'gemma2', False, **_GEMMA), (_LONG,)),
   'sliding, trees': Row(_of(layers, 'olmo3', True, **_OLMO), (_HALF,)),
   'sinks': Row(_of(layers, 'gpt_oss', False, **_SLIDES), ({'tensor': 4, 'context': 2},)),
+  'experts of 4 bits': Row(four_bits, ({'fsdp': 2, 'tensor': 2, 'context': 2},)),
   'states': Row(
     lambda mesh: {'states': layers('qwen3_5_text', False, mesh)},
     ({'fsdp': 4, 'tensor': 2}, {'fsdp': 2, 'tensor': 2, 'context': 2}),

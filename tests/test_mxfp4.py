@@ -1,11 +1,8 @@
 """Experts of 4 bits, as gpt-oss is published."""
 
-import json
-
 import numpy as np
+import packed_model
 import pytest
-import safetensors.numpy
-import tiny
 
 from agent_r1_jax.models.files import weights
 
@@ -23,28 +20,7 @@ def _decode(byte, exponent):
 @pytest.fixture
 def model(tmp_path):
   """A model of one layer with experts of 4 bits; its tensors, too."""
-  shape = tiny.config('gpt_oss', layers=1)
-  # The inputs of each product are whole groups of 32.
-  shape = shape.__class__(**vars(shape) | {'embed_dim': 32, 'expert_dim': 64})
-  weights.save(tmp_path, shape, tiny.params(shape), tokenizer_from=tiny.tokenizer_dir())
-  file, rng = tmp_path / 'model.safetensors', np.random.default_rng(0)
-  tensors = safetensors.numpy.load_file(file)
-  packed = {}
-  for name in [name for name in tensors if name.endswith('_proj')]:
-    if '.experts.' in name:
-      experts, inputs, outputs = tensors.pop(name).shape
-      groups = (experts, outputs, inputs // 32)
-      packed[f'{name}_blocks'] = rng.integers(0, 256, (*groups, 16)).astype(np.uint8)
-      packed[f'{name}_scales'] = rng.integers(120, 130, groups).astype(np.uint8)
-  _write(file, tensors | packed)
-  raw = json.loads((tmp_path / 'config.json').read_text())
-  raw['quantization_config'] = {'quant_method': 'mxfp4'}
-  (tmp_path / 'config.json').write_text(json.dumps(raw))
-  return tmp_path, tensors | packed
-
-
-def _write(file, tensors):
-  safetensors.numpy.save_file(tensors, file, metadata={'format': 'pt'})
+  return tmp_path, packed_model.make(tmp_path)
 
 
 def test_numbers_of_4_bits_are_read_exactly(model):
@@ -78,7 +54,7 @@ def test_what_is_read_is_exported_in_bfloat16(model, tmp_path):
 def test_half_of_a_pair_is_refused(model, missing):
   directory, tensors = model
   name = f'model.layers.0.mlp.experts.down_proj{missing}'
-  _write(directory / 'model.safetensors', {k: x for k, x in tensors.items() if k != name})
+  packed_model.write(directory, {k: x for k, x in tensors.items() if k != name})
   with pytest.raises(ValueError, match='no tensor .*down_proj'):
     weights.load(directory)
 
@@ -87,6 +63,6 @@ def test_a_pair_of_other_shapes_is_refused(model):
   directory, tensors = model
   name = 'model.layers.0.mlp.experts.down_proj_scales'
   tensors[name] = tensors[name][:, :1]
-  _write(directory / 'model.safetensors', tensors)
+  packed_model.write(directory, tensors)
   with pytest.raises(ValueError, match='no numbers of 4 bits'):
     weights.load(directory)

@@ -54,8 +54,9 @@ class Model(_Formats, fields.Checked):
     lora_targets: The projections with adapters, separated by commas.
     lora_alpha: Adapters are scaled by lora_alpha / lora_rank.
     frozen: Number format of the frozen kernels under adapters: 'float32'; or 'int8' or
-      'fp8' with a scale for each output channel, in learner and sampler alike (QLoRA).
-      Embeddings and the head are then stored in `dtype`.
+      'fp8' with a scale for each output channel, in learner and sampler alike (QLoRA);
+      or 'mxfp4', in which experts keep the 4 bits that files of gpt-oss have, also where
+      a policy only plays. Embeddings and the head are then stored in `dtype`.
   """
 
   path: str = ''
@@ -66,7 +67,7 @@ class Model(_Formats, fields.Checked):
   lora_rank: int = 0
   lora_targets: str = 'q,k,v,o,gate,up,down'
   lora_alpha: float = fields.above_0(16.0)
-  frozen: str = fields.one_of('float32', 'int8', 'fp8')
+  frozen: str = fields.one_of('float32', 'int8', 'fp8', 'mxfp4')
 
   @property
   def adapter_targets(self) -> tuple[str, ...]:

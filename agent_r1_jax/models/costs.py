@@ -15,7 +15,7 @@ from jaxtyping import Int
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.models import lora
+from agent_r1_jax.models import four_bits, lora
 from agent_r1_jax.models.decoder_config import DecoderConfig
 
 # The names of the matrices among parameters.
@@ -46,7 +46,8 @@ class Parameters(NamedTuple):
 def count_parameters(params: Any, config: DecoderConfig) -> Parameters:
   """Counts the kernels in parameters, or in their shapes, stacked as a learner's."""
   leaves = jax.tree.leaves_with_path
-  size = lambda part: sum(x.size for at, x in leaves(part) if at[-1].key in _MATRICES)
+  count = four_bits.count_numbers
+  size = lambda part: sum(count(x) for at, x in leaves(part) if at[-1].key in _MATRICES)
   rest = {k: v for k, v in params.items() if k not in ('embed', 'lm_head', 'vision')}
   # The router is no expert.
   moe = rest['layers'].get('moe', {})

@@ -21,7 +21,8 @@ def unstack(
   `layers` becomes a tuple with a dict for each layer: an array [L, ...] becomes L arrays.
   Norms, routers and decays stay float32, everything else is cast to config.dtype. LoRA is
   merged, one kernel after the other: all merged kernels together would be a second copy
-  of the layers. Those beside frozen kernels of 8 bits stay as they are.
+  of the layers. Those beside frozen kernels of 8 bits stay as they are, and so do experts
+  of 4 bits.
 
   Args:
     params: The learner's parameters.
@@ -98,6 +99,7 @@ def round_leaf(x: Array, dtype: str) -> Array:
 
 def _choose_dtype(place: str, x: Array, config: decoder.DecoderConfig) -> str:
   exact = any(part in place for part in ('_norm', '/router', '/decay/'))
+  exact = exact or x.dtype == jnp.uint8  # Of experts of 4 bits.
   return x.dtype.name if exact else config.dtype
 
 

@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from agent_r1_jax import types
-from agent_r1_jax.models import sharded_params, sharding
+from agent_r1_jax.models import four_bits, sharded_params, sharding
 from agent_r1_jax.models.kernels import hopper
 from agent_r1_jax.models.layers import RMSNorm, Scale
 
@@ -40,16 +40,19 @@ _BLOCKS, _LEAST = (64, 8), 16
 
 
 class Kernels(NamedTuple):
-  """The gated feed-forwards of E experts."""
+  """The gated feed-forwards of E experts; each kernel may be four_bits.Packed."""
 
-  gate: Float[Array, 'E D I']
-  up: Float[Array, 'E D I']
-  down: Float[Array, 'E I D']
+  gate: Any  # [E, D, I]
+  up: Any  # [E, D, I]
+  down: Any  # [E, I, D]
   biases: tuple[Array | None, ...] = (None, None, None)  # [E, I], [E, I], [E, D]
 
 
 class _Kernel(nn.Module):
-  """The router's kernel, or one for each expert, in `dtype`; and any bias."""
+  """The router's kernel, or one for each expert, in `dtype`; and any bias.
+
+  Where there are exponents beside it, it is four_bits.Packed.
+  """
 
   shape: tuple[int, ...]
   dtype: str
@@ -62,8 +65,14 @@ class _Kernel(nn.Module):
     init = nn.initializers.variance_scaling(
       self.scale, 'fan_in', 'truncated_normal', batch_axis=stacked
     )
-    kernel = self.param('kernel', init, self.shape).astype(self.dtype)
-    kernel = sharded_params.gather_kernel(kernel, '/'.join((*self.path, 'kernel')))
+    gather = lambda x, leaf: sharded_params.gather_kernel(x, '/'.join((*self.path, leaf)))
+    if self.has_variable('params', four_bits.SCALE):
+      leaves = 'kernel', four_bits.SCALE
+      parts = (gather(self.get_variable('params', leaf), leaf) for leaf in leaves)
+      kernel: Any = four_bits.Packed(*parts)
+    else:
+      kernel = self.param('kernel', init, self.shape).astype(self.dtype)
+      kernel = gather(kernel, 'kernel')
     if not self.use_bias:
       return kernel, None
     outputs = (*self.shape[:-2], self.shape[-1])
@@ -190,7 +199,7 @@ def _mix(x_BTD, weight_BTk, expert_BTk, kernels: Kernels, activate):
   block = _choose_block(expert_Mk.size, E) if platform == 'cpu' else 1
   slots = _sort(expert_Mk, E, block)
   x_SD = x_MD.at[slots.token].get(mode='fill', fill_value=0)
-  if multiply := _choose_product(expert_Mk.size, kernels):
+  if multiply := _choose_product(expert_Mk.size, kernels, x_SD.dtype):
     y_SD = _compute_ragged(x_SD, kernels, slots.sizes, activate, multiply)
   else:
     y_SD: Any = _compute_steps(x_SD, kernels, slots.sizes, block, activate)
@@ -231,14 +240,16 @@ def _sort(expert_Mk: Int[Array, 'M k'], E: int, block: int) -> _SortedPairs:
   return _SortedPairs(slot_P.reshape(M, k), token_S, sizes_E)
 
 
-def _choose_product(pairs: int, kernels: Kernels) -> Callable[..., Array] | None:
+def _choose_product(
+  pairs: int, kernels: Kernels, dtype: Any
+) -> Callable[..., Array] | None:
   """Returns what multiplies sorted rows by each expert's kernel, if anything does."""
   from agent_r1_jax.models.kernels import group_products
 
   on_tpu, (_, *sizes) = sharding.platform() == 'tpu', kernels.gate.shape
   if not on_tpu and not hopper.is_here():
     return None
-  fits = group_products.supports(pairs, tuple(sizes), kernels.gate.dtype)
+  fits = group_products.supports(pairs, tuple(sizes), dtype)
   if fits and (on_tpu or hopper.passes_everywhere(group_products)):
     return group_products.multiply
   return _multiply_ragged if on_tpu else None
@@ -251,8 +262,14 @@ def _multiply_ragged(x_SX, kernel_EXY, sizes_E) -> Array:
 
 
 def _compute_ragged(x_SD, kernels: Kernels, sizes_E, activate, multiply) -> Array:
-  def dot(x_SX, kernel_EXY, bias_EY):
-    y_SY = multiply(x_SX, kernel_EXY, sizes_E.astype(jnp.int32))
+  def apply(x_SX, kernel):
+    kernel_EXY = four_bits.unpack(kernel, x_SX.dtype)
+    return multiply(x_SX, kernel_EXY, sizes_E.astype(jnp.int32))
+
+  def dot(x_SX, kernel, bias_EY):
+    packed = isinstance(kernel, four_bits.Packed)
+    # The backward pass unpacks it again: a scan over layers would stack those of all.
+    y_SY = (jax.checkpoint(apply) if packed else apply)(x_SX, kernel)
     if bias_EY is None:
       return y_SY
     # Each slot gets the bias of its expert; that of those after the last has no meaning.
@@ -329,12 +346,19 @@ def _backward(block, activate, saved, dy_SD):
   """Computes each step again, so that nothing of the forward pass is kept."""
   x_SD, kernels, sizes_E = saved
   steps = _list_steps(len(x_SD), sizes_E, block)
-  feed_forward = functools.partial(_feed_forward, activate=activate)
+  # Kernels of 4 bits are frozen, and so are the biases beside them.
+  frozen = isinstance(kernels.gate, four_bits.Packed)
+  learned = () if frozen else (kernels,)
 
   def differentiate(i, dx_SD):
-    _, pull = jax.vjp(feed_forward, steps.read(x_SD, i), steps.take(kernels, i))
-    drows, parts = pull(steps.read(dy_SD, i))
-    return steps.write(dx_SD, drows, i), parts
+    given = steps.take(kernels, i)
+
+    def feed_forward(rows, *learned):
+      return _feed_forward(rows, learned[0] if learned else given, activate)
+
+    _, pull = jax.vjp(feed_forward, steps.read(x_SD, i), *(() if frozen else (given,)))
+    drows, *parts = pull(steps.read(dy_SD, i))
+    return steps.write(dx_SD, drows, i), tuple(parts)
 
   def add_step(i, sums):
     dx_SD, parts = differentiate(i, sums[0])
@@ -343,12 +367,13 @@ def _backward(block, activate, saved, dy_SD):
   begin, first = jnp.zeros_like(x_SD), 0
   if block > 1:
     # Sums over many blocks are float32, whatever the kernels are.
-    sums = begin, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), kernels)
+    sums = begin, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), learned)
   else:
     # Mostly there is one round, and nothing to add.
     sums, first = differentiate(0, begin), 1
-  dx_SD, dkernels = jax.lax.fori_loop(first, steps.count, add_step, sums)
-  return dx_SD, jax.tree.map(lambda x, y: x.astype(y.dtype), dkernels, kernels), None
+  dx_SD, dlearned = jax.lax.fori_loop(first, steps.count, add_step, sums)
+  dlearned = jax.tree.map(lambda x, y: x.astype(y.dtype), dlearned, learned)
+  return dx_SD, None if frozen else dlearned[0], None
 
 
 _compute_steps.defvjp(_forward, _backward)
@@ -356,7 +381,7 @@ _compute_steps.defvjp(_forward, _backward)
 
 def _multiply(x, kernel, bias) -> Array:
   """Computes [U, X] by one kernel, or [E, C, X] by one each."""
-  y = x @ kernel
+  y = x @ four_bits.unpack(kernel, x.dtype)
   return y if bias is None else y + jnp.expand_dims(bias, -2)
 
 

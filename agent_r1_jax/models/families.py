@@ -228,6 +228,7 @@ FAMILIES['gpt_oss'] = Family(
   mixes_types=True,
   scalings=('yarn',),  # Where a file names none, transformers takes this one.
   interleaved=p.INTERLEAVED,
+  packs_experts=True,
 )
 _QWEN35 = Family(
   'Qwen3_5ForCausalLM',
@@ -347,9 +348,13 @@ def _list_dims() -> dict[str, str]:
     dims[place + 'lora_scale'] = 'L'
     # That of a kernel of 8 bits has size 1 where its product contracts.
     dims[place + 'kernel_scale'] = f'L{"1" * len(target.inputs)}{outputs}'
+  for name in ('gate', 'up', 'down'):
+    place = f'layers/moe/{name}/'
+    # The exponents of 4 bits: too few for `fsdp` to split their inputs or outputs.
+    dims[place + 'block_scale'] = dims[place + 'kernel'].replace('D', 'd')
   return dims
 
 
-# The letters of each parameter's dimensions, by path; leaves of LoRA, and of kernels of
-# 8 bits, included.
+# The letters of each parameter's dimensions, by path; leaves of LoRA, and of kernels of 8
+# and 4 bits, included.
 DIMS = _list_dims()

@@ -125,6 +125,8 @@ class Family(NamedTuple):
   # part, those of several parameters lie one after the other.
   stacked: dict[str, tuple[str, ...]] = {}
   writes_stacked: bool = False  # Whether an export has them.
+  # Whether files may hold the kernels of its experts in 4 bits (four_bits.py).
+  packs_experts: bool = False
   sees: bool = False  # Whether it has a vision tower.
   # Whether it turns queries and keys by three numbers (M-RoPE); and whether pairs that
   # turn by one of them alternate with the others'.

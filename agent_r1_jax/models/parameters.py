@@ -121,7 +121,7 @@ INTERLEAVED = {
     f'model.layers.{{}}.mlp.experts.gate_proj{kind}',
     f'model.layers.{{}}.mlp.experts.up_proj{kind}',
   )
-  for kind in ('', '_bias')
+  for kind in ('', '_bias', '_blocks', '_scales')
 }
 STACKED, STACKED_BESIDE = (
   {

@@ -25,7 +25,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from agent_r1_jax.models import decoder_config, families, sharded_params
+from agent_r1_jax.models import decoder_config, families, four_bits, sharded_params
 
 # The name of a format -> its type and its largest number.
 FORMATS = {'int8': (jnp.int8, 127.0), 'fp8': (jnp.float8_e4m3fn, 448.0)}
@@ -37,13 +37,20 @@ KERNELS = {path: x for path, x in families.KERNELS.items() if x.target not in ('
 
 
 def check(format_name: str, config: decoder_config.DecoderConfig, name: str) -> None:
-  """Raises ValueError for an unknown format, or for a mixture of experts.
+  """Raises ValueError for an unknown format, or one that the model cannot have.
 
   Args:
     format_name: One of FORMATS.
     config: The shape of the model.
     name: The name of the setting, for the message.
   """
+  if format_name == four_bits.FORMAT and name == 'model.frozen':
+    if not config.facts.packs_experts:
+      raise ValueError(
+        f'{name} is {format_name!r}, the 4 bits that files of gpt-oss have, and this '
+        f'model is a {config.family}; leave it out.'
+      )
+    return
   if format_name not in FORMATS:
     raise ValueError(f'{name} is {format_name!r}; give one of {", ".join(FORMATS)}.')
   if config.num_experts:
@@ -98,10 +105,10 @@ def freeze_leaf(
 ) -> tuple[Array, Array | None]:
   """Stores a parameter of the learner as LoRA leaves it; returns any scale.
 
-  Kernels of layers get 8 bits. Embeddings and the head, which are cast to `dtype`
-  wherever they are used, are stored in it.
+  Kernels of layers get 8 bits, if the format has them. Embeddings and the head, which are
+  cast to `dtype` wherever they are used, are stored in it.
   """
-  if path in KERNELS:
+  if path in KERNELS and format_name in FORMATS:
     inputs = len(KERNELS[path].inputs)
     return quantize_stack(x, inputs=inputs, format_name=format_name)
   cast = path.endswith('embed/embedding') or path == 'lm_head/kernel'
@@ -111,8 +118,12 @@ def freeze_leaf(
 def freeze(
   params: dict[str, Any], config: decoder_config.DecoderConfig, format_name: str
 ) -> dict[str, Any]:
-  """Does `freeze_leaf` with all parameters; raises ValueError as `check` does."""
+  """Does `freeze_leaf` with all parameters; raises ValueError as `check` does.
+
+  Experts of 4 bits, whose numbers come from a file, become zeros: that is for shapes.
+  """
   check(format_name, config, 'model.frozen')
+  params = four_bits.put_zeros(params) if format_name == four_bits.FORMAT else params
   flat: Any = traverse_util.flatten_dict(params, sep='/')
   scales: dict[str, Array] = {}
   for path, x in flat.items():

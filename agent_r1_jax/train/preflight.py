@@ -115,7 +115,7 @@ def _check_reference(config: config_lib.Config, algorithm: algorithms.Algorithm)
 
 
 def _check_numbers(config: config_lib.Config):
-  """Raises ValueError for 8-bit kernels that conflict with another setting."""
+  """Raises ValueError for frozen kernels that conflict with another setting."""
   frozen = config.model.frozen
   if frozen == 'float32':
     return
@@ -125,8 +125,8 @@ def _check_numbers(config: config_lib.Config):
     )
   if config.engine.rounds_weights:
     raise ValueError(
-      f'engine.weights: with model.frozen={frozen!r} the engine samples with kernels of '
-      "8 bits anyway; leave it 'model'."
+      f'engine.weights: with model.frozen={frozen!r} the engine samples with these '
+      "kernels anyway; leave it 'model'."
     )
 
 

@@ -41,6 +41,7 @@ from agent_r1_jax.models import (
   costs,
   decoder,
   engine_params,
+  four_bits,
   head,
   kv_cache,
   lora,
@@ -84,7 +85,10 @@ _WEIGHTS = flags.DEFINE_enum(
 _CACHE = flags.DEFINE_enum('config.engine.cache', 'model', kv_cache.NUMBERS, 'The same.')
 _RANK = flags.DEFINE_integer('config.model.lora_rank', 0, 'Rank of adapters, if any.')
 _FROZEN = flags.DEFINE_enum(
-  'config.model.frozen', 'float32', ['float32', *quantization.FORMATS], 'As in a run.'
+  'config.model.frozen',
+  'float32',
+  ['float32', *quantization.FORMATS, four_bits.FORMAT],
+  'As in a run.',
 )
 _TOP = flags.DEFINE_integer('top', 0, 'How many of the longest parts are listed.')
 _PREFILL_ROWS = flags.DEFINE_integer('prefill_rows', 8, 'Rows of one prefill.')
@@ -283,11 +287,15 @@ def count_needed(
     texts, used = replica_texts(mesh), _USED.value or _SLOTS.value
     shape = config, texts, used, _CACHE.value, config.window or None
     cache = jax.eval_shape(functools.partial(kv_cache.empty, *shape))
-    narrow = [k for k in jax.tree.leaves(replica(config, mesh)) if k.dtype.itemsize == 1]
+    count = lambda *kinds: sum(
+      k.size for k in jax.tree.leaves(replica(config, mesh)) if k.dtype.name in kinds
+    )
     # A chip reads its heads; where there are fewer than chips, one.
     slots = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     taken = (1 - (1 - size.share) ** texts) * size.experts
-    read = 2 * (size.layers + size.head + taken) - sum(k.size for k in narrow)
+    read = 2 * (size.layers + size.head) - count('int8', 'float8_e4m3fn')
+    packed = count('uint8')  # Experts of 4 bits, and their exponents.
+    read += taken * (packed / size.experts if packed else 2)
     needed = read / mesh.size + slots / min(mesh.size, config.num_kv_heads)
     operations = costs.count_forward(size, config, np.full(texts, used - 1), texts)
     return operations / mesh.size, needed

@@ -28,7 +28,7 @@ DTYPES = {
 }
 # What pairs of tensors of 4 bits end with (mxfp4.py).
 _PACKED = ('_blocks', '_scales')
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {jnp.dtype('uint8'): 'U8'}
 _SINGLE = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
 

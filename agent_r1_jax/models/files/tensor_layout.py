@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, four_bits
 from agent_r1_jax.models import parameters as parameters_lib
 from agent_r1_jax.models.family import Parameter
-from agent_r1_jax.models.files import tensor_files
+from agent_r1_jax.models.files import mxfp4, tensor_files
 from agent_r1_jax.models.pictures import vision_config
 
 
@@ -38,8 +38,13 @@ class Stored(NamedTuple):
   interleaved: bool  # Whether the last dimensions of the parts alternate instead.
 
 
-def list_leaves(config: decoder.DecoderConfig, value_head: bool) -> list[Leaf]:
-  """Lists the parameters of a model by the table of its family."""
+def list_leaves(
+  config: decoder.DecoderConfig, value_head: bool, *, packed: bool = False
+) -> list[Leaf]:
+  """Lists the parameters of a model by the table of its family.
+
+  `packed` says that kernels of experts have 4 bits (four_bits.py).
+  """
   sizes = config.sizes | {'1': 1, '2': 2, '3': 3}
   if config.vision:
     sizes |= {x: getattr(config.vision, y) for x, y in vision_config.SIZES.items()}
@@ -54,9 +59,30 @@ def list_leaves(config: decoder.DecoderConfig, value_head: bool) -> list[Leaf]:
   for parameter in parameters:
     layers = config.list_layers(parameter.path) if parameter.dims[0] == 'L' else []
     leaf = _leaf(parameter, sizes | {'L': len(layers)}, layers)
-    if math.prod(leaf.shape):  # A model may lack a part of its family's.
-      leaves.append(leaf)
+    if not math.prod(leaf.shape):  # A model may lack a part of its family's.
+      continue
+    kernel = 'E' in parameter.inputs and parameter.path.endswith('/kernel')
+    leaves += _pack(leaf) if packed and kernel else [leaf]
   return leaves
+
+
+def _pack(leaf: Leaf) -> list[Leaf]:
+  """Returns the leaves of 4 bits in place of a kernel of experts."""
+
+  def part(name: str, ending: str, inputs: int) -> Leaf:
+    return leaf._replace(
+      path=leaf.path.removesuffix('kernel') + name,
+      tensor=leaf.tensor + ending,
+      shape=(*leaf.shape[:2], inputs, leaf.shape[-1]),
+      stored=(leaf.stored[0], inputs, leaf.stored[-1]),
+      tensors={index: x + ending for index, x in leaf.tensors.items()},
+    )
+
+  inputs = leaf.shape[2]
+  return [
+    part('kernel', mxfp4.BLOCKS, inputs // 2),
+    part(four_bits.SCALE, mxfp4.SCALES, inputs // four_bits.GROUP),
+  ]
 
 
 def list_unread(config: decoder.DecoderConfig) -> set[str]:
@@ -149,6 +175,8 @@ def split_fused(
   for pattern, parts in config.facts.interleaved.items():
     for layer in range(config.num_layers):
       name, names = pattern.format(layer), [part.format(layer) for part in parts]
+      if names[0] not in shapes:
+        continue  # It has 4 bits, or has none.
       *outer, last = shapes[names[0]]
       check_tensor(directory, tensors, name, (*outer, last * len(parts)))
       whole = tensors.pop(name)
@@ -191,8 +219,10 @@ def list_stored(
   stored = {}
   for own, group in groups.items():
     name = facts.write_name(own) if facts.writes_renamed else own
-    kept = (flat[leaf.path].dtype for leaf, _ in group)
-    dtypes = {check_dtype(x) for x in (kept if dtype is None else [dtype])}
+    kept = {flat[leaf.path].dtype for leaf, _ in group}
+    packed = kept == {jnp.dtype('uint8')}
+    dtypes = kept if packed else {check_dtype(x) for x in kept if dtype is None}
+    dtypes = dtypes or {check_dtype(dtype)}
     if len(dtypes) > 1:
       raise ValueError(f'params: {name} is of several dtypes; give a dtype')
     interleaved, shape = own in alternate, [*group[0][0].stored]
@@ -202,7 +232,8 @@ def list_stored(
     if own in stacks:  # All parts of an expert, then those of the next one.
       group.sort(key=lambda part: part[1][1:])
       shape = [config.num_experts, shape[0] // config.num_experts, *shape[1:]]
-    spec = tensor_files.Spec(name, dtypes.pop(), tuple(shape))
+    shape = mxfp4.get_shape(name, tuple(shape)) if packed else tuple(shape)
+    spec = tensor_files.Spec(name, dtypes.pop(), shape)
     stored[name] = Stored(spec, group, interleaved)
   return stored
 

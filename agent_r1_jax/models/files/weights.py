@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from agent_r1_jax.host import model_paths
-from agent_r1_jax.models import decoder, lora, quantization, sharding
+from agent_r1_jax.models import decoder, four_bits, lora, quantization, sharding
 from agent_r1_jax.models.files import hf_config, mxfp4, tensor_files, tensor_layout
 
 _LOGGER = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ def load(
   dtype: Any = None,
   place: Callable[[str, np.ndarray], Any] = lambda path, array: jax.device_put(array),
   formats: Sequence[tensor_files.Format] = (),
+  packed: bool = False,
 ) -> tuple[decoder.DecoderConfig, decoder.Params]:
   """Reads a model from model.safetensors or from shards and their index.
 
@@ -61,17 +62,20 @@ def load(
     place: Called with each leaf's path ('layers/attn/q/kernel') and its host array,
       returns the leaf; it can shard a leaf while the others are still on disk.
     formats: Others than Hugging Face's, such as contrib.gguf.FORMAT.
+    packed: Whether experts that the file has in 4 bits keep them (models/four_bits.py).
 
   Raises:
     ValueError: A file or tensor is missing, broken, unexpected or of the wrong shape or
-      dtype, which is checked before a parameter is placed; or a number is not finite.
+      dtype, which is checked before a parameter is placed; or a number is not finite; or
+      no experts have 4 bits that are to keep them.
   """
   directory = pathlib.Path(directory)
   config = hf_config.read(directory, formats)
   value_head = bool(hf_config.read_raw(directory, formats)[1].get('value_head'))
-  leaves = tensor_layout.list_leaves(config, value_head)
+  leaves = tensor_layout.list_leaves(config, value_head, packed=packed)
   tensors = tensor_files.find(directory, formats=formats)
-  tensors = tensor_layout.rename(config, mxfp4.join(tensors))
+  tensors = mxfp4.turn(directory, tensors) if packed else mxfp4.join(tensors)
+  tensors = tensor_layout.rename(config, tensors)
   _drop_ignored(directory, config, tensors)
   if config.tie_embeddings:
     _drop_tied(tensors)
@@ -123,7 +127,7 @@ def save(
       are merged a tensor at a time. If several processes hold the parameters, all must
       call this, and the first one writes.
     dtype: Type of every tensor: float32, bfloat16 or float16; None keeps each leaf's, or
-      is float32 where kernels have 8 bits.
+      is float32 where kernels have 8 bits. Experts of 4 bits keep them.
     max_shard_bytes: Tensor data in a file; a larger tensor has a file of its own.
     tokenizer_from: A directory whose tokenizer, chat template and generation config are
       copied; None keeps those that are in `directory` already.
@@ -139,7 +143,8 @@ def save(
   flat: Any = traverse_util.flatten_dict(params, sep='/')
   if dtype is None and any(path.endswith(quantization.SCALE) for path in flat):
     dtype = 'float32'
-  leaves = tensor_layout.list_leaves(config, 'value_head' in params)
+  packed = four_bits.is_in(params)
+  leaves = tensor_layout.list_leaves(config, 'value_head' in params, packed=packed)
   _check_params(leaves, flat)
   stored = tensor_layout.list_stored(config, leaves, flat, dtype)
   specs = [tensor.spec for tensor in stored.values()]
@@ -148,6 +153,7 @@ def save(
   if tokenizer_from and not (source / 'tokenizer.json').is_file():
     raise ValueError(f'tokenizer_from: {source} has no tokenizer.json')
   raw = hf_config.make(config, specs[0].dtype)
+  raw |= {'quantization_config': mxfp4.CONFIG} if packed else {}
   text = raw.get('text_config', raw)
   text |= hf_config.token_ids(source, config.vocab_size) | text
   if 'value_head' in params:
@@ -215,10 +221,12 @@ def _check_tensors(
 def _leaf_dtype(
   leaf: tensor_layout.Leaf, tensors: dict[str, tensor_files.Tensor], dtype: Any
 ) -> np.dtype:
-  if dtype is not None:
-    return tensor_layout.check_dtype(dtype)
   parts = [tensors[name] for name in leaf.tensors.values()]
   dtypes = sorted({tensor.dtype for tensor in parts})
+  if dtypes == [mxfp4.PACKED]:
+    return np.dtype('uint8')
+  if dtype is not None:
+    return tensor_layout.check_dtype(dtype)
   if len(dtypes) > 1:
     raise ValueError(
       f'{parts[0].file}: tensors {leaf.tensor} are {" and ".join(dtypes)}; '
@@ -285,8 +293,11 @@ def _to_stored(tensor: tensor_layout.Stored, flat: dict[str, Any]) -> np.ndarray
     x = sharding.to_numpy(x)
     parts.append(np.ascontiguousarray(x.reshape(leaf.stored), tensor.spec.dtype))
   if tensor.interleaved:
-    return np.stack(parts, -1).reshape(tensor.spec.shape)
-  joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    joined = np.stack(parts, -1).reshape(*parts[0].shape[:-1], -1)
+  else:
+    joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+  if tensor.spec.dtype == np.uint8:
+    return np.ascontiguousarray(mxfp4.turn_back(tensor.spec.name, joined))
   return joined.reshape(tensor.spec.shape)
 
 

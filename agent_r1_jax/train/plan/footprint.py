@@ -22,6 +22,7 @@ from agent_r1_jax.host import processes
 from agent_r1_jax.models import (
   decoder,
   engine_params,
+  four_bits,
   head,
   kv_cache,
   lora,
@@ -121,8 +122,9 @@ class Footprint:
     self.models, self.machine, self.missing = models, machine, set[str]()
     self._left, self._known = seconds, dict[tuple[str, str, int, int], float]()
     self._update_config: train_state.UpdateConfig | None = None
-    # A policy that only plays has no adapters.
-    self._frozen = config.model.frozen if models.algorithm else 'float32'
+    self._frozen = config.model.frozen
+    if not models.algorithm and self._frozen != four_bits.FORMAT:
+      self._frozen = 'float32'  # A policy that only plays has no adapters.
     made = jax.eval_shape(functools.partial(self._make, config))
     self._params, self._copy, parts = made
     axes = config.mesh.axes(machine.chips)
@@ -146,7 +148,7 @@ class Footprint:
       params = quantization.freeze(params, models.policy, self._frozen)
     copy = lambda p: engine_params.unstack(p, models.policy, config.engine.weights)
     if not models.algorithm:
-      plain = {'parameters, float32': params, 'learned': (), 'checkpoint': ()}
+      plain = {f'parameters, {self._frozen}': params, 'learned': (), 'checkpoint': ()}
       return params, copy(params), plain
     # Only the optimizer's kind matters here; another check covers its other fields.
     kind = config.optimizer.kind

@@ -18,7 +18,13 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import protocol
 from agent_r1_jax.host import memory, runtime
-from agent_r1_jax.models import batch_invariant, decoder, quantization, sharding
+from agent_r1_jax.models import (
+  batch_invariant,
+  decoder,
+  four_bits,
+  quantization,
+  sharding,
+)
 from agent_r1_jax.models.files import weights
 
 # Makes an engine; the default is `make_engine`.
@@ -66,7 +72,8 @@ def load(
   """Loads the shape, the float32 parameters and the chat of the model in `config.path`.
 
   Parameters are sharded over a mesh as they are read, and stored in 8 bits if `frozen` is
-  such a format; see quantization.freeze_leaf.
+  such a format; see quantization.freeze_leaf. Experts keep their 4 bits wherever
+  `config.frozen` says so.
   """
   chat.check()
   runtime.initialize()
@@ -80,12 +87,15 @@ def load(
       scales[path] = scale
     return leaf
 
+  packed = config.frozen == four_bits.FORMAT
+  frozen = config.frozen if packed else frozen
   rounds = frozen != 'float32'
   shape, params = weights.load(
     config.path,
     dtype='float32',
     place=place_frozen if rounds else place,
     formats=config.formats,
+    packed=packed,
   )
   if rounds:
     params = quantization.add_scales(params, scales)
