@@ -1,13 +1,16 @@
 """Evaluation: which episodes, and what their numbers say."""
 
 import functools
+import json
+import pathlib
+import re
 
 import numpy as np
 import pytest
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import types
+from agent_r1_jax import playing, types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.grammars import compiler
@@ -164,3 +167,27 @@ class TestNumbers:
       'status/error': 0.25,
     }
     assert evaluate.summarize([]) == {}
+
+
+def test_the_questions_of_the_documentation_are_measured(tmp_path, monkeypatch):
+  page = pathlib.Path(__file__).parents[1] / 'docs' / 'evaluation.md'
+  (block,) = re.findall(r'```python\n(.*?)```', page.read_text(), re.S)
+  names: dict = {}
+  exec(block, names)
+  task = types.Task('1', [], '27')
+  for reply, score in ((' 27 ', 1.0), ('72', 0.0)):
+    assert names['reward'](task, [{'role': 'assistant', 'content': reply}]) == score
+  # Sizes whose programs compile at once.
+  play = playing.play
+  sizes = tiny.SIZES | {'bucket': tiny.SIZES['slots'], 'max_turn_tokens': 12}
+  small = lambda config, *args, **options: play(
+    tiny.run_config(config, **sizes), *args, **options
+  )
+  monkeypatch.setattr(playing, 'play', small)
+  # What a policy with random weights says is not known: whom the reward pays is.
+  names['reward'] = lambda task, messages: float(task.answer == 'a')
+  rows = [{'question': f'{x}?', 'answer': x} for x in 'abca']
+  (tmp_path / 'mine.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+  model = tiny.save(tmp_path / 'model')
+  found = tiny.within(names['main'], model, tmp_path / 'mine.jsonl', tmp_path / 'run')
+  assert found == (0.5, 0.5)
