@@ -231,17 +231,10 @@ def test_a_killed_table_goes_on_with_the_method_cut_short(tmp_path):
   assert done.returncode == 0, done.stderr[-3000:]
   ran = (tmp_path / 'ran').read_text().splitlines()
   assert ran == ['first 0', 'second 0', 'second 0', 'third 0']
-  assert [line['method'] for line in tables.read_lines(path)] == [
-    'first',
-    'second',
-    'third',
-  ]
+  lines = tables.read_lines(path)
+  assert [line['method'] for line in lines] == ['first', 'second', 'third']
   # The time before the kill counts.
-  assert [line['seconds'] >= 5000 for line in tables.read_lines(path)] == [
-    False,
-    True,
-    False,
-  ]
+  assert [line['seconds'] >= 5000 for line in lines] == [False, True, False]
   assert not (tmp_path / 'second-seed-0' / 'checkpoints').exists()
 
 

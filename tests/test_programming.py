@@ -238,18 +238,16 @@ async def test_an_episode_is_judged_in_a_process(tmp_path):
   assert [metrics['answered'] for _, metrics in found] == [1.0, 1.0, 0.0]
 
 
-async def test_a_program_that_never_ends_has_failed(tmp_path, monkeypatch):
-  monkeypatch.setattr(programming, 'run_tests', graders.hang)
-  judge = programming.Tester(seconds=0.5, processes=1)
-  reward, metrics = await _play(judge, tmp_path, '```python\nwhile True: pass\n```')
-  assert (reward, metrics['answered'], metrics['late']) == (0.0, 1.0, 1.0)
-
-
-async def test_a_program_that_ends_the_judge_has_failed(tmp_path, monkeypatch):
-  monkeypatch.setattr(programming, 'run_tests', graders.leave)
-  judge = programming.Tester(seconds=60.0, processes=1)
+@pytest.mark.parametrize(
+  ('run_tests', 'seconds', 'late'), [(graders.hang, 0.5, 1.0), (graders.leave, 60.0, 0.0)]
+)
+async def test_a_program_that_never_ends_or_ends_the_judge_has_failed(
+  tmp_path, monkeypatch, run_tests, seconds, late
+):
+  monkeypatch.setattr(programming, 'run_tests', run_tests)
+  judge = programming.Tester(seconds=seconds, processes=1)
   reward, metrics = await _play(judge, tmp_path, '```python\nx = 1\n```')
-  assert (reward, metrics['answered'], metrics['late']) == (0.0, 1.0, 0.0)
+  assert (reward, metrics['answered'], metrics['late']) == (0.0, 1.0, late)
 
 
 async def test_a_program_that_fills_the_memory_of_the_judge_has_failed(tmp_path):
