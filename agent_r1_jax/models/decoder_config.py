@@ -1,4 +1,4 @@
-"""The shape of a decoder, and what differs from layer to layer."""
+"""The shape of a decoder and of each of its layers."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from agent_r1_jax.models import families
 from agent_r1_jax.models.family import Family
 from agent_r1_jax.models.pictures.vision_config import VisionConfig
 
-# Which activations of a layer are computed again in the backward pass; see `remat`.
+# Which activations of a layer are recomputed in the backward pass; see `remat`.
 REMATS = ('none', 'full', 'dots')
 
 
@@ -15,69 +15,68 @@ REMATS = ('none', 'full', 'dots')
 class DecoderConfig:
   """The shape of a decoder."""
 
-  family: str  # A key of families.FAMILIES; what config.json will call it.
+  family: str  # A key of families.FAMILIES; the `model_type` in config.json.
   vocab_size: int
   embed_dim: int
   num_layers: int
   num_heads: int
   num_kv_heads: int
   head_dim: int
-  mlp_dim: int = 0  # 0 where each layer has experts.
+  mlp_dim: int = 0  # 0 if every layer has experts.
   num_experts: int = 0
   experts_per_token: int = 0
-  expert_dim: int = 0  # The feed-forward of an expert.
-  shared_dim: int = 0  # That of an expert that computes all tokens; 0 for none.
-  # Whether the weights of a token's experts sum to 1.
+  expert_dim: int = 0  # Hidden size of an expert.
+  shared_dim: int = 0  # Hidden size of the expert that all tokens share; 0 for none.
+  # True if the weights of a token's experts sum to 1.
   normalize_experts: bool = False
   rope_theta: float = 10_000.0
-  # How the rotation is stretched: {'rope_type', ...} with the fields of rope.SCALINGS.
+  # How RoPE is scaled: {'rope_type', ...} with the fields of rope.SCALINGS.
   rope_scaling: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
-  rope_fraction: float = 1.0  # The part of a head's numbers that is turned.
-  local_rope_theta: float | None = None  # θ of the layers with a window, or the same.
-  # The pairs of a head that turn by a token's time, row and column (M-RoPE); () where all
-  # turn by its position.
+  rope_fraction: float = 1.0  # The fraction of a head's dimensions that is rotated.
+  local_rope_theta: float | None = None  # θ of sliding layers; None: rope_theta.
+  # How many pairs of a head rotate by a token's time, row and column (M-RoPE); () if all
+  # rotate by its position.
   mrope_section: tuple[int, ...] = ()
-  # The layers in which a token attends to `window` tokens only, itself included; and
-  # those that do not turn queries and keys. One bool a layer, or () for none.
+  # One bool per layer, or () for none. Sliding layers: a token attends only to `window`
+  # tokens, itself included. NoPE layers: queries and keys are not rotated.
   sliding: tuple[bool, ...] = ()
   window: int = 0
   nope: tuple[bool, ...] = ()
-  # The layers that have a state in place of keys and values (delta_net.py), one bool a
-  # layer or () for none; and their heads, the numbers of these, and how many tokens their
-  # convolutions see.
+  # Layers with a state instead of keys and values (delta_net.py), one bool per layer or
+  # () for none; then their heads, head dims, and the width of their convolutions, tokens.
   recurrent: tuple[bool, ...] = ()
   linear_key_heads: int = 0
   linear_value_heads: int = 0
   linear_key_dim: int = 0
   linear_value_dim: int = 0
   conv_width: int = 0
-  # Where layers that slide have other heads than those that attend to all tokens: the
-  # heads of the latter, and whether their values are their keys without a rotation.
+  # Full-attention layers, if their heads differ from those of sliding layers: key-value
+  # heads, head dim, and whether values are the keys without the rotation.
   full_kv_heads: int = 0
   full_head_dim: int = 0
   keys_are_values: bool = False
-  # How many of the last layers attend to keys and values of an earlier one; and whether
-  # their feed-forward is twice as wide.
+  # How many of the last layers attend to the keys and values of an earlier layer, and
+  # whether their feed-forward is twice as wide.
   shared_layers: int = 0
   wide_mlp: bool = False
-  input_dim: int = 0  # What a layer is given of each token beside the residual stream.
-  query_scale: int | None = None  # Scores are divided by its root; None: head_dim's.
-  # A cap c makes c · tanh(x / c) of attention's scores, or of the logits.
+  input_dim: int = 0  # Size of a token's per-layer input (layer_inputs.py); 0 for none.
+  # Scores are divided by its root; None: the root of head_dim, or the family's scale.
+  query_scale: int | None = None
+  # A cap c turns attention scores, or logits, x into c · tanh(x / c).
   attention_cap: float | None = None
   logit_cap: float | None = None
   norm_eps: float = 1e-6
   tie_embeddings: bool = False
   max_positions: int = 32_768  # The longest context that the model supports.
-  # The dtype of activations and cache; parameters are cast where they are used.
+  # The dtype of activations and cache; parameters are cast on use.
   dtype: str = 'float32'
-  # The activations of a layer that are recomputed in the backward pass: 'none'; 'full',
-  # all but its input; 'dots', all but its projections' outputs. docs/memory.md has the
-  # costs.
+  # What the backward pass recomputes of a layer: 'none'; 'full', all but its input;
+  # 'dots', all but the outputs of projections. docs/memory.md has the costs.
   remat: str = 'none'
-  # The functions that compute it, an ops.Ops; None for ops.PLAIN.
+  # An ops.Ops, whose functions compute the decoder; None for ops.PLAIN.
   ops: Any = None
-  vision: VisionConfig | None = None  # The tower that reads pictures, if there is one.
-  # Whether tokens of a picture see its later ones, too, in layers that slide.
+  vision: VisionConfig | None = None  # The vision tower, if there is one.
+  # True if, in sliding layers, a picture's tokens also attend to its later tokens.
   sees_ahead: bool = False
 
   def __post_init__(self):
@@ -138,7 +137,7 @@ class DecoderConfig:
 
   @property
   def query_dim(self) -> int:
-    """The numbers of a head that the queries' kernel computes."""
+    """The outputs of the query projection for one head: queries, and gates if any."""
     return self.head_dim * (2 if self.facts.gates else 1)
 
   @property
@@ -151,7 +150,7 @@ class DecoderConfig:
 
   @property
   def layer_shapes(self) -> list['LayerShape']:
-    """What each layer has."""
+    """Which parameters each layer has."""
     none, first = (False,) * self.num_layers, self.num_layers - self.shared_layers
     kinds = zip(self.recurrent or none, self.sliding or none, strict=True)
     has_full, widens = self.facts.has_full, self.wide_mlp
@@ -161,16 +160,16 @@ class DecoderConfig:
     ]
 
   def get_heads(self, sees_all: bool = False) -> tuple[int, int]:
-    """Returns the key-value heads of a layer, and the numbers of a head."""
+    """Returns a layer's number of key-value heads, and its head dim."""
     if sees_all:
       return self.full_kv_heads, self.full_head_dim
     return self.num_kv_heads, self.head_dim
 
   def list_layers(self, path: str) -> list[int]:
-    """Lists the layers that have a parameter, over which it is stacked.
+    """Lists the layers that have a parameter, which is stacked over them.
 
     Args:
-      path: That of the parameter, such as 'layers/attn/q/kernel'.
+      path: The parameter's path, such as 'layers/attn/q/kernel'.
     """
     place, name = path.split('/')[1:3]
     absent = {
@@ -185,22 +184,22 @@ class DecoderConfig:
     return [i for i in range(self.num_layers) if shapes[i].has(place, name)]
 
   def find_source(self, layer: int) -> int:
-    """Finds the layer whose keys and values one attends to that shares them."""
+    """Finds the layer whose keys and values a sharing layer attends to."""
     shapes, first = self.layer_shapes, self.num_layers - self.shared_layers
     return max(i for i in range(first) if shapes[i].sees_all == shapes[layer].sees_all)
 
 
 class LayerShape(NamedTuple):
-  """What parameters a layer has; where all are alike, layers can be scanned."""
+  """Which parameters a layer has; layers of one shape can be scanned."""
 
-  recurs: bool = False  # Whether it has a state in place of keys and values.
-  # Whether its heads are those of layers that attend to all tokens, if these differ.
+  recurs: bool = False  # It has a state instead of keys and values.
+  # It attends to all tokens, with heads that differ from those of sliding layers.
   sees_all: bool = False
-  shares: bool = False  # Whether it attends to keys and values of an earlier layer.
-  widens: bool = False  # Whether its feed-forward is twice as wide.
+  shares: bool = False  # It attends to the keys and values of an earlier layer.
+  widens: bool = False  # Its feed-forward is twice as wide.
 
   def has(self, place: str, name: str) -> bool:
-    """Whether the layer has a part, such as 'attn', and 'q' or the like in it."""
+    """Whether the layer has parameter `name`, such as 'q', in `place`, such as 'attn'."""
     computes = not (self.shares and name in ('k', 'v', 'k_norm'))
     parts = {
       'linear': self.recurs,
@@ -213,14 +212,14 @@ class LayerShape(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-  """What differs from layer to layer, as numbers, so that layers can be scanned."""
+  """How a layer computes, as arrays, so that layers that differ can be scanned."""
 
-  slides: Any  # Whether a token attends to a window only.
-  rotation: Any  # The index of its rotation.
-  inputs: Any = None  # [B, T, i] of its own, beside the residual stream.
-  # The keys and values that it shares: of packed rows, or an earlier layer's cache.
+  slides: Any  # Whether a token attends only to a window.
+  rotation: Any  # The index of its rotation in decoder.compute_angles.
+  inputs: Any = None  # Its per-layer inputs [B, T, i].
+  # Keys and values of an earlier layer: of packed rows, or of that layer's cache.
   shared: Any = None
-  number: Any = None  # Its place among all layers, of which the first ones add features.
+  number: Any = None  # Its index; the first layers add a picture's features (DeepStack).
 
 
 def layer_kinds(config: DecoderConfig) -> list[LayerKind] | None:
@@ -231,7 +230,7 @@ def layer_kinds(config: DecoderConfig) -> list[LayerKind] | None:
   if not any(sliding) and not any(nope) and not config.facts.has_full and not deep:
     return None
   local = config.local_rope_theta is not None
-  # In the order of decoder.compute_angles: that of all layers, of sliding ones, and none.
+  # The order of decoder.compute_angles: rope_theta, then local_rope_theta, then none.
   return [
     LayerKind(
       slides, 1 + local if stays else int(slides and local), number=i if deep else None

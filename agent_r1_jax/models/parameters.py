@@ -1,14 +1,13 @@
-"""The parameters of which the families of families.py consist.
+"""The tables of parameters that the families of families.py combine.
 
-A dimension is a letter: L layers, D embed, F feed-forward, N query heads, K key-value
-heads, H head dim, V vocabulary, E experts, I feed-forward of an expert, S that of the
-expert that all tokens share; d and e are embed and experts where no mesh splits them. P
-is H, or twice as many where a query has a gate. A layer with a state has G key heads and
-U value heads of X and Y numbers, and convolutions over Z tokens. Where some layers attend
-to all tokens and others to a window, the first may have k key-value heads of c numbers,
-and the last ones a feed-forward of f. A layer may be given i numbers of each token; all
-layers together, l.
-vision_config.py has those of a vision tower.
+A letter is a dimension: L layers, D embed, F feed-forward, N query heads, K key-value
+heads, H head dim, V vocabulary, E experts, I feed-forward of an expert, S feed-forward of
+the expert that all tokens share; d and e are embed and experts that no mesh splits. P is
+H, or 2 H if queries have a gate. A layer with a state has G key heads of X numbers, U
+value heads of Y numbers, and convolutions over Z tokens. Beside sliding layers,
+full-attention layers may have k key-value heads of c numbers, and the last layers a
+feed-forward of f. Per-layer inputs have i numbers per token and layer, l = L i per token.
+vision_config.py has the parameters of a vision tower.
 """
 
 from agent_r1_jax.models.family import Parameter
@@ -28,7 +27,7 @@ NORMS = (
   _layer('attn_norm/scale', 'input_layernorm.weight', 'd'),
   _layer('mlp_norm/scale', 'post_attention_layernorm.weight', 'd'),
 )
-# Of what attention and the feed-forward return.
+# Norms of the outputs of attention and the feed-forward.
 NORMS_AFTER = (
   _layer('attn_out_norm/scale', 'post_attention_layernorm.weight', 'd'),
   _layer('mlp_out_norm/scale', 'post_feedforward_layernorm.weight', 'd'),
@@ -49,7 +48,7 @@ QKV_BIAS = (
   _layer('attn/k/bias', 'self_attn.k_proj.bias', '>KH'),
   _layer('attn/v/bias', 'self_attn.v_proj.bias', '>KH'),
 )
-# Of each head, or of all heads together.
+# Norms of each head, or of all heads together.
 QK_NORM = (
   _layer('attn/q_norm/scale', 'self_attn.q_norm.weight', 'H'),
   _layer('attn/k_norm/scale', 'self_attn.k_norm.weight', 'H'),
@@ -62,7 +61,7 @@ GATED_ATTENTION = (
   _layer('attn/q/kernel', 'self_attn.q_proj.weight', 'D>NP'),
   *ATTENTION[1:],
 )
-# A tensor of a file holds those of q, k and v one after the other; so do convolutions.
+# A file concatenates q, k and v in one tensor, for projections and for convolutions.
 DELTA_NET = (
   _layer('linear/q/kernel', 'linear_attn.in_proj_q.weight', 'D>GX'),
   _layer('linear/k/kernel', 'linear_attn.in_proj_k.weight', 'D>GX'),
@@ -92,7 +91,7 @@ MLP = (
 )
 O_BIAS = (_layer('attn/o/bias', 'self_attn.o_proj.bias', '>d'),)
 SINKS = (_layer('attn/sinks', 'self_attn.sinks', 'N'),)
-# Those of an expert are stacked over the experts.
+# A file has a tensor per expert; parameters are stacked over the experts.
 EXPERTS = (
   _layer('moe/router/kernel', 'mlp.gate.weight', 'D>e'),
   _layer('moe/gate/kernel', 'mlp.experts.{}.gate_proj.weight', 'ED>I'),
@@ -105,7 +104,7 @@ SHARED_EXPERT = (
   _layer('shared/down/kernel', 'mlp.shared_expert.down_proj.weight', 'S>D'),
   _layer('shared_weight/kernel', 'mlp.shared_expert_gate.weight', 'D>1'),
 )
-# One tensor for all experts, its inputs first.
+# A file has one tensor for all experts, inputs first.
 EXPERTS_WITH_BIAS = (
   _layer('moe/router/kernel', 'mlp.router.weight', 'D>e'),
   _layer('moe/router/bias', 'mlp.router.bias', '>e'),
@@ -164,7 +163,7 @@ LAYER_INPUTS = (
   _layer('input/out/kernel', 'per_layer_projection.weight', 'i>D'),
   _layer('input/out_norm/scale', 'post_per_layer_input_norm.weight', 'd'),
 )
-# Beside the feed-forward, and not in its place; each has norms of its own.
+# Experts in addition to the feed-forward, each of the two with its own norms.
 EXPERTS_BESIDE = (
   _layer('mlp_part_norm/scale', 'post_feedforward_layernorm_1.weight', 'd'),
   _layer('moe_norm/scale', 'pre_feedforward_layernorm_2.weight', 'd'),
@@ -195,7 +194,7 @@ GEMMA4 = (
 VISION = tuple(Parameter(*row) for row in vision_config.PARAMETERS)
 DEEP_VISION = tuple(Parameter(*row) for row in vision_config.DEEP_PARAMETERS)
 POOLED_VISION = tuple(Parameter(*row) for row in vision_config.POOLED_PARAMETERS)
-# A critic has it too, whatever its family.
+# Critics of every family have it too.
 VALUE_HEAD = (
   Parameter('value_head/kernel', 'value_head.weight', 'd>1'),
   Parameter('value_head/bias', 'value_head.bias', '>1'),

@@ -1,7 +1,7 @@
 """config.json of a Hugging Face directory <-> DecoderConfig.
 
-Published files of models that see have the decoder's fields beside `vision_config`, which
-hf_vision.py reads; transformers 5 writes them in an object `text_config`.
+Vision-language models have `vision_config`, which hf_vision.py reads. In published files
+the decoder's fields are next to it; transformers 5 writes them to `text_config`.
 """
 
 from collections.abc import Sequence
@@ -15,24 +15,23 @@ from agent_r1_jax.models import decoder, families
 from agent_r1_jax.models.family import Family
 from agent_r1_jax.models.files import hf_rope, hf_vision, json_fields, tensor_files
 
-# The types of layers.
 _FULL, _SLIDING, _LINEAR = 'full_attention', 'sliding_attention', 'linear_attention'
 _AHEAD = 'use_bidirectional_attention'
-# The `model_type` of models that see -> that of the language model, which alone is read
-# where a file has no tower, or no family of that name has one.
+# `model_type` of a vision-language model -> `model_type` of its language model, which
+# alone is read if the file has no tower, or no family of the first name exists.
 _TEXT_OF = {x.part_of: name for name, x in families.FAMILIES.items() if x.part_of}
 
 
 def read(
   directory: str | os.PathLike, formats: Sequence[tensor_files.Format] = ()
 ) -> decoder.DecoderConfig:
-  """Reads a directory's config.json, or a file like it, as transformers 4 or 5 wrote it.
+  """Reads a config.json, or the one in a directory, as transformers 4 or 5 wrote it.
 
-  What has one of `formats` is read as that says.
+  A file in one of `formats` is read by that format.
 
   Raises:
-    ValueError: The file is missing or broken, or asks for what the decoder does not
-      compute; the message names the field.
+    ValueError: The file is missing or broken, or asks for something that the decoder does
+      not support; the message names the field.
   """
   path, raw = read_raw(directory, formats)
   try:
@@ -48,7 +47,7 @@ def read(
 def read_raw(
   directory: str | os.PathLike, formats: Sequence[tensor_files.Format] = ()
 ) -> tuple[pathlib.Path, dict[str, Any]]:
-  """Returns the file that `read` reads, and the fields of config.json in it."""
+  """Returns the path of the file that `read` reads, and its config.json fields."""
   path = pathlib.Path(directory)
   if found := tensor_files.find_file(path, formats):
     format_, file = found
@@ -65,7 +64,7 @@ def read_raw(
 
 
 def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
-  """Makes the content of config.json, as transformers 4 writes it and 5 reads it."""
+  """Makes config.json as transformers 4 writes it, and transformers 5 reads it."""
   family = config.facts
   names = {'architectures': [family.architecture], 'model_type': config.family}
   raw = {
@@ -93,10 +92,10 @@ def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
 def token_ids(
   directory: pathlib.Path, vocab_size: int
 ) -> dict[str, int | list[int] | None]:
-  """Finds the ids that generation stops at and pads with, for config.json.
+  """Finds the ids of the BOS, EOS and padding tokens, for config.json.
 
-  They are those of the directory's own config.json, else of its tokenizer's special
-  tokens, else None: transformers takes Llama 2's ids for a Llama without any.
+  They come from the directory's config.json, else from its tokenizer's special tokens.
+  Without either they are None, because transformers gives a Llama without ids Llama 2's.
 
   Raises:
     ValueError: The tokenizer has more ids than the model.
@@ -135,7 +134,7 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
     raise ValueError(f'model_type is {name!r}; supported are {known}{hint}')
   family = families.FAMILIES[name]
   raw = _flatten(raw) if family.sees else raw
-  # A cap that is null is none, and not the default.
+  # A null cap means no cap, not the default.
   caps = {key for key, _ in family.numbers.values()}
   absent = lambda key: key not in raw or (raw[key] is None and key not in caps)
   raw = raw | {key: x for key, x in family.defaults.items() if absent(key)}
@@ -145,7 +144,7 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
       raise ValueError(f'{key} is {raw[key]!r}; only {supported[0]!r} is supported')
   heads = json_fields.read_number(raw, 'num_attention_heads')
   head_dim = json_fields.read_number(raw, 'hidden_size') // heads
-  # transformers 5 has another name for the number of experts.
+  # transformers 5 renamed the number of experts.
   defaults = {'K': heads, 'H': head_dim, 'E': raw.get('num_local_experts')}
   layers = _parse_layers(raw, family)
   numbers = {field: bool(raw.get(key)) for field, key in family.flags.items()}
@@ -182,7 +181,7 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
 
 
 def _parse_layers(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-  """Finds what differs from layer to layer; a window of the whole context is none."""
+  """Reads the per-layer fields; a window as long as the context counts as none."""
   L = json_fields.read_number(raw, 'num_hidden_layers')
   sliding = _parse_layer_types(raw, family, L)
   recurrent, sliding = (sliding, ()) if family.is_recurrent else ((), sliding)
@@ -202,7 +201,7 @@ def _parse_layers(raw: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _parse_layer_types(raw: dict[str, Any], family: Family, L: int) -> tuple[bool, ...]:
-  """Finds the layers that do not attend to all tokens: that slide, or have a state."""
+  """Finds the layers without full attention: sliding ones, or those with a state."""
   kinds, other_kind = raw.get('layer_types'), _LINEAR if family.is_recurrent else _SLIDING
   if kinds is None:
     found = family.is_recurrent or family.is_sliding
@@ -241,7 +240,7 @@ def _make_layer_types(config: decoder.DecoderConfig) -> dict[str, Any]:
 
 
 def _flatten(raw: dict[str, Any]) -> dict[str, Any]:
-  """Puts the fields of a `text_config` beside the others."""
+  """Lifts the fields of `text_config` to the top level."""
   text = raw.get('text_config')
   if text is None:
     return raw
@@ -250,6 +249,6 @@ def _flatten(raw: dict[str, Any]) -> dict[str, Any]:
   both = {key: x for key, x in text.items() if key != 'model_type'} | {
     key: x for key, x in raw.items() if key != 'text_config'
   }
-  # transformers 4 wrote it in text_config, and its default beside it.
+  # transformers 4 wrote it to text_config, and the default value to the top level.
   tied = (source.get('tie_word_embeddings', False) for source in (raw, text))
   return both | {'tie_word_embeddings': any(tied)}

@@ -1,4 +1,4 @@
-"""The rotations of config.json <-> those of DecoderConfig.
+"""The RoPE fields of config.json <-> the RoPE fields of DecoderConfig.
 
 transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 `rope_parameters`,
 which may hold an object for each type of layer.
@@ -11,18 +11,18 @@ from agent_r1_jax.models import rope
 from agent_r1_jax.models.family import Family
 from agent_r1_jax.models.files import json_fields
 
-# What YaRN takes where a file says nothing (arXiv 2309.00071, section 4.1).
+# Defaults of YaRN (arXiv 2309.00071, section 4.1).
 _YARN = {'beta_fast': 32.0, 'beta_slow': 1.0, 'truncate': True}
-# From these, the factor of YaRN's sines is computed where the file does not have it.
+# Give YaRN's attention factor if the file does not have it.
 _MSCALES = ('mscale', 'mscale_all_dim')
 _TYPES = {'full_attention', 'sliding_attention', 'chunked_attention'}
 
 
 def parse(raw: dict[str, Any], family: Family, slides: bool) -> dict[str, Any]:
-  """Finds the fields of DecoderConfig; `slides` says whether layers have a window.
+  """Returns fields of DecoderConfig; `slides` says whether any layer has a window.
 
   Raises:
-    ValueError: The decoder does not compute the rotation, or two fields contradict each
+    ValueError: The decoder does not support the rotation, or two fields contradict each
       other.
   """
   present = [name for name in ('rope_scaling', 'rope_parameters') if raw.get(name)]
@@ -36,7 +36,7 @@ def parse(raw: dict[str, Any], family: Family, slides: bool) -> dict[str, Any]:
 
 
 def make(config: Any) -> dict[str, Any]:
-  """Makes the fields of config.json, as transformers 4 writes them and 5 reads them."""
+  """Makes the fields as transformers 4 writes them, and transformers 5 reads them."""
   raw = {'rope_theta': config.rope_theta, 'rope_scaling': config.rope_scaling}
   alone = config.facts.local_theta == ''
   if config.mrope_section:
@@ -51,7 +51,7 @@ def make(config: Any) -> dict[str, Any]:
     return raw
   if config.facts.local_theta not in ('rope_theta', ''):
     return raw | {config.facts.local_theta: config.local_rope_theta}
-  # By rope_theta alone, transformers 5 gives the sliding layers of OLMo 3 its default.
+  # With rope_theta alone, transformers 5 uses its default for OLMo 3's sliding layers.
   full = {'rope_type': 'default'} | (config.rope_scaling or {})
   local = {'rope_type': 'default', 'rope_theta': config.local_rope_theta or 1e4}
   full |= {'rope_theta': config.rope_theta}
@@ -62,7 +62,7 @@ def make(config: Any) -> dict[str, Any]:
 def _parse_field(
   raw: dict[str, Any], name: str, family: Family, slides: bool
 ) -> dict[str, Any]:
-  """Reads a field, if it is there; transformers 5 may nest one object a type of layer."""
+  """Reads a field, if present; transformers 5 may nest one object per layer type."""
   value = raw.get(name) or {}
   if not isinstance(value, dict):
     raise ValueError(f'{name} is {value!r}; an object is needed')
@@ -106,10 +106,10 @@ def _parse_local(
 def _parse_rotation(
   raw: dict[str, Any], name: str, found: dict[str, Any], family: Family
 ) -> dict[str, Any]:
-  """Reads θ and the scaling from `found`, or else from the file's own fields."""
+  """Reads θ and the scaling from `found`, or else from the file's top level."""
   sections, found = _take_sections(found, family) if family.turns_by_axes else ({}, found)
   if family.part_of:
-    # The three numbers by which a token turns are equal in text.
+    # Time, row and column of a text token are equal.
     found = {key: x for key, x in found.items() if not key.startswith('mrope_')}
   kinds = [found[key] for key in ('rope_type', 'type') if found.get(key) is not None]
   if kinds and kinds[0] != kinds[-1]:
@@ -145,10 +145,10 @@ def _parse_rotation(
 def _take_sections(
   found: dict[str, Any], family: Family
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Takes the sections of M-RoPE out of a rotation, which then is one of another type.
+  """Splits the M-RoPE sections off a rotation; returns them and the remaining fields.
 
-  Published files have the type 'mrope'; transformers calls the same 'default', and
-  leaves the other word beside it.
+  Published files have the type 'mrope'; transformers calls it 'default' and keeps both
+  names.
   """
   section = found.get('mrope_section')
   if not isinstance(section, list) or not all(type(x) is int and x > 0 for x in section):
@@ -168,7 +168,7 @@ def _take_sections(
 def _parse_scaling(
   raw: dict[str, Any], kind: str, found: dict[str, Any]
 ) -> dict[str, Any]:
-  """Reads the numbers of a way to stretch; all of YaRN's, with what a file leaves out."""
+  """Reads the numbers of a scaling; fills in what a file omits of YaRN's."""
   original = 'original_max_position_embeddings'
   if kind == 'yarn':
     context = raw.get(original) or raw.get('max_position_embeddings')
@@ -188,7 +188,7 @@ def _parse_scaling(
 
 
 def _compute_yarn_factor(found: dict[str, Any]) -> float:
-  """The factor of YaRN's sines: 0.1 ln(factor) + 1, or the ratio by two mscales."""
+  """Returns YaRN's attention factor: 0.1 ln(factor) + 1, or the ratio of two mscales."""
   factor = json_fields.read_number(found, 'factor', float)
   scale = lambda mscale: 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
   over, under = (found.get(key) for key in _MSCALES)

@@ -1,11 +1,11 @@
-"""JSON files that come with models, and the numbers in them."""
+"""Reads the JSON files of models, and checks the numbers in them."""
 
 import json
 import pathlib
 from typing import Any
 
-# Several times what the largest models have: a damaged file must not make us build lists
-# of a billion layers before the tensors are compared with it.
+# Several times the sizes of the largest models. Without maxima, a damaged file could make
+# us build a list of a billion layers before its tensors are checked.
 _MAXIMA = {
   'num_hidden_layers': 1_000,
   'hidden_size': 131_072,
@@ -29,7 +29,7 @@ _MAXIMA = {
 
 
 def read_json(path: pathlib.Path, kind: type = dict) -> Any:
-  """Reads the object in a JSON file; a ValueError names a missing or broken file."""
+  """Reads a JSON file with a `kind`; a ValueError names a missing or broken file."""
   if path.parent.is_file():
     raise ValueError(f'{path.parent}: is a file; give the directory that holds it.')
   if not path.parent.is_dir():
@@ -57,14 +57,14 @@ def read_json(path: pathlib.Path, kind: type = dict) -> Any:
 def read_number(
   raw: dict[str, Any], key: str, kind: type = int, default: Any = None
 ) -> Any:
-  """Reads a positive number of config.json; a ValueError names the field."""
+  """Reads a positive number from config.json; a ValueError names the field."""
   value = raw.get(key)
   value = default if value is None else value
   allowed = (int, float) if kind is float else int
   if isinstance(value, bool) or not isinstance(value, allowed) or value <= 0:
     raise ValueError(f'{key} is {value!r}; a positive {kind.__name__} is needed')
   maximum = _MAXIMA.get(key, 1e30)
-  if not value <= maximum:  # nor is NaN
+  if not value <= maximum:  # also true for NaN
     raise ValueError(
       f'{key} is {str(value):.20}; no known model has more than {maximum:,}'
     )
