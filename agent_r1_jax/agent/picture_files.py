@@ -1,8 +1,8 @@
-"""Reads the files of pictures: PNG, JPEG and WebP.
+"""Reads picture files: PNG, JPEG and WebP.
 
-Whoever sends a picture may not be trusted. Its size is read from the header before
-anything is decoded, for a file of some kilobytes can hold billions of pixels; and
-pictures.py calls `read` in a process of its own.
+Senders may be untrusted. The size is read from the header before anything is decoded,
+because a file of a few kilobytes can hold billions of pixels; and pictures.py calls
+`read` in a separate process.
 """
 
 import base64
@@ -14,18 +14,18 @@ from typing import Any
 from agent_r1_jax.host import isolated
 
 MAX_BYTES = 20 << 20
-MAX_PIXELS = 64 << 20  # 192 MiB as colours, and twice that where there is transparency.
-PROCESSOR_SECONDS = 10  # Of one file; 64 million pixels take about three.
-# No picture may be longer than so many times its width, as in transformers.
+MAX_PIXELS = 64 << 20  # 192 MiB as colours, and twice that with transparency.
+PROCESSOR_SECONDS = 10  # CPU time per file; 64 million pixels take about three seconds.
+# The largest ratio of a picture's sides, as in transformers.
 _MAX_RATIO = 200
 _KINDS = 'PNG, JPEG or WebP'
 
 
 def read_size(data: bytes) -> tuple[str, int, int]:
-  """Reads the kind, width and height of a picture from its header, decoding nothing.
+  """Reads the kind, width and height of a picture from its header, without decoding.
 
   Raises:
-    ValueError: It is no PNG, JPEG or WebP file, or ends before its size.
+    ValueError: It is no PNG, JPEG or WebP file, or its header is incomplete.
   """
   kind, size = None, None
   if data.startswith(b'\x89PNG\r\n\x1a\n'):
@@ -44,14 +44,14 @@ def read_size(data: bytes) -> tuple[str, int, int]:
 
 
 def _read_jpeg_size(data: bytes) -> tuple[int, int] | None:
-  """Goes from segment to segment up to that of the frame, which has the size."""
+  """Walks the segments up to the frame header, which has the size."""
   place = 2
   while place + 9 <= len(data) and data[place] == 0xFF:
     marker = data[place + 1]
     if marker == 0xFF:  # Segments may be padded.
       place += 1
       continue
-    # All of SOF0 to SOF15 but DHT, JPG and DAC, which lie among them.
+    # SOF0 to SOF15, without DHT, JPG and DAC, whose markers are in that range.
     if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
       height, width = (int.from_bytes(data[place + i : place + i + 2]) for i in (5, 7))
       return width, height
@@ -98,7 +98,7 @@ def decode(
     frames = getattr(image, 'n_frames', 1)
     if frames == 1 and image.size == (width, height):
       image.load()
-  # The readers of the formats raise whatever they stumble over.
+  # Decoders raise exceptions of any type for broken files.
   except Exception as error:
     raise ValueError(
       f'the {kind} file is broken ({error}); send the file again.'
@@ -111,10 +111,9 @@ def decode(
 
 
 def to_rgb(image: Any) -> Any:
-  """Turns a PIL image upright and makes it RGB, as transformers does.
+  """Turns a PIL image upright and converts it to RGB, as transformers does.
 
-  The orientation that a camera wrote is applied, and what is transparent is laid on
-  white.
+  Applies the EXIF orientation, and puts transparent pixels on white.
 
   Raises:
     ValueError: The image cannot be decoded.
@@ -135,15 +134,14 @@ def to_rgb(image: Any) -> Any:
 def fit(
   height: int, width: int, size: int, least_pixels: int, most_pixels: int
 ) -> tuple[int, int]:
-  """Finds the rows and columns of tokens that a picture of this size becomes.
+  """Finds the rows and columns of tokens for a picture of this size.
 
-  A token has `size` pixels in each direction. The number of pixels is then within the
-  bounds, and the picture's ratio nearly as before. They are those of transformers, except
-  that a picture of one row or column of tokens is cut short where it would have more
-  pixels than the bounds allow.
+  A token has sides of `size` pixels. The resized picture keeps its ratio nearly, and its
+  pixels are within the bounds. Matches transformers, except that a picture of one row or
+  column of tokens is shortened if it would exceed the bounds.
 
   Raises:
-    ValueError: The picture is longer than 200 times its width, or the reverse.
+    ValueError: One side is more than 200 times the other.
   """
   _check_ratio(height, width)
   rows, columns = round(height / size), round(width / size)
@@ -169,9 +167,9 @@ def _check_ratio(height: int, width: int) -> None:
 
 
 def fill(height: int, width: int, size: int, most_pixels: int) -> tuple[int, int]:
-  """Finds the rows and columns of tokens of a picture that becomes as large as may be.
+  """Finds the most rows and columns of tokens that the bound allows for a picture.
 
-  They are those of transformers for Gemma 4; see `fit`.
+  Matches transformers for Gemma 4; see `fit`.
   """
   _check_ratio(height, width)
   most = most_pixels // size**2
@@ -185,7 +183,7 @@ def fill(height: int, width: int, size: int, most_pixels: int) -> tuple[int, int
 def resize(image: Any, size: int, least_pixels: int, most_pixels: int) -> Any:
   """Resizes a PIL image to whole tokens, as uint8 [H, W, 3].
 
-  See `fit`; without least pixels, `fill`.
+  Uses `fit`, or `fill` if `least_pixels` is 0.
   """
   import numpy as np
 
@@ -194,12 +192,12 @@ def resize(image: Any, size: int, least_pixels: int, most_pixels: int) -> Any:
     rows, columns = fit(image.height, image.width, size, least_pixels, most_pixels)
   else:
     rows, columns = fill(image.height, image.width, size, most_pixels)
-  # transformers resizes with Pillow's filter for bicubic, which is 3.
+  # 3 is Pillow's bicubic filter, which transformers uses.
   return np.array(image.resize((columns * size, rows * size), 3), np.uint8)
 
 
 def stack(images: Sequence[Any]) -> Any:
-  """Puts PIL images of one size one above the other."""
+  """Stacks PIL images of one size vertically."""
   from PIL import Image
 
   width, height = images[0].size
@@ -212,16 +210,16 @@ def stack(images: Sequence[Any]) -> Any:
 def read(
   data: bytes, seconds: float, frames: int, *bounds: int
 ) -> tuple[int, int, int, str]:
-  """Decodes and resizes a file in a process that ends after `seconds` of a processor.
+  """Decodes and resizes a file; the process is killed after `seconds` of CPU time.
 
   Args:
     data: The file.
-    seconds: As said.
-    frames: How many frames of a film lie in it, one above the other; 1 for a picture.
-    *bounds: Those of `resize`, for each frame.
+    seconds: The limit of CPU time.
+    frames: How many frames of a film are stacked in the file; 1 for a picture.
+    *bounds: The last arguments of `resize`, for each frame.
 
   Returns:
-    H, W, 3 for each frame, and the bytes of what `resize` makes of them, as base64.
+    H, W, 3 times the frames, and the pixels [H, W, 3 · frames] as base64.
   """
   import numpy as np
 

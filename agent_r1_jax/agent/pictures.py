@@ -1,16 +1,16 @@
-"""Pictures in messages: parts of a content, read and resized for a model that sees.
+"""Pictures in messages: content parts, read and resized for a vision-language model.
 
-A picture is a part in OpenAI's form, whose address is the file itself. No address of the
-network or of this machine is ever read:
+A picture is a content part in OpenAI's form, with a data URL. URLs of the network and
+paths of this machine are never read:
 
   {'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}}
 
-`make_part` makes one, of a PIL image or of the bytes of a file. In a chat's text control
-tokens stand for it, and in its tokens the ids of types.make_picture_ids.
+`make_part` makes one from a PIL image or the bytes of a file. Control tokens stand for it
+in a chat's text, and the ids of types.make_picture_ids in its tokens.
 
-A film is many parts: the time of each two frames as a text, and both as one picture. Its
-file has them one above the other, and its address says it: data:image/png;film=16;base64,
-if the film has 16 frames.
+A film is many parts: for every two frames, their time as a text, then both as one picture
+file, one above the other. The URL says so: data:image/png;film=16;base64, for a film of
+16 frames.
 """
 
 import base64
@@ -31,12 +31,12 @@ from agent_r1_jax.host import isolated, model_paths
 
 
 class Form(NamedTuple):
-  """How a family's chat has pictures.
+  """How a family's chat format writes pictures.
 
   Attributes:
-    tokens: What stands before a picture, in its place, and after it.
-    trims: Whether the space around the texts beside pictures is left out.
-    answer_end: What ends a tool's answer, if its pictures stand behind that.
+    tokens: The control tokens before a picture, in its place, and after it.
+    trims: Whether text parts next to pictures are stripped of whitespace.
+    answer_end: The end of a tool's answer, if its pictures come after it.
   """
 
   tokens: tuple[str, str, str]
@@ -44,37 +44,37 @@ class Form(NamedTuple):
   answer_end: str = ''
 
   def move(self, text: str) -> str:
-    """Moves the pictures of answers behind them, in a rendered text."""
+    """Moves the pictures of tools' answers after the answers, in a rendered text."""
     if not self.answer_end:
       return text
     shown, end = re.escape(''.join(self.tokens)), re.escape(self.answer_end)
     return re.sub(f'((?:{shown})+)({end})', r'\2\1', text)
 
 
-# That of Qwen2-VL and its successors, and that of Gemma 4.
+# Qwen2-VL and its successors, and Gemma 4.
 QWEN = Form(('<|vision_start|>', '<|image_pad|>', '<|vision_end|>'))
 GEMMA = Form(('<|image>', '<|image|>', '<image|>'), True, '<|"|>}<tool_response|>')
 CONTROL_TOKENS = QWEN.tokens
-# By what Qwen2.5-VL scales red, green and blue: their means, then their deviations.
+# Qwen2.5-VL's means, then standard deviations, of red, green and blue.
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# Whoever sends a picture may not be trusted, and a small file may take minutes and all
-# memory. The seconds end a process that waits; those of a processor are counted there.
+# Senders may be untrusted, and a small file can take minutes and all memory. `seconds` is
+# wall time, and ends a process that waits; picture_files.read limits CPU time.
 _LIMITS = {'seconds': 120.0, 'memory_mb': 1536}
 _read_apart = isolated.in_subprocess(
   picture_files.read, imports=['PIL.ImageOps', 'numpy'], **_LIMITS
 )
 _DATA = re.compile(r'data:image/[a-z+.-]+;(?:film=([1-9][0-9]{0,5});)?base64,')
-# The fewest and most pixels of all frames of a film together, in published files.
+# The fewest and most pixels of all frames of a film together, as in published files.
 _FILM_PIXELS = 4096, 3 << 23
-# Where a directory may say how pictures are read; the second one has an object for it.
+# The files that say how pictures are preprocessed; in the second one, an object does.
 _FILES = 'preprocessor_config.json', 'processor_config.json'
 _FILM_FILE = 'video_preprocessor_config.json'
 
 
 def make_part(image: Any) -> dict[str, Any]:
-  """Makes a part of a message's content of a PIL image, or of the bytes of a file.
+  """Makes a content part from a PIL image or the bytes of a file.
 
-  A part stays as it is.
+  A part is returned unchanged.
   """
   if isinstance(image, dict):
     return image
@@ -90,14 +90,14 @@ def make_part(image: Any) -> dict[str, Any]:
 
 
 def make_film(frames: Sequence[Any], fps: float) -> list[dict[str, Any]]:
-  """Makes parts of a film, as Qwen3-VL reads them: a time, two frames, a time, ...
+  """Makes the parts of a film, as Qwen3-VL reads them: a time, two frames, a time, ...
 
   Args:
-    frames: PIL images of one size. Where their number is odd, the last one is repeated.
-    fps: How many of them there are in a second of the film.
+    frames: PIL images of one size. If their number is odd, the last one is repeated.
+    fps: Frames per second.
 
   Raises:
-    ValueError: There are none, or their sizes differ.
+    ValueError: There are no frames, or their sizes differ.
   """
   if len({frame.size for frame in frames}) != 1:
     raise ValueError('frames: give at least one, all of one size.')
@@ -112,7 +112,7 @@ def make_film(frames: Sequence[Any], fps: float) -> list[dict[str, Any]]:
 
 
 def is_image(value: Any) -> bool:
-  """Whether a value is a PIL image, or the part of one; does not import PIL."""
+  """Whether a value is a PIL image or a picture's part, without importing PIL."""
   match value:
     case {'type': 'image_url', 'image_url': {'url': str(url)}}:
       return bool(_DATA.match(url[:64]))
@@ -120,7 +120,7 @@ def is_image(value: Any) -> bool:
 
 
 def find_addresses(message: types.Message) -> list[str]:
-  """Finds the addresses of a message's pictures, in their order.
+  """Finds the URLs of a message's pictures, in order.
 
   Raises:
     ValueError: A part is neither a text nor a picture.
@@ -147,9 +147,9 @@ def write_places(
   change: Callable[[str], str] = lambda text: text,
   form: Form = QWEN,
 ) -> types.Message:
-  """Makes a text of a content in parts; control tokens stand for its pictures.
+  """Joins the parts of a message's content, with control tokens for its pictures.
 
-  `change` is applied to each of its texts, and to a content that is a text already.
+  `change` is applied to each text part, or to a content that is a text already.
   """
   content, pieces = message['content'], []
   if isinstance(content, str):
@@ -169,7 +169,7 @@ def write_places(
   if message['role'] == 'assistant' and any(control for _, control in pieces):
     raise ValueError('a message of the assistant has a picture; a policy writes none.')
   content = types.ControlText.joined(pieces)
-  # In a reply all control tokens that a policy may sample are such.
+  # In a reply, control tokens that a policy may sample count as such anyway.
   return {
     **message,
     'content': str(content) if message['role'] == 'assistant' else content,
@@ -178,20 +178,20 @@ def write_places(
 
 def _trim(part: dict[str, Any]) -> dict[str, Any]:
   text = part.get('text')
-  # Control text, which is a task's own, stays as it is.
+  # Control text, which a task wrote, stays unchanged.
   return part | {'text': text.strip()} if type(text) is str else part
 
 
 class Reader:
-  """Reads pictures as a model sees them.
+  """Reads and resizes pictures for a model.
 
   Attributes:
-    side: The pixels of a token's square, in each direction.
-    min_pixels: A picture with fewer is enlarged; 0 if all become as large as may be.
-    max_pixels: A picture with more is made smaller.
-    colours: By what the model scales colours: their means, then their deviations.
-    film_pixels: The fewest and most pixels of a film; None for a model that sees none.
-    form: How the model's chat has pictures.
+    side: The side of a token's square, in pixels.
+    min_pixels: Smaller pictures are enlarged; 0 makes every picture as large as allowed.
+    max_pixels: Larger pictures are shrunk.
+    colours: The means, then the standard deviations, that normalise colours.
+    film_pixels: The fewest and most pixels of a film; None if the model takes no films.
+    form: How the model's chat format writes pictures.
   """
 
   def __init__(
@@ -217,13 +217,13 @@ class Reader:
     self.read = functools.lru_cache(64)(self._read)
 
   def _read(self, url: str) -> np.ndarray:
-    """Reads the picture at an address, which holds it, as uint8 [H, W, 3].
+    """Reads the picture in a data URL as uint8 [H, W, 3].
 
-    Two frames of a film are [H, W, 6]. H and W are multiples of `side`. The array cannot
-    be written.
+    Two frames of a film are [H, W, 6]. H and W are multiples of `side`. The array is
+    read-only.
 
     Raises:
-      ValueError: It is no picture, or too large; the message has cause and mend.
+      ValueError: It is no picture, or too large; the message says why and how to fix it.
     """
     match = _DATA.match(url[:64])
     if not match:
@@ -268,14 +268,14 @@ class Reader:
 def load(
   directory: Any, side: int, colours: tuple = _CLIP, films: bool = False
 ) -> Reader | None:
-  """Loads the reader of a model that sees; None if its directory has none.
+  """Loads the reader of a vision-language model; None if its directory has none.
 
-  `side` is the pixels of a token's square, in each direction, by the model's own shape,
-  `colours` are as in Reader, and `films` says whether it sees films.
+  `side` and `colours` are as in Reader, from the model's shape; `films` says whether the
+  model takes films.
 
   Raises:
     ValueError: preprocessor_config.json, or the image_processor of
-      processor_config.json, is of another kind of model.
+      processor_config.json, belongs to another kind of model.
   """
   folder = model_paths.get_directory(directory)
   path = next((folder / x for x in _FILES if (folder / x).is_file()), None)
@@ -321,9 +321,9 @@ def _read_film_pixels(folder: pathlib.Path) -> tuple[int, int]:
 
 
 def save(reader: Reader, directory: Any, patch: int) -> None:
-  """Writes preprocessor_config.json; a patch has `patch` pixels in each direction.
+  """Writes preprocessor_config.json; a patch has sides of `patch` pixels.
 
-  Where a reader reads films, video_preprocessor_config.json too.
+  A reader of films also gets video_preprocessor_config.json.
   """
   path = pathlib.Path(directory) / _FILES[0]
   if reader.form == GEMMA:

@@ -9,28 +9,28 @@ from agent_r1_jax.models import decoder, kv_cache, ops
 from agent_r1_jax.models.kernels import attention_kernels
 
 _LOGGER = logging.getLogger(__name__)
-# How far before the last written slot a text may go on, at least, without being computed
-# again; and what the number of slots is a multiple of.
+# How many tokens a ring can rewind at least, without recomputation; its slots are a
+# multiple of _TILE.
 _MAX_REWIND, _TILE = 256, 128
 
 
 class ProgramSizes(NamedTuple):
   """The shapes of all compiled programs; see `make` for what each costs.
 
-  A call uses the program of the smallest size in an ascending list that is large enough.
+  A call uses the smallest size in an ascending list that is large enough.
   """
 
-  rows: int  # Texts in the cache (B).
-  slots: int  # The most tokens of a text (S).
-  window_slots: int  # The slots of a layer that slides; see `count_window_slots`.
+  rows: int  # Sequences in the cache (B).
+  slots: int  # The most tokens of a sequence (S).
+  window_slots: int  # The slots of a sliding layer; see `count_window_slots`.
   decode_steps: int  # Calls of the policy in one decode.
-  prefill_tokens: int  # Tokens of a row in one prefill (T).
+  prefill_tokens: int  # Tokens per row in one prefill (T).
   prefill_rows: list[int]  # Rows of one prefill.
   decode_rows: list[int]  # Rows of one decode.
   buckets: list[int]  # Slots that a prefill or a copy reads of each row.
   decode_buckets: list[int]  # Slots that a decode reads of each row.
-  drafts: int  # Tokens that are drafted for a call of the policy (k).
-  cache: str  # The numbers of the cache; see `kv_cache.empty`.
+  drafts: int  # Tokens drafted for one call of the policy (k).
+  cache: str  # The cache's number format; see `kv_cache.empty`.
 
   @property
   def programs(self) -> int:
@@ -41,16 +41,16 @@ class ProgramSizes(NamedTuple):
 
   @property
   def decode_tokens(self) -> int:
-    """The most tokens of a row that one decode samples."""
+    """The most tokens that one decode samples for a row."""
     return drafts_lib.count_most(self.decode_steps, self.drafts)
 
   def make_cache(self, config: decoder.DecoderConfig) -> kv_cache.Cache:
-    """Makes the cache of a model of this shape."""
+    """Makes an empty cache for a model of this shape."""
     layers = self.slots, self.cache, self.window_slots
     return kv_cache.empty(config, self.rows, *layers)
 
   def decodes_in_place(self, rows: int, bucket: int) -> bool:
-    """Whether a decode covers all rows and slots, so that it need not copy any."""
+    """Whether a decode covers all rows and slots, and so copies none."""
     return rows == self.rows and bucket == self.slots
 
 
@@ -69,35 +69,35 @@ def make(
   replicas: int = 1,
   cache: str = 'model',
 ) -> ProgramSizes:
-  """Chooses the sizes of one replica's programs, on the mesh that is set.
+  """Chooses the sizes of one replica's programs, on the current mesh.
 
   Args:
     config: The policy's shape.
-    rows: Texts in the cache (B), on each chip (or the `tensor` chips of a replica).
-    slots: The most tokens of a text (S).
-    decode_steps: Calls of the policy in one decode, each of which samples a token, or
-      with drafts several; a new request waits for at most one decode.
-    width: The most rows that are decoded at a time; 0 is all. With slow tools,
-      twice as many rows as this keep the device busy.
+    rows: Sequences in the cache (B), per chip (or per `tensor` chips of a replica).
+    slots: The most tokens of a sequence (S).
+    decode_steps: Calls of the policy in one decode, each of which samples one token, or
+      several with drafts; a new request waits for at most one decode.
+    width: The most rows decoded at a time; 0 is all. With slow tools, twice as many rows
+      as this keep the device busy.
     prefill_rows: Rows of one prefill (M).
-    prefill_tokens: Tokens of one prefill (T).
+    prefill_tokens: Tokens per row in one prefill (T).
     bucket: Cache reads are rounded up to this, twice this, four times this ...
-    narrow: Whether there are also programs for a quarter of the rows, which prefill and
+    narrow: True also compiles programs for a quarter of the rows, which prefill and
       decode fewer rows faster.
-    drafts: How many tokens are drafted for a call of the policy (k); see drafts.py. There
-      are then two programs for each decode, with drafts and without. None are drafted
-      where the kernel of a decode has one query (TPUs).
-    replicas: Replicas on each chip. They share its parameters and divide its rows and
-      width. On a CPU, one for each core keeps all cores busy: XLA computes a decode
-      mostly on one core.
-    cache: The numbers of keys and values, one of kv_cache.NUMBERS.
+    drafts: How many tokens are drafted for one call of the policy (k); see drafts.py.
+      Each decode then has two programs, with drafts and without. Nothing is drafted if
+      the kernel of a decode has only one query (TPUs).
+    replicas: Replicas per chip. They share its parameters and divide its rows and width.
+      On a CPU, one per core keeps all cores busy: XLA computes a decode mostly on one
+      core.
+    cache: The number format of keys and values, one of kv_cache.NUMBERS.
 
-  A log-prob's last bits depend on the program that computed it: runs whose tools take
-  their time repeat to the last bit only with bucket = slots and narrow = False.
+  A log-prob's last bits depend on the program that computed it: runs with tools of
+  varying latency repeat bit for bit only with bucket = slots and narrow = False.
 
   Raises:
-    ValueError: A size is below 1, or replicas does not divide rows and width; or there
-      are no such numbers.
+    ValueError: A size is below 1, replicas does not divide rows and width, or `cache` is
+      unknown.
   """
   if cache not in kv_cache.NUMBERS:
     raise ValueError(f'cache is {cache!r}; give one of {", ".join(kv_cache.NUMBERS)}.')
@@ -115,7 +115,7 @@ def make(
     )
   rows, width = rows // replicas, width // replicas
   if config.recurrent:
-    bucket = max(bucket, kv_cache.STATES)  # Its states are read with each row's slots.
+    bucket = max(bucket, kv_cache.STATES)  # States are read with each row's slots.
     if drafts:
       _LOGGER.warning('Nothing is drafted: layers with a state cannot go back.')
       drafts = 0
@@ -131,7 +131,7 @@ def make(
     for K, H in heads
   )
   if width == rows and reads_used_slots(1):
-    # Smaller programs would read as much, and copy it first.
+    # Smaller programs would read as many slots, and copy them first.
     decode_rows, decode_buckets = [rows], [slots]
     if drafts and not reads_used_slots(drafts + 1):
       _LOGGER.warning('Nothing is drafted: the kernel of a decode has one query.')
@@ -144,11 +144,11 @@ def make(
 
 
 def count_window_slots(config: decoder.DecoderConfig, slots: int, most: int) -> int:
-  """Returns the slots of a layer that slides, where a call writes `most` tokens.
+  """Returns the slots of a sliding layer, if a call writes at most `most` tokens.
 
-  Behind a window there is room for what one call writes, and for what a text may be gone
-  back: where a reply was cut off, and where another text begins with all but its last
-  tokens. A text that goes back further is computed again (rows.py).
+  Besides the window, the ring has room for the tokens of one call and for a rewind: after
+  a reply was cut off, or when another sequence shares all but the last tokens. A sequence
+  that rewinds further is recomputed (rows.py).
   """
   if not config.window or not ops.choose(config).rings:
     return slots
@@ -157,5 +157,5 @@ def count_window_slots(config: decoder.DecoderConfig, slots: int, most: int) -> 
 
 
 def round_up(sizes: list[int], n: int) -> int:
-  """Returns the smallest of ascending sizes that is at least n, or else the largest."""
+  """Returns the smallest of ascending sizes that is at least n, else the largest."""
   return sizes[min(bisect.bisect_left(sizes, n), len(sizes) - 1)]

@@ -1,7 +1,7 @@
 """Adds pictures to packed rows.
 
-Each packed row has a row of patches beside it, with every picture of its text once: the
-members of a group, which share a row, share the pictures of their prompt too.
+Each packed row gets a row of patches with every picture of its sequences once: the
+members of a group, which share a row, also share the pictures of their prompt.
 
 Letters: R packed rows, T tokens of each, P patches of each.
 """
@@ -20,10 +20,10 @@ from agent_r1_jax.models.pictures.vision_config import VisionConfig
 def add(
   rows: types.Rows, pictures: Sequence[np.ndarray], config: VisionConfig | None
 ) -> types.Rows:
-  """Returns rows with the pictures that their tokens stand for, if there are any.
+  """Returns the rows with the pictures that their tokens show, if there are any.
 
   Raises:
-    ValueError: There are some, and no `config` of a model that sees.
+    ValueError: There are pictures, but no `config` of a vision tower.
   """
   if not pictures:
     return rows
@@ -32,7 +32,7 @@ def add(
       'the texts have pictures, and the batches are made without the shape of a vision '
       'tower: give MicrobatchShape(vision=model.vision).'
     )
-  # NumPy arrays, until the learner puts them on the mesh.
+  # NumPy arrays until the learner puts them on the mesh.
   sees: Any = rows.sees
   ends = sees.ends if isinstance(sees, types.Tree) else _find_ends(sees.ids)
   text: Any = rows.tokens, rows.positions, ends
@@ -42,7 +42,7 @@ def add(
   room = picture_tokens.round_up(
     max(sum(len(made[x].patches) for x in row) for row in shown_by_row), config
   )
-  channels = max(pixels.shape[2] for pixels in pictures)  # Of films, those of two frames.
+  channels = max(pixels.shape[2] for pixels in pictures)  # 6 for films: two frames.
   patches, index, coordinates = [], [], []
   for tokens, positions, ends, shown in zip(*text, shown_by_row, strict=True):
     packed, starts = picture_tokens.pack(
@@ -67,10 +67,10 @@ def _list_shown(tokens: np.ndarray, named: Mapping[int, np.ndarray]) -> list[int
 
 
 def _find_ends(segment_ids: np.ndarray) -> np.ndarray:
-  """Finds the column after the last of each token's segment, [R, T]."""
+  """Finds the column after the end of each token's segment, [R, T]."""
   R, T = segment_ids.shape
   last = np.ones((R, T), bool)
   last[:, :-1] = segment_ids[:, 1:] != segment_ids[:, :-1]
-  # From the right: the least of the ends that are at the token or after it.
+  # From the right: the first end at the token or after it.
   ends = np.where(last, np.arange(1, T + 1), T)
   return np.minimum.accumulate(ends[:, ::-1], axis=1)[:, ::-1]

@@ -1,4 +1,4 @@
-"""What vision towers share: colours, and attention among the patches of pictures.
+"""Layers that vision towers share: colour scaling, and attention among patches.
 
 Letters as in vision.py.
 """
@@ -18,14 +18,14 @@ from agent_r1_jax.models.pictures.vision_config import VisionConfig
 def normalise(
   patches: UInt8[Any, 'B P C'], config: VisionConfig
 ) -> Float[Array, 'B P 3 X']:
-  """Scales colours of 0 to 255, [B, P, 3 X], as the tower was trained with."""
+  """Scales colours from 0 to 255, [B, P, 3 X], as in the tower's training."""
   colours = patches.reshape(*patches.shape[:2], 3, -1).astype(jnp.float32)
   mean, std = (jnp.asarray(x, jnp.float32).reshape(1, 1, 3, 1) for x in config.colours)
   return (colours / 255.0 - mean) / std
 
 
 def attend(q_BPMH, k_BSMH, v_BSMH, ids_BP, ids_BS) -> Array:
-  """Attends from each patch to those with the same id."""
+  """Attends from each patch to the patches with the same id."""
   mask_BPS = ids_BP[:, :, None] == ids_BS[:, None, :]
   if sharding.platform() == 'gpu' and kernels.has_cudnn(q_BPMH):
     return kernels.cudnn(q_BPMH, k_BSMH, v_BSMH, mask_BPS)
@@ -34,10 +34,10 @@ def attend(q_BPMH, k_BSMH, v_BSMH, ids_BP, ids_BS) -> Array:
 
 
 def attend_windows(q_BPMH, k_BPMH, v_BPMH, ids_BP, size: int) -> Array:
-  """Computes `attend` for ids whose patches are neighbours, at most `size` of them.
+  """Computes `attend` for ids of at most `size` patches each, which are contiguous.
 
-  A block of `size` patches then needs the keys of its own, the block before and the block
-  after it only.
+  A block of `size` patches then needs only its own keys and those of the blocks before
+  and after it.
   """
   B, P = ids_BP.shape
   blocks = P // size

@@ -1,20 +1,20 @@
-"""Pictures as tokens: cut into patches, and found again in texts.
+"""Cuts pictures into patches, and finds their tokens in sequences.
 
-All of it runs on the host. Patches are bytes, in the order of the vision tower's windows;
-the tower normalises them.
+Everything here runs on the host. Patches are uint8, in the order of the vision tower's
+windows; the tower normalises them.
 
-A model with M-RoPE turns each token by three numbers, (time, row, column). Those of a
-text token are equal, one more than the largest before it. A picture of 2 x 3 tokens,
-after two tokens of text and before one:
+M-RoPE rotates each token by three coordinates: time, row, column. A text token's are all
+equal, one more than the largest before it. A picture of 2 x 3 tokens, after two tokens of
+text and before one:
 
   position     0      1      2       3       4       5       6       7      8
   coordinates  0 0 0  1 1 1  2 2 2   2 2 3   2 2 4   2 3 2   2 3 3   2 3 4  5 5 5
 
-So a token after it is turned as one at position 8 - 3: the picture has 6 tokens, and its
-longer side only 3.
+The token after the picture rotates as if at position 8 - 3: the picture has 6 tokens, but
+its longer side only 3.
 
 Letters: B rows of patches, P patches of a row, F = P / merge_size² tokens of a row, H and
-W pixels of a picture, T tokens of a text.
+W pixels of a picture, T tokens of a sequence.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,16 +28,16 @@ from agent_r1_jax.models.pictures.vision_config import VisionConfig
 
 
 class Picture(NamedTuple):
-  """A picture as the vision tower takes it."""
+  """A picture in the form that the vision tower reads."""
 
-  # The colours of each patch, [patches, 3 · frames · patch_size²], first red, then green,
-  # then blue. Windows are neighbours, and in a window the patches of a token are.
+  # The colours of each patch, [patches, 3 · frames · patch_size²]: all red, then green,
+  # then blue. The patches of a window are contiguous, and so are a token's in a window.
   patches: UInt8[np.ndarray, 'P C']
   grid: tuple[int, int]  # Its rows and columns of tokens.
 
   @property
   def tokens(self) -> int:
-    """The number of tokens that stand for it in a text."""
+    """The number of its tokens in a sequence."""
     return self.grid[0] * self.grid[1]
 
 
@@ -46,22 +46,22 @@ class PatchBatch(NamedTuple):
 
   patches: UInt8[Any, 'B P C']
   coordinates: Int[Any, 'B P 2']  # Row and column of each patch in its picture.
-  # The number of each patch's picture, from 1 on in a row of patches, and of its window;
-  # 0 is padding.
+  # The number of each patch's picture and window, counted from 1 in each row; 0 is
+  # padding.
   pictures: Int[Any, 'B P']
   windows: Int[Any, 'B P']
-  # The place, in the order of windows, of each token in the order of the text, which goes
-  # through a picture row by row.
+  # For each token in sequence order (row by row in a picture), its index in the order of
+  # windows.
   order: Int[Any, 'B F']
 
 
 def cut(pixels: UInt8[np.ndarray, 'H W C'], config: VisionConfig) -> Picture:
-  """Cuts a picture, whose sides are multiples of a token's, into its patches.
+  """Cuts a picture, whose sides are multiples of a token's side, into patches.
 
-  Two frames of a film that are one picture lie behind each other, [H, W, 6].
+  Two frames of a film are one picture, [H, W, 6].
 
   Raises:
-    ValueError: It has more rows or columns of patches than the tower has embeddings for.
+    ValueError: The tower has no embeddings for so many rows or columns of patches.
   """
   size = config.token_size
   grid = pixels.shape[0] // size, pixels.shape[1] // size
@@ -74,7 +74,7 @@ def cut(pixels: UInt8[np.ndarray, 'H W C'], config: VisionConfig) -> Picture:
 
 
 def round_up(patches: int, config: VisionConfig) -> int:
-  """Rounds up to a few sizes, as each is compiled: windows times a power of 2."""
+  """Rounds up to windows times a power of 2, because each size is compiled."""
   windows = max(1, -(-patches // config.window_patches))
   return config.window_patches << (windows - 1).bit_length()
 
@@ -95,8 +95,8 @@ def _windows(grid: tuple[int, int], config: VisionConfig) -> tuple[Any, Any]:
   """Sorts a picture's tokens by windows.
 
   Returns:
-    The tokens' numbers, row by row, in the order of windows; and the window of each, from
-    0 on. A grid of 3 x 3 in windows of 2 x 2 gives 0 1 3 4, 2 5, 6 7, 8.
+    The tokens, numbered row by row, in the order of windows; and the window of each,
+    counted from 0. A grid of 3 x 3 in windows of 2 x 2 gives 0 1 3 4, 2 5, 6 7, 8.
   """
   row, column = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
   side = config.window_tokens
@@ -115,16 +115,15 @@ def pack(
 ) -> tuple[PatchBatch, list[int]]:
   """Packs pictures into `rows` rows of `patches` patches, which fixes all shapes.
 
-  Each picture is put in the first row that has room for it. One that has fewer `channels`
-  than the others repeats its frame; by default they are the most that one has.
+  Each picture goes to the first row with room for it. A picture with fewer channels than
+  `channels` repeats its frame; the default is the most channels of any picture.
 
   Returns:
-    The batch, and the row of vision.features in which each picture's tokens begin; they
-    are in the order of the text.
+    The batch, and the row of vision.features in which each picture's tokens begin, in the
+    order of the sequence.
 
   Raises:
-    ValueError: There is no room for a picture, or no row of whole windows has so many
-      patches.
+    ValueError: A picture does not fit, or `patches` is not a multiple of a window's.
   """
   if patches % config.window_patches:
     raise ValueError(
@@ -158,7 +157,7 @@ def pack(
 def _write(
   batch: PatchBatch, row: int, first: int, picture: Picture, config: VisionConfig
 ) -> None:
-  """Writes a picture into a row of the batch, from patch `first` on."""
+  """Writes a picture to a row of the batch, starting at patch `first`."""
   order, window = _windows(picture.grid, config)
   p, m, before = config.patch_size, config.merge_size, max(first - 1, 0)
   token_row, token_column = np.divmod(order, picture.grid[1])
@@ -176,9 +175,9 @@ def _write(
 
 
 class Grid(NamedTuple):
-  """Where the features of a picture are, and its size in tokens."""
+  """The size of a picture in tokens, and the place of its features."""
 
-  first: int  # The row of its first token's feature.
+  first: int  # The row of its first token's features.
   rows: int
   columns: int
 
@@ -189,17 +188,17 @@ class Grid(NamedTuple):
 
   @property
   def saved(self) -> int:
-    """How much less than its tokens the coordinates grow."""
+    """How many positions fewer than its tokens the picture takes (see above)."""
     return self.count - max(self.rows, self.columns)
 
 
 def name(pictures: Sequence[np.ndarray], side: int) -> dict[int, np.ndarray]:
-  """Names pictures, uint8 [H, W, 3] each, by the first of their ids."""
+  """Maps the first token id of each picture to the picture, uint8 [H, W, 3]."""
   return {int(types.make_picture_ids(x, side)[0]): x for x in pictures}
 
 
 def list_places(named: Mapping[int, np.ndarray], side: int) -> dict[int, Grid]:
-  """Lists the places of named pictures whose features follow each other."""
+  """Lists the places of named pictures whose features are concatenated."""
   places, first = {}, 0
   for first_id, pixels in named.items():
     place = Grid(first, pixels.shape[0] // side, pixels.shape[1] // side)
@@ -208,7 +207,7 @@ def list_places(named: Mapping[int, np.ndarray], side: int) -> dict[int, Grid]:
 
 
 def find(tokens: Int[np.ndarray, 'T'], places: Iterable[int]) -> np.ndarray:
-  """Finds the columns in which pictures of these names begin."""
+  """Finds the columns in which pictures with these first ids begin."""
   return np.flatnonzero(np.isin(tokens, [*places]))
 
 
@@ -218,16 +217,16 @@ def locate(
   ends: Int[np.ndarray, 'T'],
   places: Mapping[int, Grid],
 ) -> tuple[Int[np.ndarray, 'T'], Int[np.ndarray, 'T 3']]:
-  """Locates the pictures of a packed row, or of any text.
+  """Locates the pictures in a packed row, or in a single sequence.
 
   Args:
-    tokens: The tokens of the row. Those of a picture are neighbours.
-    positions: The position of each in its text.
+    tokens: The tokens of the row. A picture's tokens are contiguous.
+    positions: The position of each token in its sequence.
     ends: The column after the last token that sees it, as in types.Tree.
-    places: The pictures that may be in it, by their first ids.
+    places: The pictures that may occur, by their first ids.
 
   Returns:
-    The row of each token's feature, -1 for text; and the coordinates of each token.
+    The row of each token's features, -1 for text; and the coordinates of each token.
   """
   index = np.full(len(tokens), -1, np.int32)
   turned = positions.astype(np.int32)

@@ -1,8 +1,8 @@
 """The vision tower of Gemma 4.
 
-It has the blocks of Gemma's decoder, without causality. A patch has an embedding of its
-column and one of its row, and half of a head turns by each of them. The features of a
-token are the mean of its patches, projected to the decoder's width.
+Its blocks are those of Gemma's decoder with bidirectional attention. A patch gets an
+embedding of its column and one of its row, and each of them rotates half of a head. The
+features of a token are the mean of its patches, projected to the decoder's width.
 
 Letters as in vision.py, H numbers of a head, and V = merge_size² patches of a token.
 """
@@ -28,12 +28,12 @@ from agent_r1_jax.models.layers import (
 from agent_r1_jax.models.pictures import patch_layers
 
 _THETA = 100.0
-# The largest number of float16, which cuts nothing off before a checkpoint says more.
+# The largest float16: clips nothing until a checkpoint is loaded.
 _BOUND = 65504.0
 
 
 class FlatPatches(nn.Module):
-  """One product over the numbers of a patch, its colours last."""
+  """A linear embedding of a patch's pixels, with colours last."""
 
   config: DecoderConfig
 
@@ -50,7 +50,7 @@ class FlatPatches(nn.Module):
 
 
 class AxisPlaces(nn.Module):
-  """Embeddings of the columns, and of the rows, that patches lie in."""
+  """Embeddings of the columns and of the rows of patches."""
 
   config: DecoderConfig
 
@@ -65,7 +65,7 @@ class AxisPlaces(nn.Module):
 
 
 class ClippedProjection(nn.Module):
-  """A projection; if the checkpoint has bounds, its inputs and outputs are cut off there.
+  """A projection that clips inputs and outputs to bounds, if the checkpoint has any.
 
   The bounds are not trained.
   """
@@ -94,7 +94,7 @@ class ClippedProjection(nn.Module):
 
 
 class PooledAttention(nn.Module):
-  """Attention among the patches of a picture, with norms of queries, keys and values."""
+  """Attention within each picture, with norms of queries, keys and values."""
 
   config: DecoderConfig
 
@@ -110,7 +110,7 @@ class PooledAttention(nn.Module):
     q_BPMH = _turn(RMSNorm(c.norm_eps, name='q_norm')(q_BPMH), angles)
     k_BPMH = _turn(RMSNorm(c.norm_eps, name='k_norm')(k_BPMH), angles)
     v_BPMH = normalise(v_BPMH, c.norm_eps)
-    # Its scores are not divided by the root of H.
+    # Undoes the division of scores by the root of H, which Gemma 4 omits.
     q_BPMH *= math.sqrt(c.head_dim)
     ids_BP = batch.pictures
     out_BPMH = patch_layers.attend(q_BPMH, k_BPMH, v_BPMH, ids_BP, ids_BP)
@@ -119,7 +119,7 @@ class PooledAttention(nn.Module):
 
 
 def _turn(x_BPMH: Array, angles: tuple[Array, Array]) -> Array:
-  """Turns each half of a head by angles of its own, [B, P, 1, 2, H / 4]."""
+  """Rotates the two halves of a head by different angles, [B, P, 1, 2, H / 4]."""
   halves = x_BPMH.reshape(*x_BPMH.shape[:-1], 2, -1)
   return rope.rotate(halves, angles).reshape(x_BPMH.shape)
 
@@ -147,7 +147,7 @@ class PooledBlock(nn.Module):
 
 
 class Standard(nn.Module):
-  """(x - bias) scale, of features; neither is trained."""
+  """Standardizes features: (x - bias) scale; neither is trained."""
 
   @nn.compact
   def __call__(self, x_BFW):
@@ -159,7 +159,7 @@ class Standard(nn.Module):
 
 
 class Tower(nn.Module):
-  """The whole tower; `init` makes its parameters."""
+  """The complete tower; `init` makes its parameters."""
 
   config: DecoderConfig
 
@@ -184,7 +184,7 @@ class Tower(nn.Module):
 
 
 def _compute_angles(coordinates_BP2: Array, head_dim: int) -> tuple[Array, Array]:
-  """Sin and cos [B, P, 1, 2, H / 4]: of columns first, then of rows."""
+  """Sin and cos [B, P, 1, 2, H / 4]: columns first, then rows."""
   freq_X = rope.frequencies(_THETA, head_dim // 2).reshape(1, 1, 1, 1, -1)
   turned_BP12 = coordinates_BP2[..., None, ::-1].astype(jnp.float32)
   angles = turned_BP12[..., None] * freq_X

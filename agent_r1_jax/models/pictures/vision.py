@@ -1,20 +1,19 @@
 """The vision towers of Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631).
 
-From patches to tokens' embeddings:
+It turns patches into embeddings of tokens:
 
   batch, starts = picture_tokens.pack(pictures, config.vision, rows=1, patches=4096)
   features_FD = vision.features(params, config, batch)
 
-The sampler and the learner compute the same program; it can be differentiated. Pictures
-lie in rows of patches and attend to themselves only, in most layers of Qwen2.5-VL to
-windows in them. Windows are neighbours, so that these layers cost in proportion to the
-patches. A layer with full attention computes P² scores a head and row: for 4,096 patches
-(1,024 tokens) and 16 heads 1 GiB of float32, if no kernel of the GPU does it without.
+Sampler and learner run the same differentiable program. Rows of patches hold several
+pictures, and a patch attends only to its picture, in most layers of Qwen2.5-VL only to
+its window. The patches of a window are contiguous, so these layers are linear in P. A
+layer with full attention computes P² scores per head and row, unless a GPU kernel avoids
+storing them: 1 GiB of float32 for 4,096 patches (1,024 tokens) and 16 heads.
 
-What a tower has is what its family's parameters list: norms with a bias or without, a
-feed-forward with a gate or without, embeddings of places. With DeepStack a token's
-features are those of the last layer, and behind them those of earlier ones. Gemma 4's
-tower is in pooled_tower.py.
+A family's table of parameters says what its tower has: biases of norms, a gated
+feed-forward, position embeddings. With DeepStack, a token's features are those of the
+last layer, followed by those of earlier layers. Gemma 4's tower is in pooled_tower.py.
 
 Letters: B rows of patches, P patches of a row, W embed of the tower, M its heads, H their
 dim, F tokens of all rows, D embed of the decoder, U patches of a window, n depths of
@@ -42,14 +41,14 @@ _THETA = 10_000.0
 
 
 def _make_norm(config: DecoderConfig, name: str, place: str) -> nn.Module:
-  """Makes a norm, with a bias if the family's has one at this place in the tower."""
+  """Makes a norm, with a bias if the family has one at this place in the tower."""
   if config.facts.has(f'{place}/{name}/bias', 'vision'):
     return nn.LayerNorm(_EPS, config.dtype, use_fast_variance=False, name=name)
   return RMSNorm(_EPS, name=name)
 
 
 class PatchEmbedding(nn.Module):
-  """One product over the numbers of a patch."""
+  """A linear embedding of a patch's pixels."""
 
   config: DecoderConfig
 
@@ -63,7 +62,7 @@ class PatchEmbedding(nn.Module):
     kernel_XW = kernel_CTXXW.astype(self.config.dtype).reshape(-1, c.embed_dim)
     x_BPCX = patch_layers.normalise(patches_BPC, c).astype(self.config.dtype)
     x_BPCTX = x_BPCX.reshape(*x_BPCX.shape[:3], -1, c.patch_size**2)
-    # All frames of a picture are equal; a batch with films has each.
+    # A picture's frames are equal, so it has one; a batch with films has all of them.
     x_BPCTX = jnp.repeat(x_BPCTX, c.temporal_patch_size // x_BPCTX.shape[3], axis=3)
     x_BPW = x_BPCTX.reshape(*patches_BPC.shape[:2], -1) @ kernel_XW
     if self.config.facts.has('patch/bias', 'vision'):
@@ -73,23 +72,23 @@ class PatchEmbedding(nn.Module):
 
 
 class Places(nn.Module):
-  """Embeddings of a square of places, between which patches lie."""
+  """Position embeddings on a square grid, which is stretched over each picture."""
 
   config: DecoderConfig
 
   @nn.compact
   def __call__(self, batch):
-    """Interpolates the four places around each patch, [B, P, W]."""
+    """Interpolates the four grid points around each patch, [B, P, W]."""
     c: Any = self.config.vision
     side = math.isqrt(c.num_places)
     init = nn.initializers.normal(0.02)
     table_SW = self.param('embedding', init, (c.num_places, c.embed_dim))
     table_SW = table_SW.astype(self.config.dtype)
-    # The patches in each direction of the picture that a patch belongs to, less 1.
+    # The last row and column of the patch's picture.
     count = batch.pictures.shape[1]
     find = lambda x_P2, ids_P: jax.ops.segment_max(x_P2, ids_P, count + 1)[ids_P]
     last_BP2 = jnp.maximum(jax.vmap(find)(batch.coordinates, batch.pictures), 1)
-    # A patch at 2 of 0 to 5 lies, in a square of 4 x 4, at 6 / 5: 1, and a fifth further.
+    # Patch 2 of 0 to 5 lies at 2 · 3 / 5 = 1 1/5 on a grid of 4 x 4.
     scaled_BP2 = batch.coordinates * (side - 1)
     near_BP2 = jnp.minimum(scaled_BP2 // last_BP2, side - 1)
     part_BP2 = (scaled_BP2 % last_BP2).astype(jnp.float32) / last_BP2
@@ -108,13 +107,13 @@ def _project(config: DecoderConfig, outputs: tuple[int, ...], name: str, axes: i
 
 
 class PatchAttention(nn.Module):
-  """Attention without causality, in windows or whole pictures."""
+  """Bidirectional attention, in windows or in complete pictures."""
 
   config: DecoderConfig
 
   @nn.compact
   def __call__(self, x_BPW, angles, batch, full):
-    """Attends; `full` says whether to the whole picture."""
+    """Attends to the complete picture if `full`, else to the window."""
     c: Any = self.config.vision
     heads = (3, c.num_heads, c.head_dim)
     qkv_BP3MH = apply_flat(_project(self.config, heads, 'qkv'), x_BPW)
@@ -161,9 +160,9 @@ class PatchBlock(nn.Module):
 
 
 class Merger(nn.Module):
-  """Makes the decoder's embedding of a token from its patches, which are neighbours.
+  """Merges a token's patches, which are contiguous, into the decoder's embedding.
 
-  Those of DeepStack normalise a token's patches together.
+  DeepStack's mergers normalise a token's patches together.
   """
 
   config: DecoderConfig
@@ -183,7 +182,7 @@ class Merger(nn.Module):
 
 
 class Tower(nn.Module):
-  """The whole tower; `init` makes its parameters."""
+  """The complete tower; `init` makes its parameters."""
 
   config: DecoderConfig
 
@@ -210,7 +209,7 @@ class Tower(nn.Module):
 
 
 def _compute_angles(coordinates_BP2: Array, head_dim: int) -> tuple[Array, Array]:
-  """Sin and cos [B, P, 1, H / 2]: half of a head's pairs turn by row, half by column."""
+  """Sin and cos [B, P, 1, H / 2]: half of a head rotates by row, half by column."""
   freq_X = rope.frequencies(_THETA, head_dim // 2).reshape(1, 1, 1, -1)
   angles = coordinates_BP2[..., None].astype(jnp.float32) * freq_X
   angles = angles.reshape(*coordinates_BP2.shape[:2], 1, -1)
@@ -218,7 +217,7 @@ def _compute_angles(coordinates_BP2: Array, head_dim: int) -> tuple[Array, Array
 
 
 def init(config: DecoderConfig, key: Array) -> dict[str, Any]:
-  """Random float32 parameters of a tower, which are `params['vision']`."""
+  """Makes a tower's random float32 parameters, `params['vision']`."""
   c: Any = config.vision
   batch: Any = picture_tokens.pack([], c, rows=1, patches=c.window_patches)[0]
   batch = jax.tree.map(jnp.asarray, batch)
@@ -233,14 +232,14 @@ def _make_tower(config: DecoderConfig) -> nn.Module:
 def features(
   params: dict[str, Any], config: DecoderConfig, batch: PatchBatch
 ) -> Float[Array, 'F nD']:
-  """Computes the features of all tokens of a batch's pictures, row after row.
+  """Computes the features of all tokens in a batch of pictures, row after row.
 
-  Those of a picture begin at the row that picture_tokens.pack says, and are in the order
-  of the text. Padding has finite features that nothing else depends on.
+  A picture's features begin at the row that picture_tokens.pack returned, in the order of
+  the sequence. Padding has finite features, which nothing else depends on.
 
   Args:
-    params: The model's, of which 'vision' is read.
-    config: The model's.
+    params: The model's parameters; only 'vision' is read.
+    config: The model's shape.
     batch: From picture_tokens.pack.
   """
   batch = jax.tree.map(jnp.asarray, batch)

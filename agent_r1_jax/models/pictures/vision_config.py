@@ -1,21 +1,21 @@
-"""The shape of a vision tower and its parameters, and the tokens of pictures in texts."""
+"""The shape of a vision tower, its parameters, and the control tokens of pictures."""
 
 import dataclasses
 import math
 from typing import Any
 
-# By what red, green and blue, from 0 to 1, are scaled: their means, then their
-# deviations. Those of CLIP, and those that make them numbers from -1 to 1.
+# Means, then standard deviations, that normalise red, green and blue from 0 to 1: CLIP's,
+# and those that map to -1 to 1.
 CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SIGNED = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
-  """The shape of a tower that turns the patches of pictures into embeddings of tokens.
+  """The shape of a tower that turns patches of pictures into embeddings of tokens.
 
-  A patch is a square of `patch_size` pixels. A square of `merge_size` patches on a side
-  becomes one token of the decoder.
+  A patch is a square with sides of `patch_size` pixels. A square with sides of
+  `merge_size` patches becomes one token of the decoder.
   """
 
   num_layers: int
@@ -24,29 +24,28 @@ class VisionConfig:
   mlp_dim: int
   out_dim: int  # The decoder's embed_dim.
   patch_size: int = 14
-  # The frames that a patch spans in a film; a picture is taken as so many equal ones.
+  # The frames that a patch spans in a film; a picture is repeated as so many frames.
   temporal_patch_size: int = 2
-  films: bool = False  # Whether a text may have films, as pictures of so many frames.
+  films: bool = False  # True if prompts may have films, as pictures of so many frames.
   channels: int = 3
   merge_size: int = 2
   window_size: int = 112  # The side of a window, in pixels.
-  # The layers in which a patch attends to its whole picture, and not to its window only.
+  # The layers in which a patch attends to its complete picture instead of its window.
   full_attention: tuple[int, ...] = ()
-  # The embeddings of places, a square that is stretched over each picture; 0 for none.
+  # Position embeddings, a square grid stretched over each picture; 0 for none.
   num_places: int = 0
-  # Where a token is the mean of its patches (pooled_tower.py): the columns that have
-  # embeddings, and as many rows; whether projections cut numbers off; and whether
-  # features are scaled.
+  # If a token is the mean of its patches (pooled_tower.py): the number of columns, and of
+  # rows, with embeddings; whether projections clip; whether features are standardized.
   axis_places: int = 0
   clips: bool = False
   standardizes: bool = False
   norm_eps: float = 1e-6
-  # The layers after which a token has features too; the decoder's first layers add those,
-  # one each (DeepStack, arXiv 2406.04334).
+  # Layers whose outputs are features too; the decoder's first layers add them, one each
+  # (DeepStack, arXiv 2406.04334).
   deepstack: tuple[int, ...] = ()
   colours: tuple[tuple[float, ...], tuple[float, ...]] = CLIP
-  tokens_per_second: int = 4  # Of Qwen2.5-VL's films, which are not read; for exports.
-  # Tokens of the text: one for each token of a picture, what stands before and after it.
+  tokens_per_second: int = 4  # For exports: films of Qwen2.5-VL are not supported.
+  # Control tokens: one per token of a picture or a film, then its start and its end.
   image_token_id: int = 151655
   video_token_id: int = 151656
   start_token_id: int = 151652
@@ -83,7 +82,7 @@ class VisionConfig:
 
   @property
   def head_dim(self) -> int:
-    """The numbers of a head."""
+    """The size of a head."""
     return self.embed_dim // self.num_heads
 
   @property
@@ -93,17 +92,17 @@ class VisionConfig:
 
   @property
   def clip_count(self) -> int:
-    """How many layers cut numbers off."""
+    """How many layers have clipping bounds."""
     return self.num_layers if self.clips else 0
 
   @property
   def standard_dim(self) -> int:
-    """The numbers of a patch that are scaled."""
+    """The size of the bias and scale that standardize features."""
     return self.embed_dim if self.standardizes else 0
 
   @property
   def feature_dim(self) -> int:
-    """The numbers of a token's features, those of all depths together."""
+    """The size of a token's features, of all depths together."""
     return self.out_dim * (1 + len(self.deepstack))
 
   @property
@@ -113,7 +112,7 @@ class VisionConfig:
 
   @property
   def merged_dim(self) -> int:
-    """The numbers of the patches that become a token."""
+    """The size of a token's patches together."""
     return self.embed_dim * self.merge_size**2
 
   @property
@@ -132,12 +131,11 @@ class VisionConfig:
     return (self.window_tokens * self.merge_size) ** 2
 
 
-# The parameters of a tower, as rows of the table in families.py. Their letters: A layers,
-# W embed, M heads, h head dim, J feed-forward, Q embed of all patches of a token, C
+# The parameters of a tower, as rows of the tables in parameters.py. Letters: A layers, W
+# embed, M heads, h head dim, J feed-forward, Q embed of all patches of a token, C
 # channels, t frames and p pixels of a patch, d embed of the decoder; w and q are W and Q
-# where no mesh splits them; a layers of DeepStack, o places, g places of an axis; x
-# layers with bounds, and y is w where features are scaled. What is not split is small, or
-# its gradient would be.
+# that no mesh splits; a layers of DeepStack, o positions, g positions on an axis; x
+# layers with bounds, and y is w if features are standardized, else 0.
 #
 # Letter -> the field of VisionConfig with its size.
 SIZES = {
@@ -182,7 +180,7 @@ _MERGER = (
   ('out/kernel', 'mlp.2.weight', 'Q>d'),
   ('out/bias', 'mlp.2.bias', 'd'),
 )
-# Those of Qwen3-VL: norms with a bias, and a feed-forward without a gate.
+# A block of Qwen3-VL: norms with a bias, and a feed-forward without a gate.
 _PLAIN_BLOCK = (
   ('attn_norm/scale', 'norm1.weight', 'w'),
   ('attn_norm/bias', 'norm1.bias', 'w'),
@@ -197,7 +195,7 @@ _PLAIN_BLOCK = (
 
 
 def _list_merger(normed: str) -> tuple[tuple[str, str, str], ...]:
-  """Lists those of a merger whose norm is over patches (w) or over tokens (q)."""
+  """Lists parameters of a merger whose norm is over patches (w) or over tokens (q)."""
   return (
     ('in_norm/scale', 'norm.weight', normed),
     ('in_norm/bias', 'norm.bias', normed),
@@ -208,7 +206,7 @@ def _list_merger(normed: str) -> tuple[tuple[str, str, str], ...]:
   )
 
 
-# Path, tensor and dimensions of each. The first is that of a convolution.
+# Path, tensor and dimensions of each parameter. The first one is a convolution's.
 _PATCH = ('vision/patch/kernel', 'visual.patch_embed.proj.weight', 'Ctpp>W', True)
 PARAMETERS: tuple[Any, ...] = (
   _PATCH,
@@ -228,7 +226,7 @@ DEEP_PARAMETERS: tuple[Any, ...] = (
     for x, y, z in _list_merger('q')
   ),
 )
-# Those of Gemma 4, by the names in its files: of a layer's part, and of a projection.
+# Gemma 4's norms and projections, with their names in files.
 _POOLED_NORMS = {
   'attn_norm': 'input_layernorm',
   'attn_out_norm': 'post_attention_layernorm',
