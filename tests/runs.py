@@ -15,11 +15,12 @@ from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms
-from agent_r1_jax.train import metrics
+from agent_r1_jax.rl import algorithms, losses, table
+from agent_r1_jax.train import loop, metrics
 
 GRPO = algorithms.grpo(kl_coef=0.01)
 PPO = algorithms.ppo(kl_coef=0.0)
+STALE = algorithms.grpo(kl_coef=0.0, correction=losses.token_truncated())
 _WORDS = (' the', ' city', ' capital', ' is')
 
 
@@ -137,6 +138,23 @@ def _uninterrupted(model, root):
 def whole(model, tmp_path_factory):
   """The parameters and the workdir of a run that nothing interrupts, made once."""
   return _uninterrupted(model, tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def learned_from(monkeypatch):
+  """Runs learn nothing, so that no gradient is compiled.
+
+  Gives the trajectories and the keyword arguments of each call of updates.learn.
+  """
+  calls, learn = [], loop.updates.learn
+
+  def learn_nothing(train_state, trajectories, update_config, **kwargs):
+    calls.append((trajectories, kwargs))
+    train_state, metrics, _ = learn(train_state, [], update_config)
+    return train_state, metrics, table.build(trajectories, kwargs['baselines'])
+
+  monkeypatch.setattr(loop.updates, 'learn', learn_nothing)
+  return calls
 
 
 def read_numbers(workdir: pathlib.Path) -> list[dict[str, float]]:

@@ -178,7 +178,6 @@ def check_curriculum(whole):
   assert read(whole.killed)['position']['draws']['variances']
 
 
-_STALE = algorithms.grpo(kl_coef=0.0, correction=losses.token_truncated())
 _CONTROLLED = algorithms.grpo(clip_high=0.3)._replace(
   kl=kl.InLoss(0.02, control=kl.adaptive(target=0.001, horizon=50)),
   correction=losses.token_truncated(),
@@ -212,7 +211,9 @@ FEATURES = {
     check=check_control,
   ),
   # One rollout is under way in the update, and is played again by an earlier policy.
-  'ahead': Feature({'ahead': 1, 'steps': 4}, _STALE, moment=Moment('update', 2, 2, 2)),
+  'ahead': Feature(
+    {'ahead': 1, 'steps': 4}, runs.STALE, moment=Moment('update', 2, 2, 2)
+  ),
   'curriculum': Feature(
     {'weight': 'variance', 'by': 'kind', 'uniform_share': 0.5, 'tasks': 3},
     given={'tasks': _BY_KIND, 'make_env': graded(says_city)},

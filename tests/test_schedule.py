@@ -17,14 +17,12 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import device
 from agent_r1_jax.models.files import weights
-from agent_r1_jax.rl import algorithms, losses
 from agent_r1_jax.rollout import decoding as decoding_lib
 from agent_r1_jax.rollout import evaluate, rollout
 from agent_r1_jax.train import curriculum, loop, metrics, run_files
 from agent_r1_jax.train import schedule as schedule_lib
 from agent_r1_jax.train.plan import first_state, setup
 
-_STALE = algorithms.grpo(kl_coef=0.0, correction=losses.token_truncated())
 model = runs.model
 pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')
 
@@ -41,7 +39,7 @@ def _run(model, workdir, learned=None, **kwargs):
     return learn(train_state, trajectories, *args, **kwargs)
 
   with mock.patch.object(loop.updates, 'learn', spy):
-    return runs.run(config, workdir, algorithm=_STALE, **options)
+    return runs.run(config, workdir, algorithm=runs.STALE, **options)
 
 
 @pytest.fixture(scope='module')
@@ -72,7 +70,7 @@ class TestOneStepOffPolicy:
     shape, params, chat = setup.load(config.model, config.chat)
     engine = setup.make_engine(config, shape, params)
     engine.warm_up()
-    update_config, train_state = first_state.make(config, shape, params, _STALE)
+    update_config, train_state = first_state.make(config, shape, params, runs.STALE)
     policies = [jax.tree.map(np.array, params)]
     sampler = _sampler(runs.tasks(), config.seed)
     for step in range(4):
@@ -240,7 +238,7 @@ class TestEvaluationBesideRollouts:
     ):
       make_env = lambda: Waits([], lambda *_: 0.0)
       given: Any = {'tasks': tasks, 'evals': evals, 'make_env': make_env}
-      runs.run(config, tmp_path, algorithm=_STALE, **given)
+      runs.run(config, tmp_path, algorithm=runs.STALE, **given)
     assert False in held and len(evaluated) == 3
     shape = tiny.config(layers=1)
     for step, played in enumerate(evaluated):

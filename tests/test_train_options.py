@@ -22,12 +22,11 @@ from agent_r1_jax.models import decoder
 from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms, learner, losses
 from agent_r1_jax.rollout import evaluate, rollout
-from agent_r1_jax.train import loop, metrics, run_files
+from agent_r1_jax.train import metrics, run_files
 from agent_r1_jax.train.plan import first_state
 
 _PLAIN = algorithms.grpo(kl_coef=0.0)
-_STALE = _PLAIN._replace(correction=losses.token_truncated())
-model = runs.model
+model, learned_from = runs.model, runs.learned_from
 pytestmark = pytest.mark.usefixtures('no_curves', 'traced_once')
 
 
@@ -71,9 +70,8 @@ class TestDynamicSampling:
     assert len({tuple(sorted(s)) for s in said}) == 4
 
 
-def test_remax_plays_a_greedy_episode_of_each_task(model, tmp_path):
-  begun, baselines, greedy, asked = [], [], [], []
-  learn, play = loop.updates.learn, evaluate.run
+def test_remax_plays_a_greedy_episode_of_each_task(model, tmp_path, learned_from):
+  begun, greedy, asked, play = [], [], [], evaluate.run
 
   class Counted(env_lib.ToolEnv):
     async def reset(self, task):
@@ -88,10 +86,6 @@ def test_remax_plays_a_greedy_episode_of_each_task(model, tmp_path):
       self._parse = lambda reply: [look] if self.turns == 1 else []
       return await super().step(reply)
 
-  def spy(train_state, trajectories, *args, **kwargs):
-    baselines.append(kwargs['baselines'])
-    return learn(train_state, trajectories, *args, **kwargs)
-
   def watched(*args, **kwargs):
     played = play(*args, **kwargs)
     greedy.append([t.reward for t in played.get('', ())])
@@ -100,15 +94,13 @@ def test_remax_plays_a_greedy_episode_of_each_task(model, tmp_path):
 
   paid = {'process_reward': lambda *_: 1.0 + len(begun)}
   make_env = functools.partial(Counted, [runs.look], lambda *_: 0.0, **paid)
-  with (
-    mock.patch.object(loop.updates, 'learn', spy),
-    mock.patch.object(evaluate, 'run', watched),
-  ):
+  with mock.patch.object(evaluate, 'run', watched):
     # Every reply soon ends.
     given = {'make_env': make_env, 'stop_strings': '["capital"]', 'max_turn_tokens': 40}
     _run(model, tmp_path, algorithms.remax(), **given)
   # Two steps of two tasks: four episodes each, and a greedy one.
   assert len(begun) == 2 * 2 * (4 + 1)
+  baselines = [given['baselines'] for _, given in learned_from]
   assert baselines == [[a] * 4 + [b] * 4 for a, b in greedy[:2]]
   assert np.all(baselines) and 1 in asked
 
@@ -124,6 +116,7 @@ def test_a_student_learns_its_teachers_words(model, tmp_path):
   assert np.mean(apart[:2]) > 0.3 and abs(np.mean(apart[-3:])) < np.mean(apart[:2]) / 2
 
 
+@pytest.mark.usefixtures('learned_from')
 def test_without_sets_nothing_is_evaluated(model, tmp_path, monkeypatch):
   monkeypatch.setattr(evaluate, 'run', mock.Mock(side_effect=AssertionError))
   _, lines = _run(model, tmp_path, steps=1, eval_every=1)
@@ -131,8 +124,7 @@ def test_without_sets_nothing_is_evaluated(model, tmp_path, monkeypatch):
 
 
 def test_stale_episodes_are_corrected(model, tmp_path):
-  algorithm = _PLAIN._replace(correction=losses.token_truncated(cap=2.0))
-  _, lines = _run(model, tmp_path, algorithm, sync_every=2, steps=4)
+  _, lines = _run(model, tmp_path, runs.STALE, sync_every=2, steps=4)
   # At even steps the engine has just been given the policy.
   for line, stale in zip(lines, (False, True, False, True), strict=True):
     apart = abs(line['train/correction_ratio_max'] - 1)
@@ -149,9 +141,7 @@ def test_a_critic_is_warmed_up_and_told_what_the_policy_is_not(model, tmp_path):
   given = {'critic_warmup': 2, 'critic_learning_rate': 1e-2, 'row_tokens': 128}
   # One task, so that the losses of both steps are of the same states.
   given |= {'questions': runs.tasks(1)}
-  params, lines = _run(
-    model, tmp_path, algorithms.ppo(kl_coef=0.0), privileged=privileged, **given
-  )
+  params, lines = _run(model, tmp_path, runs.PPO, privileged=privileged, **given)
   runs.assert_equal(params, weights.load(model)[1])
   assert len(told) == 16
   assert lines[1]['train/value_loss'] < lines[0]['train/value_loss']
@@ -186,6 +176,7 @@ def test_what_is_not_finite_is_told_on_a_full_disk_too(tmp_path):
     assert {path.name for path in workdir.iterdir()} <= before | {'filler'}
 
 
+@pytest.mark.usefixtures('learned_from')
 def test_a_guide_of_ones_own_is_in_every_reply(model, tmp_path, capsys):
   """It ends each reply after three tokens, none of which is the likeliest."""
   surprise = guide.Guide(
@@ -222,18 +213,11 @@ def test_a_guide_of_ones_own_is_in_every_reply(model, tmp_path, capsys):
   assert any(t.turns for t in alone)
 
 
-def test_truncated_episodes_can_be_left_out(model, tmp_path):
-  shown, learn = [], loop.updates.learn
-
-  def spy(train_state, trajectories, *args, **kwargs):
-    shown.append({t.status for t in trajectories})
-    return learn(train_state, trajectories, *args, **kwargs)
-
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(loop.updates, 'learn', spy)
-    # Two tokens a reply: most do not come to their end.
-    _run(model, tmp_path / 'scored', max_turn_tokens=2)
-    _run(model, tmp_path / 'left_out', _PLAIN._replace(mask_truncated=True))
+def test_truncated_episodes_can_be_left_out(model, tmp_path, learned_from):
+  # Two tokens a reply: most do not come to their end.
+  _run(model, tmp_path / 'scored', max_turn_tokens=2)
+  _run(model, tmp_path / 'left_out', _PLAIN._replace(mask_truncated=True))
+  shown = [{t.status for t in trajectories} for trajectories, _ in learned_from]
   assert 'truncated' in shown[0] | shown[1]
   assert not (shown[2] | shown[3]) & {*types.BUDGET_STATUSES}
 
@@ -252,16 +236,20 @@ def test_truncated_episodes_can_be_left_out(model, tmp_path):
     (_PLAIN, {'privileged': lambda task: ''}, 'privileged: the algorithm has no critic'),
     (algorithms.distillation(), {}, 'reference: the algorithm learns from a teacher'),
     (algorithms.distillation(), {'reference': 'x', 'reference_every': 1}, 'a teacher st'),
-    (_STALE, {'sync_every': 3, 'max_staleness': 1}, 'max_staleness is 1.*2 steps old'),
+    (
+      runs.STALE,
+      {'sync_every': 3, 'max_staleness': 1},
+      'max_staleness is 1.*2 steps old',
+    ),
     (algorithms.ppo(kl_coef=0.0, value_coef=0.5), {}, 'value_coef: .* model of its own'),
     (_PLAIN, {'samples': 1}, 'samples is 1'),
     (_PLAIN, {'ahead': 1}, 'ahead is 1.*no correction'),
-    (_STALE, {'ahead': 2}, 'ahead is 2.*partial=True'),
-    (_STALE, {'ahead': 3, 'partial': True, 'max_staleness': 2}, '3 steps old'),
-    (_STALE, {'partial': True}, 'make ahead 1'),
-    (_STALE, {'ahead': 1, 'max_refills': 1}, 'max_refills.*make ahead 0'),
+    (runs.STALE, {'ahead': 2}, 'ahead is 2.*partial=True'),
+    (runs.STALE, {'ahead': 3, 'partial': True, 'max_staleness': 2}, '3 steps old'),
+    (runs.STALE, {'partial': True}, 'make ahead 1'),
+    (runs.STALE, {'ahead': 1, 'max_refills': 1}, 'max_refills.*make ahead 0'),
     (algorithms.remax(correction=print), {'ahead': 1}, 'greedy baseline.*make ahead 0'),
-    (_STALE, {'ahead': 1, 'tensor': 2}, 'give some of them to sampling'),
+    (runs.STALE, {'ahead': 1, 'tensor': 2}, 'give some of them to sampling'),
     (_PLAIN, {'samplers': 1}, 'samplers is 1.*has 1 chips'),
   ],
 )
