@@ -93,7 +93,8 @@ def test_logits_are_those_of_dequantised_keys_and_values(monkeypatch, family):
   shape = tiny.config(family, 1)
   if family == 'gemma2':
     shape = dataclasses.replace(shape, sliding=(True,), window=5, attention_cap=1.0)
-  params = engine_params.unstack(tiny.params(shape), shape)
+  unstack = jax.jit(engine_params.unstack, static_argnums=1)
+  params = unstack(tiny.params(shape), shape)
   tokens = jnp.asarray(clients.tokens(0, 24)).reshape(2, 12)
   positions = jnp.tile(jnp.arange(12), (2, 1))
 
@@ -128,7 +129,7 @@ def _engine():
 @functools.partial(jax.jit, static_argnames='numbers')
 def _score(params, tokens, numbers='int8'):
   """The log-probs of a text that one call computes, [S]; what follows it is dropped."""
-  at = jnp.arange(_S)[None]
+  params, at = engine_params.unstack(params, _SHAPE), jnp.arange(_S)[None]
   cache = kv_cache.empty(_SHAPE, 1, _S, numbers)
   x, _ = decoder.extend(params, _SHAPE, types.Rows(tokens[None], at), cache)
   every = jax.nn.log_softmax(decoder.logits(params, _SHAPE, x))[0, :-1]
@@ -137,7 +138,7 @@ def _score(params, tokens, numbers='int8'):
 
 def _assert_scored(tokens, logprobs, where):
   """They are those of one fresh prefill, and not those of the learner's numbers."""
-  params = engine_params.unstack(tiny.params(_SHAPE), _SHAPE)
+  params = tiny.params(_SHAPE)
   padded = jnp.asarray(np.pad(tokens, (0, _S - len(tokens))))
   far = lambda x: np.abs(np.asarray(x)[: len(tokens) - 1] - logprobs[1:])[where[1:]]
   # A number between two integers may be rounded to the other one by another program.

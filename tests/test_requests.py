@@ -121,18 +121,18 @@ class TestReply:
 
 def _log_softmax(text, temperature):
   """Of every position, float32 [T, V], by the learner's forward."""
-  params, config = clients.params(), tiny.config()
   padded = np.zeros((1, 64), np.int32)
   padded[0, : len(text)] = text
-  positions = jnp.arange(64)[None]
+  found = _log_softmax_of_64(clients.params(), padded, np.float32(temperature))
+  return np.asarray(found)[: len(text)]
 
-  @jax.jit
-  def logits(tokens):
-    hidden = decoder.hidden(params, config, tiny.rows(tokens, positions))
-    rows = decoder.logits(engine_params.unstack(params, config), config, hidden[0])
-    return jax.nn.log_softmax(rows / temperature)
 
-  return np.asarray(logits(padded))[: len(text)]
+@jax.jit
+def _log_softmax_of_64(params, tokens, temperature):
+  config, positions = tiny.config(), jnp.arange(64)[None]
+  hidden = decoder.hidden(params, config, tiny.rows(tokens, positions))
+  rows = decoder.logits(engine_params.unstack(params, config), config, hidden[0])
+  return jax.nn.log_softmax(rows / temperature)
 
 
 def _fork(length):
