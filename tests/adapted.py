@@ -3,8 +3,6 @@
 import functools
 
 import clients
-import jax
-import numpy as np
 import tiny
 
 from agent_r1_jax.models import families, lora
@@ -22,30 +20,8 @@ KINDS = {
 def add(name, seed=0):
   """The base with an adapter that changes what is sampled."""
   targets, rank = KINDS[name]
-  params = tiny.add_adapters(
-    clients.params(), rank, targets, 2.0 * rank, jax.random.key(seed)
-  )
-  learned, frozen = lora.split(params)
-
-  def draw(path, x):
-    key = jax.random.fold_in(jax.random.key(seed), len(jax.tree_util.keystr(path)))
-    scale = 0.6 if name == 'one' else 0.2
-    return scale * jax.random.normal(key, x.shape) if 'lora_b' in str(path) else x
-
-  return lora.join(jax.tree_util.tree_map_with_path(draw, learned), frozen)
-
-
-def draw_b(params):
-  """Draws the B of adapters, which are zeros at first."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: (
-      np.asarray(x)
-      + np.float32(0.2) * np.sin(np.float32(np.arange(x.size))).reshape(x.shape)
-      if 'lora_b' in str(path)
-      else x
-    ),
-    params,
-  )
+  b = 0.6 if name == 'one' else 0.2
+  return tiny.add_adapters(clients.params(), rank, targets, 2.0 * rank, b, seed)
 
 
 def make(name, seed=0):

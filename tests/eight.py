@@ -98,9 +98,8 @@ def policy() -> decoder.Params:
 @functools.cache
 def adapted() -> decoder.Params:
   """The policy with adapters that change what it computes."""
-  made = tiny.add_adapters(policy(), 2, tuple(families.TARGETS), 4.0, jax.random.key(0))
-  change = lambda path, x: 0.1 * placed.draw(8, *x.shape) if 'lora_b' in str(path) else x
-  return jax.tree_util.tree_map_with_path(change, jax.device_get(made))
+  made = tiny.add_adapters(policy(), 2, tuple(families.TARGETS), 4.0, b=0.1)
+  return jax.device_get(made)
 
 
 @functools.cache
@@ -109,9 +108,17 @@ def objective(shared_critic: bool = False) -> learner.Loss:
   return learner.objective(algorithm, shared_critic=shared_critic)
 
 
-def gradient(params: Any, batch: types.Batch, mesh: Any) -> dict[str, Any]:
+def again(config: decoder.DecoderConfig, remat: str, mesh: Any) -> decoder.DecoderConfig:
+  """On a mesh, activations are computed again as `remat` says."""
+  return dataclasses.replace(config, remat=remat) if mesh else config
+
+
+def gradient(
+  params: Any, batch: types.Batch, mesh: Any, remat: str = 'none'
+) -> dict[str, Any]:
   """Policy and critic; parameters are gathered, activations never."""
-  options = {'config': CONFIG, 'loss': objective(True), 'temperature': 0.7}
+  config = again(CONFIG, remat, mesh)
+  options = {'config': config, 'loss': objective(True), 'temperature': 0.7}
   with sharding.use_mesh(mesh):
     arguments = placed.place(params, mesh), placed.place_rows(batch, mesh)
     program = learner._gradient.lower(*arguments, **options).compile()
@@ -129,7 +136,8 @@ def gradient(params: Any, batch: types.Batch, mesh: Any) -> dict[str, Any]:
 
 def update(mesh: Any) -> dict[str, Any]:
   """Two micro-batches, then a step of Adam: parameters and moments."""
-  options = {'config': CONFIG, 'loss': objective(True), 'temperature': 0.7}
+  config = again(CONFIG, 'dots', mesh)
+  options = {'config': config, 'loss': objective(True), 'temperature': 0.7}
   with sharding.use_mesh(mesh):
     state, rows = (
       learner.init(placed.place(policy(), mesh), ADAM),
@@ -142,10 +150,11 @@ def update(mesh: Any) -> dict[str, Any]:
 
 
 def layers(
-  family: str, of_trees: bool, mesh: Any, count: int = 2, **changes: Any
+  family: str, of_trees: bool, mesh: Any, count=2, remat='none', **changes: Any
 ) -> dict[str, Any]:
   """Layers of several kinds, and experts, of which some are given with the tokens."""
   config = dataclasses.replace(tiny.config(family, count), num_heads=8, **changes)
+  config = again(config, remat, mesh)
   params, batch = jax.device_get(tiny.params(config)), begins_alike(of_trees)
   if config.num_experts:  # Replayed, where the first is known.
     shape = *batch.rows.tokens.shape, config.num_layers, 2
@@ -233,9 +242,9 @@ def muon(mesh: Any) -> dict[str, Any]:
 
 
 def sees(family: str, mesh: Any) -> dict[str, Any]:
-  """The gradient through the tower of pictures of several sizes.
+  """The gradient through the tower of pictures of several sizes: it reaches all of it.
 
-  In Gemma 4, their tokens see later ones.
+  In Gemma 4, their tokens see later ones; test_pooled_tower.py has what is reached there.
   """
   config = tiny.config(family, layers=1)
   config = dataclasses.replace(
@@ -243,6 +252,8 @@ def sees(family: str, mesh: Any) -> dict[str, Any]:
     vision=dataclasses.replace(config.vision, num_layers=2),
     sees_ahead=config.vision.pools,
   )
+  if not config.vision.pools:
+    config = again(config, 'full', mesh)
   params, rng = jax.device_get(tiny.params(config)), np.random.default_rng(0)
   pictures = [
     picture_tokens.Picture(rng.integers(0, 256, (4 * a * b, 48), np.uint8), (a, b))
@@ -271,8 +282,13 @@ def sees(family: str, mesh: Any) -> dict[str, Any]:
   if mesh:
     up = gradients['vision']['blocks']['up']
     assert placed.split(up.get('linear', up), 'kernel') == [(2, 4, 24)]
-  name = 'through pooled pictures' if config.vision.pools else 'through pictures'
-  return {'loss': loss, name: gradients}
+  if config.vision.pools:
+    return {'loss': loss, 'through pooled pictures': gradients}
+  for name, x in list_leaves(gradients):
+    # A bias of keys adds the same to all scores of a query; that of M-RoPE's is turned.
+    if 'qkv' not in name and 'lm_head' not in name:
+      assert 1e-7 < np.abs(x).max() < np.inf, name
+  return {'loss': loss, 'through pictures': gradients}
 
 
 class Row(NamedTuple):
@@ -301,7 +317,7 @@ ROWS = {
     ({'context': 8}, {'tensor': 4, 'context': 2}),
   ),
   'gradient of adapters': Row(
-    lambda mesh: gradient(adapted(), packed(), mesh),
+    lambda mesh: gradient(adapted(), packed(), mesh, remat='full'),
     ({'fsdp': 2, 'tensor': 2, 'context': 2},),
   ),
   'gradient of trees': Row(
@@ -310,26 +326,30 @@ ROWS = {
   'update': Row(update, (_HALF,)),
   'muon': Row(muon, ({'data': 8}, {'fsdp': 2, 'tensor': 2, 'context': 2})),
   'fine-tuning': Row(fine_tune, ({'data': 2, 'fsdp': 2, 'context': 2},)),
-  'experts': Row(_of(layers, 'qwen3_moe', False, **_WIDE), (_LONG,)),
+  'experts': Row(_of(layers, 'qwen3_moe', False, count=1, **_WIDE), (_LONG,)),
   'experts, trees': Row(
-    _of(layers, 'qwen2_moe', True, **_WIDE), ({'fsdp': 2, 'tensor': 4},)
+    _of(layers, 'qwen2_moe', True, count=1, **_WIDE), ({'fsdp': 2, 'tensor': 4},)
   ),
   'capped, sliding': Row(_of(layers, 'gemma2', False, **_GEMMA), (_LONG,)),
   'sliding, trees': Row(_of(layers, 'olmo3', True, **_OLMO), (_HALF,)),
   'sinks': Row(_of(layers, 'gpt_oss', False, **_SLIDES), ({'tensor': 4, 'context': 2},)),
   'experts of 4 bits': Row(four_bits, ({'fsdp': 2, 'tensor': 2, 'context': 2},)),
   'states': Row(
-    lambda mesh: {'states': layers('qwen3_5_text', False, mesh)},
-    ({'fsdp': 4, 'tensor': 2}, {'fsdp': 2, 'tensor': 2, 'context': 2}),
+    lambda mesh: {'states': layers('qwen3_5_text', False, mesh, remat='full')},
+    ({'fsdp': 2, 'tensor': 2, 'context': 2},),
   ),
   'heads of two kinds': Row(
-    _of(layers, 'gemma4_text', False, count=3, shared_layers=1, input_dim=8),
+    _of(
+      layers, 'gemma4_text', False, count=3, shared_layers=1, input_dim=8, num_experts=0
+    ),
     ({'fsdp': 2, 'tensor': 2, 'context': 2},),
   ),
   'pictures': Row(_of(sees, 'qwen2_5_vl'), ({'fsdp': 4, 'tensor': 2},)),
   'pictures of several depths': Row(_of(sees, 'qwen3_vl'), ({'fsdp': 4, 'tensor': 2},)),
   'pooled pictures': Row(_of(sees, 'gemma4'), ({'fsdp': 4, 'tensor': 2},)),
-  'replica of experts': Row(_of(replicas.extends, 'qwen3_moe', 'model', **_WIDE), _PAIR),
+  'replica of heads of two kinds, and experts': Row(
+    _of(replicas.extends, 'gemma4_text', 'model', **_WIDE), _PAIR
+  ),
   'replica of gated experts': Row(
     _of(replicas.extends, 'qwen2_moe', 'model', **_WIDE), _PAIR
   ),

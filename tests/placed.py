@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from agent_r1_jax.models import sharding
@@ -20,9 +19,8 @@ def draw_like(seed: int, tree: Any) -> Any:
 
 def place(tree: Any, mesh: Any) -> Any:
   """Puts a copy where the mesh says, or on the one device."""
-  if mesh is None:
-    return jax.tree.map(jnp.array, tree)
-  return jax.device_put(jax.tree.map(np.array, tree), sharding.make_shardings(tree, mesh))
+  where = sharding.make_shardings(tree, mesh) if mesh else None
+  return jax.device_put(jax.tree.map(np.array, tree), where)
 
 
 def place_rows(batch: Any, mesh: Any) -> Any:

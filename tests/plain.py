@@ -8,11 +8,12 @@ import episodes
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tiny
 
 from agent_r1_jax import types
-from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, learner, packing, scoring, table
+from agent_r1_jax.models import decoder, lora
+from agent_r1_jax.rl import algorithms, learner, losses, packing, scoring, table
 from agent_r1_jax.rl import credit as credit_lib
 
 CONFIG = decoder.DecoderConfig(
@@ -46,14 +47,14 @@ def tree(seed: int, value_head: bool = False) -> decoder.Params:
 
   def draw(path, x):
     scale = rng.normal(scale=0.3, size=x.shape).astype(np.float32)
-    return jnp.asarray(1 + scale if 'norm' in jax.tree_util.keystr(path) else scale)
+    return 1 + scale if 'norm' in jax.tree_util.keystr(path) else scale
 
-  return jax.tree_util.tree_map_with_path(draw, shapes)
+  return jax.device_put(jax.tree_util.tree_map_with_path(draw, shapes))
 
 
 def copy_tree(params: Any) -> Any:
   """Copies arrays, for a function that donates them."""
-  return jax.tree.map(lambda x: jnp.asarray(np.array(x)), params)
+  return jax.device_put(jax.tree.map(np.array, params))
 
 
 def policy() -> decoder.Params:
@@ -203,6 +204,44 @@ def gradient(
   kwargs = {'config': CONFIG, 'loss': loss, 'temperature': TEMPERATURE}
   parts = [learner._gradient(params, batch, **kwargs) for batch in batches]
   return jax.tree.map(lambda *xs: np.sum(xs, axis=0), *parts)
+
+
+def chained_gradient(
+  params: decoder.Params, batches: Iterable[types.Batch], loss: Callable
+) -> tuple[decoder.Params, dict[str, np.ndarray]]:
+  """Computes what `gradient` does by the chain rule.
+
+  The model's part, which takes most time to compile, is one program for all losses.
+  """
+  given = lambda stats, *_, **__: (losses.TokenStats(**stats), None)
+  parts = []
+  for batch in batches:
+    seen = batch.rows, batch.columns, batch.weights != 0
+    nothing = dict.fromkeys(('logprobs', 'entropy'), np.zeros_like(batch.weights))
+    if 'value_head' in params:
+      nothing['values'] = nothing['logprobs']
+    stats, _ = _pull_back(params, seen, nothing)
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(learner, '_stats_and_loads', given)
+      slopes, sums = gradient(stats, [batch], loss)
+    parts.append((_pull_back(params, seen, slopes)[1], sums))
+  return jax.tree.map(lambda *xs: np.sum(xs, axis=0), *parts)
+
+
+@jax.jit
+def _pull_back(params, seen, slopes):
+  """The token stats of an update, and the gradient of Σ stats · slopes."""
+  rows, columns, wanted = seen
+  batch = types.Batch(rows, *[None] * 5, columns=columns)
+  options = {'config': CONFIG, 'temperature': TEMPERATURE, 'wanted': wanted}
+  learned, frozen = lora.split(params)
+
+  def compute(learned):
+    stats = learner.token_stats(lora.join(learned, frozen), batch, **options)
+    return {name: x for name, x in stats._asdict().items() if x is not None}
+
+  stats, pull = jax.vjp(compute, learned)
+  return stats, pull(slopes)[0]
 
 
 def close(actual: Any, expected: Any, tolerance: float = 2e-5) -> None:

@@ -60,9 +60,7 @@ def quantized(mesh: Any) -> dict[str, Any]:
     return {}
   shape = tiny.config('qwen2', 1)
   frozen = quantization.freeze(tiny.params(shape), shape, 'int8')
-  frozen = tiny.add_adapters(frozen, 4, [*families.TARGETS], 6.0, jax.random.key(0))
-  change = lambda path, x: 0.3 * draw(1, *x.shape) if 'lora_b' in str(path) else x
-  frozen = jax.tree_util.tree_map_with_path(change, frozen)
+  frozen = tiny.add_adapters(frozen, 4, [*families.TARGETS], 6.0, b=0.3)
   placed = jax.device_put(frozen, sharding.make_shardings(frozen, mesh))
   engine = tiny.engine(placed, shape=shape, mesh=mesh, **clients.EXACT)
   prompts = [test_prompt_scores.SHARED[:n] for n in (9, 33)]

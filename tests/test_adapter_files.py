@@ -7,7 +7,6 @@ import signal
 import adapted
 import clients
 import httpx2
-import jax
 import jax.numpy as jnp
 import numpy as np
 import openai
@@ -49,8 +48,7 @@ class TestFiles:
     Modules of several kernels have all of their ranks, and zeros where one has none.
     """
     config = tiny.config(family, layers)
-    added = lora.add(tiny.params(config), 2, targets, 4.0, jax.random.key(0))
-    params = adapted.draw_b(added)
+    params = tiny.add_adapters(tiny.params(config), 2, targets, 4.0, b=0.2)
     peft_files.save(tmp_path, params, 'base', config)
     plain.equal(peft_files.load(tmp_path, config), lora.take(params))
     # And what PEFT adds to the base is what is merged here.
@@ -181,25 +179,19 @@ class TestFiles:
 
 
 def _full_of(config):
-  added = lora.add(tiny.params(config), 2, 'qkv', 4.0, jax.random.key(0))
-  return adapted.draw_b(added)
+  return tiny.add_adapters(tiny.params(config), 2, 'qkv', 4.0, b=0.2)
 
 
 @functools.cache
 def _served_adapter():
-  params = lora.add(serving.policy()[1], 2, ('q', 'down'), 4.0, jax.random.key(0))
-  key = jax.random.key(1)
-  draw = lambda path, x: (
-    0.5 * jax.random.normal(key, x.shape) if 'lora_b' in str(path) else x
-  )
-  return jax.tree_util.tree_map_with_path(draw, params)
+  return tiny.add_adapters(serving.policy()[1], 2, ('q', 'down'), 4.0, b=0.5)
 
 
 class TestServer:
   def test_the_script_serves_adapters_of_several_ranks(self, tmp_path):
     shape, params, _ = serving.policy()
     peft_files.save(tmp_path / 'a', _served_adapter(), 'base', shape)
-    other = lora.add(params, 3, ('v',), 1.0, jax.random.key(0))
+    other = tiny.add_adapters(params, 3, ('v',), 1.0)
     peft_files.save(tmp_path / 'b', other, 'base', shape)
     model = serving.ROOT / 'experiments/miniwiki/model'
     command = ['-m', 'experiments.serve', '--port=0', f'--config.model.path={model}']

@@ -4,7 +4,6 @@ import functools
 
 import adapted
 import clients
-import jax
 import numpy as np
 import pytest
 import tiny
@@ -54,7 +53,7 @@ def test_an_adapter_that_does_not_fit_is_refused(adapter, message):
 
 
 def _with_rank(rank):
-  return tiny.add_adapters(clients.params(), rank, ('q',), 1.0, jax.random.key(0))
+  return tiny.add_adapters(clients.params(), rank, ('q',), 1.0)
 
 
 @functools.cache

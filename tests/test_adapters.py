@@ -29,7 +29,8 @@ from agent_r1_jax.models import (
 @functools.cache
 def _merged(name, seed=0):
   """An engine of a merged copy; None is the base."""
-  return tiny.engine(lora.merge(adapted.add(name, seed)) if name else clients.params())
+  params = lora.merge(adapted.add(name, seed)) if name else clients.params()
+  return tiny.engine(params, **clients.EXACT)
 
 
 def _run(engine, *coroutines):
@@ -107,8 +108,7 @@ class TestTokens:
     targets = [*dict.fromkeys(x.target for x in lora.list_targets(shape))]
     assert ('gate' in targets) == ('mlp_dim' in dict(shape.facts.sizes.values()))
     base = tiny.params(shape)
-    params = tiny.add_adapters(base, 2, targets, 4.0, jax.random.key(0))
-    params = adapted.draw_b(params)
+    params = tiny.add_adapters(base, 2, targets, 4.0, b=0.2)
     values = adapters_lib.prepare(shape, lora.take(params), 2)
     stacks = adapters_lib.put(adapters_lib.make_stacks(shape, 3, 2), 2, values)
     tokens = jnp.asarray(clients.tokens(0, 12).reshape(2, 6))

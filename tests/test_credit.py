@@ -200,7 +200,8 @@ def test_with_both_masks_nothing_of_the_environment_is_read():
   _, others = outcome(broken, plain.GRPO, nothing)
   assert any(np.isnan(b.old_logprobs).any() for b in others)
   gradients = (
-    plain.gradient(plain.policy(), b, plain.GRPO_OBJECTIVE) for b in (others, batches)
+    plain.chained_gradient(plain.policy(), b, plain.GRPO_OBJECTIVE)
+    for b in (others, batches)
   )
   plain.equal(*gradients)
   (expected, _), (table, _) = (outcome(x, _PPO, plain.models()) for x in (ts, broken))
@@ -385,11 +386,11 @@ def test_episode_stored_as_steps_learns_as_the_concatenated_one(kind):
     batches, _ = minibatch.make_policy(
       table, members, **options, kl_coef=0.1, shared_critic=dense
     )
-    learned = [plain.gradient(which.policy, batches, objective)]
+    learned = [plain.chained_gradient(which.policy, batches, objective)]
     if own:
       batches, _ = minibatch.make_critic(table, members, **options)
       of_critic = plain.critic_objective(_PPO)
-      learned.append(plain.gradient(which.critic, batches, of_critic))
+      learned.append(plain.chained_gradient(which.critic, batches, of_critic))
     runs.append((flat, learned, len(plain.segments_of(some))))
   (flat, learned, size), (expected, expected_learned, more) = runs
   assert more > 2 * size - 1 and len(flat) >= 5

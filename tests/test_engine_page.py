@@ -3,11 +3,9 @@
 import pathlib
 import re
 
-import jax
 import numpy as np
 import tiny
 
-from agent_r1_jax.models import lora
 from agent_r1_jax.models.files import peft_files, weights
 
 
@@ -19,8 +17,7 @@ def test_the_page_about_the_engine_runs(tmp_path, capsys):
   (best,) = tiny.within(names['main'], model)
   assert isinstance(best, str) and capsys.readouterr().out
   shape, params = weights.load(model)
-  params = lora.add(params, 2, ['q', 'down'], 4.0, jax.random.key(0))
-  params = jax.tree.map(lambda x: x + 0.1, params)
+  params = tiny.add_adapters(params, 2, ['q', 'down'], 4.0, b=0.5)
   peft_files.save(tmp_path / 'adapter', params, 'base', shape)
   exec(second, names)
   named = {'one': str(tmp_path / 'adapter')}

@@ -63,10 +63,9 @@ def _table():
   return dataclasses.replace(table, old_logprobs=table.old_logprobs + noise)
 
 
-def _batches(members=range(14), *, row_tokens=32, rows=2):
-  shape = packing.MicrobatchShape(rows, row_tokens, trees=False)
+def _batches():
   return minibatch.make_policy(
-    _table(), members, _PPO, shape=shape, kl_coef=0.1, shared_critic=True
+    _table(), range(14), _PPO, shape=plain.SHAPE, kl_coef=0.1, shared_critic=True
   )[0]
 
 
@@ -153,8 +152,13 @@ def test_the_gradient_is_that_of_the_plain_formula():
 
 
 def test_gradient_does_not_depend_on_the_layout():
-  batches = _batches(row_tokens=50, rows=3)
-  assert 1 < len(batches) < len(_batches())
+  """Each segment has a row of its own, where several shared one."""
+  segments = plain.segments_of(plain.trajectories())
+  where, _ = plain.padded(segments, rows=len(segments) + len(segments) % 2)
+  place = lambda column: where.place(column, column.dtype)
+  alone = jax.tree.map(place, plain.unpacked(_batches(), segments))
+  batches = list(packing.split_microbatches(alone, 2))
+  assert len(batches) > len(_batches())
   plain.close(_gradient(batches), _expected())
 
 

@@ -29,18 +29,8 @@ from agent_r1_jax.rl import train_state as train_state_lib
 _ALL = tuple(families.TARGETS)
 
 
-def _adapted(params, *, zero=False, targets=_ALL, rank=3):
-  """With adapters; unless `zero`, B is drawn too."""
-  params = tiny.add_adapters(params, rank, targets, 6.0, jax.random.key(7))
-  learned, frozen = lora.split(params)
-
-  def draw(path, x):
-    noise = np.random.default_rng(len(jax.tree_util.keystr(path))).normal(size=x.shape)
-    return jnp.asarray(0.1 * noise, x.dtype) if 'lora_b' in str(path) else x
-
-  if not zero:
-    learned = jax.tree_util.tree_map_with_path(draw, learned)
-  return lora.join(learned, frozen)
+def _adapted(params, *, targets=_ALL, rank=3):
+  return tiny.add_adapters(params, rank, targets, 6.0, b=0.1)
 
 
 @functools.cache
@@ -75,13 +65,16 @@ def _sampled(engine):
   return tiny.within(engine.run, [play(number) for number in range(4)])
 
 
-def _gradient(params):
-  return plain.gradient(params, _batches(), plain.GRPO_OBJECTIVE)[0]
-
-
 def test_new_adapters_change_no_log_prob():
   params = plain.policy()
-  new = _adapted(params, zero=True)
+
+  @jax.jit
+  def add(params):
+    # Another choice of targets, in another order: the same A where there is one.
+    choices, key = (_ALL, ('down', 'q')), jax.random.key(7)
+    return [lora.take(lora.add(params, 3, some, 6.0, key)) for some in choices]
+
+  new, few = (lora.join(adapters, params) for adapters in add(params))
   plain.equal(_logprobs(new), _logprobs(params))
   plain.equal(lora.merge(new), params)
   assert lora.merge(new)['embed']['embedding'] is params['embed']['embedding']
@@ -89,9 +82,11 @@ def test_new_adapters_change_no_log_prob():
   assert q['lora_a'].shape == (1, 16, 3) and q['lora_b'].shape == (1, 3, 2, 8)
   assert o['lora_a'].shape == (1, 2, 8, 3) and o['lora_b'].shape == (1, 3, 16)
   np.testing.assert_array_equal(q['lora_scale'], [2.0])
-  # Another choice of targets, in another order: the same A where there is one.
-  few = _adapted(params, zero=True, targets=('down', 'q'))['layers']
-  np.testing.assert_array_equal(few['attn']['q']['lora_a'], q['lora_a'])
+  assert 0.7 < np.std(np.asarray(q['lora_a'])) * 16**0.5 < 1.3
+  few = few['layers']
+  for place, name in (('attn', 'q'), ('mlp', 'down')):
+    both = (tree[place][name]['lora_a'] for tree in (few, new['layers']))
+    np.testing.assert_array_equal(*both)
   assert not lora.is_in(few['attn']['k']) and lora.is_in(few['mlp'])
 
 
@@ -129,14 +124,16 @@ def test_adapters_of_a_bfloat16_policy_have_gradients_on_a_cpu(frozen):
     hidden = decoder.hidden(params, shape, tiny.rows(text))
     return hidden.astype(jnp.float32).sum()
 
-  found = jax.tree.leaves(differentiate(lora.split(adapted)[0]))
+  found = jax.tree.leaves(jax.device_get(differentiate(lora.split(adapted)[0])))
   assert all(np.isfinite(x).all() and np.any(x) for x in found)
 
 
 def test_gradients_are_the_dense_gradient_contracted():
   """dA = s dW Bᵀ and dB = s Aᵀ dW, where dW is of the merged kernel."""
   adapted = _adapted(plain.policy())
-  grads, dense = _gradient(adapted), _gradient(lora.merge(adapted))
+  grads = plain.gradient(adapted, _batches(), plain.GRPO_OBJECTIVE)[0]
+  merged = lora.merge(adapted)
+  dense, _ = plain.chained_gradient(merged, _batches(), plain.GRPO_OBJECTIVE)
   assert jax.tree.structure(grads) == jax.tree.structure(lora.split(adapted)[0])
   for name, target in families.TARGETS.items():
     place, inputs = target.path.split('/')[1], len(target.inputs)
@@ -150,18 +147,11 @@ def test_gradients_are_the_dense_gradient_contracted():
     plain.close(found['lora_b'], db.reshape(b.shape))
 
 
-def test_remat_changes_no_gradient_and_keeps_less():
-  """And 'full' keeps less than 'dots', which keeps less than 'none'."""
-  params = _adapted(plain.policy())
-  batch, expected, kept = _batches()[0], None, []
-  for remat in ('none', 'dots', 'full'):
-    config = dataclasses.replace(plain.CONFIG, remat=remat)
-    options = {'loss': plain.GRPO_OBJECTIVE, 'temperature': plain.TEMPERATURE}
-    program = learner._gradient.lower(params, batch, config=config, **options).compile()
-    grads, _ = program(params, batch)
-    expected = expected or grads
-    plain.close(grads, expected)
-    kept.append([_residuals(p, config) for p in (params, plain.policy())])
+def test_full_remat_keeps_less_than_dots_which_keeps_less_than_none():
+  """Rows of eight.py compare their gradients."""
+  configs = (dataclasses.replace(plain.CONFIG, remat=x) for x in ('none', 'dots', 'full'))
+  both = _adapted(plain.policy()), plain.policy()
+  kept = [[_residuals(params, config) for params in both] for config in configs]
   assert (np.diff(kept, axis=0) < 0).all()
 
 
@@ -241,9 +231,7 @@ def test_critic_reference_and_sampler_share_frozen_arrays():
   for tree in trees:
     assert tree.keys() == {'layers'}
     assert tree['layers']['attn']['q'].keys() == {'lora_a', 'lora_b'}
-  again = train_state.restore(
-    jax.tree.map(jnp.copy, arrays), train_state.checkpoint_numbers()
-  )
+  again = train_state.restore(plain.copy_tree(arrays), train_state.checkpoint_numbers())
   plain.equal(again.states, train_state.states)
   plain.equal(
     (again.reference, again.sampler), (train_state.reference, train_state.sampler)

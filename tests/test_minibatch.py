@@ -96,7 +96,7 @@ def test_trajectories_without_advantage_are_left_out_and_keep_the_denominators(a
   np.testing.assert_array_equal(few.weights, every.weights[live])
   # To rounding: the rows are others.
   if aggregate is losses.token_mean:
-    run = lambda batches: plain.gradient(plain.policy(), batches, plain.GRPO_OBJECTIVE)
+    run = lambda x: plain.chained_gradient(plain.policy(), x, plain.GRPO_OBJECTIVE)
     (grads, sums), (expected, whole) = run(sparse), run(dense)
     plain.close(grads, expected)
     np.testing.assert_allclose(sums['loss'], whole['loss'], rtol=1e-5)
@@ -106,7 +106,7 @@ def test_minibatch_without_any_advantage_is_one_trajectory_without_a_gradient():
   ts = _with_dead_groups()
   table, _ = plain.credit(ts, plain.GRPO)
   (batch,), _ = minibatch.make_policy(table, [2, 3, 6, 7], plain.GRPO, shape=plain.SHAPE)
-  grads, sums = plain.gradient(plain.policy(), [batch], plain.GRPO_OBJECTIVE)
+  grads, sums = plain.chained_gradient(plain.policy(), [batch], plain.GRPO_OBJECTIVE)
   assert not any(map(np.any, jax.tree.leaves(grads))) and sums['loss'] == 0
 
 

@@ -6,6 +6,7 @@ import copy
 import gallery
 import httpx2
 import jax
+import numpy as np
 import openai
 import pytest
 import serving
@@ -15,7 +16,6 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.guided import choice, implicit_value, reward_model, search
-from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import learner, packing, table
 from agent_r1_jax.rollout import decoding, evaluate
 from agent_r1_jax.train.plan import setup
@@ -31,13 +31,17 @@ class Copied(gallery.Gallery):
     return copy.copy(self)
 
 
-def _read_directly(params, shape, text):
-  """Returns values and log-probs of a text's tokens, [n] each, by the learner."""
-  segments = [types.Segment.read(text)]
+def _read_directly(params, shape, texts):
+  """Yields values and log-probs of each text's tokens, [n] each, by the learner."""
+  segments = [types.Segment.read(text) for text in texts]
   rows = packing.MicrobatchShape(1, 128, False, shape.vision)
-  (batch,), _ = packing.pack_microbatches(table.from_segments(segments), rows)
-  values = learner.values(params, batch, config=shape)
-  return values[0, : len(text)], learner.logprobs(params, batch, config=shape)[0]
+  batches, layout = packing.pack_microbatches(table.from_segments(segments), rows)
+  stops = np.cumsum([len(text) for text in texts])[:-1]
+  columns = []
+  for read in (learner.values, learner.logprobs):
+    packed = [read(params, batch, config=shape) for batch in batches]
+    columns.append(np.split(layout.extract(np.concatenate(packed)), stops))
+  return zip(*columns, strict=True)
 
 
 @pytest.mark.parametrize('kind', ['choice', 'beams'])
@@ -47,9 +51,10 @@ def test_a_critic_sees_what_the_policy_saw(model, monkeypatch, kind, implicit):
   shape, params, chat = setup.load(config.model, config.chat)
   guides = (guide_lib.FORCED,) if implicit else ()
   engine = setup.make_engine(config, shape, params, guides=guides)
-  critic = decoder.add_value_head(jax.tree.map(lambda x: 1.1 * x, params))
-  kernel = critic['value_head']['kernel']
-  critic['value_head']['kernel'] = jax.random.normal(jax.random.key(0), kernel.shape)
+  critic = jax.tree.map(lambda x: np.float32(1.1) * x, jax.device_get(params))
+  kernel = np.random.default_rng(0).standard_normal((shape.embed_dim, 1), np.float32)
+  critic['value_head'] = {'kernel': kernel, 'bias': np.zeros(1, np.float32)}
+  critic = jax.device_put(critic)
   policy, found = engine.make_policy(critic, 0), []
   name = 'read_replies' if implicit else 'read'
   read = getattr(choice.StateValues, name)
@@ -79,12 +84,10 @@ def test_a_critic_sees_what_the_policy_saw(model, monkeypatch, kind, implicit):
   assert all(t.error is None and t.turns for t in played)
   # Those of beams end with their first turn, which shows one.
   assert any(len(text.pictures) > (kind == 'choice') for text, _, _ in found)
-  for text, reply, value in found:
-    values, logprobs = _read_directly(critic, shape, text)
-    expected = (
-      logprobs[len(text) - len(reply.tokens) : len(text)].sum() if reply else None
-    )
-    expected = values[-1] if expected is None else expected
+  texts = [text for text, *_ in found]
+  read = _read_directly(critic, shape, texts)
+  for (_, reply, value), (values, logprobs) in zip(found, read, strict=True):
+    expected = logprobs[-len(reply.tokens) :].sum() if reply else values[-1]
     assert value == pytest.approx(expected, abs=1e-4)
 
 

@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import types
-from agent_r1_jax.models import attention, lora, sharding
+from agent_r1_jax.models import attention, sharding
 from agent_r1_jax.rl import algorithms, learner, losses, minibatch, packing, prefix_trees
 from agent_r1_jax.rl import table as table_lib
 
@@ -203,11 +203,11 @@ def test_scores_loss_and_gradients_equal_those_of_whole_rows(case):
     )
     loss = plain.objective(algorithm, shared_critic=shared)
     policy = which.policy
-    learned = [plain.gradient(policy, batches, loss)]
+    learned = [plain.chained_gradient(policy, batches, loss)]
     if critic == 'own':
       batches, _ = minibatch.make_critic(table, members, prefixes=prefixes, **given)
       loss = plain.critic_objective(algorithm)
-      learned.append(plain.gradient(which.critic, batches, loss))
+      learned.append(plain.chained_gradient(which.critic, batches, loss))
     found.append((learned, metrics['trained/distinct'], len(batches)))
   (ours, repeated, few), (theirs, whole, many) = found
   assert 1 <= repeated < whole and whole > 1.15 and few < many
@@ -217,33 +217,37 @@ def test_scores_loss_and_gradients_equal_those_of_whole_rows(case):
       np.testing.assert_allclose(a[name], b[name], rtol=2e-4, atol=2e-6, err_msg=name)
 
 
+@functools.cache
+def _scored() -> table_lib.TokenTable:
+  return plain.credit(_grown(), plain.GRPO, shape=ROWS).table
+
+
+def _pack(shape: packing.MicrobatchShape) -> list[types.Batch]:
+  table = _scored()
+  return minibatch.make_policy(table, range(len(table.group)), plain.GRPO, shape=shape)[0]
+
+
+def _learn(batches):
+  return plain.chained_gradient(plain.policy(), batches, plain.GRPO_OBJECTIVE)
+
+
+@functools.cache
+def _expected():
+  return _learn(_pack(ROWS))
+
+
 def test_the_gradient_does_not_depend_on_rows_and_their_cuts():
   """Of several blocks of attention, here."""
-  table = plain.credit(_grown(), plain.GRPO, shape=ROWS).table
-  run = lambda shape: plain.gradient(
-    plain.policy(),
-    minibatch.make_policy(table, range(len(table.group)), plain.GRPO, shape=shape)[0],
-    plain.GRPO_OBJECTIVE,
-  )
-  (ours, sums), (expected, whole) = run(packing.MicrobatchShape(2, 200)), run(ROWS)
+  ours, sums = _learn(_pack(packing.MicrobatchShape(2, 200)))
+  expected, whole = _expected()
   plain.close(ours, expected, 5e-5)
   np.testing.assert_allclose(sums['loss'], whole['loss'], rtol=1e-4, atol=1e-6)
 
 
 def test_adapters_get_the_gradient_of_whole_rows():
-  params = tiny.add_adapters(
-    plain.policy(), 2, ('q', 'v', 'down'), 4.0, jax.random.key(0)
-  )
-  learned, frozen = lora.split(params)
-  learned = jax.tree.map(lambda x: x + 0.1, learned)  # lora_b begins as 0.
-  params = lora.join(learned, frozen)
-  table = plain.credit(_grown(), plain.GRPO, shape=ROWS).table
+  params = tiny.add_adapters(plain.policy(), 2, ('q', 'v', 'down'), 4.0, b=0.1)
   ours, theirs = (
-    plain.gradient(
-      params,
-      minibatch.make_policy(table, range(len(table.group)), plain.GRPO, shape=shape)[0],
-      plain.GRPO_OBJECTIVE,
-    )[0]
+    plain.gradient(params, _pack(shape), plain.GRPO_OBJECTIVE)[0]
     for shape in (TREES, ROWS)
   )
   assert any(np.any(x) for x in jax.tree.leaves(theirs))
@@ -252,15 +256,7 @@ def test_adapters_get_the_gradient_of_whole_rows():
 
 def test_the_kernel_for_tpus_gives_the_gradient_of_whole_rows(monkeypatch):
   """Interpreted, and as it is used there: in shard_map, in a scan, rematerialised."""
-  table = plain.credit(_grown(), plain.GRPO, shape=ROWS).table
-  make = lambda *shape, **options: minibatch.make_policy(
-    table,
-    range(len(table.group)),
-    plain.GRPO,
-    shape=packing.MicrobatchShape(*shape, **options),
-  )[0]
-  learn = lambda batches: plain.gradient(plain.policy(), batches, plain.GRPO_OBJECTIVE)
-  expected, whole = learn(make(2, 32, trees=False))
+  expected, whole = _expected()
   config = dataclasses.replace(plain.CONFIG, remat='full')
   monkeypatch.setattr(plain, 'CONFIG', config)
   monkeypatch.setattr(sharding, 'platform', lambda: 'tpu')
@@ -269,9 +265,9 @@ def test_the_kernel_for_tpus_gives_the_gradient_of_whole_rows(monkeypatch):
   interpreted = functools.partial(pl.pallas_call, interpret=True)
   monkeypatch.setattr(pl, 'pallas_call', interpreted)
   with jax.set_mesh(mesh):
-    batches = make(1, 128)
+    batches = _pack(packing.MicrobatchShape(1, 128))
     assert all(isinstance(batch.rows.sees, types.Tree) for batch in batches)
-    ours, sums = learn(batches)
+    ours, sums = plain.gradient(plain.policy(), batches, plain.GRPO_OBJECTIVE)
   plain.close(ours, expected, 5e-5)
   np.testing.assert_allclose(sums['loss'], whole['loss'], rtol=1e-4, atol=1e-6)
 

@@ -24,14 +24,22 @@ SHAPE = tiny.config('qwen3_moe', 2)
 L, E, k = SHAPE.num_layers, SHAPE.num_experts, SHAPE.experts_per_token
 
 
-def _choose(shape, params, tokens):
-  """The experts that the layers take where all tokens are computed at once, [n, L, k]."""
-  cache = kv_cache.empty(shape, 1, len(tokens))
-  at = np.arange(len(tokens), dtype=np.int32)[None]
-  copy = engine_params.unstack(params, shape)
-  extend = jax.jit(decoder.extend, static_argnums=1)
-  _, cache = extend(copy, shape, types.Rows(tokens[None], at), cache)
-  return np.stack([layer.experts[0].T for layer in cache], axis=1)
+def _choose(params, tokens):
+  """The experts that the layers take where all tokens are computed at once, [n, L, k].
+
+  The tokens are padded to one length, which is compiled once.
+  """
+  padded = np.zeros((1, clients.SLOTS), np.int32)
+  padded[0, : len(tokens)] = tokens
+  return np.asarray(_choose_padded(params, padded))[: len(tokens)]
+
+
+@jax.jit
+def _choose_padded(params, tokens):
+  copy, at = engine_params.unstack(params, SHAPE), jax.numpy.arange(clients.SLOTS)[None]
+  cache = kv_cache.empty(SHAPE, 1, clients.SLOTS)
+  _, cache = decoder.extend(copy, SHAPE, types.Rows(tokens, at), cache)
+  return jax.numpy.stack([layer.experts[0].T for layer in cache], axis=1)
 
 
 def _segment(n, routes=None, tokens=None):
@@ -63,23 +71,25 @@ def test_a_reply_reports_the_experts_of_its_text_from_the_first_token_on():
   for reply, text in zip(replies, texts, strict=True):
     assert reply.routes.dtype == np.int8
     assert reply.routes.shape == (len(text) - 1, L, k)  # The last is not computed yet.
-    np.testing.assert_array_equal(reply.routes, _choose(SHAPE, params, text)[:-1])
+    np.testing.assert_array_equal(reply.routes, _choose(params, text)[:-1])
 
 
 def test_a_router_gives_the_experts_that_are_named_its_own_weights():
   rng = np.random.default_rng(0)
-  make = lambda *shape: jax.numpy.asarray(rng.normal(size=shape), 'float32')
-  x, router = make(1, 3, 6), make(6, 5)
-  named = jax.numpy.array([[[4, 0], [-1, -1], [2, 3]]], 'int8')
-  free_weight, free = experts.route(x, router, 2, False)
+  x, router = (rng.standard_normal(shape, np.float32) for shape in ((1, 3, 6), (6, 5)))
+  named = np.array([[[4, 0], [-1, -1], [2, 3]]], np.int8)
+  route = jax.jit(experts.route, static_argnums=(2, 3))
+  free = np.asarray(route(x, router, 2, False)[1])
+  chances = np.exp(x @ router)
+  chances /= chances.sum(-1, keepdims=True)
   for normalize in (False, True):
-    weight, expert = experts.route(x, router, 2, normalize, named)
+    weight, expert = jax.device_get(route(x, router, 2, normalize, named))
     np.testing.assert_array_equal(expert[0], [[4, 0], free[0, 1], [2, 3]])
-    chances = np.asarray(jax.nn.softmax(x @ router))
-    want = np.take_along_axis(chances, np.asarray(expert), -1)
+    want = np.take_along_axis(chances, expert, -1)
     want = want / want.sum(-1, keepdims=True) if normalize else want
     np.testing.assert_allclose(weight, want, rtol=1e-5)
-  slope = jax.grad(lambda r: experts.route(x, r, 2, False, named)[0][0, 0, 0])(router)
+  worth = lambda router: route(x, router, 2, False, named)[0][0, 0, 0]
+  slope = np.asarray(jax.jit(jax.grad(worth))(router))
   assert np.abs(slope[:, 4]).max() > 0  # The router learns what the expert is worth.
 
 
@@ -108,10 +118,10 @@ def test_log_probs_are_those_of_the_experts_that_sampled():
   """A learner whose routers changed takes them all the same, unless told otherwise."""
   params = tiny.params(SHAPE)
   tokens = np.random.default_rng(0).integers(3, 200, 12).astype(np.int32)
-  routes = _choose(SHAPE, params, tokens)
+  routes = _choose(params, tokens)
   far = jax.tree.map(lambda x: x, params)
   far['layers']['moe']['router']['kernel'] = -params['layers']['moe']['router']['kernel']
-  assert not np.array_equal(np.sort(_choose(SHAPE, far, tokens)), np.sort(routes))
+  assert not np.array_equal(np.sort(_choose(far, tokens)), np.sort(routes))
   score = lambda params, routes: tiny.learned(
     params, [_segment(12, routes, tokens)], shape=SHAPE
   )[0]

@@ -117,14 +117,13 @@ def make_config(family, tie_embeddings=False, **fields):
 
 
 def make_params(config, dtype='float32', value_head=False):
-  """Random host arrays in the tree that init makes."""
+  """Random host arrays in the tree that init makes; it is traced once a family."""
   rng = np.random.default_rng(0)
-  tree = jax.eval_shape(
-    lambda key: (decoder.add_value_head if value_head else dict)(
-      decoder.init(config, key)
-    ),
-    jax.random.key(0),
-  )
+  tree = dict(tiny.init_shapes(dataclasses.replace(config, tie_embeddings=False)))
+  if config.tie_embeddings:
+    del tree['lm_head']
+  if value_head:
+    tree = jax.eval_shape(decoder.add_value_head, tree)
 
   def make(x):
     return rng.standard_normal(x.shape, np.float32).astype(jnp.dtype(dtype))

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 import tempfile
 import threading
@@ -159,7 +160,7 @@ def params(
     noise = np.random.default_rng(seed).normal(size=leaf.shape)
     return np.asarray(leaf + 0.3 * noise, np.float32)
 
-  tree, ones = _init_shapes(shape), {'scale': 1.0, 'log': -2.0}
+  tree, ones = init_shapes(shape), {'scale': 1.0, 'log': -2.0}
   for side in ('input', 'output'):  # Towers cut off at these.
     ones |= {f'{side}_min': -2.0, f'{side}_max': 2.0}
   tree = jax.tree_util.tree_map_with_path(
@@ -173,19 +174,33 @@ def params(
   return jax.device_put(tree)
 
 
-def add_adapters(params: Any, rank: int, targets: Sequence[str], alpha: float, key: Any):
-  """lora.add in one program, and with the same arrays besides."""
-  made = _make_adapters(params, rank, tuple(targets), alpha, key)
-  return lora.join(made, params)
+def add_adapters(
+  params: Any,
+  rank: int,
+  targets: Sequence[str],
+  alpha: float,
+  b: float = 0.0,
+  seed: int = 0,
+) -> decoder.Params:
+  """lora.add, but NumPy draws A, and B with the deviation `b`: nothing is compiled."""
 
+  def draw(path, leaf):
+    name = path[-1].key
+    if name == 'lora_scale':
+      return np.full(leaf.shape, alpha / rank, np.float32)
+    deviation = b if name == 'lora_b' else math.prod(leaf.shape[1:-1]) ** -0.5
+    rng = np.random.default_rng([seed, zlib.crc32(jax.tree_util.keystr(path).encode())])
+    return np.float32(deviation) * rng.standard_normal(leaf.shape, np.float32)
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _make_adapters(*arguments):
-  return lora.take(lora.add(*arguments))
+  add = lambda params: lora.add(params, rank, targets, alpha, jax.random.key(0))
+  made = lora.take(jax.eval_shape(add, params))
+  made = jax.tree_util.tree_map_with_path(draw, made)
+  return lora.join(jax.device_put(made), params)
 
 
 @functools.cache
-def _init_shapes(shape: decoder.DecoderConfig) -> Any:
+def init_shapes(shape: decoder.DecoderConfig) -> Any:
+  """The shapes of the tree that decoder.init makes."""
   return jax.eval_shape(lambda key: decoder.init(shape, key), jax.random.key(0))
 
 
