@@ -1,10 +1,10 @@
-"""What engine and learner do in a second: one JSON line for each measurement.
+"""Measures the throughput of engine and learner; prints one JSON line per measurement.
 
   python -m experiments.bench                        # all of MEASUREMENTS, shape s5
   python -m experiments.bench --shape=s25 --what=sampling,update,group_step
 
-On 2 CPU cores all of it takes a few minutes with s5. Compile time is apart; seconds are
-the best and the median repetition's, cpu_seconds the least. docs/results has more.
+With s5, all of them take a few minutes on 2 CPU cores. `seconds` and `cpu_seconds` are
+the best repetition's, without compilation (`first_seconds`). docs/results has more.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,13 +45,13 @@ _MICROBATCH = flags.DEFINE_integer('microbatch', 16, 'Rows of a gradient.')
 
 @dataclasses.dataclass
 class Bench:
-  """A policy of one shape."""
+  """A policy to measure."""
 
   config: decoder.DecoderConfig
   params: decoder.Params
 
   def engine(self) -> engine_lib.Engine:
-    """Makes an engine that holds some texts of a prompt and a reply."""
+    """Makes an engine for sequences of a prompt and a reply."""
     engine = engine_lib.Engine(
       self.config,
       self.params,
@@ -68,16 +68,16 @@ class Bench:
 
   @functools.cached_property
   def _stop(self) -> types.Automaton:
-    """Costs what stop ids cost, and ends no reply: they end at their budget."""
+    """Costs as much as stop ids, but ends no reply before its budget."""
     return automata.stop([], self.config.vocab_size)
 
   def tokens(self, n: int, *seed: int) -> np.ndarray:
-    """n random tokens."""
+    """Returns n random tokens."""
     rng = np.random.default_rng(seed)
     return rng.integers(0, self.config.vocab_size, n).astype(np.int32)
 
   async def reply(self, engine: engine_lib.Engine, number: int, group: int = 1) -> None:
-    """Samples reply number `number`; `group` of them share a prompt."""
+    """Samples reply `number`; every `group` replies share a prompt."""
     prompt = self.tokens(_PROMPT.value, 0, number // group)
     key = request_lib.make_key('bench', number)
     asked = request_lib.Request(
@@ -89,7 +89,7 @@ class Bench:
 
 
 def sampling(bench: Bench) -> dict[str, Any]:
-  """A batch of prompts, each with a prompt of its own; host time included."""
+  """Measures sampling one reply for each of a batch of prompts, host time included."""
   engine = bench.engine()
   run = lambda: engine.run([bench.reply(engine, n) for n in range(_ROWS.value)])
   times = common.timed(_REPEATS.value, run)
@@ -98,7 +98,7 @@ def sampling(bench: Bench) -> dict[str, Any]:
 
 
 def row_update(bench: Bench, wanted: str) -> Callable[[], None]:
-  """Makes the step on rows of prompt and reply, with an observation in the reply."""
+  """Makes an update on rows of prompt and reply, with an observation in the reply."""
   prompt, reply, B = _PROMPT.value, _REPLY.value, _ROWS.value
   rng, T = np.random.default_rng(0), prompt + reply
   mask = np.ones((B, T), bool)
@@ -113,14 +113,14 @@ def row_update(bench: Bench, wanted: str) -> Callable[[], None]:
 
 
 def make_update(bench: Bench, batches: Sequence[types.Batch]) -> Callable[[], None]:
-  """Makes the step on some batches, which changes a copy of the policy."""
+  """Makes an update on the batches, which changes a copy of the policy."""
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6))
   params = jax.tree.map(jnp.copy, bench.params)
   return common.make_update(bench.config, params, batches, optimizer)
 
 
 def group_update(bench: Bench) -> Callable[[], None]:
-  """Makes a GRPO update on trees, each a group of 8 replies to a prompt.
+  """Makes a GRPO update on prefix trees, each of a prompt and 8 replies.
 
   Tokens 40 to 72 of a reply are an observation.
   """
@@ -141,7 +141,7 @@ def group_update(bench: Bench) -> Callable[[], None]:
 
 
 def update(bench: Bench) -> dict[str, Any]:
-  """A policy-gradient step: clipped loss, gradient norm clipped, AdamW."""
+  """Measures a policy-gradient step: clipped loss, clipped gradient norm, AdamW."""
   found = {}
   for wanted in ('reply', 'all'):
     step = row_update(bench, wanted)
@@ -153,7 +153,7 @@ def update(bench: Bench) -> dict[str, Any]:
 
 
 def group_step(bench: Bench) -> dict[str, Any]:
-  """A whole GRPO step: 8 samples of each prompt, then the update on them."""
+  """Measures a complete GRPO step: 8 samples per prompt, then the update on them."""
   engine, learn = bench.engine(), group_update(bench)
 
   def step():
@@ -175,7 +175,7 @@ def main(_):
   config = common.SHAPES[_SHAPE.value]
   ops = batch_invariant.INVARIANT if _BATCH_INVARIANT.value else None
   config = dataclasses.replace(config, ops=ops)
-  init = jax.jit(decoder.init, static_argnums=0)  # one program, not one for each leaf
+  init = jax.jit(decoder.init, static_argnums=0)  # One program, not one per leaf.
   bench = Bench(config, init(config, jax.random.key(0)))
   about = {
     'shape': _SHAPE.value,

@@ -1,11 +1,11 @@
-"""Accelerators that are not here, for which programs can be compiled all the same.
+"""Accelerators to compile for ahead of time, without having them.
 
   v5e:4x4     sixteen chips of a TPU v5e; v5p and v6e too (extra 'tpu')
   h100:8      a host with eight GPUs; a100, h200 and b200 too (extra 'cuda')
   h100:2x8    two such hosts
 
-A TPU's compiler knows its chips; a GPU's is told of them in the terms of
-GpuTargetConfigProto (openxla/xla). The numbers are those that the makers publish.
+The TPU compiler knows its chips; the GPU compiler gets a GpuTargetConfigProto
+(openxla/xla). The numbers are those published by the manufacturers.
 """
 
 import importlib.util
@@ -25,14 +25,14 @@ class Chip(NamedTuple):
 
   Attributes:
     platform: 'tpu' or 'gpu'.
-    memory: Bytes of main memory, as its maker says.
-    operations: The most operations a second in bfloat16, without sparsity.
-    bandwidth: Bytes a second of main memory.
-    links: Bytes a second that a chip sends to the other chips of a slice or a host.
-    clock: Cycles a second, where the compiler estimates cycles: `operations` over those
-      of a cycle.
-    capability: Of a GPU, its compute capability, cores, bytes of shared memory a core and
-      of the second cache, and its clock in GHz.
+    memory: Bytes of main memory.
+    operations: Peak operations per second in bfloat16, without sparsity.
+    bandwidth: Bytes per second of main memory.
+    links: Bytes per second that a chip sends to the other chips of a slice or a host.
+    clock: Cycles per second, if the compiler estimates cycles: `operations` divided by
+      the operations per cycle.
+    capability: A GPU's compute capability, cores, bytes of shared memory per core, bytes
+      of L2 cache, and clock in GHz.
   """
 
   platform: str
@@ -44,9 +44,9 @@ class Chip(NamedTuple):
   capability: tuple[str, int, int, int, float] | None = None
 
 
-# A matrix unit of a TPU multiplies and adds 128 x 128 numbers a cycle (v6e: 256 x 256);
-# v5p has eight, v5e and v6e four. Not v4: its topology has two devices a chip, of which
-# JAX makes no mesh.
+# A matrix unit of a TPU multiplies and adds 128 x 128 numbers per cycle (v6e: 256 x 256);
+# v5p has eight, v5e and v6e four. v4 is not supported: its topology has two devices per
+# chip, from which JAX makes no mesh.
 CHIPS = {
   'v5e': Chip('tpu', 16 * GIB, 197e12, 0.819e12, 200e9, 197e12 / (2 * 4 * 128**2)),
   'v5p': Chip('tpu', 95 * GIB, 459e12, 2.765e12, 600e9, 459e12 / (2 * 8 * 128**2)),
@@ -66,7 +66,7 @@ CHIPS = {
 }
 # The package of a platform's compiler, and the extra that installs it.
 _COMPILERS = {'tpu': ('libtpu', 'tpu'), 'gpu': ('jax_cuda12_plugin', 'cuda')}
-# Chips of one host of a TPU, and how fewer of them lie.
+# Chips per TPU host, and the topologies of parts of a host.
 _TPU_HOST = 4
 _BLOCKS = {1: '1x1', 2: '1x2', 4: '2x2'}
 _TARGET = """
@@ -88,23 +88,23 @@ device_description_str: "{name}"
 
 
 def name_part(kind: str, count: int) -> str:
-  """Returns the topology of a few chips of one host.
+  """Returns the topology of `count` chips of one host.
 
-  A program for some of a topology's chips does not compile: they are one by themselves.
+  Programs compile only for all chips of a topology, so a part needs its own topology.
 
   Raises:
-    ValueError: There are no such.
+    ValueError: So many chips of a TPU form no topology.
   """
   if CHIPS[kind].platform == 'gpu':
     return f'{kind}:{count}'
   if count not in _BLOCKS:
     raise ValueError(f'{count} chips of a {kind} are no block: {list(_BLOCKS)} are.')
-  # In slices of v5p, chips lie in three dimensions.
+  # Slices of v5p have three dimensions.
   return f'{kind}:{_BLOCKS[count]}' + ('x1' if kind == 'v5p' else '')
 
 
 def count_host(topology: str) -> int:
-  """Returns the number of chips of one host."""
+  """Returns the number of chips per host."""
   kind, _, sizes = topology.partition(':')
   if CHIPS[kind].platform == 'tpu':
     return _TPU_HOST
@@ -114,10 +114,10 @@ def count_host(topology: str) -> int:
 def find(topology: str) -> list[Any]:
   """Returns the devices of a topology, for example v5e:4x4 or h100:8.
 
-  Nothing else of this machine's is used: JAX computes on the CPU from here on.
+  From here on, JAX uses only the CPU of this machine.
 
   Raises:
-    SystemExit: It is none, or its compiler is not installed.
+    SystemExit: The topology is unknown, or its compiler is not installed.
   """
   kind, _, text = topology.partition(':')
   try:
@@ -130,7 +130,7 @@ def find(topology: str) -> list[Any]:
       f'--topology={topology}: known are {", ".join(CHIPS)}, as in v5e:4x4, h100:8'
     )
   jax.config.update('jax_platforms', 'cpu')
-  # JAX cannot read such programs back.
+  # JAX cannot load such programs from the cache.
   jax.config.update('jax_enable_compilation_cache', False)
   try:
     found = _find_tpus(topology, sizes) if platform == 'tpu' else _find_gpus(kind, sizes)
@@ -140,14 +140,14 @@ def find(topology: str) -> list[Any]:
       sys.exit(f'--topology={topology}: {error}')
     sys.exit(f"{error}\nNeeded is the compiler: pip install 'agent_r1_jax[{extra}]'")
   if platform == 'gpu':
-    # One of JAX's own kernels asks this machine's devices for it.
+    # A kernel of JAX's reads it from this machine's devices.
     type(jax.devices()[0]).core_count = found.devices[0].core_count
   return list(found.devices)
 
 
 def _find_tpus(topology: str, sizes: list[int]) -> Any:
-  # Otherwise the library asks the cloud who it is, and waits for an answer; and it
-  # refuses to be loaded twice on a machine, although no TPU is used.
+  # Otherwise libtpu waits for the cloud's metadata server, and refuses a second process
+  # on the machine although no TPU is used.
   os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
   os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
   few: dict[str, Any] = {}
@@ -157,7 +157,7 @@ def _find_tpus(topology: str, sizes: list[int]) -> Any:
 
 
 def _find_gpus(kind: str, sizes: list[int]) -> Any:
-  # To choose the fastest of several kernels needs a GPU that they run on.
+  # Autotuning needs a GPU.
   flags = os.environ.get('XLA_FLAGS', '')
   if 'xla_gpu_autotune_level' not in flags:
     os.environ['XLA_FLAGS'] = f'{flags} --xla_gpu_autotune_level=0'

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the shapes of their policies, a batch, a GRPO update."""
+"""Shared by the benchmarks: shapes of policies, a batch, a GRPO update, a timer."""
 
 from collections.abc import Callable, Sequence
 import functools
@@ -36,13 +36,13 @@ SHAPES = {
 def make_batch(
   tokens: np.ndarray, action_mask: np.ndarray, advantages: np.ndarray, vocab_size: int
 ) -> types.Batch:
-  """Makes a batch of rows with one segment each, whose actions all count the same.
+  """Makes a batch of rows with one segment each, all actions weighted equally.
 
   Args:
     tokens: Token ids, [B, T].
     action_mask: Which tokens are actions, [B, T].
     advantages: Advantages, [B, T] or [B, 1].
-    vocab_size: The policy that sampled was uniform over so many tokens.
+    vocab_size: The behaviour policy was uniform over so many tokens.
   """
   B, T = tokens.shape
   fields: dict[str, Any] = {
@@ -64,7 +64,7 @@ def make_update(
   batches: Sequence[types.Batch],
   optimizer: optax.GradientTransformation,
 ) -> Callable[[], None]:
-  """Makes a function that takes one GRPO step on the batches and waits for its end."""
+  """Makes a function that takes one GRPO step on the batches and waits for it."""
   loss = _make_loss()
   state = learner.init(params, optimizer)
 
@@ -79,12 +79,12 @@ def make_update(
 
 @functools.cache
 def _make_loss() -> learner.Loss:
-  """Makes GRPO's loss once: batches of one shape then have one program."""
+  """Makes GRPO's loss once, so that batches of one shape share one program."""
   return learner.objective(algorithms.grpo(kl_coef=0.0))
 
 
 def timed(repeats: int, fn: Callable[[], Any]) -> dict[str, Any]:
-  """The first call apart, then the repetitions."""
+  """Times the first call and the repetitions, in seconds of wall and CPU time."""
   start = time.perf_counter()
   fn()
   first, wall, cpu = time.perf_counter() - start, [], []

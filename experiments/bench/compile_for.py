@@ -1,4 +1,4 @@
-r"""Compiles training and sampling for chips that are not here: what fits, what it costs.
+r"""Compiles training and sampling ahead of time: what fits a chip, and what it costs.
 
   pip install 'agent_r1_jax[tpu]'    # or [cuda], or both; no TPU or GPU is needed
   agent-r1-jax compile-for --topology=v5e:4x4 \
@@ -6,13 +6,13 @@ r"""Compiles training and sampling for chips that are not here: what fits, what 
   agent-r1-jax compile-for --topology=h100:1 --program=gradient --top=20
 
 `--topology` is one of experiments/bench/chips.py; `--config.model.path` is a Hugging Face
-directory, a config.json, or a name of experiments/published.py.
+directory, a config.json, or a name in experiments/published.py.
 
-One CPU core and 3 GB are enough; a TPU's gradient takes 1 to 3 minutes, its other
-programs less than one, a GPU's 5 to 30 seconds each. The learner's gradient and update
-are compiled for all chips of the topology, the engine's prefill and decode for those of
-one bfloat16 replica. Prints one JSON line a program, of one chip; what its columns mean
-is in docs/scaling.md. `--top=N` lists the N parts that take longest.
+One CPU core and 3 GB are enough. A TPU's gradient takes 1 to 3 minutes, its other
+programs less than one; a GPU's take 5 to 30 seconds each. The learner's gradient and
+update are compiled for all chips of the topology, the engine's prefill and decode for
+one bfloat16 replica. Prints one JSON line per program, with figures per chip;
+docs/scaling.md explains its columns. `--top=N` lists the N parts that take longest.
 """
 
 import collections
@@ -95,7 +95,7 @@ _PREFILL_ROWS = flags.DEFINE_integer('prefill_rows', 8, 'Rows of one prefill.')
 
 
 def replica_mesh(topology: str, config: decoder.DecoderConfig) -> Any:
-  """The chips that hold one copy of the policy: they split the heads."""
+  """Makes the mesh of one copy of the policy, whose chips split the heads."""
   kind = topology.partition(':')[0]
   gpu, host = chips_lib.CHIPS[kind].platform == 'gpu', chips_lib.count_host(topology)
   tensor = _TENSOR.value or (1 if gpu else math.gcd(host, config.num_kv_heads))
@@ -107,7 +107,7 @@ def replica_mesh(topology: str, config: decoder.DecoderConfig) -> Any:
 
 
 def abstract(tree: Any, where: Any) -> Any:
-  """Shapes and types of `tree` that lie where `where` says."""
+  """Returns the shapes and dtypes of `tree`, sharded by `where`."""
   struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
   if not isinstance(where, NamedSharding):
     return jax.tree.map(struct, tree, where)
@@ -115,20 +115,20 @@ def abstract(tree: Any, where: Any) -> Any:
 
 
 def on_chip(tree: Any) -> int:
-  """Bytes of an abstract tree on one chip."""
+  """Returns the bytes of an abstract tree on one chip."""
   size = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
   return sum(map(size, jax.tree.leaves(tree)))
 
 
 def model(name: str, remat: str = 'full') -> decoder.DecoderConfig:
-  """Returns a shape as it is trained: bfloat16, by default with layers recomputed."""
+  """Returns a shape as in training: bfloat16, by default with layers recomputed."""
   return dataclasses.replace(published.read_shape(name), dtype='bfloat16', remat=remat)
 
 
 def mesh_for(
   config: decoder.DecoderConfig, chips: int, tokens: int, given: dict[str, int]
 ) -> dict[str, int]:
-  """Sizes of the axes by the rule of docs/scaling.md; those that are given stay."""
+  """Completes the `given` sizes of the mesh's axes by the rule of docs/scaling.md."""
   sizes = {**given}
   tensor = sizes.setdefault('tensor', 1)
   needed = math.ceil(tokens / _LONGEST)
@@ -145,13 +145,13 @@ def parameters(config: decoder.DecoderConfig) -> Any:
 
 
 def learned_parameters(config: decoder.DecoderConfig) -> Any:
-  """Returns the shapes of what the learner holds, adapters included."""
+  """Returns the shapes of the learner's parameters, adapters included."""
 
   def make(params):
     if _FROZEN.value != 'float32':
       params = quantization.freeze(params, config, _FROZEN.value)
     targets = config_lib.Model().adapter_targets
-    if config.num_experts:  # They get none.
+    if config.num_experts:  # Experts get no adapters.
       targets = [name for name in targets if name in 'qkvo']
     adapters = (_RANK.value, targets, 16.0, jax.random.key(0))
     return lora.add(params, *adapters) if _RANK.value else params
@@ -160,14 +160,14 @@ def learned_parameters(config: decoder.DecoderConfig) -> Any:
 
 
 def training_state(config, optimizer, mesh) -> learner.ModelState:
-  """Returns the shapes of the training state, with their sharding on the mesh."""
+  """Returns the shapes and shardings of the training state."""
   params = learned_parameters(config)
   shapes = jax.eval_shape(lambda p: learner.init(p, optimizer), params)
   return abstract(shapes, sharding.make_shardings(shapes, mesh))
 
 
 def _make_pictures(text: Any, vision: Any) -> types.Pictures | None:
-  """Returns the shapes of what rows see, if they have patches for a vision tower."""
+  """Returns the shapes of the rows' pictures, if --patches and a tower are given."""
   if not _PATCHES.value or vision is None:
     return None
   rows = text.shape[0]
@@ -180,9 +180,9 @@ def _make_pictures(text: Any, vision: Any) -> types.Pictures | None:
 def batch(
   mesh, rows: int, tokens: int, *, trees: bool = False, vision: Any = None
 ) -> types.Batch:
-  """Returns the shapes of a micro-batch of GRPO with `rows` rows for each data shard.
+  """Returns the shapes of a micro-batch of GRPO with `rows` rows per data shard.
 
-  With the shape of a tower, `vision`, they see as many patches as the flag says.
+  With a tower's shape, `vision`, each row has --patches patches.
   """
   rows *= mesh.shape['data'] * mesh.shape['fsdp']
   text: Any = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
@@ -199,14 +199,14 @@ def batch(
 
 
 def replica(config: decoder.DecoderConfig, mesh) -> Any:
-  """The engine's parameters."""
+  """Returns the shapes and shardings of the engine's parameters."""
   copy = lambda p: engine_params.unstack(p, config, _WEIGHTS.value)
   shapes = jax.eval_shape(copy, learned_parameters(config))
   return abstract(shapes, sharding.make_shardings(shapes, mesh))
 
 
 def lowered(program: str, config, mesh, optimizer) -> tuple[Any, int]:
-  """A training program, and the bytes of the training state it does not get."""
+  """Lowers a training program; also returns the bytes of state that it does not get."""
   state = training_state(config, optimizer, mesh)
   if program == 'apply':
     learned, kept = lora.split(state.params)
@@ -222,12 +222,12 @@ def lowered(program: str, config, mesh, optimizer) -> tuple[Any, int]:
 
 
 def replica_texts(mesh) -> int:
-  """A replica's share of the host's texts."""
+  """Returns a replica's share of the host's sequences."""
   return max(1, _TEXTS.value * mesh.size // chips_lib.count_host(_TOPOLOGY.value))
 
 
 def lowered_sampling(program: str, config, mesh) -> Any:
-  """A program of one replica: all its texts at once, over all their slots."""
+  """Lowers a program of one replica: all its sequences at once, over all their slots."""
   texts, slots = replica_texts(mesh), _SLOTS.value
   everywhere = NamedSharding(mesh, PartitionSpec())
 
@@ -266,13 +266,13 @@ def lowered_sampling(program: str, config, mesh) -> Any:
 def count_needed(
   program: str, config: decoder.DecoderConfig, mesh
 ) -> tuple[float, float]:
-  """Counts what a program must do on one chip, if nothing is computed twice.
+  """Counts the work that a program needs on one chip, without any recomputation.
 
   Returns:
-    The operations (agent_r1_jax/models/costs.py), those of the prefill of a text's first
-    tokens; and for a decode, the bytes of the parameters and of the used slots of the
-    cache, else 0. Of experts those are read that one of the texts takes, if all are as
-    likely.
+    The operations (agent_r1_jax/models/costs.py), for a prefill those of a sequence's
+    first tokens; and for a decode, the bytes of the parameters and of the used slots of
+    the cache, else 0. Experts count in expectation, if all are equally likely: only those
+    that some sequence chooses are read.
   """
   size = costs.count_parameters(parameters(config), config)
   if program == 'gradient':
@@ -290,7 +290,7 @@ def count_needed(
     count = lambda *kinds: sum(
       k.size for k in jax.tree.leaves(replica(config, mesh)) if k.dtype.name in kinds
     )
-    # A chip reads its heads; where there are fewer than chips, one.
+    # A chip reads its heads, or one head if there are fewer heads than chips.
     slots = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     taken = (1 - (1 - size.share) ** texts) * size.experts
     read = 2 * (size.layers + size.head) - count('int8', 'float8_e4m3fn')
@@ -303,9 +303,10 @@ def count_needed(
 
 
 def report(name: str, program: Any, elsewhere: int, chip: chips_lib.Chip, guess):
-  """Compiles; `elsewhere` are bytes on the chip that the program does not get.
+  """Compiles a program, and describes its memory, its kernels and their time.
 
-  `guess` counts the passes of loops that the data stop, see kernels.list_kernels.
+  `elsewhere` are bytes on the chip that the program does not get. `guess` gives the
+  passes of loops that depend on the data; see kernels.list_kernels.
   """
   start = time.time()
   compiled = program.compile()

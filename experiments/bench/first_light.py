@@ -1,15 +1,15 @@
-"""First light: the most valuable measurements of an accelerator first, in ten minutes.
+"""First light: ten minutes of measurements on an accelerator, the most valuable first.
 
   python -m experiments.bench.first_light --out=runs/light               # a GPU or a TPU
   python -m experiments.bench.first_light --out=runs/light --shape=tiny  # a rehearsal
   python -m experiments.bench.first_light --report=runs/light            # a table
 
-Each part (experiments/bench/light) is a process of its own with its own limit, and writes
-a line of JSON to OUT/lines.jsonl the moment it knows a number. A part that crashes or
-hangs is one line that says so, and the next one follows. Where a kernel of ours fails its
-check, the later parts leave it out. Programs are compiled apart and cached in OUT/cache;
-what a part prints is in OUT/PART.log. docs/results/first_light.md says how to carry what
-a machine without a network lacks.
+Each part (experiments/bench/light) is a separate process with its own time limit, and
+appends a line of JSON to OUT/lines.jsonl as soon as it has a number. A part that crashes
+or hangs leaves one line that says so, and the next part runs. If one of our kernels fails
+its check, later parts do without it. Programs are cached in OUT/cache; the output of a
+part is in OUT/PART.log. docs/results/first_light.md says what to copy to a machine
+without a network.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ _PARTS = flags.DEFINE_list(
 _REPORT = flags.DEFINE_string(
   'report', '', 'Print the table of a folder or a file.', lines.FLAGS
 )
-# A process that was asked to end is killed after this many seconds.
+# Seconds between the end that a part is told and its kill.
 _GRACE = 3.0
 
 
@@ -42,13 +42,13 @@ class Part(NamedTuple):
   """A part of first light.
 
   Attributes:
-    name: What its lines say.
-    seconds: When it is ended.
-    least: With less time than this it is left out.
-    module: The module that measures; by default that of its name in bench/light.
-    flags: Further flags of the module.
-    environment: Further variables of its environment.
-    variable: The variable that leaves out the kernel which this part checks.
+    name: Its name in the lines.
+    seconds: Its time limit.
+    least: It is left out if less time than this remains.
+    module: The module to run; by default the one of its name in bench/light.
+    flags: Additional flags of the module.
+    environment: Additional environment variables.
+    variable: The variable that disables the kernel which this part checks.
   """
 
   name: str
@@ -69,7 +69,7 @@ PARTS = (
   Part('slots', 45, 12, f'{_LIGHT}.kernels', ('--what=slots',), variable=_SLOTS),
   Part('policy', 50, 12),
   Part('update', 110, 40),
-  # The first case once more, by cuDNN.
+  # The first case again, with cuDNN's attention.
   Part('cudnn', 45, 30, f'{_LIGHT}.update', ('--cases=1',), {_ROWS: '0'}),
   Part('sampler', 120, 40),
   Part('attention', 30, 15, f'{_LIGHT}.kernels', ('--what=time',)),
@@ -82,9 +82,9 @@ PARTS = (
 
 
 def plan(parts: Sequence[Part], seconds: float) -> tuple[list[Part], list[Part]]:
-  """Says which parts fit, and which are left out unless others end early.
+  """Returns the parts that fit, and those left out unless others end early.
 
-  A part fits if it has its least time when all before it take the whole of theirs.
+  A part fits if its least time remains after all earlier parts used their full limits.
   """
   fitting, left_out = [], []
   for part in parts:
@@ -95,12 +95,12 @@ def plan(parts: Sequence[Part], seconds: float) -> tuple[list[Part], list[Part]]
 
 
 def choose_limit(part: Part, seconds: float) -> float | None:
-  """Returns the seconds after which a part is ended; None if too few are left."""
+  """Returns a part's time limit in seconds; None if too little time is left."""
   return min(part.seconds, seconds) if seconds >= part.least else None
 
 
 def run(parts: Sequence[Part], seconds: float, out: pathlib.Path, shape: str) -> None:
-  """Runs parts one after the other for at most so many seconds."""
+  """Runs parts one after the other, for at most `seconds`."""
   end, environment = time.monotonic() + seconds, make_environment(out)
   for part in parts:
     left = end - time.monotonic()
@@ -117,7 +117,7 @@ def run(parts: Sequence[Part], seconds: float, out: pathlib.Path, shape: str) ->
         environment[part.variable] = '0'
         text = f'{part.variable}=0: the later parts leave this kernel out'
         lines.write(out, part.name, {'what': part.variable, 'failed': text})
-    # After each part: whatever ends this process may leave no time for it.
+    # After each part, in case this process is killed.
     (out / 'report.md').write_text(report.write(lines.read(out)))
 
 
@@ -128,7 +128,7 @@ def run_part(
   shape: str,
   environment: Mapping[str, str],
 ) -> str:
-  """Runs a part; returns one line that says how it failed, or an empty text."""
+  """Runs a part; returns one line about its failure, or an empty string."""
   module = part.module or f'{_LIGHT}.{part.name}'
   command = [sys.executable, '-m', module, f'--out={out}', f'--part={part.name}']
   end = time.time() + limit - _GRACE
@@ -141,7 +141,7 @@ def run_part(
       stdout=file,
       stderr=subprocess.STDOUT,
       env={**environment, **part.environment},
-      # With all that it starts: whatever it leaves running is ended with it.
+      # So that processes which the part leaves running are killed with it.
       start_new_session=True,
     )
     try:
@@ -158,7 +158,7 @@ def run_part(
 
 
 def end_group(process: subprocess.Popen) -> None:
-  """Kills a process and all that it started; what cannot be killed is not waited for."""
+  """Kills a process and all that it started; does not wait for what cannot be killed."""
   try:
     os.killpg(process.pid, signal.SIGKILL)
   except ProcessLookupError:
@@ -170,15 +170,15 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def read_last_line(log: pathlib.Path) -> str:
-  """Returns the last line of a log, which names the error."""
+  """Returns the last line of a log, which usually names the error."""
   text = log.read_bytes()[-4000:].decode(errors='replace').strip()
   return text.splitlines()[-1][:300] if text else 'it printed nothing'
 
 
 def make_environment(out: pathlib.Path) -> dict[str, str]:
-  """Returns the parts' variables: a cache of programs, and nearly all of the memory."""
+  """Returns the parts' environment: a compilation cache, and most of the memory."""
   environment = dict(os.environ)
-  # In a wheel, nobody else finds our modules.
+  # In a wheel, `experiments` is in agent_r1_jax/scripts, which is not on Python's path.
   paths = [str(pathlib.Path(__file__).parents[2]), environment.get('PYTHONPATH', '')]
   environment['PYTHONPATH'] = os.pathsep.join(filter(None, paths))
   environment['JAX_COMPILATION_CACHE_DIR'] = str(out / 'cache')
@@ -188,7 +188,7 @@ def make_environment(out: pathlib.Path) -> dict[str, str]:
 
 
 def read_commit() -> str:
-  """Returns the commit of this checkout, or an empty text where git does not tell."""
+  """Returns the commit of this checkout, or an empty string without git."""
   command = ['git', 'rev-parse', '--short', 'HEAD']
   try:
     done = subprocess.run(command, capture_output=True, text=True, timeout=5)
@@ -208,7 +208,7 @@ def main(_):
     raise app.UsageError(f'--parts: {sorted(unknown)}; there are {names}')
   out, seconds = lines.out().absolute(), 60 * _MINUTES.value
   out.mkdir(parents=True, exist_ok=True)
-  # A kill ends the part that runs too.
+  # SIGTERM also ends the running part.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   parts = [p for p in PARTS if not _PARTS.value or p.name in _PARTS.value]
   _, left_out = plan(parts, seconds)

@@ -1,4 +1,4 @@
-"""Reads the text of a compiled program (HLO): its computations, arrays and loops."""
+"""Parses the text of a compiled program (HLO): computations, arrays and loops."""
 
 import math
 import re
@@ -14,26 +14,26 @@ _CALLED = re.compile(
 
 
 class Array(NamedTuple):
-  """An array of an instruction's result."""
+  """An array in an instruction's result."""
 
   dtype: str  # As HLO writes it, for example bf16.
   shape: tuple[int, ...]
-  space: int  # The memory that it lies in; 0 is the chip's main memory.
+  space: int  # Its memory space; 0 is the chip's main memory.
 
   @property
   def bits(self) -> int:
-    """Bits of a number."""
+    """Bits per number."""
     digits = re.match(r'[a-z]+(\d+)', self.dtype)
     return int(digits[1]) if digits else 8
 
   @property
   def size(self) -> int:
-    """Bytes, wherever it lies."""
+    """Bytes, in any memory space."""
     return math.prod(self.shape) * self.bits // 8
 
   @property
   def bytes(self) -> int:
-    """Bytes of main memory."""
+    """Bytes in main memory."""
     return 0 if self.space else self.size
 
 
@@ -48,7 +48,7 @@ class Instruction(NamedTuple):
 
   @property
   def called(self) -> list[str]:
-    """The computations that it runs."""
+    """The computations that it calls."""
     return [
       name
       for found in _CALLED.findall(self.text)
@@ -57,19 +57,19 @@ class Instruction(NamedTuple):
 
   @property
   def constant(self) -> int | None:
-    """The number of a constant; None for others."""
+    """The value of an integer constant; None for other instructions."""
     found = re.match(r'\((\d+)\)', self.text) if self.opcode == 'constant' else None
     return int(found[1]) if found else None
 
   @property
   def part(self) -> str:
-    """What it computes, as JAX named it."""
+    """JAX's name for the operation (`op_name`)."""
     found = re.search(r'op_name="([^"]*)"', self.text)
     return found[1] if found else ''
 
   @property
   def target(self) -> str:
-    """What a custom call calls; of a kernel of Pallas for GPUs, its name."""
+    """The target of a custom call; for a Pallas kernel on GPUs, the kernel's name."""
     found = re.search(r'custom_call_target="([^"]+)"', self.text)
     kernel = re.search(r'/(\w+)/mpmd_map', self.part)
     if kernel and found and found[1].startswith('mosaic_gpu'):
@@ -78,10 +78,10 @@ class Instruction(NamedTuple):
 
 
 class Program:
-  """The computations of a compiled program, as `jax.stages.Compiled.as_text` has them.
+  """The computations of a compiled program, parsed from `jax.stages.Compiled.as_text`.
 
   Attributes:
-    entry: The name of the computation that is run.
+    entry: The name of the entry computation.
     computations: The instructions of each computation, by their names.
     roots: The instruction that is the result of each computation.
   """
@@ -108,10 +108,9 @@ class Program:
     return [found[x].result if x in found else () for x in i.operands]
 
   def count_passes(self, name: str, loop: Instruction) -> int | None:
-    """Returns how often a loop runs; None if only the data say it.
+    """Returns the trip count of a loop; None if it depends on the data.
 
-    XLA notes it, or a number that is compared with a constant grows by another constant
-    in the body, from a constant before it.
+    XLA notes it, or the counter's start, step and bound are constants.
     """
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):
       return int(noted[1])
@@ -142,12 +141,12 @@ class Program:
     return element.constant
 
   def _find_step(self, body: str, index: int) -> int | None:
-    """Returns by how much element `index` grows in one pass."""
+    """Returns the step by which element `index` grows in one pass."""
     found, root = self.computations[body], self.roots[body]
     if root.opcode != 'tuple':
       return None
     end = found[root.operands[index]]
-    if end.opcode == 'fusion':  # A GPU adds in a kernel of its own.
+    if end.opcode == 'fusion':  # On a GPU, the addition is a separate kernel.
       inner = end.called[0]
       constants = [i.constant for i in self.computations[inner].values()]
       steps = [x for x in constants if x is not None]
@@ -173,7 +172,7 @@ def _parse(name: str, text: str) -> Instruction:
 
 
 def _split(text: str) -> tuple[str, str]:
-  """Splits a text after its first bracket is closed, or at the first space."""
+  """Splits a text after its first parenthesis closes, or else at the first space."""
   if not text.startswith('('):
     head, _, rest = text.partition(' ')
     return head, rest
