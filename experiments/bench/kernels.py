@@ -1,13 +1,13 @@
-"""The kernels of a compiled program: operations, bytes and collectives, with all loops.
+"""Counts operations, bytes and collectives of a compiled program's kernels, with loops.
 
-A compiled program says which kernels run in which loops, with all shapes. What XLA counts
-itself (`cost_analysis`) is that of one pass of each loop, without what kernels of Pallas
-and cuDNN do, and nothing for a GPU that is not there.
+A compiled program says which kernels run in which loops, with all shapes. XLA's own
+`cost_analysis` counts one pass of each loop, leaves out kernels of Pallas and cuDNN, and
+counts nothing for a GPU that is not present.
 
-What is counted is what the program asks for, and not what a chip's caches make of it.
-Bytes are those of the main memory: of a stacked parameter that a fusion slices only the
-slice counts, of an array that it updates in place only the update, and arrays in a TPU's
-vector memory (`S(1)` in the text) do not count.
+Counts are what the program asks for; a chip's caches are ignored. Bytes are those of main
+memory: only the slice counts if a fusion slices a stacked parameter, only the update if
+it updates an array in place, and arrays in a TPU's vector memory (`S(1)` in the text) do
+not count.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 from experiments.bench import hlo
 
-# What takes no time: names of arrays, and the other half of what runs beside other work.
+# Instructions that take no time: names of arrays, and the ends of asynchronous ones.
 _FREE = frozenset(
   'parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id '
   'iota opt-barrier copy-done slice-done async-done async-update add-dependency'.split()
 )
-# Custom calls that are notes to the compiler.
+# Custom calls that are only hints to the compiler.
 _NOTES = ('AllocateBuffer', 'AssumeGatherIndicesInBound', 'Sharding')
-# What only moves numbers, or changes their type.
+# Instructions that only move numbers, or change their dtype.
 _MOVES = frozenset(
   'copy copy-start slice-start transpose reshape bitcast slice dynamic-slice pad '
   'dynamic-update-slice concatenate convert broadcast reverse'.split()
@@ -34,35 +34,35 @@ _COLLECTIVES = frozenset(
   'all-gather all-reduce reduce-scatter all-to-all collective-permute'.split()
 )
 _SLICES = frozenset(('dynamic-slice', 'slice', 'gather'))
-# What changes its first operand in place, and the number of the operand that is written.
+# Instructions that update their first operand in place -> the operand with the update.
 _UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
-# Products that kernels of attention in Pallas compute, of half of T x T scores, since
-# they are causal; a prefill's two are of all scores.
+# Operations of Pallas attention kernels, in units of T x T x H: 2 per product, halved
+# for causal kernels. The two products of a prefill are not halved.
 _PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4, 'forward': 2, 'queries': 3, 'keys': 4}
 _PRODUCTS |= {'prefill_attention': 4}
-# Those for GPUs, over the slots of a cache and over rows.
+# Our attention kernels for GPUs, over the slots of a cache and over rows.
 _SLOTS, _ROWS = 'slot_attention', 'row_attention_'
-# JAX's own of group_products.py: for GPUs, and by the instruction's name for TPUs.
+# JAX's kernels in group_products.py: the target on GPUs, the instruction's name on TPUs.
 _HOPPER_GROUPS, _GROUPS = 'body', re.compile(r't?gmm[.\d]*')
 KINDS = ('attention', 'product', 'exchange', 'move', 'sort', 'other')
 
 
 class Kernel(NamedTuple):
-  """What a chip runs at a time.
+  """A kernel, with its costs.
 
   Attributes:
     name: The instruction's name.
     kind: One of KINDS.
-    part: What it computes, as JAX named it.
-    target: Of a custom call, what is called.
+    part: JAX's name for the operation (`op_name`).
+    target: The target of a custom call.
     calls: How often it runs.
     operations: Multiplications and additions of matrix products, in one call.
     bytes: Bytes of main memory that one call reads and writes.
     exchanged: Bytes of the results of its collectives, in one call.
-    cycles: What a TPU's compiler estimates for one call; 0 if it says nothing. Of moves
-      of 16 or 8 bits, the half or the quarter.
-    inside: Loops around it of which only the data say how often they run.
-    beside: Whether it runs beside other work, as a copy between memories does.
+    cycles: The TPU compiler's estimate for one call, or 0; for moves of 16 or 8 bits, a
+      half or a quarter of it.
+    inside: The loops around it whose trip count depends on the data.
+    beside: Whether it overlaps with other work, such as a copy between memories.
   """
 
   name: str
@@ -81,17 +81,17 @@ class Kernel(NamedTuple):
 def list_kernels(
   program: hlo.Program, guess: Callable[[str], int] = lambda part: 1
 ) -> list[Kernel]:
-  """Returns the kernels of all computations, those of loops with their passes.
+  """Returns the kernels of all computations; `calls` includes the passes of loops.
 
-  Where only the data say how often a loop runs, `guess` does, from its JAX name.
+  `guess` returns a loop's passes, if they depend on the data, from its JAX name.
   """
   return list(_Walk(program, guess).visit(program.entry, 1, ()))
 
 
 def guess_passes(blocks: int, part: str) -> int:
-  """Guesses how often a loop runs that the data stop, from its JAX name.
+  """Guesses the passes of a loop that depend on the data, from its JAX name.
 
-  Those of the head take `blocks`, if every token has a loss. A mixture's experts take one
+  Loops of the head take `blocks`, if every token has a loss. A mixture's experts take one
   round (models/experts.py), which a gradient computes before its loop.
   """
   if '/moe/' in part:
@@ -100,11 +100,11 @@ def guess_passes(blocks: int, part: str) -> int:
 
 
 class _Walk:
-  """Goes through a program as a chip does."""
+  """Walks a program in the order of execution."""
 
   def __init__(self, program: hlo.Program, guess: Callable[[str], int]):
     self._program, self._guess = program, guess
-    # Of a collective in several pieces, the one that counts.
+    # The piece that counts of each collective in several pieces.
     self._chains: dict[tuple[str, ...], str] = {}
 
   def visit(self, name: str, calls: int, inside: tuple[str, ...]) -> Iterator[Kernel]:
@@ -119,7 +119,7 @@ class _Walk:
         passes = self._guess(i.part) if passes is None else passes
         yield from self.visit(body, calls * passes, around)
       elif i.opcode == 'conditional':
-        # What is asked for seldom (a guide, the likeliest tokens) does not count.
+        # The cheapest branch: rare requests (a guide, top tokens) do not count.
         branches = [list(self.visit(x, calls, inside)) for x in i.called]
         yield from min(branches, key=lambda b: sum(k.calls * k.bytes for k in b))
       elif i.opcode in ('call', 'async-start'):
@@ -149,12 +149,12 @@ class _Walk:
     found = re.search(r'"estimated_cycles":"(\d+)"', i.text)
     cycles = int(found[1]) if found else 0
     if kind == 'move':
-      # The compiler expects 32 bits of every number; see docs/scaling.md.
+      # The compiler's estimate assumes 32 bits per number; see docs/scaling.md.
       arrays = (i.result, *self._program.operands(name, i))
       bits = [x.bits for several in arrays for x in several if x.shape]
       cycles = cycles * min(32, max(bits, default=32)) // 32
     moved = _count_bytes(self._program, name, i)
-    if kind == 'exchange':  # It may name much else that it only passes on.
+    if kind == 'exchange':  # Other arrays that it names are only passed on.
       moved = 2 * sum(exchanged.values())
     return Kernel(
       name=i.name,
@@ -171,10 +171,10 @@ class _Walk:
     )
 
   def _count_exchanged(self, within: Sequence[hlo.Instruction]) -> dict[str, int]:
-    """Counts the results of collectives, by kind.
+    """Counts the bytes of collectives' results, by kind.
 
-    One that runs beside other work counts once: at its end (-done), or, where a TPU's
-    compiler made several fusions of it, in the first of those that share a chain.
+    An asynchronous collective counts once: at its end (-done), or, if the TPU compiler
+    split it into several fusions, in the first fusion of its chain.
     """
     total: dict[str, int] = {}
     for i in within:
@@ -191,7 +191,7 @@ class _Walk:
 def _list_within(
   program: hlo.Program, name: str, i: hlo.Instruction
 ) -> Iterator[tuple[str, hlo.Instruction]]:
-  """Yields an instruction, or those of a fusion, with their computations."""
+  """Yields an instruction, or the instructions of a fusion, with their computations."""
   if i.opcode != 'fusion':
     yield name, i
     return
@@ -211,10 +211,10 @@ def _count_operations(program: hlo.Program, name: str, i: hlo.Instruction) -> fl
     return _count_convolution(i, operands[0][0].shape, operands[1][0].shape)
   if 'fmha' in i.target:
     return _count_attention(i, operands)
-  if i.target == _SLOTS:  # All of them.
+  if i.target == _SLOTS:  # All slots; see roofline.read_used_slots.
     queries, keys, *_ = _find_slots(operands)
     return 4.0 * math.prod(queries.shape) * keys.shape[2]
-  # Of [S, X] to [S, Y]; or with [S, Y] to [E, X, Y].
+  # From [S, X] to [S, Y]; or, with [S, Y], to [E, X, Y].
   if i.target == _HOPPER_GROUPS or _GROUPS.fullmatch(i.name):
     rows = next(x for arrays in operands for x in arrays if x.dtype == 'bf16')
     return 2.0 * math.prod(rows.shape) * i.result[0].shape[-1]
@@ -237,14 +237,14 @@ def _count_bytes(program: hlo.Program, name: str, i: hlo.Instruction) -> int:
     return 2 * written
   if i.opcode in _UPDATES:
     return 2 * sum(x.bytes for x in operands[_UPDATES[i.opcode]])
-  if i.opcode == 'copy-start':  # Its result names its argument too.
+  if i.opcode == 'copy-start':  # Its result also contains its argument.
     return written
-  if i.opcode == 'slice-start':  # The same: the array, the slice, and a flag.
+  if i.opcode == 'slice-start':  # The same: the array, the slice and a flag.
     return written - i.result[0].bytes + (0 if i.result[0].space else i.result[1].size)
   if i.opcode.endswith('-start') or i.opcode.endswith('-done'):
     return 0
   read = sum(x.bytes for arrays in operands for x in arrays)
-  if i.target == _SLOTS:  # It reads the heads that its queries share.
+  if i.target == _SLOTS:  # It reads only the heads of its queries.
     queries, *slots = _find_slots(operands)
     unread = 1 - queries.shape[1] / slots[0].shape[1]
     read -= int(unread * sum(x.bytes for x in slots))
@@ -252,7 +252,7 @@ def _count_bytes(program: hlo.Program, name: str, i: hlo.Instruction) -> int:
 
 
 def _find_slots(operands: Sequence[tuple[hlo.Array, ...]]) -> list[hlo.Array]:
-  """Returns queries, keys, values and scales of the kernel of slot_attention.py."""
+  """Returns queries, keys, values and scales of slot_attention.py's kernel."""
   arrays = [arrays[0] for arrays in operands if arrays]
   order = {'bf16': 0, 's8': 1, 'f32': 2}
   return sorted((x for x in arrays if x.dtype in order), key=lambda x: order[x.dtype])
@@ -261,7 +261,7 @@ def _find_slots(operands: Sequence[tuple[hlo.Array, ...]]) -> list[hlo.Array]:
 def _count_read(
   program: hlo.Program, name: str, index: int, arrays: tuple[hlo.Array, ...]
 ) -> int:
-  """Counts what a fused computation reads of its argument number `index`."""
+  """Counts the bytes that a fused computation reads of argument `index`."""
   whole = sum(x.bytes for x in arrays)
   found = list(program.computations[name].values())
   inside = re.compile(rf'\({index}\)')
@@ -272,7 +272,7 @@ def _count_read(
 
 
 def _count_used(program: hlo.Program, name: str, i: hlo.Instruction, whole: int) -> int:
-  """Counts what the users of an instruction read, at most `whole`."""
+  """Counts the bytes that an instruction's users read, at most `whole`."""
   if i is program.roots[name]:
     return whole
   total = 0
@@ -287,7 +287,7 @@ def _count_used(program: hlo.Program, name: str, i: hlo.Instruction, whole: int)
       elif user.opcode == 'fusion':
         total += _count_read(program, user.called[0], n, i.result)
       elif user.opcode == 'tuple' or (user.opcode in _UPDATES and n == 0):
-        continue  # It stays where it is.
+        continue  # Updated in place or passed on: not read.
       else:
         return whole
   return min(total, whole)
@@ -313,7 +313,7 @@ def _count_written(program: hlo.Program, name: str, result: tuple[hlo.Array, ...
 
 
 def _count_convolution(i: hlo.Instruction, left, right) -> float:
-  """Counts what a convolution multiplies and adds; a TPU's products are convolutions."""
+  """Counts the operations of a convolution; matrix products on TPUs are convolutions."""
   labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', i.text)
   assert labels, i
   inputs, kernel, outputs = labels.groups()
@@ -340,7 +340,7 @@ def _count_convolution(i: hlo.Instruction, left, right) -> float:
 
 @functools.cache
 def _count_pairs(*, size, kernel, result, low, stride, dilation, base) -> int:
-  """Counts the pairs of places of result and kernel that meet a number."""
+  """Counts the pairs of result and kernel positions that meet an input number."""
   end = (size - 1) * base
   total = 0
   for place in range(kernel):
@@ -351,19 +351,19 @@ def _count_pairs(*, size, kernel, result, low, stride, dilation, base) -> int:
 
 
 def _count_attention(i: hlo.Instruction, operands) -> float:
-  """Counts what cuDNN's attention multiplies and adds: no block of a mask is left out."""
+  """Counts the operations of cuDNN's attention, which skips no block of a mask."""
   backward = i.target.endswith('Backward')
   B, T, N, H = operands[0][0].shape
   S = operands[1][0].shape[1]
-  # Scores and values; backward the scores again, and four gradients.
+  # Scores and values; backward, the scores again and four gradients.
   return (10.0 if backward else 4.0) * B * N * T * S * H
 
 
 def _count_pallas(i: hlo.Instruction, operands) -> float:
-  """Counts what a TPU's kernel of attention over rows or a cache multiplies and adds.
+  """Counts the operations of a TPU's attention kernel over rows or a cache.
 
-  Its name says which products it computes: the scores and the values, or in a gradient
-  the scores again, those of the values, and one or two gradients.
+  Its name says which products it computes: scores and values, or in a gradient the scores
+  again, the gradient of the probabilities, and one or two more gradients.
   """
   products = next((n for name, n in _PRODUCTS.items() if name in i.name), 0)
   arrays = [x[0].shape for x in operands if x and x[0].dtype == 'bf16']

@@ -1,4 +1,4 @@
-"""What the kernels of a compiled program take on a chip, and which are not there."""
+"""Estimates the time of a compiled program's kernels, and finds missing kernels."""
 
 import collections
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ from agent_r1_jax.models.kernels import attention_kernels, slot_attention
 from experiments.bench import chips as chips_lib
 from experiments.bench import kernels as kernels_lib
 
-# What attention is computed by: a part of the kernel's target or name.
+# The attention kernels, by a part of their target or name.
 _EXPECTED: dict[tuple[str, str], tuple[str, ...]] = {
   ('gpu', 'gradient'): ('fmhaScaleBiasSoftmax', 'fmhaScaleBiasSoftmaxBackward'),
   ('tpu', 'gradient'): ('fwd', 'dq', 'dkv'),
   ('tpu', 'decode'): ('paged_attention',),
   ('tpu', 'prefill'): ('prefill_attention',),
 }
-# The same on GPUs with kernels of our own.
+# The same for GPUs with our own kernels.
 _HOPPER = 'h100', 'h200'
 _EXPECTED_HOPPER: dict[str, tuple[str, ...]] = {
   'gradient': tuple(f'row_attention_{x}' for x in ('forward', 'queries', 'keys')),
   'prefill': ('slot_attention',),
   'decode': ('slot_attention',),
 }
-# The slots that kernels of a decode read at a time.
+# The slots that decode kernels read at a time.
 _READS = {
   'paged_attention': attention_kernels.PAGE,
   'slot_attention': slot_attention.BLOCK,
@@ -32,7 +32,7 @@ _EXPECTED_TREES = {('tpu', 'gradient'): ('forward', 'queries', 'keys')}
 
 
 def count_seconds(kernel: kernels_lib.Kernel, chip: chips_lib.Chip) -> float:
-  """Returns what all calls of a kernel take, without what it exchanges."""
+  """Returns the seconds of all calls of a kernel, without collectives."""
   if kernel.kind == 'exchange':
     return 0.0
   if kernel.cycles and chip.clock:
@@ -44,11 +44,11 @@ def count_seconds(kernel: kernels_lib.Kernel, chip: chips_lib.Chip) -> float:
 def sum_seconds(
   kernels: Sequence[kernels_lib.Kernel], chip: chips_lib.Chip
 ) -> tuple[float, float]:
-  """Sums what kernels take one after the other.
+  """Sums the seconds of kernels.
 
   Returns:
-    The seconds if copies between memories and exchanges cost nothing beside the rest, as
-    long as all bytes can be read in them; and those if nothing ran beside anything.
+    The seconds with perfect overlap of copies and collectives, at least the time of all
+    bytes at the bandwidth; and the seconds with no overlap.
   """
   alone = sum(count_seconds(k, chip) for k in kernels if not k.beside)
   moved = sum(k.calls * k.bytes for k in kernels) / chip.bandwidth
@@ -95,7 +95,7 @@ def show_longest(
 def find_missing(
   kernels: Sequence[kernels_lib.Kernel], program: str, kind: str, *, trees: bool = False
 ) -> list[str]:
-  """Returns the kernels of attention that are expected on a chip and are not there."""
+  """Returns the expected attention kernels of a chip that the program lacks."""
   platform = chips_lib.CHIPS[kind].platform
   expected = _EXPECTED.get((platform, program), ())
   if trees:
@@ -110,9 +110,9 @@ def find_missing(
 def read_used_slots(
   kernels: Sequence[kernels_lib.Kernel], used: int, slots: int
 ) -> list[kernels_lib.Kernel]:
-  """Returns kernels of a decode whose texts have `used` tokens, in rows of `slots`.
+  """Scales a decode's kernels to sequences of `used` tokens, in rows of `slots`.
 
-  The attention that reads pages or blocks reads no others; what XLA computes reads all.
+  Attention kernels read only the used pages or blocks; attention by XLA reads all slots.
   """
 
   def leave_out(kernel: kernels_lib.Kernel) -> kernels_lib.Kernel:

@@ -1,8 +1,8 @@
 """First light, part 6: two steps of agent RL at 0.6B, with a tool of .2 seconds.
 
-The policy has random parameters, so nothing is learned: what is measured is where the
-time of a step goes. Each reply but the last of four is answered by a tool that takes .2
-seconds; GRPO with groups of eight.
+The policy has random parameters, so it learns nothing: the part measures where the time
+of a step goes. A tool that takes .2 seconds answers each of four replies except the last;
+GRPO with groups of eight.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ _MINIWIKI = pathlib.Path(__file__).parents[2] / 'miniwiki' / 'model'
 
 
 class Player(sockets.Player):
-  """Answers each reply after the tool's seconds; the tokens are random.
+  """Answers each reply with random tokens, after the tool's seconds.
 
-  A policy with random parameters never ends a reply by itself, which would end the
-  episode of an environment.
+  A policy with random parameters never ends a reply, so an environment's episode would
+  end with the first one.
   """
 
   async def play(self, episode: Any, task: types.Task) -> str:
-    """Plays the turns, and rewards a sum of the sampled tokens."""
+    """Plays the turns; the reward depends on the sum of the sampled tokens."""
     rng = np.random.default_rng(int(task.id))
     draw = lambda n: rng.integers(0, episode.context.vocab_size, n).astype(np.int32)
     transcript, ids, total = episode.transcript, draw(_PROMPT), 0
@@ -53,7 +53,7 @@ class Player(sockets.Player):
 
 
 def run() -> Iterator[lines.Line]:
-  """A line for each step."""
+  """Yields a line per step."""
   shape, tasks, tokens = ('tiny', 2, 8) if lines.is_tiny() else ('0.6b', 16, 64)
   model, workdir = map(quickstart.make_workdir, ('model', 'agent'))
   _write_model(shape, model)
@@ -64,7 +64,7 @@ def run() -> Iterator[lines.Line]:
     engine=config.Engine(
       slots=1024, rows=8 * tasks, decode_steps=16, bucket=1024, narrow=False
     ),
-    # Given, because to choose them programs would be compiled.
+    # Set here, because choosing them automatically compiles programs.
     batch=config.Batch(row_tokens=512 * tasks, microbatch=1),
     sinks='',
   )
@@ -77,9 +77,9 @@ def run() -> Iterator[lines.Line]:
     make_env=Player,
     algorithm=algorithms.grpo(),
   )
-  # At least the tool's time of all turns passes, whatever else is done meanwhile.
+  # Every episode takes at least its tools' time, whatever overlaps with it.
   more = {'tool_seconds': _TOOL_SECONDS * (_TURNS - 1), 'episodes': 8 * tasks}
-  # In a thread: the end of the run, which writes gigabytes, may be too late.
+  # In a thread, to yield lines before the run ends, which writes gigabytes.
   with futures.ThreadPoolExecutor(1) as pool:
     future = pool.submit(play)
     is_running = lambda: not future.done()

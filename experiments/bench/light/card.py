@@ -1,4 +1,4 @@
-"""First light, part 1: the card, and the two numbers that everything is compared with."""
+"""First light, part 1: the device, and the two speeds that later bounds use."""
 
 from collections.abc import Iterator
 import importlib.metadata
@@ -14,13 +14,13 @@ from experiments.bench import chips
 from experiments.bench.light import lines
 
 COPY, PRODUCT = 'copy', 'bfloat16 product'
-# What JAX calls a TPU -> a key of chips.CHIPS; a GPU's is in its name.
+# JAX's name of a TPU -> a key of chips.CHIPS; a GPU's name contains its key.
 _TPUS = {'TPU v5 lite': 'v5e', 'TPU v5': 'v5p', 'TPU v6 lite': 'v6e'}
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy', 'transformers')
 
 
 def describe() -> Iterator[lines.Line]:
-  """The device and what runs on it."""
+  """Yields the device, its driver and the versions of packages."""
   device = jax.devices()[0]
   stats = device.memory_stats() or {}
   yield {
@@ -37,7 +37,7 @@ def describe() -> Iterator[lines.Line]:
 
 
 def copy() -> Iterator[lines.Line]:
-  """Bytes a second that a copy in the device's memory reads and writes."""
+  """Measures the bytes per second that a copy in device memory reads and writes."""
   x = jax.random.normal(
     jax.random.key(0), (1 << (22 if lines.is_tiny() else 30),), jnp.bfloat16
   )
@@ -55,7 +55,7 @@ def copy() -> Iterator[lines.Line]:
 
 
 def multiply() -> Iterator[lines.Line]:
-  """Operations a second of a large product of matrices of random numbers."""
+  """Measures the operations per second of a large product of random matrices."""
   n = 512 if lines.is_tiny() else 8192
   keys = jax.random.split(jax.random.key(0))
   x, y = (jax.random.normal(key, (n, n), jnp.bfloat16) for key in keys)
@@ -72,18 +72,18 @@ def multiply() -> Iterator[lines.Line]:
 
 
 def find_bandwidth() -> float:
-  """Returns the bytes a second that the card part measured, or else those published."""
+  """Returns the measured bytes per second of a copy, or else the published bandwidth."""
   return lines.find('card', COPY) or getattr(_find_chip(), 'bandwidth', 1e10)
 
 
 def find_peak() -> float:
-  """Returns the operations a second: those published, or for a CPU those measured."""
+  """Returns the published peak operations per second; for a CPU, the measured ones."""
   published = meter.find_peak(jax.devices()[0].device_kind)
   return published or lines.find('card', PRODUCT) or 1e11
 
 
 def _ask_driver() -> str:
-  """Returns what the driver of NVIDIA says of the card, or an empty text."""
+  """Returns what nvidia-smi says about the card, or an empty string."""
   command = ['nvidia-smi', '--format=csv,noheader']
   command += ['--query-gpu=name,memory.total,driver_version,power.limit']
   try:

@@ -1,13 +1,13 @@
-"""First light, part 2: each kernel of ours against the plain definition.
+"""First light, part 2: checks each of our kernels against a plain reference.
 
-Inputs are fresh random numbers in each run (the seed is in the line), and outputs are
-written into arrays of NaN, so that a number that a kernel leaves out is seen. The plain
-definition computes the same inputs in float32. A gap is the largest difference, of
-outputs and of each gradient, as a part of the largest number of the plain one.
+Inputs are new random numbers in each run (the seed is in the line), and outputs go to
+arrays filled with NaN, so that numbers which a kernel does not write show up. The
+reference computes the same in float32. A gap is the largest difference of an output or a
+gradient, as a fraction of the reference's largest number.
 
-GPUs of Hopper's kind have row_attention and slot_attention, TPUs tree_attention and
-prefill_attention. On a CPU all four are interpreted, on a few tokens. Both have kernels
-of JAX's for the products of experts.
+Hopper GPUs have row_attention and slot_attention, TPUs tree_attention and
+prefill_attention; a CPU interprets all four, on a few tokens. GPUs and TPUs use JAX's
+kernels for the products of experts.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,12 +39,12 @@ _WHAT = flags.DEFINE_enum(
   'Which kernels to check, or to time them.',
   flag_values=lines.FLAGS,
 )
-# A few bits of bfloat16; hopper.py refuses a kernel from .05 on.
+# A few bits of bfloat16; hopper.py disables a kernel from .05 on.
 LARGEST_GAP = 0.02
 
 
 def check() -> Iterator[lines.Line]:
-  """The kernels for this platform, or all where they are interpreted."""
+  """Checks the kernels for this platform; on a CPU all of them, interpreted."""
   platform = jax.default_backend()
   found: dict[str, tuple[Callable[..., Any], Callable[..., Iterator[lines.Line]]]] = {}
   if _WHAT.value == 'rows':
@@ -74,7 +74,7 @@ def check() -> Iterator[lines.Line]:
 
 
 def _interpret(name: str, attend: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
-  """Returns a kernel as a CPU interprets it, and the context in which it does."""
+  """Returns a kernel for interpretation on a CPU, and the context to call it in."""
   if name in ('tree_attention', 'prefill_attention'):
     from jax.experimental.pallas import tpu as pltpu
 
@@ -89,10 +89,10 @@ def _interpret(name: str, attend: Callable[..., Any]) -> tuple[Callable[..., Any
 
 
 def _check_rows(name: str, attend: Callable[..., Any]) -> Iterator[lines.Line]:
-  """Attention over rows of texts and of trees: output and gradients."""
+  """Checks attention over rows of sequences and of trees: output and gradients."""
   T = 256 if lines.is_tiny() else 2048
   cases = ((128, 4, 2),) if lines.is_tiny() else ((128, 16, 2), (64, 14, 2))
-  # Heads of 64 numbers are no whole tiles of a TPU.
+  # Heads of 64 numbers do not fill a TPU's tiles.
   for H, N, K in cases[:1] if name == 'tree_attention' else cases:
     rng, seed = _make_rng()
     q, k, v, dout = (_draw(rng, 2, T, heads, H) for heads in (N, K, K, N))
@@ -110,7 +110,7 @@ def _check_rows(name: str, attend: Callable[..., Any]) -> Iterator[lines.Line]:
 
 
 def _check_slots(name: str, attend: Callable[..., Any]) -> Iterator[lines.Line]:
-  """Attention to the used slots of a cache, of 16 bits and of 8."""
+  """Checks attention to the used slots of a cache, in 16 and in 8 bits."""
   S = 256 if lines.is_tiny() else 4096
   cases = (128, 1, False), (64, 5, True), (64, 1, False), (128, 5, True)
   for H, T, rounded in cases[:2] if lines.is_tiny() else cases:
@@ -130,7 +130,7 @@ def _check_slots(name: str, attend: Callable[..., Any]) -> Iterator[lines.Line]:
 
 
 def _check_prefill(name: str, attend: Callable[..., Any]) -> Iterator[lines.Line]:
-  """Attention of a prefill to the slots of a cache."""
+  """Checks attention of a prefill to the slots of a cache."""
   rng, seed = _make_rng()
   (B, T, N, K, S), H = (
     (1, 128, 2, 1, 256) if lines.is_tiny() else (4, 256, 16, 2, 4096),
@@ -146,13 +146,13 @@ def _check_prefill(name: str, attend: Callable[..., Any]) -> Iterator[lines.Line
 
 
 def time_rows() -> Iterator[lines.Line]:
-  """Output and gradients of one long text, by our kernel and by cuDNN."""
+  """Times output and gradients of one long sequence, by our kernel and by cuDNN."""
   if _WHAT.value != 'time' or jax.default_backend() != 'gpu':
     return
   T, N, K, H = 16_384, 16, 8, 128
   q, k, v, dout = (_draw(np.random.default_rng(0), 1, T, n, H) for n in (N, K, K, N))
   whole = jnp.full((1, T), T)
-  # Scores and values, and five more products backward, each of half of T x T.
+  # Scores and values, and five products backward, each of half of T x T.
   operations = 7 * 2 * N * H * T * T / 2
   ways: dict[str, Callable[..., Any]] = {}
   if os.environ.get(row_attention.VARIABLE) != '0':
@@ -181,17 +181,17 @@ def time_rows() -> Iterator[lines.Line]:
 
 def _describe(what: str, gap: float, **more: Any) -> lines.Line:
   line = lines.make(what, gap, 'of the largest number', **more)
-  # A comparison with NaN is False.
+  # A gap of NaN fails: comparisons with NaN are False.
   return line if gap < LARGEST_GAP else line | {'failed': f'the gap is {gap:.3g}'}
 
 
 def _fill_nan(call: Callable[..., Any], *inputs: jax.Array) -> Any:
-  """Computes a call whose outputs are written over arrays of NaN."""
+  """Computes a call whose outputs overwrite arrays of NaN."""
   shapes = jax.eval_shape(call, *inputs)
   poison = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes)
-  # Freed arrays of NaN for the memory between the programs of a call.
+  # Freed arrays of NaN also fill the memory of a call's temporaries.
   jax.block_until_ready([jnp.full((1 << 20,), jnp.nan) for _ in range(16)])
-  # Donated arrays of the shapes of the outputs are where the outputs are written.
+  # XLA writes the outputs to donated arrays of their shapes.
   write = jax.jit(lambda _, *inputs: call(*inputs), donate_argnums=0, keep_unused=True)
   return write(poison, *inputs)
 
@@ -206,7 +206,7 @@ def _draw(rng: np.random.Generator, *shape: int) -> jax.Array:
 
 
 def _draw_texts(rng: np.random.Generator, T: int) -> np.ndarray:
-  """Draws the ends of texts that fill a row but for some padding, [T]."""
+  """Draws the ends of sequences that fill a row up to some padding, [T]."""
   cuts = np.sort(rng.choice(np.arange(1, T - 10), 4, replace=False))
   ends = np.arange(1, T + 1)  # Padding sees itself.
   for start, end in zip([0, *cuts[:-1]], cuts, strict=True):
@@ -215,7 +215,7 @@ def _draw_texts(rng: np.random.Generator, T: int) -> np.ndarray:
 
 
 def _draw_tree(rng: np.random.Generator, T: int) -> np.ndarray:
-  """Draws the ends of a tree: a root, and two branches of which one branches, [T]."""
+  """Draws the ends of a tree: a root with two branches, one of which branches, [T]."""
   a, b, c, d = np.sort(rng.choice(np.arange(1, T), 4, replace=False))
   ends = np.full(T, T)
   ends[a:d], ends[b:c] = d, c
@@ -223,7 +223,7 @@ def _draw_tree(rng: np.random.Generator, T: int) -> np.ndarray:
 
 
 def check_groups() -> Iterator[lines.Line]:
-  """Products of sorted rows by the kernels that JAX ships, which no CPU interprets."""
+  """Checks JAX's kernels for products of sorted rows, which no CPU interprets."""
   if _WHAT.value != 'groups' or jax.default_backend() == 'cpu':
     return
   if jax.default_backend() == 'gpu' and not hopper.is_here():
@@ -247,7 +247,7 @@ def check_groups() -> Iterator[lines.Line]:
 
 
 def time_experts() -> Iterator[lines.Line]:
-  """Experts of a layer of Qwen3-30B-A3B, and gradients, by the kernels and without."""
+  """Times experts of a layer of Qwen3-30B-A3B and gradients, with and without kernels."""
   if _WHAT.value != 'groups' or jax.default_backend() == 'cpu':
     return
   M, k, E, D, I = 8192, 8, 128, 2048, 768
@@ -258,13 +258,13 @@ def time_experts() -> Iterator[lines.Line]:
   x, dout = _draw(rng, 1, M, D), _draw(rng, 1, M, D)
   weight = jnp.full((1, M, k), 1 / k)
   expert = jnp.asarray(rng.permuted(np.tile(np.arange(E), (M, 1)), axis=1)[None, :, :k])
-  # Three products of each pair, and twice as many for their gradient.
+  # Three products per pair of token and expert, and twice as many for the gradient.
   operations = 9 * 2 * M * k * D * I
   ways = {'group_products': '1', 'without': '0'}
   if jax.default_backend() == 'tpu':
     del ways['without']  # The variable is for GPUs.
   elif os.environ.get(group_products.VARIABLE) == '0':
-    del ways['group_products']  # They failed their check.
+    del ways['group_products']  # The kernels failed their check.
   for name, variable in ways.items():
     os.environ[group_products.VARIABLE] = variable
     hopper.passes_check.cache_clear()

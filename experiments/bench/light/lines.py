@@ -1,15 +1,15 @@
-"""What the parts of first light share: their lines of JSON, their flags, their clock.
+"""Shared by the parts of first light: their lines of JSON, their flags, a timer.
 
 A part is a module with `MEASUREMENTS`, functions that yield lines. A line has
 
-  what       what was measured, unique within its part
+  what       the name of the measurement, unique within its part
   measured   a number, with its `unit`
-  bound      the best that the hardware allows, in the same unit, where it is known
-  ratio      measured over bound, so that 1 is perfect and less is worse; see `make`
-  published  what others publish for it, with `by`, who they are
-  failed     in place of a number: why there is none
+  bound      the best that the hardware allows, in the same unit, if known
+  ratio      the fraction of the bound that was reached; 1 is perfect; see `make`
+  published  the MFU that others publish for it
+  failed     instead of a number: why there is none
 
-and whatever else belongs to it. It is written the moment it is known.
+and further fields. It is written as soon as it is known.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,14 +26,14 @@ import jax
 from agent_r1_jax.host import runtime
 
 Line = dict[str, Any]
-# The names of --shape: the sizes to measure, and those of a rehearsal on a CPU.
+# Values of --shape: the sizes to measure, and tiny ones for a rehearsal on a CPU.
 SHAPES = ('full', 'tiny')
 FILE = 'lines.jsonl'
-# Below this ratio a measurement is explained by a profile.
+# Measurements below this ratio are profiled.
 LEAST_RATIO = 0.6
 
-# Apart from absl's own until a script begins, for other scripts have flags of these names
-# and may be imported by the same program.
+# Not in absl's global flags until a script starts: a program may also import other
+# scripts with flags of these names.
 FLAGS = flags.FlagValues()
 _OUT = flags.DEFINE_string('out', '', 'The folder of lines.jsonl.', FLAGS)
 _PART = flags.DEFINE_string('part', '', 'The name of this part.', FLAGS)
@@ -59,9 +59,9 @@ def run_app(main: Callable[[Any], None]) -> None:
 def run(
   measurements: Sequence[Callable[[], Iterator[Line]]], *, device: bool = True
 ) -> None:
-  """Runs a part: a measurement that raises is one line, and the next one follows.
+  """Runs a part; a measurement that raises becomes one line, and the next one runs.
 
-  Without `device`, the part leaves the accelerator to a program that it starts.
+  Without `device`, the part leaves the accelerator to another process or library.
   """
 
   def main(_):
@@ -72,17 +72,17 @@ def run(
       try:
         for line in measure():
           write(_OUT.value, _PART.value, line)
-      except Exception as error:  # Whatever a compiler, a driver or a library raises.
+      except Exception as error:  # Compilers, drivers and libraries raise any type.
         name = measure.__name__.replace('_', ' ')
         write(_OUT.value, _PART.value, {'what': name, 'failed': describe_error(error)})
-    # Threads that still compile, and drivers that hang, are not waited for.
+    # Do not wait for threads that still compile, or drivers that hang.
     os._exit(0)
 
   run_app(main)
 
 
 def write(out: str | os.PathLike, part: str, line: Line) -> None:
-  """Appends a line of a part, so that it is kept whatever happens next."""
+  """Appends a part's line to the file, and prints it."""
   text = json.dumps({'part': part} | line)
   with pathlib.Path(out, FILE).open('a') as file:
     print(text, file=file)
@@ -90,14 +90,14 @@ def write(out: str | os.PathLike, part: str, line: Line) -> None:
 
 
 def read(path: str | os.PathLike) -> list[Line]:
-  """Reads the lines of a folder, or of a file; a line that was cut off is left out."""
+  """Reads the lines of a folder or a file; skips truncated lines."""
   path = pathlib.Path(path)
   path = path / FILE if path.is_dir() else path
   found = []
   for text in path.read_text().splitlines() if path.exists() else ():
     try:
       found.append(json.loads(text))
-    except ValueError:  # The process was killed while it wrote.
+    except ValueError:  # The process was killed while writing.
       continue
   return found
 
@@ -111,7 +111,7 @@ def make(
   higher_is_better: bool = False,
   **more: Any,
 ) -> Line:
-  """Makes a line, with the ratio of what was measured to what the hardware allows."""
+  """Makes a line, with the ratio of the measurement to the hardware's bound."""
   line: Line = {'what': what, 'measured': measured, 'unit': unit}
   if bound:
     ratio = measured / bound if higher_is_better else bound / measured
@@ -156,7 +156,7 @@ def count_seconds_left() -> float:
 
 
 def find(part: str, what: str) -> float | None:
-  """Returns what an earlier part measured last, or None if it did not."""
+  """Returns an earlier part's latest measurement, or None if it has none."""
   found = (x for x in read(out()) if (x['part'], x['what']) == (part, what))
   return next((x.get('measured') for x in reversed([*found])), None)
 
@@ -167,12 +167,13 @@ def measure_seconds(
   """Times a call that returns arrays.
 
   Args:
-    call: What is timed.
+    call: The call to time.
     repeats: How often it is timed.
-    calls: How many calls are timed together: the device's queue is never empty then.
+    calls: How many calls are timed together, which keeps the device's queue full.
 
   Returns:
-    The seconds of the first call, compilation included, and the median of the others.
+    The seconds of the first call, with compilation, and the median seconds per call of
+    the repetitions.
   """
   start = time.perf_counter()
   jax.block_until_ready(call())

@@ -1,8 +1,8 @@
-"""First light, part 5: what a user would take otherwise, in the same minutes.
+"""First light, part 5: the usual alternative on the same device, for comparison.
 
-transformers' `generate` and a policy-gradient step in PyTorch, with its own attention,
-in bfloat16 with float32 master weights and recomputed activations, as the update of part
-3. The shapes are those of parts 3 and 4; a line's `ours` is what was measured there.
+transformers' `generate`, and a policy-gradient step in PyTorch with its own attention, in
+bfloat16 with float32 master weights and recomputed activations, like the update of part
+3. The shapes are those of parts 3 and 4, whose result is a line's `ours`.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ _REPEATS = 3
 
 
 def generate() -> Iterator[lines.Line]:
-  """Sampled tokens a second of transformers' generate."""
+  """Measures the sampled tokens per second of transformers' `generate`."""
   import torch  # pyright: ignore[reportMissingImports]
 
   shape, rows, prompt, new = (
@@ -34,14 +34,14 @@ def generate() -> Iterator[lines.Line]:
 
   first, seconds = _measure(call)
   what = f'generate, {shape}, {rows} rows, {prompt + new // 2} used on average'
-  # Our decode that uses nearly as many slots, without its prefill.
+  # Our decode with nearly as many used slots, without its prefill.
   used = 64 if lines.is_tiny() else 512
   ours = _find_speed('sampler', f'decode, {shape}, {rows} rows, {used} used')
   yield lines.make(what, rows * new / seconds, 'tokens/s', first_seconds=first, ours=ours)
 
 
 def train() -> Iterator[lines.Line]:
-  """Trained tokens a second of a policy-gradient step."""
+  """Measures the trained tokens per second of a policy-gradient step."""
   import torch  # pyright: ignore[reportMissingImports]
 
   shape, T = ('tiny', 256) if lines.is_tiny() else ('0.6b', 16_384)
@@ -81,7 +81,7 @@ def train() -> Iterator[lines.Line]:
 
 
 def _make_model(shape: str) -> Any:
-  """Makes transformers' model of a shape, with its own random parameters."""
+  """Makes transformers' model of a shape, with random parameters."""
   import torch  # pyright: ignore[reportMissingImports]
   import transformers
 
@@ -102,7 +102,7 @@ def _device() -> str:
 
 
 def _measure(call: Callable[[], None]) -> tuple[float, float]:
-  """Times a call: the first one, and the median of the others."""
+  """Times the first call, and the median of the others, in seconds."""
   import torch  # pyright: ignore[reportMissingImports]
 
   times = []
@@ -116,7 +116,7 @@ def _measure(call: Callable[[], None]) -> tuple[float, float]:
 
 
 def _find_speed(part: str, what: str) -> float | None:
-  """Finds our tokens a second of the line of this name, as last measured."""
+  """Finds our latest tokens per second in the line of this name."""
   found = {x['what']: x for x in lines.read(lines.out()) if x['part'] == part}
   return found.get(what, {}).get('tokens_per_second')
 

@@ -1,13 +1,12 @@
-"""First light, part 2: a tiny policy against the numbers that a CPU computed.
+"""First light, part 2: checks a tiny policy against results from a CPU.
 
   python -c 'from experiments.bench.light import policy; policy.write_golden()'
 
-writes golden.npz, on a CPU.
-The parameters and texts are numpy's random numbers, so that every machine makes the same.
-It has, in float32: the log-probs of packed rows, the same after one update, and
-what an engine sampled from its keys, with the log-probs. They are compared in float32
-with exact products, where differences are the order of sums, and in bfloat16, where
-attention is by the kernels of the card.
+writes golden.npz, on a CPU. Parameters and tokens are NumPy's random numbers, equal on
+every machine. The file has, in float32: log-probs of packed rows, the same after one
+update, and an engine's samples with their log-probs. The device is compared in float32
+with exact products, where only the order of sums differs, and in bfloat16, where its
+kernels compute attention.
 """
 
 import asyncio
@@ -31,12 +30,12 @@ from experiments.bench import common
 from experiments.bench.light import lines
 
 _FILE = pathlib.Path(__file__).parent / 'golden.npz'
-# Heads of 64 and rows of 128 tokens: our kernels take them.
+# Heads of 64, and rows in multiples of 128 tokens, as our kernels need.
 _CONFIG = decoder.DecoderConfig(
   'qwen3', 512, 128, 2, 4, 2, 64, 256, tie_embeddings=True, rope_theta=1e6
 )
 _ROWS, _T, _TEXTS = 2, 256, 8
-# Nats: in float32 the order of sums, in bfloat16 its 8 bits over two layers.
+# Nats: float32 allows for the order of sums, bfloat16 for its 8 bits over two layers.
 _LARGEST = {'float32': 2e-3, 'bfloat16': 0.1}
 _RATE = 0.05
 
@@ -54,7 +53,7 @@ def _make_params() -> decoder.Params:
 
 
 def _make_batch() -> types.Batch:
-  """Makes rows of three texts each and padding, half of whose tokens are actions."""
+  """Makes rows of three sequences and padding; half of the tokens are actions."""
   rng = np.random.default_rng(1)
   tokens = rng.integers(0, _CONFIG.vocab_size, (_ROWS, _T))
   actions = rng.random((_ROWS, _T)) < 0.5
@@ -72,7 +71,7 @@ def _make_batch() -> types.Batch:
 
 
 def _compute(dtype: str) -> dict[str, np.ndarray]:
-  """Computes what golden.npz holds."""
+  """Computes the arrays of golden.npz in this dtype."""
   config = dataclasses.replace(_CONFIG, dtype=dtype)
   params, batch = jax.device_put(_make_params()), _make_batch()
   found = {'logprobs': learner.logprobs(params, batch, config=config)}
@@ -81,7 +80,7 @@ def _compute(dtype: str) -> dict[str, np.ndarray]:
   found['sampled'] = np.stack([s.tokens for s in segments])
   found['sampled_logprobs'] = np.stack([s.behaviour_logprobs for s in segments])
   found['actions'] = np.stack([s.action_mask for s in segments])
-  # Not Adam's: its first step divides each gradient by itself, however small it is.
+  # Not Adam: its first step divides each gradient by its own size, which amplifies noise.
   optimizer = optax.sgd(_RATE)
   state = learner.init(params, optimizer)
   loss = learner.objective(algorithms.grpo(kl_coef=0.0))
@@ -93,7 +92,7 @@ def _compute(dtype: str) -> dict[str, np.ndarray]:
 
 
 async def _play(engine: engine_lib.Engine, number: int) -> types.Segment:
-  """Plays three turns with random answers; two texts begin with the same prompt."""
+  """Plays three turns with random answers; every two sequences share a prompt."""
   draw = lambda n, *seed: (
     np.random.default_rng(seed).integers(0, _CONFIG.vocab_size, n).astype(np.int32)
   )
@@ -134,7 +133,7 @@ def _make_engine(
 
 
 def compare() -> Iterator[lines.Line]:
-  """Log-probs, one update, and sampled tokens, in both precisions."""
+  """Compares log-probs, one update, and sampled tokens, in both precisions."""
   golden = dict(np.load(_FILE))
   for dtype, largest in _LARGEST.items():
     with _set_precision(dtype):
@@ -144,7 +143,7 @@ def compare() -> Iterator[lines.Line]:
       yield _judge(f'{name}, {dtype}', gap, largest)
     norms = float(found['grad_norm']), float(golden['grad_norm'])
     yield _judge(f'gradient norm, {dtype}', abs(norms[0] / norms[1] - 1), largest)
-    # Where a token differs, everything after it is another text.
+    # After the first token that differs, the sequences are not comparable.
     same = found['sampled'] == golden['sampled']
     before = np.cumprod(same, axis=1).astype(bool) & golden['actions']
     gap = np.abs(found['sampled_logprobs'] - golden['sampled_logprobs'])[before].max()
@@ -154,7 +153,7 @@ def compare() -> Iterator[lines.Line]:
 
 
 def draft() -> Iterator[lines.Line]:
-  """Greedy and sampled replies with drafts and without: the same tokens."""
+  """Checks that greedy and sampled replies are the same with drafts and without."""
   params = jax.device_put(_make_params())
   for dtype in _LARGEST:
     config = dataclasses.replace(_CONFIG, dtype=dtype)
@@ -170,7 +169,7 @@ def draft() -> Iterator[lines.Line]:
 
 
 def _reply(engine: engine_lib.Engine) -> tuple[np.ndarray, float]:
-  """Samples replies to prompts that repeat themselves; half of them greedily."""
+  """Samples replies to repetitive prompts, half of them greedily."""
   rng = np.random.default_rng(2)
   pieces = rng.integers(0, _CONFIG.vocab_size, (_TEXTS, 16)).astype(np.int32)
 
@@ -190,7 +189,7 @@ def _reply(engine: engine_lib.Engine) -> tuple[np.ndarray, float]:
 
 @contextlib.contextmanager
 def _set_precision(dtype: str) -> Iterator[None]:
-  """Makes products of float32 exact in all threads: the engine decodes in its own."""
+  """Makes float32 products exact in all threads, because the engine has its own."""
   name = 'jax_default_matmul_precision'
   before = getattr(jax.config, name)
   jax.config.update(name, 'highest' if dtype == 'float32' else None)

@@ -1,8 +1,7 @@
-"""First light, last: where the time of the measurements below .6 of their bound goes.
+"""First light, last part: profiles the measurements below .6 of their bound.
 
-Each is run once more under JAX's profiler. The events of the device are sorted into kinds
-by the names of kernels and of HLO instructions. An event that contains others counts
-without the time of those.
+Each runs again under JAX's profiler. Device events are sorted into kinds by the names of
+kernels and HLO instructions. The time of an event excludes the events inside it.
 """
 
 import collections
@@ -19,8 +18,7 @@ import jax
 from experiments.bench.light import lines, sampler
 from experiments.bench.light import update as update_lib
 
-# Which events are of which kind: the first pattern that the name of a kernel or of its
-# instruction matches.
+# The first kind counts whose pattern matches the name of a kernel or its instruction.
 _KINDS = {
   'attention': r'attention|fmha|flash|splash|cudnn',
   'products': r'gemm|cublas|cutlass|nvjet|xmma|\bdot|dot_|_dot|conv(?!ert)|ynn',
@@ -32,7 +30,7 @@ _KINDS = {
 
 
 class Event(NamedTuple):
-  """What a device did from `start` to `end`, in nanoseconds."""
+  """An event on a device from `start` to `end`, in nanoseconds."""
 
   name: str
   start: float
@@ -40,7 +38,7 @@ class Event(NamedTuple):
 
 
 def profile() -> Iterator[lines.Line]:
-  """A line for each measurement below LEAST_RATIO, as long as there is time."""
+  """Yields a line for each measurement below LEAST_RATIO, as long as time is left."""
   calls = {}
   cases = update_lib.REHEARSAL if lines.is_tiny() else update_lib.CASES
   for case in cases:
@@ -49,7 +47,7 @@ def profile() -> Iterator[lines.Line]:
   for case in decodes:
     for used in case.used:
       calls[case.name_line(used)] = functools.partial(_make_decode, case, used)
-  # The same names in other parts are of other programs. The newest line counts.
+  # Other parts use the same names for other programs. The newest line counts.
   parts, found = ('update', 'sampler'), lines.read(lines.out())
   newest = {line['what']: line for line in found if line['part'] in parts}
   for what, line in newest.items():
@@ -77,18 +75,18 @@ def trace(call: Callable[[], Any]) -> list[list[Event]]:
 
 
 def read_events(path: pathlib.Path) -> list[list[Event]]:
-  """Reads the events of instructions, one list for each stream or thread."""
+  """Reads the events of instructions, one list per stream or thread."""
   planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
   devices = [plane for plane in planes if plane.name.startswith('/device:')]
   found = []
   for plane in devices or planes:
     for line in plane.lines:
-      # What else the plane of a device has tells the same in other words.
+      # Other lines of a device's plane repeat the same events.
       if plane in devices and not line.name.startswith(('Stream', 'XLA Ops')):
         continue
       events = []
       for event in line.events:
-        with warnings.catch_warnings():  # Of a type without a module.
+        with warnings.catch_warnings():  # About a type without a module.
           warnings.simplefilter('ignore')
           stats: dict[str, Any] = {key: value for key, value in event.stats}
         name = f'{event.name} {stats.get("hlo_op", "")}'
@@ -125,7 +123,7 @@ def describe(streams: list[list[Event]]) -> lines.Line:
 
 
 def count_own_time(events: list[Event]) -> Iterator[tuple[str, float]]:
-  """Yields each event's name and its time without that of the events inside it."""
+  """Yields each event's name, and its time without the events inside it."""
   own, around = {}, []
   ordered = sorted(events, key=lambda e: (e.start, -e.end))
   for number, event in enumerate(ordered):

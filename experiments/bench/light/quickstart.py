@@ -1,6 +1,6 @@
-"""First light, part 6: the quickstart's twenty steps with their evaluations.
+"""First light, part 6: twenty steps of the quickstart, with evaluations.
 
-It runs as a user runs it; its lines are read from the metrics that it writes.
+It runs as for a user; the lines come from the metrics that it writes.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,13 +19,13 @@ _KEPT = ('rollout/reward', 'train/behaviour_kl')
 
 
 def run() -> Iterator[lines.Line]:
-  """A line for each step, and one for the tables at the end."""
+  """Yields a line per step, and one for the complete run."""
   steps, questions, every = (1, 1, 1) if lines.is_tiny() else (_STEPS, _QUESTIONS, _EVERY)
   workdir, begun = make_workdir('quickstart'), time.monotonic()
   command = [sys.executable, '-m', 'experiments.miniwiki.search', f'--workdir={workdir}']
   command += [f'--config.schedule.steps={steps}', f'--questions={questions}']
   command += [f'--config.schedule.eval_every={every}', f'--watched={questions}']
-  # As few programs as possible: compiling the others would take most of the time.
+  # As few programs as possible, because compilation would take most of the time.
   command += ['--config.engine.narrow=False', '--config.engine.bucket=448']
   command += ['--config.engine.replicas=1']
   with subprocess.Popen(command) as process:
@@ -37,7 +37,7 @@ def run() -> Iterator[lines.Line]:
 
 
 def make_workdir(name: str) -> pathlib.Path:
-  """Returns the path of a new run; one of before would go on, or be over at once."""
+  """Returns the path of a new run; deletes an old run, which would resume."""
   workdir = lines.out() / name
   shutil.rmtree(workdir, ignore_errors=True)
   return workdir
@@ -46,10 +46,10 @@ def make_workdir(name: str) -> pathlib.Path:
 def follow(
   name: str, workdir: pathlib.Path, is_running: Callable[[], bool]
 ) -> Iterator[lines.Line]:
-  """Yields a line for each step of a run as soon as it is over."""
+  """Yields a line for each step of a run as soon as the step is over."""
   seen, running = 0, True
   while running:
-    running = is_running()  # Before its metrics are read for the last time.
+    running = is_running()  # Asked first, so that the last read sees all metrics.
     new = list_metrics(workdir)[seen:]
     seen += len(new)
     yield from describe_steps(name, new)
@@ -66,7 +66,7 @@ def list_metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def describe_steps(name: str, steps: list[dict[str, Any]]) -> Iterator[lines.Line]:
-  """Yields a line for each step: where its time went, and what it learned."""
+  """Yields a line for each step: its times, rewards and scores."""
   for metrics in steps:
     times = {k.removeprefix('time/'): x for k, x in metrics.items() if _is_of(k, 'time')}
     if times:  # The evaluation before the first step has none.

@@ -1,4 +1,4 @@
-"""Makes the table of docs/results/performance.md of the lines of a first light."""
+"""Makes the table in docs/results/performance.md from the lines of first light."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from experiments.bench.light import lines as lines_lib
 from experiments.bench.light.lines import LEAST_RATIO
 
 _HEAD = ('part', 'what', 'measured', 'bound', 'of the bound', 'published', 'further')
-# Of a line, what stands in the last column, and how it is called.
+# The fields in the last column -> their names in it.
 _FURTHER = {
   'tokens_per_second': 'tokens/s',
   'tokens_per_call': 'tokens a call',
@@ -25,7 +25,7 @@ _FURTHER = {
 
 
 def write(lines: Sequence[lines_lib.Line]) -> str:
-  """Writes the table, what failed, and a sentence for each ratio below LEAST_RATIO."""
+  """Writes the table, the failures, and a sentence for each ratio below LEAST_RATIO."""
   parts = [_write_about(lines), _write_table(lines)]
   if failed := [line for line in lines if 'failed' in line]:
     rows = (f'- {x["part"]}, {x["what"]}: {x["failed"]}' for x in failed)
@@ -72,7 +72,7 @@ def _write_table(lines: Sequence[lines_lib.Line]) -> str:
 
 
 def _explain(lines: Sequence[lines_lib.Line]) -> Iterator[str]:
-  """Yields a sentence for each low ratio: where the time goes, if a profile says it."""
+  """Yields a sentence for each low ratio: where the time goes, by its profile."""
   profiles = {x['what']: x for x in lines if x['part'] == 'profile' and 'shares' in x}
   for line in lines:
     if line.get('ratio', 1) >= LEAST_RATIO:
@@ -91,7 +91,7 @@ def _explain(lines: Sequence[lines_lib.Line]) -> Iterator[str]:
 
 
 def _format(x: Any) -> str:
-  """Formats a number with three digits, several with their names, or a text."""
+  """Formats a number with three digits, a dict of values, or a string."""
   if isinstance(x, dict):
     return ' '.join(f'{key} {_format(value)}' for key, value in x.items())
   return x if isinstance(x, str) else f'{x:.3g}' if abs(x) < 1e3 else f'{x:,.0f}'

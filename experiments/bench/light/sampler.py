@@ -1,8 +1,9 @@
-"""First light, part 4: the time of a decode and a prefill, and the least it could be.
+"""First light, part 4: times decodes and prefills, and compares them with their bounds.
 
-A decode of `rows` texts that use `used` slots each has to read the weights once a step,
-and each text's keys and values: the bound is their bytes at the bandwidth of a copy. A
-prefill's bound is its operations. The parameters are random, the programs the engine's.
+A decode of `rows` sequences with `used` slots each must read the weights once per step,
+and each sequence's keys and values: its bound is their bytes at the bandwidth of a copy.
+A prefill's bound is its operations. The programs are the engine's, with random
+parameters.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,12 +26,12 @@ from experiments.bench.light import update as update_lib
 
 _GUIDES = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION)
 _TILE = 128
-# Of the memory, what cache and weights may take.
+# The fraction of memory that cache and weights may take.
 _FULL = 0.85
 
 
 class Case(NamedTuple):
-  """A program that decodes."""
+  """A decode to measure."""
 
   shape: str  # A key of common.SHAPES.
   rows: int
@@ -41,13 +42,13 @@ class Case(NamedTuple):
 
   @property
   def name(self) -> str:
-    """What the case is called in its lines."""
+    """The name of the case in its lines."""
     cache = '' if self.cache == 'model' else f', cache of {self.cache}'
     k = f', {self.drafts} drafted' if self.drafts else ''
     return f'{self.shape}, {self.rows} rows{cache}{k}'
 
   def name_line(self, used: int) -> str:
-    """What the line of so many used slots is called."""
+    """Returns the name of the line for `used` slots."""
     return f'decode, {self.name}, {used} used'
 
 
@@ -67,14 +68,14 @@ REHEARSAL = (
 
 
 def decode() -> Iterator[lines.Line]:
-  """A line for each case and number of used slots."""
+  """Yields a line for each case and number of used slots."""
   cases = REHEARSAL if lines.is_tiny() else CASES
   lower = {case: functools.partial(_lower, case) for case in cases}
   yield from update_lib.measure_compiled(lower, measure, 'decode, {}')
 
 
 def prefill() -> Iterator[lines.Line]:
-  """Tokens that a prefill writes, at the end of texts that use half of their slots."""
+  """Times a prefill that continues sequences which use half of their slots."""
   shape, rows, T, S = ('tiny', 2, 32, 128) if lines.is_tiny() else ('3b', 8, 256, 4096)
   config = _make_config(shape)
   params = _make_params(config)
@@ -105,7 +106,7 @@ def prefill() -> Iterator[lines.Line]:
 
 
 def sync() -> Iterator[lines.Line]:
-  """The engine's copy of new parameters."""
+  """Times the engine's copy of new parameters."""
   shape = 'tiny' if lines.is_tiny() else '3b'
   config = _make_config(shape)
   params = jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
@@ -119,11 +120,11 @@ def sync() -> Iterator[lines.Line]:
 
 
 class Decoder(NamedTuple):
-  """A decode that can be called, and the bytes that it must read."""
+  """A decode to call, and the bytes that it must read."""
 
-  call: Callable[[int], programs_lib.Decoded]  # With so many used slots of each text.
+  call: Callable[[int], programs_lib.Decoded]  # The argument: used slots per sequence.
   weights: int
-  a_token: float  # Of keys and values.
+  a_token: float  # Bytes of a token's keys and values.
 
 
 def make_decoder(case: Case) -> Decoder:
@@ -148,7 +149,7 @@ def make_decoder(case: Case) -> Decoder:
 
 
 def measure(case: Case) -> Iterator[lines.Line]:
-  """Measures a program at each number of used slots."""
+  """Measures a case at each number of used slots."""
   decoder_ = make_decoder(case)
   for used in case.used:
     first, seconds = lines.measure_seconds(functools.partial(decoder_.call, used))
@@ -173,7 +174,7 @@ def _make_config(shape: str) -> decoder.DecoderConfig:
 
 
 def _make_params(config: decoder.DecoderConfig) -> decoder.Params:
-  """Makes the engine's parameters; the learner's are freed."""
+  """Makes the engine's parameters, and frees the learner's."""
   params = jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
   return engine_params.unstack(params, config)
 
@@ -188,7 +189,7 @@ def _make_places(case: Case) -> drafts.Places | None:
 
 
 def _count_slots(case: Case) -> int:
-  """Counts the slots of a row: whole tiles, as the kernels for used slots need."""
+  """Counts the slots of a row, in multiples of a tile, as the kernels need."""
   most = max(case.used) + drafts.count_most(case.steps, case.drafts)
   return -(-most // _TILE) * _TILE
 
@@ -212,7 +213,7 @@ def _make_options(case: Case, config: decoder.DecoderConfig) -> dict[str, Any]:
 
 
 def _make_batch(case: Case, config: decoder.DecoderConfig, used: int) -> Any:
-  """Makes a batch in which every row is decoded, with `used` slots each."""
+  """Makes a batch that decodes every row, with `used` slots each."""
   empty = active_request.make_decode_batch({}, case.rows, _GUIDES, unused_row=case.rows)
   return empty._replace(
     rows=np.arange(case.rows, dtype=np.int32),
@@ -223,7 +224,7 @@ def _make_batch(case: Case, config: decoder.DecoderConfig, used: int) -> Any:
 
 
 def _fits(case: Case) -> bool:
-  """Whether the learner's parameters, the engine's and the cache fit the memory."""
+  """Whether the learner's and the engine's parameters, and the cache, fit in memory."""
   config = _make_config(case.shape)
   cache: Any = jax.eval_shape(
     lambda: kv_cache.empty(config, case.rows, _count_slots(case), case.cache)

@@ -1,9 +1,9 @@
-"""First light, part 3: the time of an update, and the least its operations could take.
+"""First light, part 3: times updates, and compares them with their operations' bound.
 
 An update is the gradient of a GRPO loss on one row of T tokens, half of them actions,
-with recomputed activations, and the step of the optimizer, in bfloat16 with float32
-master weights. All programs are compiled first, in threads, and cached on disk. With
-AGENT_R1_ROW_ATTENTION=0 in the environment, rows attend by cuDNN on every GPU.
+with recomputed activations, and the optimizer's step, in bfloat16 with float32 master
+weights. All programs are compiled first, in threads, and cached on disk. With
+AGENT_R1_ROW_ATTENTION=0 in the environment, every GPU uses cuDNN's attention.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +30,7 @@ _CASES = flags.DEFINE_integer(
   'cases', 99, 'How many cases, from the first on.', flag_values=lines.FLAGS
 )
 _REPEATS = 3
-# What a case takes whose programs are compiled.
+# The time that a case needs after compilation.
 _LEAST_SECONDS = 8.0
 
 
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
   @property
   def name(self) -> str:
-    """What the case is called in its line."""
+    """The name of the case in its line."""
     how = f'LoRA of rank {self.rank}' if self.rank else self.optimizer
     remat = '' if self.remat == 'full' else f', remat {self.remat}'
     return f'{self.shape}, {self.tokens} tokens, {how}{remat}'
@@ -63,7 +63,7 @@ REHEARSAL = (Case('tiny', 256, rank=4), Case('tiny', 256, 'adamw8'))
 
 
 def update() -> Iterator[lines.Line]:
-  """A line for each case that compiles in time."""
+  """Yields a line for each case; one that does not compile in time says so."""
   if lines.get_part() == 'cudnn' and jax.default_backend() == 'tpu':
     yield {'what': 'cuDNN', 'failed': 'a TPU has none'}
     return
@@ -77,22 +77,21 @@ def measure_compiled(
   measure_case: Callable[[Any], Iterable[lines.Line]],
   what: str,
 ) -> Iterator[lines.Line]:
-  """Measures cases after their programs were compiled in threads.
+  """Compiles the programs of all cases in threads, then measures the cases.
 
-  Each program is found again in JAX's cache on disk when it is called. A case whose
-  programs take more than half of the part's time is measured after the others, when they
-  are compiled. XLA tries kernels on the device while it compiles, so that a line says how
-  many programs were still compiled meanwhile.
+  A call then finds its program in JAX's cache on disk. Cases that are not compiled after
+  half of the part's time are measured last. XLA autotunes on the device while it
+  compiles, so a line says how many programs were still compiling.
 
   Args:
-    lower: For each case a function that lowers its programs.
+    lower: For each case, a function that lowers its programs.
     measure_case: Yields the lines of a case.
-    what: The name of a case's line that says why there is no number, of the case's name.
+    what: The format of a failure's `what`, filled with the case's name.
   """
   pool = futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
   compiled: dict[Any, list[futures.Future]] = {}
   for case, make in lower.items():
-    try:  # Traced one after the other, since that is Python's work.
+    try:  # Traced one after the other, because tracing is Python.
       compiled[case] = [pool.submit(program.compile) for program in make()]
     except Exception as error:
       yield {'what': what.format(case.name), 'failed': lines.describe_error(error)}
@@ -102,7 +101,7 @@ def measure_compiled(
   is_late = lambda case: not all(future.done() for future in compiled[case])
   for case in sorted(compiled, key=is_late):
     end = time.monotonic() + max(0.0, lines.count_seconds_left() - _LEAST_SECONDS)
-    try:  # A case that does not fit or compile is one line.
+    try:  # A case that does not fit or compile becomes one line.
       for future in compiled[case]:
         future.result(max(0.0, end - time.monotonic()))
       busy = sum(not future.done() for future in every)
@@ -113,7 +112,7 @@ def measure_compiled(
 
 
 def measure(case: Case) -> lines.Line:
-  """Measures a case: tokens a second, and MFU."""
+  """Measures a case: seconds, tokens per second and MFU."""
   update, operations = make_update(case)
   first, seconds = lines.measure_seconds(update, repeats=_REPEATS)
   peak = card.find_peak()
@@ -135,7 +134,7 @@ def measure(case: Case) -> lines.Line:
 
 
 def make_update(case: Case) -> tuple[Callable[[], None], float]:
-  """Returns a function that makes a step, and the operations that it needs."""
+  """Returns a function that takes a step, and the operations that it needs."""
   config, batch = _make_config(case), _make_batch(case)
   params = jax.jit(_make_params, static_argnums=(0, 1))(case, config)
   operations = costs.count_gradient(params, config, batch)
@@ -172,7 +171,7 @@ _LOSS = learner.objective(algorithms.grpo(kl_coef=0.0))
 
 
 def _lower(case: Case) -> list[Any]:
-  """Lowers the gradient and the optimizer's step from shapes alone."""
+  """Lowers the gradient and the optimizer's step, from shapes only."""
   config, optimizer = _make_config(case), _make_optimizer(case)
   params: Any = jax.eval_shape(lambda: _make_params(case, config))
   learned = lora.split(params)[0]
@@ -187,7 +186,7 @@ def _lower(case: Case) -> list[Any]:
 
 
 def _name_attention(case: Case) -> str:
-  """Names the kernel that attends to this case's rows."""
+  """Names the attention kernel for this case's rows."""
   config = _make_config(case)
   shape = (1, case.tokens, config.num_heads, config.head_dim)
   queries: Any = jax.ShapeDtypeStruct(shape, config.dtype)
