@@ -45,7 +45,7 @@ OWNERS = {
   'outlines_core': f'{PACKAGE}/grammars/',
   'transformers': f'{PACKAGE}/agent/tool_schema.py {PACKAGE}/agent/tokenizer.py '
   f'{PACKAGE}/agent/template_process.py',
-  'gguf': f'{PACKAGE}/contrib/gguf/files.py',
+  'gguf': f'{PACKAGE}/contrib/gguf/files.py {PACKAGE}/contrib/gguf/names.py',
   'PIL': f'{PACKAGE}/agent/picture_files.py experiments/worlds/grid.py '
   'experiments/worlds/forged_pictures.py',
   'huggingface_hub': f'third_party/transfers.py {PACKAGE}/contrib/hub/',

@@ -1,13 +1,14 @@
 """GGUF files, as llama.cpp's converter writes them: their config and their tensors.
 
-The package gguf reads the format and dequantises. What the converter changed is undone
-here: the names; the order of the rows of Llama's q and k, where it puts beside each other
-what RoPE rotates together; the 1 that it adds to the scales of Gemma's norms; and the
-experts of a layer, which are one tensor.
+The package gguf reads the format and dequantises; names.py undoes what the converter
+changed. The experts of a layer, which are one tensor, become one each. Experts of gpt-oss
+in MXFP4 become the pairs of tensors that files of Hugging Face have
+(models/files/mxfp4.py), so that a policy may keep their 4 bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import functools
 import pathlib
 import re
@@ -17,18 +18,16 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from agent_r1_jax.contrib.gguf import metadata
-from agent_r1_jax.models import families
-from agent_r1_jax.models.files import tensor_files
+from agent_r1_jax.contrib.gguf import metadata, names
+from agent_r1_jax.models.files import mxfp4, tensor_files
 
 if TYPE_CHECKING:
   import gguf
 
 _ROPE_FACTORS = 'rope_freqs.weight'
-_ROTATED = ('layers/attn/q/kernel', 'layers/attn/k/kernel')
-# More bools, tensors and fields are in no file of a known model, of 1,000 layers at most;
-# nor more texts, which are the tokens or merges of a vocabulary.
-_MAX_BOOLS = 1_000
+# More bools or integers of layers, tensors and fields are in no file of a known model, of
+# 1,000 layers at most; nor more texts, which are the tokens or merges of a vocabulary.
+_MAX_LAYERS = 1_000
 _MAX_ENTRIES, _MAX_TEXTS = 100_000, 4_000_000
 
 
@@ -90,14 +89,18 @@ def find_tensors(file: pathlib.Path) -> dict[str, tensor_files.Tensor]:
   architecture = reader.fields['general.architecture'].contents()
   # A damaged count of layers must not make us list a billion names.
   layers = min(raw['num_hidden_layers'], len(reader.tensors))
-  names = _list_names(architecture, layers)
-  row = metadata.ARCHITECTURES[architecture]
-  family = families.FAMILIES[raw['model_type']]
+  places = names.list_places(architecture, layers)
+  drafts = f'{architecture}.nextn_predict_layers' in reader.fields
   tensors, types = {}, set()
   for tensor in reader.tensors:
     if tensor.name == _ROPE_FACTORS:
       continue
-    if tensor.name not in names:
+    number = re.match(r'blk\.(\d+)\.', tensor.name) if drafts else None
+    if number and int(number[1]) >= layers:  # Nothing of these layers is read.
+      name = f'mtp.{tensor.name}'
+      tensors[name] = tensor_files.Tensor(file, name, 'F32', ())
+      continue
+    if tensor.name not in places:
       raise ValueError(
         f'{file}: tensor {tensor.name} has no place in a model of architecture '
         f'{architecture}; take the model in HF layout if the decoder knows it'
@@ -105,22 +108,76 @@ def find_tensors(file: pathlib.Path) -> dict[str, tensor_files.Tensor]:
     if tensor.tensor_type not in types:
       _check_type(file, tensor)
       types.add(tensor.tensor_type)
-    name, path = names[tensor.name]
-    shape = tuple(int(size) for size in tensor.shape[::-1])
-    parts = {name: tensor.data}
-    if '{}' in name and len(shape) == 3:  # The experts of a layer.
-      parts = {name.format(i): tensor.data[i] for i in range(shape[0])}
-      shape = shape[1:]
-    if path.endswith('/kernel') and len(shape) == 1:
-      shape = (1, *shape)  # Older converters leave out dimensions of size 1.
-    kind = tensor.tensor_type
-    offset = family.norm_offset if path.endswith('/scale') else 0.0
-    pairs = raw['head_dim'] // 2 if row.pairs and path in _ROTATED else 0
-    for part, data in parts.items():
-      read = functools.partial(_read, data, kind, shape, offset, pairs)
+    place = places[tensor.name]
+    if place.turned and tensor.tensor_type.name == 'MXFP4':
+      tensors |= _make_pair(file, place.name, tensor)
+      continue
+    undo = names.find_undo(raw, architecture, place)
+    for name, (data, shape) in _divide(tensor, place).items():
+      kind = tensor.tensor_type
+      read = functools.partial(_read, data, kind, shape, undo)
       dtype = kind.name if kind.name in ('F16', 'BF16') else 'F32'
-      tensors[part] = tensor_files.Tensor(file, part, dtype, shape, reader=read)
+      shape = _turn(shape) if place.turned else shape
+      tensors[name] = tensor_files.Tensor(file, name, dtype, shape, reader=read)
   return tensors
+
+
+def _divide(
+  tensor: gguf.ReaderTensor, place: names.Place
+) -> dict[str, tuple[np.ndarray, tuple[int, ...]]]:
+  """Divides a tensor into those of HF layout; returns the data and shape of each."""
+  shape = tuple(int(size) for size in tensor.shape[::-1])
+  if place.path.endswith('_conv/kernel'):  # Each output has a dimension of size 1.
+    shape = (shape[0], 1, shape[-1])
+  elif place.path.endswith('/kernel') and len(shape) == 1:
+    shape = (1, *shape)  # Older converters leave out dimensions of size 1.
+  if not place.parts and '{}' not in place.name:
+    return {place.name: (tensor.data, shape)}
+  parts, divided = place.parts or (place.name,), {}
+  if len(shape) != 3 or shape[1] % len(parts):
+    return {place.name: (tensor.data, shape)}  # Its shape is found to be wrong.
+  rows = shape[1] // len(parts)
+  for expert in range(shape[0]):
+    for i, part in enumerate(parts):
+      data = tensor.data[expert][i * rows : (i + 1) * rows]
+      divided[part.format(expert)] = data, (rows, shape[2])
+  return divided
+
+
+def _turn(shape: tuple[int, ...]) -> tuple[int, ...]:
+  return *shape[:-2], *shape[:-3:-1]
+
+
+def _make_pair(
+  file: pathlib.Path, name: str, tensor: gguf.ReaderTensor
+) -> dict[str, tensor_files.Tensor]:
+  """Makes the tensors of 4 bits and of their exponents."""
+  columns, outputs, experts = (int(size) for size in tensor.shape)
+  shape = experts, outputs, columns // 32
+  pair = {mxfp4.BLOCKS: (*shape, 16), mxfp4.SCALES: shape}
+  return {
+    name + ending: tensor_files.Tensor(
+      file,
+      name + ending,
+      mxfp4.PACKED,
+      own,
+      reader=functools.partial(_read_pair, tensor.data, shape, ending),
+    )
+    for ending, own in pair.items()
+  }
+
+
+def _read_pair(data: np.ndarray, shape: tuple[int, ...], ending: str) -> np.ndarray:
+  """Reads the bytes of 4 bits, two neighbours in each; or the exponents.
+
+  A block of a file has its exponent, and then bytes with the numbers 0 and 16, 1 and 17,
+  ..., the first one in the low half.
+  """
+  blocks = np.asarray(data).reshape(*shape, 17)
+  if ending == mxfp4.SCALES:
+    return np.ascontiguousarray(blocks[..., 0])
+  codes = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)
+  return codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def _open(file: pathlib.Path) -> gguf.GGUFReader:
@@ -132,10 +189,13 @@ def _open(file: pathlib.Path) -> gguf.GGUFReader:
       f"{file}: GGUF files need the package gguf: pip install 'agent_r1_jax[gguf]'"
     ) from error
 
+  kinds = gguf.GGUFValueType
+  per_layer = kinds.BOOL, kinds.INT32, kinds.UINT32
+
   class Reader(gguf.GGUFReader):
     """Skips arrays: 150,000 tokens and as many merges took 13 seconds and 490 MB.
 
-    It reads those of bools, which say which layers have a window.
+    It reads short ones of bools and integers, which say what each layer has.
     """
 
     def _push_field(self, field: Any, skip_sum: bool = False) -> int:
@@ -150,7 +210,7 @@ def _open(file: pathlib.Path) -> gguf.GGUFReader:
         return super()._get_field_parts(orig_offs, raw_type)
       content: Any = self.data
       kind, length = struct.unpack_from('<IQ', content, orig_offs)
-      if kind == gguf.GGUFValueType.BOOL and length <= _MAX_BOOLS:
+      if kind in per_layer and length <= _MAX_LAYERS:
         return super()._get_field_parts(orig_offs, raw_type)
       end = orig_offs + 12
       if kind == gguf.GGUFValueType.STRING:
@@ -189,6 +249,7 @@ def _make_config(file: pathlib.Path, reader: gguf.GGUFReader) -> dict[str, Any]:
         vocab_size=int(embedding.shape[1]),
         tied='output.weight' not in tensors,
         rope_factors=None if factors is None else np.asarray(factors.data),
+        tensors=tensors,
       )
   except ValueError as error:
     raise ValueError(f'{file}: {error}') from error
@@ -197,26 +258,6 @@ def _make_config(file: pathlib.Path, reader: gguf.GGUFReader) -> dict[str, Any]:
 def _read_value(field: gguf.ReaderField) -> Any:
   value = field.contents() if field.data else 'an array'
   return tuple(value) if isinstance(value, list) else value
-
-
-def _list_names(architecture: str, layers: int) -> dict[str, tuple[str, str]]:
-  """Returns each tensor's name in the file -> its name in HF layout, its parameter.
-
-  In the name of a tensor that holds all experts of a layer, '{}' stands for the expert.
-  """
-  import gguf
-
-  family = families.FAMILIES[metadata.ARCHITECTURES[architecture].family]
-  table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], layers)
-  fused = {part: whole for whole, parts in family.fused.items() for part in parts}
-  names = {}
-  for parameter in family.parameters:
-    pattern = fused.get(parameter.tensor, parameter.tensor)
-    for layer in range(layers if '{}' in pattern else 1):
-      name = pattern.replace('{}', str(layer), 1)
-      stem, _, kind = name.replace('.{}', '').rpartition('.')
-      names[f'{table.get_name(stem)}.{kind}'] = name, parameter.path
-  return names
 
 
 def _check_type(file: pathlib.Path, tensor: gguf.ReaderTensor) -> None:
@@ -244,24 +285,20 @@ def _read(
   data: np.ndarray,
   kind: gguf.GGMLQuantizationType,
   shape: tuple[int, ...],
-  offset: float,
-  pairs: int,
+  undo: list[Callable[[np.ndarray], np.ndarray]],
 ) -> np.ndarray:
   """Reads a tensor as it was before the conversion.
 
   Args:
     data: Its numbers or blocks in the file.
     kind: Their type.
-    shape: Its shape before the conversion.
-    offset: What was added to it.
-    pairs: How many pairs of a head's rows lie beside each other; 0 if none do.
+    shape: Its shape in the file.
+    undo: What names.find_undo says.
   """
-  x = _dequantise(kind, np.asarray(data))
-  x = x - x.dtype.type(offset) if offset else x
-  if pairs:
-    # A head's rows are r0 r4 r1 r5 r2 r6 r3 r7 in the file, r0 ... r7 here.
-    x = x.reshape(-1, pairs, 2, x.shape[-1]).swapaxes(1, 2)
-  return x.reshape(shape)
+  x = _dequantise(kind, np.asarray(data)).reshape(shape)
+  for step in undo:
+    x = step(x)
+  return x
 
 
 FORMAT = tensor_files.Format(find_file, read_config, find_tensors)

@@ -5,11 +5,13 @@ architecture, rounds numbers to 32 bits, and writes of Llama 3's RoPE scaling on
 divides each frequency.
 """
 
+from collections.abc import Callable, Collection
 import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from agent_r1_jax.contrib.gguf import several_kinds
 from agent_r1_jax.models import families
 from agent_r1_jax.models.family import Family
 
@@ -27,6 +29,10 @@ class Architecture(NamedTuple):
   # hidden_size / heads; the others by that of head_dim. No key says it.
   wide_layers: int = 0
   constants: dict[str, Any] = {}  # Fields of config.json that no key says.
+  rotation: dict[str, Any] = {}  # Those of its stretched rotation.
+  keys: dict[str, str] = {}  # Fields that have other keys than in _KEYS.
+  # Reads what differs between layers; see several_kinds.py.
+  read: Callable[..., tuple[dict[str, Any], dict[str, Any]]] | None = None
 
 
 # An architecture is added here when it is known what the converter changes of it. The
@@ -45,6 +51,19 @@ ARCHITECTURES = {
   'gemma': Architecture('gemma'),
   'gemma2': Architecture('gemma2', sliding='gemma2', window=4096, wide_layers=46),
   'gemma3': Architecture('gemma3_text', sliding='gemma3_text', wide_layers=62),
+  # That of 12B too, which computes the same and has another name in transformers.
+  'gemma4': Architecture(
+    'gemma4_text', sliding='gemma4_text', read=several_kinds.read_gemma4
+  ),
+  'gpt-oss': Architecture(
+    'gpt_oss',
+    sliding='gpt_oss',
+    rotation={'truncate': False},
+    keys={'num_local_experts': 'expert_count'}
+    | {'intermediate_size': 'expert_feed_forward_length'},
+  ),
+  'qwen35': Architecture('qwen3_5_text', read=several_kinds.read_qwen35),
+  'qwen35moe': Architecture('qwen3_5_moe_text', read=several_kinds.read_qwen35),
 }
 # Field of config.json -> key, without the architecture. A family has some of them.
 _KEYS = {
@@ -60,6 +79,11 @@ _KEYS = {
   'shared_expert_intermediate_size': 'expert_shared_feed_forward_length',
   'attn_logit_softcapping': 'attn_logit_softcapping',
   'final_logit_softcapping': 'final_logit_softcapping',
+  'linear_conv_kernel_dim': 'ssm.conv_kernel',
+  'linear_key_head_dim': 'ssm.state_size',
+  'linear_num_key_heads': 'ssm.group_count',
+  'linear_num_value_heads': 'ssm.time_step_rank',
+  'hidden_size_per_layer_input': 'embedding_length_per_layer_input',
 }
 _CAPS = ('attn_logit_softcapping', 'final_logit_softcapping')  # May be absent.
 # The keys of any architecture that are read by themselves, or say nothing new.
@@ -103,14 +127,17 @@ def parse(
   vocab_size: int,
   tied: bool,
   rope_factors: np.ndarray | None,
+  tensors: Collection[str] = (),
 ) -> dict[str, Any]:
   """Makes the fields of config.json.
 
   Args:
-    metadata: Key -> value; a tuple for an array of bools, text for other arrays.
+    metadata: Key -> value; a tuple for an array of bools or of few integers, text for
+      other arrays.
     vocab_size: Rows of the embedding.
     tied: Whether the file has no output head of its own.
     rope_factors: [H/2], what divides each frequency of RoPE; None if the file has none.
+    tensors: The names of the file's tensors.
 
   Raises:
     ValueError: A value is missing or wrong, or asks for what the decoder does not
@@ -122,13 +149,17 @@ def parse(
     raise ValueError(f'holds a {kind} of architecture {name!r}; give a model of {known}')
   row, start = ARCHITECTURES[name], f'{name}.'
   facts = {k.removeprefix(start): x for k, x in metadata.items() if k.startswith(start)}
+  found: dict[str, Any] = {}
+  if row.read:
+    facts, found = row.read(facts, tensors, rope_factors)
   window = facts.get(_WINDOW, row.window)
   model_type = row.sliding if row.sliding and window else row.family
   family = families.FAMILIES[model_type]
-  keys = _list_keys(family)
+  keys = _list_keys(family) | row.keys
+  optional = {*_CAPS, *(family.sizes[letter][1] for letter in family.optional)}
   _check_supported(facts, row, family, {*keys.values()})
   raw = {
-    field: _number(facts, key)
+    field: _number(facts, key) if facts.get(key) or field not in optional else 0
     for field, key in keys.items()
     if key in facts or field not in _CAPS
   }
@@ -140,16 +171,19 @@ def parse(
   if 'query_scale' in family.numbers:
     wide = raw['num_hidden_layers'] == row.wide_layers
     raw['query_pre_attn_scalar'] = share if wide else width
+  if 'rope_parameters' not in found:
+    rotations = _find_rotations(facts, family, width, rope_factors, row.rotation)
+    found['rope_parameters'] = rotations
   return {
     **raw,
     **row.constants,
+    **found,
     **_find_window(facts, window, raw['num_hidden_layers']),
     'model_type': model_type,
     'num_key_value_heads': _number(facts, 'attention.head_count_kv', heads),
     'head_dim': width,
     'vocab_size': vocab_size,
     'tie_word_embeddings': tied,
-    'rope_parameters': _find_rotations(facts, family, width, rope_factors),
   }
 
 
@@ -208,6 +242,7 @@ def _find_rotations(
   family: Family,
   width: int,
   rope_factors: np.ndarray | None,
+  constants: dict[str, Any],
 ) -> dict[str, Any]:
   """Finds `rope_parameters`, by types of layers where the family has two rotations."""
   theta = _number(facts, 'rope.freq_base', 10_000.0)
@@ -224,6 +259,7 @@ def _find_rotations(
   for key, field in _SCALINGS.get(kind, {}).items():
     if key in facts:
       rope[field] = _number(facts, key)
+  rope |= constants if kind != 'none' else {}
   if rope_factors is not None:
     rope |= _find_scaling(rope_factors, theta, width)
   if not family.local_rope:

@@ -12,6 +12,7 @@ outputs (models/four_bits.py).
 """
 
 from collections.abc import Mapping
+import contextlib
 import functools
 import pathlib
 from typing import Any
@@ -119,8 +120,12 @@ def _read(blocks: tensor_files.Tensor, scales: tensor_files.Tensor) -> np.ndarra
   experts, outputs, groups, _ = blocks.shape
   values = np.empty((experts, 32 * groups, outputs), jnp.bfloat16)
   exponents = tensor_files.read(scales).astype(np.int32) - 127
-  with safetensors.safe_open(blocks.file, 'np') as opened:
-    stored = opened.get_slice(blocks.name)
+  with contextlib.ExitStack() as stack:
+    if blocks.reader:
+      stored: Any = blocks.reader()
+    else:
+      opened = stack.enter_context(safetensors.safe_open(blocks.file, 'np'))
+      stored = opened.get_slice(blocks.name)
     for expert in range(experts):
       numbers = _PAIRS[stored[expert]].reshape(outputs, groups, 32)
       with np.errstate(over='ignore'):  # Numbers that are not finite are found later.

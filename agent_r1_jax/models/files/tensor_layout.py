@@ -175,8 +175,8 @@ def split_fused(
   for pattern, parts in config.facts.interleaved.items():
     for layer in range(config.num_layers):
       name, names = pattern.format(layer), [part.format(layer) for part in parts]
-      if names[0] not in shapes:
-        continue  # It has 4 bits, or has none.
+      if names[0] not in shapes or (name not in tensors and names[0] in tensors):
+        continue  # It has 4 bits, or has none; or the file has its parts.
       *outer, last = shapes[names[0]]
       check_tensor(directory, tensors, name, (*outer, last * len(parts)))
       whole = tensors.pop(name)

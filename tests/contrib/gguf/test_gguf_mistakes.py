@@ -102,6 +102,34 @@ def test_windows_that_the_converter_writes_and_leaves_out(family, facts, expecte
   assert raw | expected == raw
 
 
+@pytest.mark.parametrize(
+  ('family', 'facts', 'message'),
+  [
+    ('qwen3_5_text', {'block_count': None}, 'block_count is 0'),
+    ('qwen3_5_text', {'ssm.inner_size': 7}, 'ssm.inner_size is 7'),
+    ('qwen3_5_text', {'nextn_predict_layers': 'two'}, "nextn_predict_layers is 'two'"),
+    ('gemma4_text', {'attention.sliding_window_pattern': None}, 'pattern is missing'),
+    ('gemma4_text', {'feed_forward_length': (8, 9, 8, 9)}, 'feed_forward_length'),
+    ('gemma4_text', {'feed_forward_length': None}, 'feed_forward_length is None'),
+    ('gemma4_text', {'attention.head_count_kv': (1, 2)}, 'head_count_kv has 2 of'),
+    ('gemma4_text', {'attention.value_length': 4}, 'keys and values have different'),
+    ('gemma4_text', {'altup.num_inputs': 4}, 'altup.num_inputs is 4'),
+    ('gpt_oss', {'expert_feed_forward_length': None}, 'expert_feed_forward_length is'),
+  ],
+)
+def test_layers_that_contradict_each_other_are_refused(family, facts, message):
+  config = gguf_maker.read_config(_GOLDEN / family)
+  factors = gguf_maker.rope_factors(config) if family == 'gemma4_text' else None
+  with pytest.raises(ValueError, match=message):
+    _parse(config, factors, **facts)
+
+
+@pytest.mark.parametrize('factors', [None, np.linspace(1, 8, 6, dtype=np.float32)])
+def test_other_rotations_of_gemma_4_are_refused(factors):
+  with pytest.raises(ValueError, match='rope_freqs.weight is'):
+    _parse(gguf_maker.read_config(_GOLDEN / 'gemma4_text'), factors)
+
+
 @pytest.mark.parametrize('key', ['attn_factor', 'yarn_attn_factor'])
 def test_the_factor_of_yarn_has_two_keys(key):
   raw = _parse(gguf_maker.read_config(_GOLDEN / 'olmo3'), **{f'rope.scaling.{key}': 1.25})
