@@ -1,11 +1,10 @@
 """Counts the operations that a model needs, for MFU (report/progress.py).
 
 A multiplication is one operation, an addition another: a product of [M, K] and [K, N] has
-2 M K N. As in PaLM (arXiv 2204.02311, appendix B), products with kernels and those of
-attention count, each once, so that what is computed again does not. A layer with a state
-has three products with it for each token. Nothing else counts:
-no norm, bias, scale, rotation or softmax. Of experts those count that a token takes. The
-tower that reads pictures does not count.
+2 M K N. As in PaLM (arXiv 2204.02311, appendix B), only products with kernels and of
+attention count, without recomputation; norms, biases, scales, rotations and softmax do
+not. A layer with a state has three products with it per token. Only the experts that a
+token uses count. The vision tower does not.
 """
 
 from typing import Any, NamedTuple
@@ -18,18 +17,18 @@ from agent_r1_jax import types
 from agent_r1_jax.models import four_bits, lora
 from agent_r1_jax.models.decoder_config import DecoderConfig
 
-# The names of the matrices among parameters.
+# Names of the parameters that are matrices.
 _MATRICES = ('kernel', 'lora_a', 'lora_b')
 
 
 class Parameters(NamedTuple):
-  """How many parameters a model has that activations are multiplied with as matrices.
+  """How many parameters a model has in matrices.
 
   Attributes:
-    layers: Those that each token passes, those of LoRA included, without the head's.
-    head: Those of the kernel that makes the logits.
-    experts: Those of all experts together.
-    share: The part of the experts that computes one token.
+    layers: Parameters of layers that every token uses, with LoRA, without the head.
+    head: Parameters of the kernel that computes the logits.
+    experts: Parameters of all experts together.
+    share: The fraction of the experts that a token uses.
   """
 
   layers: int
@@ -39,17 +38,17 @@ class Parameters(NamedTuple):
 
   @property
   def taken(self) -> float:
-    """How many make the logits of one token."""
+    """How many parameters one token's logits use."""
     return self.layers + self.head + self.share * self.experts
 
 
 def count_parameters(params: Any, config: DecoderConfig) -> Parameters:
-  """Counts the kernels in parameters, or in their shapes, stacked as a learner's."""
+  """Counts the numbers in the kernels of a learner's parameters, or of their shapes."""
   leaves = jax.tree.leaves_with_path
   count = four_bits.count_numbers
   size = lambda part: sum(count(x) for at, x in leaves(part) if at[-1].key in _MATRICES)
   rest = {k: v for k, v in params.items() if k not in ('embed', 'lm_head', 'vision')}
-  # The router is no expert.
+  # The router counts among the layers.
   moe = rest['layers'].get('moe', {})
   experts = size({k: v for k, v in moe.items() if k != 'router'})
   head = config.vocab_size * config.embed_dim
@@ -66,16 +65,16 @@ def count_forward(
   products: int = 1,
   attention: int = 1,
 ) -> float:
-  """Counts the operations of n tokens at their positions in causal texts.
+  """Counts the operations of n tokens at their positions in causal sequences.
 
   Args:
-    size: How many parameters there are.
+    size: How many parameters the model has.
     config: The model's shape.
-    positions: The position of each token, from 0: it attends to so many before it, or in
-      a layer that slides to those in its window.
+    positions: The position of each token, from 0: it attends to all tokens before it, or
+      in a sliding layer to its window.
     logits: For how many tokens logits are computed.
-    products: How often a product with parameters counts.
-    attention: How often one of attention counts.
+    products: How often each product with parameters counts.
+    attention: How often each product of attention counts.
   """
   seen, sliding = positions.astype(np.int64) + 1, sum(config.sliding)
   recurrent = sum(config.recurrent)
@@ -94,8 +93,8 @@ def count_gradient(
 ) -> float:
   """Counts the operations of a micro-batch's loss and its gradient, on the host.
 
-  Backward, each product has two of its own, of which a frozen kernel needs one. The loss
-  of a critic of its own has no logits.
+  Backward, each product needs two more, or one more if its kernel is frozen. The loss of
+  a separate critic has no logits.
   """
   positions, sees = np.asarray(batch.rows.positions), batch.rows.sees
   T = positions.shape[1]

@@ -1,7 +1,7 @@
-"""The parameters as the engine samples with them: layer by layer, cast and merged.
+"""Makes the engine's parameters from the learner's: layer by layer, cast and merged.
 
-The learner's are stacked over the layers, float32, with LoRA's apart. The results are the
-same; a decode saves slices, casts and LoRA's products.
+The learner's parameters are stacked over the layers, in float32, with LoRA's separate.
+Results are the same, but a decode saves slices, casts and LoRA's products.
 """
 
 import functools
@@ -16,22 +16,21 @@ from agent_r1_jax.models import decoder, lora, quantization, sharding
 def unstack(
   params: decoder.Params, config: decoder.DecoderConfig, weights: str = 'model'
 ) -> decoder.Params:
-  """Makes the parameters of `decoder.extend` from those of the learner.
+  """Makes the parameters of `decoder.extend` from the learner's parameters.
 
-  `layers` becomes a tuple with a dict for each layer: an array [L, ...] becomes L arrays.
+  `layers` becomes a tuple with a dict per layer: an array [L, ...] becomes L arrays.
   Norms, routers and decays stay float32, everything else is cast to config.dtype. LoRA is
-  merged, one kernel after the other: all merged kernels together would be a second copy
-  of the layers. Those beside frozen kernels of 8 bits stay as they are, and so do experts
-  of 4 bits.
+  merged one kernel at a time: all merged kernels together would be a second copy of the
+  layers. Adapters of frozen 8-bit kernels stay separate, and experts stay in 4 bits.
 
   Args:
     params: The learner's parameters.
     config: The policy's shape.
     weights: 'model', or the format of the layers' kernels: 'int8' or 'fp8', in 8 bits
-      with a scale for each output (quantization.py).
+      with a scale per output (quantization.py).
 
   Raises:
-    ValueError: There is no such format, or it is not for this model.
+    ValueError: The format is unknown, or this model does not support it.
   """
   if weights != 'model':
     quantization.check(weights, config, 'engine.weights')
@@ -50,7 +49,7 @@ def unstack(
 def _unstack_layers(
   stacked: decoder.Params, config: decoder.DecoderConfig, path: str, weights: str
 ) -> dict[int, decoder.Params]:
-  """Returns what layers have of this part; `path` are the names above."""
+  """Unstacks the part of the layers at `path`; returns layer -> its parameters."""
   layers: dict[int, decoder.Params] = {}
   frozen = quantization.SCALE in stacked
   merges = 'lora_a' in stacked and not frozen
@@ -60,8 +59,8 @@ def _unstack_layers(
       for layer, part in _unstack_layers(x, config, place, weights).items():
         layers.setdefault(layer, {})[name] = part
     else:
-      # [L, D, N, H] -> [L, D, N H], and the bias likewise: a TPU stores the last two axes
-      # in tiles, so that XLA would copy each kernel at every decode to join N and H.
+      # [L, D, N, H] -> [L, D, N H], biases likewise: TPUs tile the last two axes, so
+      # XLA would copy each kernel in every decode to join N and H.
       is_query = place.startswith(('layers/attn/q/', 'layers/full/q/'))
       joined = is_query and name not in ('lora_a', 'lora_scale')
       kept = frozen and name != 'bias'
@@ -72,7 +71,7 @@ def _unstack_layers(
         stacks = dict(zip((name, quantization.SCALE), parts, strict=True))
       else:
         stacks = {name: _unstack_leaf(x, joined=joined, dtype=dtype)}
-      # A merged kernel is freed only when this is done.
+      # Wait, because a merged kernel is freed only when its slices are done.
       stacks = jax.block_until_ready(stacks)
       for leaf, stack in stacks.items():
         for layer, part in zip(config.list_layers(place), stack, strict=True):
@@ -81,9 +80,9 @@ def _unstack_layers(
 
 
 def cast_params(params: decoder.Params, config: decoder.DecoderConfig) -> decoder.Params:
-  """Casts each leaf as `unstack` does, which makes the same of the result.
+  """Casts each leaf as `unstack` does, which returns the same for the result.
 
-  For parameters without adapters that are to be sent: bfloat16 has half the bytes.
+  For sending parameters without adapters: bfloat16 has half the bytes.
   """
   return sharding.map_named(
     lambda path, x: round_leaf(x, _choose_dtype(path, x, config)), params
@@ -91,7 +90,7 @@ def cast_params(params: decoder.Params, config: decoder.DecoderConfig) -> decode
 
 
 def round_leaf(x: Array, dtype: str) -> Array:
-  """Casts an array; XLA may leave out a cast to bfloat16 and back, but never this one."""
+  """Casts an array; XLA may drop a cast to bfloat16 and back, but never this one."""
   if dtype == 'bfloat16' and x.dtype == jnp.float32:
     x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
   return x.astype(dtype)
@@ -99,7 +98,7 @@ def round_leaf(x: Array, dtype: str) -> Array:
 
 def _choose_dtype(place: str, x: Array, config: decoder.DecoderConfig) -> str:
   exact = any(part in place for part in ('_norm', '/router', '/decay/'))
-  exact = exact or x.dtype == jnp.uint8  # Of experts of 4 bits.
+  exact = exact or x.dtype == jnp.uint8  # Experts of 4 bits.
   return x.dtype.name if exact else config.dtype
 
 

@@ -1,18 +1,17 @@
-"""Mixtures of experts: each token is computed by the few experts that its router takes.
+"""Mixtures of experts: a router sends each token to a few of the experts.
 
 No token is dropped, whatever the router does, and all shapes are static. The (token,
 expert) pairs are sorted by expert, and each expert's product reads its own rows:
 
-- on a TPU or a GPU of Hopper's kind by kernels (kernels/group_products.py), or on a TPU
-  by XLA's ragged product, where these do not know a shape;
-- on other GPUs in rounds, each of which takes up to twice as many pairs of every expert
-  as they have on average: one batched product. There are as many rounds as the busiest
-  expert needs, so one if no expert has more;
-- on a CPU in blocks, one after the other, to which an expert's rows are filled up.
+- on TPUs and Hopper GPUs with kernels (kernels/group_products.py); a TPU uses XLA's
+  ragged product for shapes that they do not support;
+- on other GPUs in rounds, each one batched product of up to twice the average number of
+  pairs per expert. The busiest expert determines how many rounds there are, mostly one;
+- on a CPU in blocks, one after the other, with an expert's rows padded to whole blocks.
 
-Where a mesh is set, `tensor` shards the experts: a chip computes its own ones for all
-tokens of its rows, and the sum over chips is that which a sharded feed-forward has
-anyway. So there is no axis for experts, and no token is sent to another chip.
+On a mesh, `tensor` shards the experts: a chip computes its own experts for all tokens of
+its rows, and the sum over chips is the one that any sharded feed-forward needs. So there
+is no axis for experts, and no token is sent to another chip.
 
 Letters as in decoder.py, and: M tokens, k experts of a token, E experts, I feed-forward
 of an expert, S slots for the sorted pairs, U slots of a block, Z blocks, C slots of an
@@ -35,7 +34,7 @@ from agent_r1_jax.models import four_bits, sharded_params, sharding
 from agent_r1_jax.models.kernels import hopper
 from agent_r1_jax.models.layers import RMSNorm, Scale
 
-# The most slots of a block on a CPU, and the least; the least of an expert in a round.
+# The most and fewest slots of a block on a CPU; the fewest of an expert in a round.
 _BLOCKS, _LEAST = (64, 8), 16
 
 
@@ -49,15 +48,15 @@ class Kernels(NamedTuple):
 
 
 class _Kernel(nn.Module):
-  """The router's kernel, or one for each expert, in `dtype`; and any bias.
+  """The router's kernel, or one per expert, in `dtype`; and any bias.
 
-  Where there are exponents beside it, it is four_bits.Packed.
+  If the parameters have exponents next to it, the kernel is four_bits.Packed.
   """
 
   shape: tuple[int, ...]
   dtype: str
   use_bias: bool = False
-  scale: float = 1.0  # The variance at the beginning, times the number of inputs.
+  scale: float = 1.0  # The variance at initialization, times the number of inputs.
 
   @nn.compact
   def __call__(self):
@@ -80,25 +79,25 @@ class _Kernel(nn.Module):
 
 
 class Experts(nn.Module):
-  """The weighted sum of the experts that a router takes for each token."""
+  """The weighted sum of the experts that a router chooses for each token."""
 
   num_experts: int
   per_token: int
   expert_dim: int
   normalize: bool  # Whether the weights of a token's experts sum to 1.
-  use_bias: bool  # Of the router and of each expert's products.
+  use_bias: bool  # Whether the router and the experts' products have biases.
   dtype: str
-  activate: Callable[[Array, Array], Array]  # (gate, up) -> what down is given.
-  out_scale: float  # As _Kernel's `scale`, of the experts' last product.
-  # The ε of a router with a norm and a scale of each expert's weights; None without.
+  activate: Callable[[Array, Array], Array]  # (gate, up) -> the input of down.
+  out_scale: float  # _Kernel's `scale` for the experts' last product.
+  # ε of the norm of a router that also scales each expert's weights; None for others.
   router_eps: float | None = None
 
   @nn.compact
   def __call__(self, x_BTD, route_BTk=None, routed_BTD=None):
-    """[B, T, D] to [B, T, D]; and the experts that each token takes, [B, T, k].
+    """Returns [B, T, D], and the experts of each token, [B, T, k].
 
-    Where `route_BTk` names experts, these are taken. The router reads `routed_BTD`, by
-    default what the experts read.
+    Experts in `route_BTk` replace the router's choice. The router reads `routed_BTD`, by
+    default the experts' input.
     """
     D, E, I = x_BTD.shape[-1], self.num_experts, self.expert_dim
     routed_BTD = x_BTD if routed_BTD is None else routed_BTD
@@ -121,14 +120,14 @@ class Experts(nn.Module):
     )
     kernels = Kernels(*kernels, biases=biases)
     if self.is_initializing():
-      return x_BTD, expert_BTk  # No mesh can split one token.
+      return x_BTD, expert_BTk  # No mesh can split the single token of `init`.
     return mix(x_BTD, weight_BTk, expert_BTk, kernels, self.activate), expert_BTk
 
 
 def count_loads(
   expert: Int[Array, 'B T k'], E: int, counts: Bool[Array, 'B T']
 ) -> Float[Array, 'E']:
-  """Counts the tokens that take each expert, of those that count."""
+  """Counts the tokens of each expert, among the tokens that count."""
   taken = (expert[..., None] == jnp.arange(E)[None, None, None]) & counts[..., None, None]
   return taken.sum((0, 1, 2)).astype(jnp.float32)
 
@@ -141,13 +140,13 @@ def route(
   given: Int[Array, '*M k'] | None = None,
   bias_E: Float[Array, 'E'] | None = None,
 ) -> tuple[Float[Array, '*M k'], Int[Array, '*M k']]:
-  """Takes the k likeliest experts of each token; returns their weights, float32, too.
+  """Chooses the k likeliest experts of each token; returns float32 weights and experts.
 
-  Experts that are given are taken instead, with the weights of this router, which learns
+  Experts in `given` are chosen instead, with this router's weights, so that it learns
   from them (rollout routing replay, arXiv 2510.11370).
 
-  Logits are float32 everywhere: what the sampler and the learner compute then differs as
-  little as their hidden states do.
+  Logits are float32 everywhere: sampler and learner then differ no more than their
+  hidden states.
   """
   logits = jnp.matmul(
     x.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST
@@ -171,7 +170,7 @@ def mix(
   kernels: Kernels,
   activate: Callable[[Array, Array], Array],
 ) -> Float[Array, 'B T D']:
-  """Σ over a token's experts of weight · down(activate(gate(x), up(x)))."""
+  """Computes Σ weight · down(activate(gate(x), up(x))) over a token's experts."""
   mesh = sharding.active_mesh()
   if mesh is None:
     return _mix(x_BTD, weight_BTk, expert_BTk, kernels, activate)
@@ -192,7 +191,7 @@ def mix(
 
 
 def _mix(x_BTD, weight_BTk, expert_BTk, kernels: Kernels, activate):
-  """Computes `mix` with the experts on one chip; others have no number in [0, E)."""
+  """Computes `mix` with one chip's experts, [0, E); ignores other numbers."""
   D, k, E = x_BTD.shape[-1], expert_BTk.shape[-1], kernels.gate.shape[0]
   x_MD, expert_Mk = x_BTD.reshape(-1, D), expert_BTk.reshape(-1, k)
   platform = sharding.platform()
@@ -204,13 +203,13 @@ def _mix(x_BTD, weight_BTk, expert_BTk, kernels: Kernels, activate):
   else:
     y_SD: Any = _compute_steps(x_SD, kernels, slots.sizes, block, activate)
   y_MkD = y_SD.at[slots.slot].get(mode='fill', fill_value=0)
-  # The order of the sum is that of the router, whatever the other tokens are.
+  # The sum is in the router's order, so it does not depend on the other tokens.
   out_MD = (y_MkD * weight_BTk.reshape(-1, k, 1)).sum(1)
   return out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
 
 
 class _SortedPairs(NamedTuple):
-  """Where the pairs lie that are sorted by expert, each expert's in whole blocks."""
+  """The slots of pairs sorted by expert; each expert has whole blocks of slots."""
 
   slot: Int[Array, 'M k']  # The slot of each pair; S if its expert is not here.
   token: Int[Array, 'S']  # The token in each slot; M if there is none.
@@ -220,8 +219,8 @@ class _SortedPairs(NamedTuple):
 def _sort(expert_Mk: Int[Array, 'M k'], E: int, block: int) -> _SortedPairs:
   """Sorts pairs by expert.
 
-  With blocks of 2, and the experts 1, 0 and 1 of three tokens: the slots 2, 0 and 3, the
-  tokens 1 3 0 2, and sizes 2 and 2; with blocks of 1: 1, 0 and 2; 1 0 2; and 1 and 2.
+  Three tokens with experts 1, 0 and 1, in blocks of 2: slots 2, 0 and 3, tokens 1 3 0 2,
+  sizes 2 and 2. In blocks of 1: slots 1, 0 and 2, tokens 1 0 2, sizes 1 and 2.
   """
   M, k = expert_Mk.shape
   expert_P = expert_Mk.reshape(-1)
@@ -231,7 +230,7 @@ def _sort(expert_Mk: Int[Array, 'M k'], E: int, block: int) -> _SortedPairs:
   S = (M * k // block + (E if block > 1 else 0)) * block
   order_P = jnp.argsort(expert_P, stable=True)
   sorted_P = expert_P[order_P]
-  # A pair's slot is as far from its expert's first slot as it is from its first pair.
+  # A pair has the same rank among its expert's slots as among its expert's pairs.
   shift_E = jnp.cumsum(sizes_E) - sizes_E - (jnp.cumsum(counts_E) - counts_E)
   slot_P = jnp.arange(M * k) + shift_E.at[sorted_P].get(mode='fill', fill_value=S)
   slot_P = jnp.minimum(slot_P, S)
@@ -243,7 +242,7 @@ def _sort(expert_Mk: Int[Array, 'M k'], E: int, block: int) -> _SortedPairs:
 def _choose_product(
   pairs: int, kernels: Kernels, dtype: Any
 ) -> Callable[..., Array] | None:
-  """Returns what multiplies sorted rows by each expert's kernel, if anything does."""
+  """Returns a function that multiplies sorted rows by their experts' kernels, or None."""
   from agent_r1_jax.models.kernels import group_products
 
   on_tpu, (_, *sizes) = sharding.platform() == 'tpu', kernels.gate.shape
@@ -257,7 +256,7 @@ def _choose_product(
 
 def _multiply_ragged(x_SX, kernel_EXY, sizes_E) -> Array:
   y_SY = jax.lax.ragged_dot(x_SX, kernel_EXY, sizes_E)
-  # What is after the last group has no meaning; no slot there is read.
+  # Rows after the last group are undefined, and never read.
   return jnp.where((jnp.arange(len(y_SY)) < sizes_E.sum())[:, None], y_SY, 0)
 
 
@@ -268,34 +267,34 @@ def _compute_ragged(x_SD, kernels: Kernels, sizes_E, activate, multiply) -> Arra
 
   def dot(x_SX, kernel, bias_EY):
     packed = isinstance(kernel, four_bits.Packed)
-    # The backward pass unpacks it again: a scan over layers would stack those of all.
+    # The backward pass unpacks again: a scan over layers would stack unpacked kernels.
     y_SY = (jax.checkpoint(apply) if packed else apply)(x_SX, kernel)
     if bias_EY is None:
       return y_SY
-    # Each slot gets the bias of its expert; that of those after the last has no meaning.
+    # Each slot gets its expert's bias; slots after the last group are undefined.
     return y_SY + jnp.repeat(bias_EY, sizes_E, 0, total_repeat_length=len(x_SX))
 
   return _feed_forward(x_SD, kernels, activate, dot)
 
 
 def _choose_block(pairs: int, E: int) -> int:
-  """Returns a power of 2 such that an expert has some blocks, and few slots are empty."""
+  """Returns a power of 2 that gives an expert a few blocks with few empty slots."""
   most, least = _BLOCKS
   return min(most, max(least, 1 << (pairs // (2 * E)).bit_length()))
 
 
 class _Steps(NamedTuple):
-  """How a loop over slots computes some of them at a time."""
+  """The functions of a loop that computes some slots at a time."""
 
   count: Any  # The number of steps.
   read: Callable[[Array, Any], Array]  # (slots, step) -> the step's rows.
   write: Callable[[Array, Array, Any], Array]  # (slots, rows, step) -> the slots.
-  take: Callable[[Kernels, Any], Kernels]  # (kernels, step) -> those of its experts.
-  add: Callable[[Array, Array, Any], Array]  # (a sum for each expert, part, step) -> it.
+  take: Callable[[Kernels, Any], Kernels]  # (kernels, step) -> the step's kernels.
+  add: Callable[[Array, Array, Any], Array]  # (sums by expert, part, step) -> sums.
 
 
 def _list_steps(S: int, sizes_E, block: int) -> _Steps:
-  """Blocks of one expert, of [U, D]; or, where a block is 1, rounds of all, [E, C, D]."""
+  """Makes steps of one expert's block [U, D], or for block 1 of all experts [E, C, D]."""
   if block > 1:
     ends_E = jnp.cumsum(sizes_E) // block
     expert_Z = jnp.searchsorted(ends_E, jnp.arange(S // block), side='right')
@@ -327,7 +326,7 @@ def _list_steps(S: int, sizes_E, block: int) -> _Steps:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _compute_steps(x_SD, kernels: Kernels, sizes_E, block: int, activate) -> Array:
-  """Computes the slots that are in use, step by step."""
+  """Computes the used slots, step by step."""
   steps = _list_steps(len(x_SD), sizes_E, block)
 
   def compute(i, y_SD):
@@ -343,10 +342,10 @@ def _forward(x_SD, kernels, sizes_E, block, activate):
 
 
 def _backward(block, activate, saved, dy_SD):
-  """Computes each step again, so that nothing of the forward pass is kept."""
+  """Recomputes each step, so that the forward pass saves no activations."""
   x_SD, kernels, sizes_E = saved
   steps = _list_steps(len(x_SD), sizes_E, block)
-  # Kernels of 4 bits are frozen, and so are the biases beside them.
+  # Kernels of 4 bits are frozen, and their biases too.
   frozen = isinstance(kernels.gate, four_bits.Packed)
   learned = () if frozen else (kernels,)
 
@@ -366,10 +365,10 @@ def _backward(block, activate, saved, dy_SD):
 
   begin, first = jnp.zeros_like(x_SD), 0
   if block > 1:
-    # Sums over many blocks are float32, whatever the kernels are.
+    # Sums over many blocks are float32, whatever the dtype of the kernels.
     sums = begin, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), learned)
   else:
-    # Mostly there is one round, and nothing to add.
+    # Mostly there is only one round.
     sums, first = differentiate(0, begin), 1
   dx_SD, dlearned = jax.lax.fori_loop(first, steps.count, add_step, sums)
   dlearned = jax.tree.map(lambda x, y: x.astype(y.dtype), dlearned, learned)
@@ -380,7 +379,7 @@ _compute_steps.defvjp(_forward, _backward)
 
 
 def _multiply(x, kernel, bias) -> Array:
-  """Computes [U, X] by one kernel, or [E, C, X] by one each."""
+  """Multiplies [U, X] by one kernel, or [E, C, X] by one kernel per expert."""
   y = x @ four_bits.unpack(kernel, x.dtype)
   return y if bias is None else y + jnp.expand_dims(bias, -2)
 

@@ -1,9 +1,9 @@
 """The facts of each model family, in one table.
 
-A new family is a row of FAMILIES and a directory of tests/golden/decoder, which
+To add a family, add a row to FAMILIES and a directory to tests/golden/decoder, which
 tests/golden/make_decoder_golden.py writes. models/files/hf_config.py reads its
-config.json, and refuses what no family has. If its layers compute something new, that is
-code in models/decoder.py which depends on a field of the row. Checkpoints, sharding,
+config.json, and rejects what no family has. Layers that compute something new depend on a
+field of the row, which models/block.py mostly reads as `c.facts`. Checkpoints, sharding,
 LoRA and the tests of all families follow the table.
 """
 
@@ -15,7 +15,7 @@ from agent_r1_jax.models.family import Family
 
 
 def _slides_late(raw: dict[str, Any], layer: int) -> bool:
-  """Qwen's rule: the layers from max_window_layers on, if the window is in use."""
+  """Qwen's rule: layers from max_window_layers on slide, if the window is in use."""
   used = raw.get('use_sliding_window', False) and raw.get('sliding_window') is not None
   return used and layer >= raw.get('max_window_layers', 28)
 
@@ -25,7 +25,7 @@ def _slides_everywhere(raw: dict[str, Any], _: int) -> bool:
 
 
 def _slides_but_every(n: int) -> Callable[[dict[str, Any], int], bool]:
-  """All layers but every n-th; config.json may say another n."""
+  """Makes the rule that all layers slide except every n-th; config.json may set n."""
   return lambda raw, layer: (layer + 1) % raw.get('sliding_window_pattern', n) != 0
 
 
@@ -41,7 +41,7 @@ _GEMMA4_ROPE = {
 
 
 def _complete_gemma4(raw: dict[str, Any]) -> dict[str, Any]:
-  """Finds the sizes of layers that see all tokens, and drops those of absent parts."""
+  """Adds the sizes of full-attention layers, and drops sizes of absent parts."""
   kinds, vocab = raw.get('layer_types'), raw.get('vocab_size')
   if isinstance(kinds, list) and kinds:  # As transformers does.
     raw = raw | {'layer_types': [*kinds[:-1], _FULL]}
@@ -52,7 +52,7 @@ def _complete_gemma4(raw: dict[str, Any]) -> dict[str, Any]:
   heads = raw.get('num_global_key_value_heads') if raw.get('attention_k_eq_v') else None
   full = {'num_key_value_heads': heads or raw.get('num_key_value_heads')}
   full |= {'head_dim': raw['global_head_dim']}
-  # transformers 5.17 writes these two for each layer.
+  # transformers 5.17 writes these two fields per layer.
   parts = raw.get('per_layer_config') or {}
   if parts:
     found, *others = parts.values()
@@ -76,7 +76,7 @@ _SILU = {'hidden_act': ('silu',), 'quantization_config': (None,)}
 _NO_BIAS = {**_SILU, 'attention_bias': (False,)}
 _NO_BIASES = {**_NO_BIAS, 'mlp_bias': (False,)}
 _CAUSAL = {'use_bidirectional_attention': (None, False)}
-# The first files of Gemma say 'gelu' and mean the approximation by tanh.
+# The first files of Gemma say 'gelu', but mean the tanh approximation.
 _GELU = {**_NO_BIAS, 'hidden_act': ('gelu_pytorch_tanh', 'gelu'), **_CAUSAL}
 _NO_WINDOW = {'use_sliding_window': False}
 # Every layer has experts.
@@ -226,7 +226,7 @@ FAMILIES['gpt_oss'] = Family(
   numbers=_PER_TOKEN,
   is_sliding=_slides_but_every(2),
   mixes_types=True,
-  scalings=('yarn',),  # Where a file names none, transformers takes this one.
+  scalings=('yarn',),  # transformers' default for this family.
   interleaved=p.INTERLEAVED,
   packs_experts=True,
 )
@@ -265,7 +265,7 @@ _GEMMA4 = Family(
   (*p.GEMMA4, *p.LAYER_INPUTS, *p.EXPERTS_BESIDE, *p.HEAD),
   _NO_BIAS
   | {'hidden_activation': ('gelu_pytorch_tanh',)}
-  # Pictures may be seen both ways; text is causal.
+  # Attention within pictures may be bidirectional; text is causal.
   | {'use_bidirectional_attention': (None, False, 'vision')},
   optional='EIi',
   flags={'keys_are_values': 'attention_k_eq_v', 'wide_mlp': 'use_double_wide_mlp'}
@@ -299,7 +299,7 @@ FAMILIES['gemma4_text'] = _GEMMA4
 FAMILIES['gemma4'] = _GEMMA4._replace(
   architecture='Gemma4ForConditionalGeneration',
   parameters=(*_GEMMA4.parameters, *p.POOLED_VISION),
-  # The inputs of layers have the numbers of this token where a picture's tokens are.
+  # A picture's tokens get the per-layer inputs of this token.
   fixed=_GEMMA4.fixed | {'pad_token_id': (0, None)},
   sees=True,
   renamed={
@@ -312,7 +312,7 @@ FAMILIES['gemma4'] = _GEMMA4._replace(
   part_of='',
   ignored={x: y for x, y in _GEMMA4.ignored.items() if y == 'what hears'},
 )
-# The 12B, which has neither experts nor inputs of layers.
+# The 12B, without experts and per-layer inputs.
 FAMILIES['gemma4_unified_text'] = _GEMMA4._replace(
   architecture='Gemma4UnifiedForCausalLM',
   parameters=(*p.GEMMA4, *p.HEAD),
@@ -324,16 +324,16 @@ FAMILIES['gemma4_unified_text'] = _GEMMA4._replace(
   part_of='gemma4_unified',
 )
 _NAMES = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
-# The kernels of layers, by path, to which LoRA may be added. A new one comes last, for
-# its random numbers depend on its place.
+# The kernels of layers that LoRA can adapt, by path. Add new kernels at the end, because
+# their random numbers depend on their place.
 KERNELS = {
   x.path: x
   for part in (p.ATTENTION, p.MLP, p.FULL_ATTENTION, p.WIDE_MLP, p.DELTA_NET)
   for x in part
   if x.target in (*_NAMES, 'z', 'a', 'b') and x.path.endswith('/kernel')
 }
-# What every dense model can be adapted in: name -> its first kernel. Gemma 4 and Qwen3.5
-# have several, in layers of different kinds.
+# Names of adapter targets in every dense model -> the first kernel of this name. Gemma 4
+# and Qwen3.5 have several, in layers of different kinds.
 TARGETS = {name: next(x for x in KERNELS.values() if x.target == name) for name in _NAMES}
 
 
@@ -346,15 +346,15 @@ def _list_dims() -> dict[str, str]:
     dims[place + 'lora_a'] = f'L{target.inputs}R'
     dims[place + 'lora_b'] = f'LR{outputs}'
     dims[place + 'lora_scale'] = 'L'
-    # That of a kernel of 8 bits has size 1 where its product contracts.
+    # An 8-bit kernel's scale has size 1 in the dimensions that the product contracts.
     dims[place + 'kernel_scale'] = f'L{"1" * len(target.inputs)}{outputs}'
   for name in ('gate', 'up', 'down'):
     place = f'layers/moe/{name}/'
-    # The exponents of 4 bits: too few for `fsdp` to split their inputs or outputs.
+    # The exponents of 4-bit kernels: too few for `fsdp` to split inputs or outputs.
     dims[place + 'block_scale'] = dims[place + 'kernel'].replace('D', 'd')
   return dims
 
 
-# The letters of each parameter's dimensions, by path; leaves of LoRA, and of kernels of 8
-# and 4 bits, included.
+# The letters of each parameter's dimensions, by path, including leaves of LoRA and of
+# 8-bit and 4-bit kernels.
 DIMS = _list_dims()

@@ -1,4 +1,4 @@
-"""What a family of models is: its parameters, and the fields of its config.json.
+"""Types that describe a family of models: its parameters, and its config.json.
 
 The families are in families.py.
 """
@@ -6,7 +6,7 @@ The families are in families.py.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-# Letter -> the field of DecoderConfig with its size, and that of config.json.
+# Letter of a dimension -> the fields of DecoderConfig and of config.json with its size.
 SIZES = {
   'V': ('vocab_size', 'vocab_size'),
   'D': ('embed_dim', 'hidden_size'),
@@ -33,24 +33,24 @@ class Parameter(NamedTuple):
   """A parameter of the model; a layer's parameter is stacked over all layers."""
 
   path: str  # Path among the parameters, joined by '/'.
-  # Name of its tensor in a checkpoint; '{}' stands for the layer. Each '{}' is a
-  # dimension of the parameter, in front of those of a tensor.
+  # Name of its tensors in a checkpoint. The first '{}' stands for the layer; each '{}' is
+  # a leading dimension of the parameter, before the tensor's dimensions.
   tensor: str
-  # A letter for each dimension. '>' divides inputs from outputs: the checkpoint holds
-  # [outputs, inputs], each as one dimension, and a bias, which has no inputs, as
-  # [outputs]. A parameter without '>' is stored as it is.
+  # A letter per dimension. '>' separates inputs from outputs: the checkpoint has
+  # [outputs, inputs], each as one dimension, and for a bias, without inputs, [outputs].
+  # A parameter without '>' has the same shape in the checkpoint.
   dims: str
-  # Whether each input has a dimension of its own in the checkpoint (a convolution).
+  # Whether the checkpoint keeps the dimensions of inputs apart (a convolution).
   convolves: bool = False
 
   @property
   def letters(self) -> str:
-    """The dimensions without '>'."""
+    """The letters of its dimensions, without '>'."""
     return self.dims.replace('>', '')
 
   @property
   def place(self) -> str:
-    """The part of a layer that has it, such as 'attn' or 'mlp'."""
+    """The part of a layer that it belongs to, such as 'attn' or 'mlp'."""
     return self.path.split('/')[1]
 
   @property
@@ -67,86 +67,84 @@ class Parameter(NamedTuple):
 class Family(NamedTuple):
   """A family of models, which config.json names by its `model_type`.
 
-  What a layer has is what `parameters` lists: a norm before attention or after it, biases
-  of the projections, norms of queries and keys, one feed-forward or experts.
+  `parameters` decides what a layer has: a norm before attention or after it, biases of
+  projections, norms of queries and keys, one feed-forward or experts.
   """
 
   architecture: str  # The class in transformers.
-  parameters: tuple[Parameter, ...]  # All parameters, without those of a value head.
-  # Fields of config.json that have one of these values or are absent: the decoder
-  # computes nothing else. An export writes the first, unless it is None.
+  parameters: tuple[Parameter, ...]  # All parameters, without a value head's.
+  # Fields of config.json -> the values that the decoder supports, unless they are absent.
+  # An export writes the first value, unless it is None.
   fixed: dict[str, tuple]
   written: dict[str, Any] = {}  # Fields that an export writes besides `fixed`.
-  # Letters of SIZES whose field of config.json has another name.
+  # Letters of SIZES -> names in config.json that differ from SIZES.
   size_names: dict[str, str] = {}
-  # Letters of SIZES that may be 0: the model then lacks the parameters that have them.
+  # Letters of SIZES that may be 0: the model then has no parameters with them.
   optional: str = ''
-  # What transformers takes for fields that are absent from config.json.
+  # transformers' defaults for fields that are absent from config.json.
   defaults: dict[str, Any] = {}
-  # Finds fields of config.json that follow from others.
+  # Adds the fields of config.json that follow from others.
   complete: Callable[[dict[str, Any]], dict[str, Any]] | None = None
   norm_eps: str = 'rms_norm_eps'  # The field of config.json with the ε of the norms.
-  activation: str = 'silu'  # That of the feed-forward.
-  norm_offset: float = 0.0  # What is added to the scale of each norm.
+  activation: str = 'silu'  # The activation function of the feed-forward.
+  norm_offset: float = 0.0  # Added to the scale of each norm.
   # Whether embeddings are multiplied by sqrt(hidden_size).
   scaled_embeddings: bool = False
-  # Further fields of DecoderConfig -> those of config.json, and their types.
+  # More fields of DecoderConfig -> the field of config.json, and its type.
   numbers: dict[str, tuple[str, type]] = {}
-  # And those that are true or false there; a number is true if it is not 0.
+  # The same for fields that become bool: a number is true if it is not 0.
   flags: dict[str, str] = {}
-  # Scores are divided by its root, if config.json does not say by what; None: head_dim's.
+  # Scores are divided by its root, unless config.json has a scale; None: by head_dim's.
   query_scale: int | None = None
   normalizes_values: bool = False  # Whether values have a norm, without a scale.
-  # Which layers attend to a sliding window where `layer_types` does not say it, by the
-  # fields of config.json and a layer's index; None if no layer can.
+  # (fields of config.json, layer) -> whether the layer has a sliding window, if
+  # `layer_types` is absent; None if no layer can.
   is_sliding: Callable[[dict[str, Any], int], bool] | None = None
   # Whether `layer_types` is written. In other families all layers are of one type.
   mixes_types: bool = False
-  # Whether sliding layers have a rotation of their own, never stretched; and the field
-  # with its θ, without which it is that of the others; '' if
-  # `rope_parameters` alone has it.
+  # Whether sliding layers have their own rotation, never scaled; and the field with its
+  # θ, by default that of the other layers, or '' if only `rope_parameters` has it.
   local_rope: bool = False
   local_theta: str = 'rope_theta'
-  # Whether `no_rope_layers` says which layers turn queries and keys.
+  # Whether `no_rope_layers` says which layers rotate queries and keys.
   skips_rope: bool = False
-  partial_rope: bool = False  # Whether it may turn a part of a head's numbers only.
-  # Which layers have a state (delta_net.py) in place of keys and values where
-  # `layer_types` does not say it, by their index; None if none has.
+  partial_rope: bool = False  # Whether it may rotate only a part of each head.
+  # (fields of config.json, layer) -> whether the layer has a state (delta_net.py) instead
+  # of keys and values, if `layer_types` is absent; None if no layer has.
   is_recurrent: Callable[[dict[str, Any], int], bool] | None = None
-  # Whether each query has a gate beside it, by which what it attends to is multiplied.
+  # Whether the output of attention is multiplied by a gate, which q's kernel computes.
   gates: bool = False
-  # The rotations it may have: plain, or stretched.
+  # The RoPE scalings it may have; 'default' is none.
   scalings: tuple[str, ...] = ('default', 'linear', 'llama3', 'yarn')
-  # Tensors of a checkpoint in which those of several parameters lie one after the other.
+  # Tensors of a checkpoint -> the tensors that are concatenated in them.
   fused: dict[str, tuple[str, ...]] = {}
-  # And those in which their last dimensions alternate: a b a b.
+  # Tensors of a checkpoint -> the two tensors whose last dimensions alternate: a b a b.
   interleaved: dict[str, tuple[str, str]] = {}
-  # Tensors that a checkpoint may have in place of one for each expert: in each expert's
-  # part, those of several parameters lie one after the other.
+  # Tensors that stack all experts of a layer -> the tensors of each expert, concatenated.
+  # A checkpoint may have either form.
   stacked: dict[str, tuple[str, ...]] = {}
-  writes_stacked: bool = False  # Whether an export has them.
-  # Whether files may hold the kernels of its experts in 4 bits (four_bits.py).
+  writes_stacked: bool = False  # Whether an export has the stacked form.
+  # Whether files may have the kernels of experts in 4 bits (four_bits.py).
   packs_experts: bool = False
   sees: bool = False  # Whether it has a vision tower.
-  # Whether it turns queries and keys by three numbers (M-RoPE); and whether pairs that
-  # turn by one of them alternate with the others'.
+  # Whether it rotates by three coordinates (M-RoPE); and whether the pairs of a head for
+  # the three alternate.
   turns_by_axes: bool = False
   alternates_axes: bool = False
-  # Beginnings of the names of transformers' modules, and of the tensors that some of its
-  # versions write -> ours; and whether an export writes them.
+  # Prefixes of transformers' names of modules, and of tensors in some of its versions ->
+  # our prefixes; and whether an export writes theirs.
   renamed: dict[str, str] = {}
   writes_renamed: bool = False
-  # The `model_type` of the object in which an export has the decoder's fields; '' for
-  # none.
+  # The `model_type` of the object with the decoder's fields in an export; '' for none.
   text_type: str = ''
-  # The `model_type` of a model that sees, of which this is the language model; and the
-  # beginnings of the names of tensors that are not read -> what they are.
+  # The `model_type` of the vision-language model whose language model this is; and
+  # prefixes of tensors that are not read -> what they are.
   part_of: str = ''
   ignored: dict[str, str] = {}
 
   @property
   def sizes(self) -> dict[str, tuple[str, str]]:
-    """The part of SIZES that its parameters have."""
+    """The part of SIZES that its parameters use."""
     used = {letter for parameter in self.parameters for letter in parameter.letters}
     return {
       letter: (field, self.size_names.get(letter, key))
@@ -155,25 +153,25 @@ class Family(NamedTuple):
     }
 
   def read_name(self, name: str) -> str:
-    """Returns the name in this table of a tensor in a file."""
+    """Returns our name for a file's tensor name."""
     if self.part_of and name.startswith('model.language_model.'):
       return name.replace('language_model.', '', 1)
     old = next((old for old in self.renamed if name.startswith(old)), '')
     return self.renamed.get(old, '') + name.removeprefix(old)
 
   def write_name(self, name: str) -> str:
-    """Returns transformers' name of a module, of which `read_name` is the inverse."""
+    """Returns transformers' name for one of ours; `read_name` is the inverse."""
     new = next((x for x, own in self.renamed.items() if name.startswith(own)), '')
     return new + name.removeprefix(self.renamed.get(new, ''))
 
   def has(self, path: str, place: str = 'layers') -> bool:
-    """Whether each layer has a parameter of this path, for example 'attn/q/bias'.
+    """Whether the family has a parameter with this path, for example 'attn/q/bias'.
 
-    `place` may be another, such as 'vision'.
+    `place` is the first part of the path, such as 'vision'.
     """
     return any(p.path == f'{place}/{path}' for p in self.parameters)
 
   @property
   def has_full(self) -> bool:
-    """Whether layers that attend to all tokens have heads of their own."""
+    """Whether heads of full-attention layers differ from those of sliding layers."""
     return self.has('full/q/kernel')

@@ -1,20 +1,20 @@
-"""Kernels of 8 bits, each with a scale for every output channel.
+"""Kernels in 8 bits, with a scale for each output channel.
 
-The engine's copy may have them (config.engine.weights), or those that LoRA leaves frozen
-(config.model.frozen), in learner and engine.
+The engine's copy may have them (config.engine.weights); and learner and engine may have
+them for the frozen kernels under LoRA (config.model.frozen).
 
 W ≈ values · scale. The values are integers (int8) or small floats (float8_e4m3fn), and a
 channel's scale is its largest |W| divided by the largest number of the format. The scale
-is a leaf beside the kernel:
+is a leaf next to the kernel:
 
   {'kernel': int8 [D, N, H], 'kernel_scale': float32 [1, N, H]}
 
-It does not depend on the inputs, so it multiplies the product and not the kernel:
-x · W = (x · values) · scale. Both formats are exact in bfloat16, so that a compiler can
-cast the values inside the product and write no kernel of 16 bits to memory. Qwix (0.1.8)
-is not used: where only the kernel is quantised, its dot_general multiplies values and
-scale before the product, in float32; and families.py's dimensions lack its arrays, which
-are a type of their own.
+It does not depend on the inputs, so it multiplies the product instead of the kernel:
+x · W = (x · values) · scale. Both formats are exact in bfloat16, so a compiler can cast
+the values inside the product without writing a 16-bit kernel to memory. Qwix (0.1.8) is
+not used: if only the kernel is quantised, its dot_general multiplies values and scale
+before the product, in float32; and its array type does not fit the dimensions in
+families.py.
 """
 
 import functools
@@ -27,17 +27,17 @@ import jax.numpy as jnp
 
 from agent_r1_jax.models import decoder_config, families, four_bits, sharded_params
 
-# The name of a format -> its type and its largest number.
+# The name of a format -> its dtype and its largest number.
 FORMATS = {'int8': (jnp.int8, 127.0), 'fp8': (jnp.float8_e4m3fn, 448.0)}
 SCALE = 'kernel_scale'
-# The kernels that may have 8 bits, by path: those of projections, of which most of a
-# model consists. Embeddings, heads, norms and routers keep their type, and so do the
-# small kernels of what a state forgets and writes.
+# The kernels that may have 8 bits, by path: projections, which are most of a model.
+# Embeddings, heads, norms and routers keep their dtype, and so do the small kernels `a`
+# and `b` of delta_net.py.
 KERNELS = {path: x for path, x in families.KERNELS.items() if x.target not in ('a', 'b')}
 
 
 def check(format_name: str, config: decoder_config.DecoderConfig, name: str) -> None:
-  """Raises ValueError for an unknown format, or one that the model cannot have.
+  """Raises ValueError for an unknown format, or one that the model does not support.
 
   Args:
     format_name: One of FORMATS.
@@ -64,28 +64,28 @@ def quantize(kernel: Array, inputs: int, format_name: str) -> tuple[Array, Array
   """Rounds a kernel to 8 bits.
 
   Args:
-    kernel: [*inputs, *outputs] of any float type.
-    inputs: The number of axes that the product contracts; they come first.
+    kernel: [*inputs, *outputs] of any float dtype.
+    inputs: The number of leading axes that the product contracts.
     format_name: One of FORMATS.
 
   Returns:
-    The values, shaped as the kernel, and the scales, float32, with 1 in place of each
-    axis of inputs. A channel that is 0 everywhere has scale 1.
+    The values, with the kernel's shape, and the float32 scales, with size 1 for each axis
+    of inputs. A channel that is all 0 has scale 1.
   """
   dtype, largest = FORMATS[format_name]
   kernel = kernel.astype(jnp.float32)
   most = jnp.abs(kernel).max(tuple(range(inputs)), keepdims=True)
-  # Of a channel of numbers below 1e-35 the scale would be 0 too.
+  # Numbers below 1e-35 would also give a scale of 0.
   scale = jnp.where(most / largest > 0, most / largest, 1.0)
   scaled = kernel / scale
   if format_name == 'int8':
     scaled = jnp.round(scaled)
-  # The largest number itself may come out of the division a bit too large.
+  # The division may round the largest number up.
   return jnp.clip(scaled, -largest, largest).astype(dtype), scale
 
 
 def dequantize(values: Array, scale: Array) -> Array:
-  """Returns values · scale, float32, of a kernel or of a stack of them."""
+  """Returns values · scale in float32, for a kernel or a stack of kernels."""
   return values.astype(jnp.float32) * scale
 
 
@@ -93,9 +93,9 @@ def dequantize(values: Array, scale: Array) -> Array:
 def quantize_stack(
   kernels: Array, *, inputs: int, format_name: str
 ) -> tuple[Array, Array]:
-  """Rounds kernels [L, *inputs, *outputs], each with scales of its own.
+  """Rounds kernels [L, *inputs, *outputs], each with its own scales.
 
-  One follows the other, for float32 copies of all would be a second copy of them.
+  One at a time, because float32 copies of all would need too much memory.
   """
   return jax.lax.map(lambda x: quantize(x, inputs, format_name), kernels)
 
@@ -103,9 +103,9 @@ def quantize_stack(
 def freeze_leaf(
   path: str, x: Array, dtype: str, format_name: str
 ) -> tuple[Array, Array | None]:
-  """Stores a parameter of the learner as LoRA leaves it; returns any scale.
+  """Converts a frozen parameter of the learner to its storage; also returns any scale.
 
-  Kernels of layers get 8 bits, if the format has them. Embeddings and the head, which are
+  Kernels of layers get 8 bits, if the format does. Embeddings and the head, which are
   cast to `dtype` wherever they are used, are stored in it.
   """
   if path in KERNELS and format_name in FORMATS:
@@ -118,9 +118,9 @@ def freeze_leaf(
 def freeze(
   params: dict[str, Any], config: decoder_config.DecoderConfig, format_name: str
 ) -> dict[str, Any]:
-  """Does `freeze_leaf` with all parameters; raises ValueError as `check` does.
+  """Applies `freeze_leaf` to all parameters; raises ValueError as `check` does.
 
-  Experts of 4 bits, whose numbers come from a file, become zeros: that is for shapes.
+  Experts in 4 bits become zeros, because their numbers come from a file: for shapes only.
   """
   check(format_name, config, 'model.frozen')
   params = four_bits.put_zeros(params) if format_name == four_bits.FORMAT else params
@@ -134,24 +134,24 @@ def freeze(
 
 
 def add_scales(params: dict[str, Any], scales: dict[str, Array]) -> dict[str, Any]:
-  """Returns parameters with the scales of kernels, which are named by their paths."""
+  """Returns the parameters with `scales`, a dict from a kernel's path to its scale."""
   flat: Any = traverse_util.flatten_dict(params, sep='/')
   flat |= {path.removesuffix('kernel') + SCALE: x for path, x in scales.items()}
   return traverse_util.unflatten_dict(flat, sep='/')
 
 
 def is_frozen(params: dict[str, Any]) -> bool:
-  """Whether kernels of the learner's layers have 8 bits."""
+  """Whether the learner's layers have kernels of 8 bits."""
   return SCALE in params['layers']['attn']['q']
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def project(x: Array, values: Array, scale: Array, inputs: int, name: str) -> Array:
-  """(x · values) · scale, [*M, *inputs] to float32 [*M, *outputs].
+  """Computes (x · values) · scale, from [*M, *inputs] to float32 [*M, *outputs].
 
   Values and scale are frozen: only x has a gradient. The backward pass casts the values
-  again: a scan over layers would stack the casts of all. `name` is that of
-  sharded_params.gather_kernel; the chips pass 8 bits on.
+  again: a scan over layers would stack the casts. `name` is passed to
+  sharded_params.gather_kernel; chips exchange 8 bits.
   """
   product = functools.partial(jnp.tensordot, preferred_element_type=jnp.float32)
   y = product(x, _cast(values, name, x.dtype), inputs)
@@ -159,7 +159,7 @@ def project(x: Array, values: Array, scale: Array, inputs: int, name: str) -> Ar
 
 
 def _forward(x, values, scale, inputs, name):
-  # An empty array says the type of x.
+  # An empty array carries x's dtype.
   y = project(x, values, scale, inputs, name)
   return y, (values, scale, jnp.zeros(0, x.dtype))
 

@@ -1,14 +1,14 @@
-"""Tensors of 4 bits in safetensors files: the experts of gpt-oss as they are published.
+"""Tensors of 4 bits in safetensors files: the experts of gpt-oss as published.
 
 MXFP4 is the OCP microscaling format (v1.0): 32 numbers of a row share an exponent of 8
-bits, and each has a sign, two bits of exponent and one of mantissa. A tensor NAME of the
-shape [E, inputs, outputs] is stored in two:
+bits, and each has a sign, two bits of exponent and one of mantissa. A tensor NAME of
+shape [E, inputs, outputs] is stored as two:
 
-  NAME_blocks  uint8 [E, outputs, inputs / 32, 16]  two numbers a byte, low half first
-  NAME_scales  uint8 [E, outputs, inputs / 32]      the exponents, 127 added
+  NAME_blocks  uint8 [E, outputs, inputs / 32, 16]  two numbers per byte, low half first
+  NAME_scales  uint8 [E, outputs, inputs / 32]      the exponents plus 127
 
-bfloat16 holds all products exactly. A policy may have them in 4 bits too, inputs before
-outputs (models/four_bits.py).
+All values are exact in bfloat16. A policy may also keep them in 4 bits, with inputs
+before outputs (models/four_bits.py).
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from agent_r1_jax.models.files import tensor_files
 
 BLOCKS, SCALES = '_blocks', '_scales'
 PACKED = 'U8'
-# What config.json says of such files.
+# The `quantization_config` of such models.
 CONFIG: dict[str, Any] = {
   'quant_method': 'mxfp4',
   'modules_to_not_convert': [
@@ -43,10 +43,10 @@ _PAIRS = np.stack([np.tile(_NUMBERS, 16), np.repeat(_NUMBERS, 16)], axis=1)
 
 
 def join(tensors: Mapping[str, tensor_files.Tensor]) -> dict[str, tensor_files.Tensor]:
-  """Puts one tensor of bfloat16 in place of each pair.
+  """Replaces each pair by one bfloat16 tensor.
 
   Raises:
-    ValueError: The shapes of a pair do not fit each other.
+    ValueError: The shapes of a pair do not match.
   """
   joined = dict(tensors)
   for whole, (blocks, scales) in _find_pairs(tensors).items():
@@ -65,10 +65,10 @@ def join(tensors: Mapping[str, tensor_files.Tensor]) -> dict[str, tensor_files.T
 def turn(
   directory: pathlib.Path, tensors: Mapping[str, tensor_files.Tensor]
 ) -> dict[str, tensor_files.Tensor]:
-  """Makes of each pair the leaves of four_bits.py.
+  """Converts each pair to the layout of four_bits.py.
 
   Raises:
-    ValueError: The shapes of a pair do not fit each other, or there is none.
+    ValueError: The shapes of a pair do not match, or there is no pair.
   """
   turned, pairs = dict(tensors), _find_pairs(tensors)
   if not pairs:
@@ -87,12 +87,12 @@ def turn(
 
 
 def turn_back(name: str, array: np.ndarray) -> np.ndarray:
-  """Lays a leaf of 4 bits out as the tensor of this name; the inverse of `turn`."""
+  """Converts a leaf of 4 bits to the file's layout of this tensor; inverse of `turn`."""
   return array.swapaxes(1, 2).reshape(get_shape(name, array.shape))
 
 
 def get_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-  """Returns the shape in a file of what is [E, inputs, outputs] here."""
+  """Returns the shape in a file of a leaf [E, inputs, outputs]."""
   experts, inputs, outputs = shape
   block = (inputs // 16, 16) if name.endswith(BLOCKS) else (inputs,)
   return experts, outputs, *block
@@ -116,7 +116,7 @@ def _find_pairs(
 
 
 def _read(blocks: tensor_files.Tensor, scales: tensor_files.Tensor) -> np.ndarray:
-  """Reads [E, inputs, outputs], an expert at a time."""
+  """Reads and unpacks [E, inputs, outputs], one expert at a time."""
   experts, outputs, groups, _ = blocks.shape
   values = np.empty((experts, 32 * groups, outputs), jnp.bfloat16)
   exponents = tensor_files.read(scales).astype(np.int32) - 127
@@ -128,7 +128,7 @@ def _read(blocks: tensor_files.Tensor, scales: tensor_files.Tensor) -> np.ndarra
       stored = opened.get_slice(blocks.name)
     for expert in range(experts):
       numbers = _PAIRS[stored[expert]].reshape(outputs, groups, 32)
-      with np.errstate(over='ignore'):  # Numbers that are not finite are found later.
+      with np.errstate(over='ignore'):  # weights.check_finite finds infinities.
         numbers = np.ldexp(numbers, exponents[expert][..., None])
       values[expert] = numbers.reshape(outputs, -1).T
   return values

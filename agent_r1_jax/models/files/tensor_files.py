@@ -1,9 +1,9 @@
-"""Safetensors files, read and written a tensor at a time.
+"""Safetensors files, read and written one tensor at a time.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes of header length, a JSON
-header {name: {dtype, shape, data_offsets}}, the tensors. Its own library reads it; to
-write, it wants all tensors of a file in memory together, which `write` does not, and its
-error on a full disk is no OSError.
+header {name: {dtype, shape, data_offsets}}, the tensors. Its library only reads here: to
+write, it needs all tensors of a file in memory, unlike `write`, and on a full disk it
+does not raise OSError.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ DTYPES = {
   'BF16': jnp.dtype('bfloat16'),
   'F16': jnp.dtype('float16'),
 }
-# What pairs of tensors of 4 bits end with (mxfp4.py).
+# Suffixes of the pairs of tensors of 4 bits (mxfp4.py).
 _PACKED = ('_blocks', '_scales')
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {jnp.dtype('uint8'): 'U8'}
 _SINGLE = 'model.safetensors'
@@ -34,21 +34,21 @@ _INDEX = 'model.safetensors.index.json'
 
 
 class Tensor(NamedTuple):
-  """A tensor in a file; `dtype` is the format's name for its type."""
+  """A tensor in a file; `dtype` is the file format's name of its dtype."""
 
   file: pathlib.Path
   name: str
   dtype: str
   shape: tuple[int, ...]
-  # Where it lies in the file's tensor, an index of numpy, if it is a part; a slice is one
-  # of rows, and a tuple without an ellipsis one of rows of a row.
+  # A NumPy index of this tensor in the file's tensor, if it is a part: a slice of rows, a
+  # row and a slice in it, or any tuple with an ellipsis.
   part: Any = None
-  # Reads the tensor; None leaves it to the library of safetensors.
+  # Reads the tensor; None: the safetensors library does.
   reader: Callable[[], np.ndarray] | None = None
 
 
 class Spec(NamedTuple):
-  """The name, type and shape of a tensor to be written."""
+  """The name, dtype and shape of a tensor to write."""
 
   name: str
   dtype: np.dtype
@@ -56,7 +56,7 @@ class Spec(NamedTuple):
 
   @property
   def nbytes(self) -> int:
-    """Bytes of its values in the file."""
+    """Bytes in the file."""
     return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -64,11 +64,10 @@ class Format(NamedTuple):
   """A format of models other than Hugging Face's.
 
   Attributes:
-    find_file: (path) -> the file of this format that the path stands for; None if the
-      path stands for another kind of model.
-    read_config: (file) -> what config.json would hold.
-    find_tensors: (file) -> its tensors, under the names that a checkpoint of Hugging Face
-      has.
+    find_file: (path) -> the path's file in this format; None if the path is a model in
+      another format.
+    read_config: (file) -> the equivalent of config.json.
+    find_tensors: (file) -> its tensors, by their names in a Hugging Face checkpoint.
   """
 
   find_file: Callable[[pathlib.Path], pathlib.Path | None]
@@ -79,7 +78,7 @@ class Format(NamedTuple):
 def find_file(
   path: pathlib.Path, formats: Sequence[Format]
 ) -> tuple[Format, pathlib.Path] | None:
-  """Finds the first of the formats that a path stands for, and its file."""
+  """Finds the first of the formats that a path has, and its file."""
   for format_ in formats:
     if file := format_.find_file(path):
       return format_, file
@@ -93,11 +92,11 @@ def find(
 ) -> dict[str, Tensor]:
   """Finds the tensors of model.safetensors, or of the shards that the index names.
 
-  Tensors whose names end with one of `ignore` are left out, whatever their types. What
-  has one of `formats` is read as it says.
+  Tensors whose names end with one of `ignore` are left out, whatever their dtypes. A
+  model in one of `formats` is read by that format.
 
   Raises:
-    ValueError: Names the file that is missing or broken, or that contradicts the index.
+    ValueError: A file is missing, broken or contradicts the index; the message names it.
   """
   if found := find_file(directory, formats):
     format_, file = found
@@ -114,8 +113,8 @@ def find(
   if not isinstance(weight_map, dict):
     raise ValueError(f'{index}: has no weight_map; fetch it again')
   for name in weight_map.values():
-    # A link is followed: whoever made the directory on this machine, such as a cache of
-    # downloads, made it one. A name is what a stranger wrote.
+    # Links are followed: someone on this machine made them, such as a download cache. The
+    # names in the index are untrusted.
     if not isinstance(name, str) or not re.fullmatch(r'[^/\\\0]+\.safetensors', name):
       raise ValueError(
         f'{index}: weight_map names {name!r:.80}, and not a .safetensors file beside it; '
@@ -144,7 +143,7 @@ def find(
 
 
 def read(tensor: Tensor) -> np.ndarray:
-  """Reads the tensor's values, without the others of its file."""
+  """Reads the tensor's values, without other tensors of its file."""
   part = ... if tensor.part is None else tensor.part
   if tensor.reader:
     return tensor.reader()[part]
@@ -155,7 +154,7 @@ def read(tensor: Tensor) -> np.ndarray:
 
 
 def shards(specs: list[Spec], max_shard_bytes: int) -> dict[str, list[Spec]]:
-  """Divides tensors over files; one larger than the limit has a file of its own.
+  """Distributes tensors over files; a tensor above the limit gets its own file.
 
   Returns:
     File name -> its tensors.
@@ -180,7 +179,7 @@ def write(
   files: dict[str, list[Spec]],
   get: Callable[[str], np.ndarray],
 ) -> None:
-  """Writes files of `shards` and their index, and waits until they are on the disk."""
+  """Writes the files of `shards` and their index, and waits until they are on disk."""
   for file, specs in files.items():
     _write_file(directory / file, specs, get)
   if len(files) > 1:
@@ -191,13 +190,13 @@ def write(
 
 
 def save(file: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
-  """Writes one file, and waits until it is on the disk."""
+  """Writes one file, and waits until it is on disk."""
   specs = [Spec(name, x.dtype, x.shape) for name, x in tensors.items()]
   _write_file(file, specs, tensors.__getitem__)
 
 
 def read_header(file: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, Tensor]:
-  """Lists the tensors of one file; `ignore` and the errors are those of `find`."""
+  """Lists the tensors of one file, with `ignore` and errors as in `find`."""
   try:
     with safetensors.safe_open(file, 'np') as opened:
       names = [name for name in opened.keys() if not name.endswith(ignore)]
@@ -224,9 +223,9 @@ def read_header(file: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, T
 def _write_file(
   file: pathlib.Path, specs: list[Spec], get: Callable[[str], np.ndarray]
 ) -> None:
-  # Wide dtypes first keeps every tensor aligned to its own size.
+  # Wide dtypes come first, which aligns every tensor to its dtype's size.
   specs = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
-  # transformers refuses a file without this metadata.
+  # transformers rejects a file without this metadata.
   header: dict[str, dict] = {'__metadata__': {'format': 'pt'}}
   offset = 0
   for spec in specs:

@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face directory hold which parameters of a model."""
+"""Maps the tensors of a Hugging Face directory to the parameters of a model."""
 
 from collections.abc import Mapping, Sequence
 import math
@@ -16,7 +16,7 @@ from agent_r1_jax.models.pictures import vision_config
 
 
 class Leaf(NamedTuple):
-  """A parameter of a model, and the tensors that are stacked in it."""
+  """A parameter of a model, and the tensors stacked in it."""
 
   path: str  # Path among the parameters, joined by '/'.
   tensor: str  # Name of its tensors; '{}' stands for the layer.
@@ -28,9 +28,9 @@ class Leaf(NamedTuple):
 
 
 class Stored(NamedTuple):
-  """A tensor to be written: the rows of its parts, one after the other.
+  """A tensor to write: the concatenated rows of its parts.
 
-  A part is a leaf and the index of a tensor in it; () is all of the leaf.
+  A part is a leaf and the index of a tensor in it; () is the complete leaf.
   """
 
   spec: tensor_files.Spec
@@ -41,9 +41,9 @@ class Stored(NamedTuple):
 def list_leaves(
   config: decoder.DecoderConfig, value_head: bool, *, packed: bool = False
 ) -> list[Leaf]:
-  """Lists the parameters of a model by the table of its family.
+  """Lists the parameters of a model from the table of its family.
 
-  `packed` says that kernels of experts have 4 bits (four_bits.py).
+  With `packed`, kernels of experts have 4 bits (four_bits.py).
   """
   sizes = config.sizes | {'1': 1, '2': 2, '3': 3}
   if config.vision:
@@ -59,7 +59,7 @@ def list_leaves(
   for parameter in parameters:
     layers = config.list_layers(parameter.path) if parameter.dims[0] == 'L' else []
     leaf = _leaf(parameter, sizes | {'L': len(layers)}, layers)
-    if not math.prod(leaf.shape):  # A model may lack a part of its family's.
+    if not math.prod(leaf.shape):  # A model may lack a part that its family has.
       continue
     kernel = 'E' in parameter.inputs and parameter.path.endswith('/kernel')
     leaves += _pack(leaf) if packed and kernel else [leaf]
@@ -67,7 +67,7 @@ def list_leaves(
 
 
 def _pack(leaf: Leaf) -> list[Leaf]:
-  """Returns the leaves of 4 bits in place of a kernel of experts."""
+  """Returns the two leaves of 4 bits that replace a kernel of experts."""
 
   def part(name: str, ending: str, inputs: int) -> Leaf:
     return leaf._replace(
@@ -86,7 +86,7 @@ def _pack(leaf: Leaf) -> list[Leaf]:
 
 
 def list_unread(config: decoder.DecoderConfig) -> set[str]:
-  """Lists tensors of published files that layers do not read, which share others'."""
+  """Lists tensors that published files have for layers that share keys and values."""
   names = ('k', 'v', 'k_norm')
   return {
     x.tensor.format(layer)
@@ -119,7 +119,7 @@ def check_tensor(
   name: str,
   shape: tuple[int, ...],
 ) -> None:
-  """Raises ValueError if there is no tensor of this name and shape."""
+  """Raises ValueError if no tensor has this name and shape."""
   if name not in tensors:
     tied = '; or is "tie_word_embeddings": true?' if name == 'lm_head.weight' else ''
     raise ValueError(f'{directory}: no tensor {name}; fetch the whole model{tied}')
@@ -135,7 +135,7 @@ def check_tensor(
 def rename(
   config: decoder.DecoderConfig, tensors: Mapping[str, tensor_files.Tensor]
 ) -> dict[str, tensor_files.Tensor]:
-  """Gives tensors the names that the family's table has."""
+  """Renames tensors to the names in the family's table."""
   return {config.facts.read_name(name): tensor for name, tensor in tensors.items()}
 
 
@@ -145,14 +145,14 @@ def split_fused(
   leaves: list[Leaf],
   tensors: dict[str, tensor_files.Tensor],
 ) -> dict[str, tensor_files.Tensor]:
-  """Gives each of the parameters that a file has in one tensor its rows of it."""
+  """Splits tensors of a file that contain several parameters into their parts."""
   shapes = {name: leaf.stored for leaf in leaves for name in leaf.tensors.values()}
   tensors = dict(tensors)
   for pattern, parts in config.facts.fused.items():
     for layer in range(config.num_layers):
       name, first = pattern.format(layer), 0
       if parts[0].format(layer) not in shapes:
-        continue  # Its layers have no such part.
+        continue  # The layer has no such part.
       rows = {part.format(layer): shapes[part.format(layer)][0] for part in parts}
       inputs = shapes[parts[0].format(layer)][1:]
       check_tensor(directory, tensors, name, (sum(rows.values()), *inputs))
@@ -165,7 +165,7 @@ def split_fused(
     for layer in range(config.num_layers):
       if (name := pattern.format(layer)) in tensors and config.num_experts:
         each = [[p.format(layer, e) for p in parts] for e in range(config.num_experts)]
-        rows, *inputs = shapes[each[0][0]]  # Of all parts alike.
+        rows, *inputs = shapes[each[0][0]]  # The same for all parts.
         check_tensor(directory, tensors, name, (len(each), rows * len(parts), *inputs))
         whole = tensors.pop(name)
         for e, names in enumerate(each):
@@ -176,7 +176,7 @@ def split_fused(
     for layer in range(config.num_layers):
       name, names = pattern.format(layer), [part.format(layer) for part in parts]
       if names[0] not in shapes or (name not in tensors and names[0] in tensors):
-        continue  # It has 4 bits, or has none; or the file has its parts.
+        continue  # In 4 bits, absent, or the file has the parts.
       *outer, last = shapes[names[0]]
       check_tensor(directory, tensors, name, (*outer, last * len(parts)))
       whole = tensors.pop(name)
@@ -189,9 +189,9 @@ def split_fused(
 def list_stored(
   config: decoder.DecoderConfig, leaves: list[Leaf], flat: dict[str, Any], dtype: Any
 ) -> dict[str, Stored]:
-  """Lists the tensors by name, in the order of published files: layer by layer.
+  """Lists the tensors to write by name, layer by layer as in published files.
 
-  Parameters that a file has in one tensor stand together, where the first was.
+  Parameters that share a tensor come together, at the place of the first.
   """
   facts = config.facts
   joined = [*facts.fused.items(), *facts.interleaved.items()]
@@ -227,9 +227,9 @@ def list_stored(
       raise ValueError(f'params: {name} is of several dtypes; give a dtype')
     interleaved, shape = own in alternate, [*group[0][0].stored]
     axis = -1 if interleaved else 0
-    if len(group) > 1:  # One alone may have no dimension.
+    if len(group) > 1:  # A single part may be a scalar.
       shape[axis] = sum(leaf.stored[axis] for leaf, _ in group)
-    if own in stacks:  # All parts of an expert, then those of the next one.
+    if own in stacks:  # All parts of one expert, then of the next.
       group.sort(key=lambda part: part[1][1:])
       shape = [config.num_experts, shape[0] // config.num_experts, *shape[1:]]
     shape = mxfp4.get_shape(name, tuple(shape)) if packed else tuple(shape)
@@ -241,7 +241,7 @@ def list_stored(
 def _find_place(
   config: decoder.DecoderConfig, leaf: Leaf, index: tuple[int, ...]
 ) -> tuple[int, ...]:
-  """Embeddings come first, then layers in their order, then the rest."""
+  """Returns a sort key: embeddings first, then layers in order, then the rest."""
   if index:
     layers = leaf.path.startswith('layers/') and config.list_layers(leaf.path)
     return 1, layers[index[0]] if layers else index[0]
@@ -249,7 +249,7 @@ def _find_place(
 
 
 def check_dtype(dtype: Any) -> np.dtype:
-  """Returns a type that tensors can have in a file; raises ValueError for others."""
+  """Returns a dtype that files support; raises ValueError for others."""
   dtype = jnp.dtype(dtype)
   if dtype not in tensor_files.DTYPES.values():
     raise ValueError(f'dtype is {dtype.name}; give float32, bfloat16 or float16')

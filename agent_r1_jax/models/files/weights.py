@@ -1,6 +1,6 @@
 """Reads and writes decoders as Hugging Face directories: config.json and safetensors.
 
-Both are streamed a tensor at a time: reading needs host memory for the parameters and one
+Both stream one tensor at a time: reading needs host memory for the parameters and one
 tensor, writing for one tensor. Reading and then writing a model reproduces every tensor
 byte for byte.
 """
@@ -53,21 +53,21 @@ def load(
   """Reads a model from model.safetensors or from shards and their index.
 
   A tied model may have `lm_head.weight` if it equals the embedding byte for byte; it is
-  then dropped, and an export will not write it. A critic's value head is read if
+  then dropped, and an export does not write it. A critic's value head is read if
   config.json has a `value_head`: true, or an object that describes it.
 
   Args:
-    directory: In the Hugging Face layout, or a path of one of `formats`.
-    dtype: Type of every parameter: float32, bfloat16 or float16; None keeps the file's.
-    place: Called with each leaf's path ('layers/attn/q/kernel') and its host array,
-      returns the leaf; it can shard a leaf while the others are still on disk.
-    formats: Others than Hugging Face's, such as contrib.gguf.FORMAT.
-    packed: Whether experts that the file has in 4 bits keep them (models/four_bits.py).
+    directory: A directory in Hugging Face layout, or a path in one of `formats`.
+    dtype: Dtype of every parameter: float32, bfloat16 or float16; None keeps the file's.
+    place: Called with each leaf's path ('layers/attn/q/kernel') and host array; returns
+      the leaf. It can shard a leaf while others are still on disk.
+    formats: Formats besides Hugging Face's, such as contrib.gguf.FORMAT.
+    packed: Whether to keep experts in the file's 4 bits (models/four_bits.py).
 
   Raises:
     ValueError: A file or tensor is missing, broken, unexpected or of the wrong shape or
-      dtype, which is checked before a parameter is placed; or a number is not finite; or
-      no experts have 4 bits that are to keep them.
+      dtype, which is checked before any parameter is placed; a number is not finite; or
+      `packed` is set and no experts have 4 bits.
   """
   directory = pathlib.Path(directory)
   config = hf_config.read(directory, formats)
@@ -92,7 +92,7 @@ def load(
 
 def check_finite(directory: pathlib.Path, path: str, array: np.ndarray) -> None:
   """Raises ValueError if a parameter has numbers that are not finite."""
-  # A sum is quick, and not finite if a number is not.
+  # A sum is fast, and not finite if any number is not.
   with np.errstate(over='ignore', invalid='ignore'):
     if np.isfinite(array.sum(dtype=np.float32)):
       return
@@ -116,26 +116,26 @@ def save(
 ) -> None:
   """Writes a model that `load` and transformers read.
 
-  The files are written beside `directory` and take its name when all of them are on disk.
-  A crash leaves the earlier model as it was or, if it falls between the two renames,
-  under the name `.<name>.previous`, which the next save puts back.
+  The files are written next to `directory`, and renamed to it when all are on disk. A
+  crash leaves the earlier model unchanged or, between the two renames, under the name
+  `.<name>.previous`, which the next save restores.
 
   Args:
-    directory: New, empty, or a model to be replaced; anything else in it is refused.
+    directory: New, empty, or a model to replace; other files in it raise ValueError.
     config: The model's shape.
     params: Parameters as from `decoder.init`; a critic's have a 'value_head'. Adapters
-      are merged a tensor at a time. If several processes hold the parameters, all must
+      are merged one tensor at a time. If several processes hold the parameters, all must
       call this, and the first one writes.
-    dtype: Type of every tensor: float32, bfloat16 or float16; None keeps each leaf's, or
-      is float32 where kernels have 8 bits. Experts of 4 bits keep them.
-    max_shard_bytes: Tensor data in a file; a larger tensor has a file of its own.
+    dtype: Dtype of every tensor: float32, bfloat16 or float16; None keeps each leaf's, or
+      is float32 if kernels have 8 bits. Experts of 4 bits keep them.
+    max_shard_bytes: The most tensor data in a file; a larger tensor gets its own file.
     tokenizer_from: A directory whose tokenizer, chat template and generation config are
-      copied; None keeps those that are in `directory` already.
+      copied; None keeps those already in `directory`.
     value_head: The description of the value head for config.json.
 
   Raises:
-    ValueError: Wrong parameters, config or directories; nothing has been written.
-    OSError: The disk is full or cannot be written; `directory` is as it was.
+    ValueError: Wrong parameters, config or directories; nothing was written.
+    OSError: The disk is full or cannot be written; `directory` is unchanged.
   """
   directory = pathlib.Path(directory).resolve()
   if jax.process_index() == 0:
@@ -241,17 +241,17 @@ def _read_leaf(
   array = _mapped_zeros(leaf.shape, dtype)
   for index, name in leaf.tensors.items():
     x = tensor_files.read(tensors[name])
-    # A kernel is [outputs, *inputs] in the file, and a scale or bias as it is here.
+    # A kernel is [outputs, *inputs] in the file; scales and biases are not transposed.
     x = x.reshape(len(x), -1).T if leaf.transposed else x
     array[index] = x.reshape(array[index].shape)
   return array
 
 
 def _mapped_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-  """Allocates an array in pages of its own, which jax on a CPU takes without a copy.
+  """Allocates an array in its own memory pages, which JAX on a CPU uses without a copy.
 
-  They return to the kernel with the array. Those of `np.empty` would be the heap's, and
-  numpy asks for huge pages there: whatever lies in them later keeps 2 MB resident.
+  The pages return to the kernel with the array. `np.empty` uses the heap, where NumPy
+  requests huge pages: any later object in one keeps 2 MB resident.
   """
   nbytes = max(1, math.prod(shape) * dtype.itemsize)
   raw = np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 'u1')
@@ -279,11 +279,11 @@ def _sibling(leaf: tensor_layout.Leaf, name: str) -> str:
 
 
 def _to_stored(tensor: tensor_layout.Stored, flat: dict[str, Any]) -> np.ndarray:
-  """Copies one tensor to the host, in the layout of the file."""
+  """Copies one tensor to the host, in the file's layout."""
   parts = []
   for leaf, index in tensor.parts:
     x = flat[leaf.path]
-    # The layer is cut out on the device: jax would keep a host copy of the whole leaf.
+    # Slice the layer on the device: JAX would keep a host copy of the complete leaf.
     x = x[index] if index else x
     if leaf.transposed:
       siblings = {n: _sibling(leaf, n) for n in (*lora.LEAVES, quantization.SCALE)}
@@ -302,7 +302,7 @@ def _to_stored(tensor: tensor_layout.Stored, flat: dict[str, Any]) -> np.ndarray
 
 
 def _check_target(directory: pathlib.Path) -> None:
-  """Refuses to replace a directory that holds more than a model."""
+  """Raises ValueError if a directory holds more than a model."""
   if not directory.exists():
     return
   if not directory.is_dir():
@@ -317,7 +317,7 @@ def _check_target(directory: pathlib.Path) -> None:
 
 
 def _temporary_paths(directory: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-  """The directories of the model being written and of the one that it replaces."""
+  """Returns the directories of the model being written and of the replaced model."""
   name = f'.{directory.name}'
   return directory.with_name(f'{name}.partial'), directory.with_name(f'{name}.previous')
 
