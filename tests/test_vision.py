@@ -301,6 +301,36 @@ def test_the_cache_gives_the_logits_of_transformers(family, chunk):
     _assert_close(logits[:length], row[2], _TOLERANCES.get(family, 1e-5))
 
 
+# test_pooled_tower.py has those of Gemma 4.
+@pytest.mark.parametrize('family', _FAMILIES[:2])
+def test_gradients_reach_the_tower_and_the_decoder(family):
+  config, params = _model(family)
+  config = dataclasses.replace(config, remat='full')
+  text, where, _ = _pack_rows(0, family=family)
+  batch, _ = picture_tokens.pack(
+    _pictures(family), config.vision, rows=1, patches=_count_patches(family)
+  )
+
+  @jax.jit
+  def gradient(params):
+    def loss(params):
+      logits = _logits(
+        params, config, text, *where, vision.features(params, config, batch)
+      )
+      return jnp.mean(jax.nn.log_softmax(logits)[0, :60, 5])
+
+    return jax.grad(loss)(params)
+
+  found = gradient(params)
+  for path, x in jax.tree_util.tree_leaves_with_path(found):
+    assert np.isfinite(x).all(), path
+    # A bias of keys adds the same to all scores of a query; that of M-RoPE's is turned.
+    if 'qkv' not in jax.tree_util.keystr(path):
+      assert np.abs(x).max() > 1e-7, path
+  # The embeddings of pictures' tokens are not read, and token 0 stands in none of them.
+  assert not np.asarray(found['embed']['embedding'][0]).any() or (text[0] == 0).any()
+
+
 @pytest.mark.parametrize(
   ('family', 'of'), [*zip(_FAMILIES, ('qwen2', 'qwen3', 'gemma4_text'), strict=True)]
 )
