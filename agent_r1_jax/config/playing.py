@@ -1,4 +1,4 @@
-"""Settings of a policy and of how it plays: models, chat, episodes, sampling, engine."""
+"""Settings of models, chat, episodes, sampling and the engine."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -7,7 +7,7 @@ from typing import Any
 
 from agent_r1_jax import fields
 
-# Those of agent/call_formats.py, and 'auto'.
+# The formats of agent/call_formats.py, and 'auto'.
 TOOL_FORMATS = (
   'auto',
   'hermes',
@@ -23,11 +23,11 @@ TOOL_FORMATS = (
 
 
 class _Formats:
-  """What belongs to a configuration of models, and is no field of it.
+  """Attributes of a model configuration that are not fields.
 
   Attributes:
-    formats: Formats of models other than HF's (models/files/tensor_files.Format), such as
-      contrib.gguf.FORMAT. As Python objects they are neither flags nor in config.json.
+    formats: Formats besides HF's (models/files/tensor_files.Format), such as
+      contrib.gguf.FORMAT. Python objects, so neither flags nor in config.json.
   """
 
   formats: Sequence[Any] = ()
@@ -35,28 +35,28 @@ class _Formats:
 
 @dataclasses.dataclass
 class Model(_Formats, fields.Checked):
-  """The models that are loaded, and how they compute.
+  """The models to load, and how they compute.
 
   Attributes:
     path: Directory of the policy to start from: weights and tokenizer in HF layout. Or
       a file that one of `formats` reads, with the tokenizer's files next to it.
     reference: Directory of the reference policy or teacher, which must have the same
       tokenizer; if it is empty, the reference is the initial policy.
-    dtype: Type of activations and KV cache: 'float32' or 'bfloat16'.
+    dtype: Dtype of activations and KV cache: 'float32' or 'bfloat16'.
     batch_invariant: Whether the sampler's and the learner's log-probs are equal bit for
-      bit, whatever else is computed in the batch (prefill chunks, shared prefixes,
-      packing): the importance ratio of the first update is exactly 1. On one CPU only;
-      docs/models.md has its price.
+      bit, whatever the rest of the batch (prefill chunks, shared prefixes, packing): the
+      importance ratio of the first update is exactly 1. On one CPU only; docs/models.md
+      has its price.
     remat: Activations recomputed in the backward pass (gradient checkpointing): 'none',
-      'dots' or 'full'. If empty, 'none', or 'full' if that does not fit the memory.
-    lora_rank: Rank of the LoRA adapters that are trained in place of all parameters; 0
-      trains all.
+      'dots' or 'full'. If empty, 'none', or 'full' if that does not fit in memory.
+    lora_rank: Rank of LoRA adapters, which train instead of all parameters; 0 trains
+      all.
     lora_targets: The projections with adapters, separated by commas.
     lora_alpha: Adapters are scaled by lora_alpha / lora_rank.
     frozen: Number format of the frozen kernels under adapters: 'float32'; or 'int8' or
       'fp8' with a scale for each output channel, in learner and sampler alike (QLoRA);
-      or 'mxfp4', in which experts keep the 4 bits that files of gpt-oss have, also where
-      a policy only plays. Embeddings and the head are then stored in `dtype`.
+      or 'mxfp4', which keeps experts of gpt-oss in the 4 bits of their files, also
+      without training. Embeddings and the head are then stored in `dtype`.
   """
 
   path: str = ''
@@ -89,7 +89,7 @@ class Chat(fields.Checked):
   """How tasks and tools become the text that the policy reads.
 
   Attributes:
-    max_tool_tokens: The most tokens of a tool's message; longer ones are cut.
+    max_tool_tokens: The most tokens of a tool's message; longer messages are truncated.
     tools_in_prompt: Where tools are described to the model: 'default' in the chat
       template, or in the system message if the template cannot; 'refuse' refuses such a
       template; 'own' in the tasks' own messages.
@@ -103,7 +103,7 @@ class Chat(fields.Checked):
     template: Options of the chat template, as a JSON object:
       '{"enable_thinking": false}'.
     date: The date that templates show, such as '2026-11-27'; '' is the day on which the
-      run began, also after it is resumed.
+      run started, also after it resumes.
   """
 
   max_tool_tokens: int = fields.at_least_1(1024)
@@ -137,8 +137,8 @@ class Limits(fields.Checked):
     step_seconds: The most seconds of each step of the environment, tools and rewards
       included.
     close_seconds: The most seconds of the environment's close.
-    episode_seconds: The most seconds of an episode, its time in the engine included. Late
-      episodes are masked as errors.
+    episode_seconds: The most seconds of an episode, including its time in the engine.
+      Late episodes are masked as errors.
   """
 
   max_turns: int = fields.at_least_1(5)
@@ -151,19 +151,19 @@ class Limits(fields.Checked):
 
 @dataclasses.dataclass
 class Sampling(fields.Checked):
-  """How the tokens of replies are chosen: in training, in evaluations, of one request.
+  """How the tokens of replies are sampled: in training, in evaluations, or per request.
 
-  A policy is trained on samples of its own distribution: a training run that truncates it
-  or restricts it by a grammar needs an algorithm with a correction.
+  Training expects samples of the policy's own distribution: a run that truncates it, or
+  restricts it with a grammar, needs an algorithm with a correction.
 
   Attributes:
     temperature: Divides the logits; 0 is greedy. In training it must be above 0, and
       applies to the trained log-probs too.
-    top_k: Only the k likeliest tokens may be chosen; 0 allows all.
-    top_p: Only the smallest set of likeliest tokens that has at least this probability
-      may be chosen; 1 allows all.
-    min_p: Only tokens may be chosen that are at least this many times as probable as the
-      likeliest one; 0 allows all.
+    top_k: Samples only from the k likeliest tokens; 0 allows all.
+    top_p: Samples only from the smallest set of likeliest tokens with at least this
+      probability; 1 allows all.
+    min_p: Samples only from tokens with at least this fraction of the likeliest token's
+      probability; 0 allows all.
     tool_grammar: Whether a grammar (the environment's `call_grammar`, for the format
       'hermes') constrains tool calls to their schemas, so that none is malformed.
       Requests to the engine do not read it; their grammars are among `automata`.
@@ -182,7 +182,7 @@ class Sampling(fields.Checked):
 
   @property
   def on_policy(self) -> bool:
-    """Whether the tokens follow the distribution whose log-probs are trained."""
+    """Whether tokens are sampled from the distribution whose log-probs are trained."""
     return not (self.truncated or self.tool_grammar)
 
 
@@ -194,13 +194,13 @@ class Engine(fields.Checked):
   """Sizes and number formats of the engine; the run chooses sizes that are 0.
 
   Attributes:
-    rows: Rows of the KV cache on each chip (or `mesh.tensor` chips): how many sequences
+    rows: Rows of the KV cache per chip (or per `mesh.tensor` chips): how many sequences
       are sampled at a time.
     slots: The most tokens of a row: prompt, replies and tool messages together.
     decode_steps: Calls of the policy in one decode; each samples a token, or several with
       drafts.
     prefill_rows: Rows of one prefill.
-    prefill_tokens: Tokens of each row in one prefill.
+    prefill_tokens: Tokens per row in one prefill.
     bucket: The fewest slots that a cache read covers; reads double from there to slots.
     width: The most rows that are decoded at a time; 0 is all. With slow tools, half of
       rows is a good choice.
@@ -208,7 +208,7 @@ class Engine(fields.Checked):
       repeats bit for bit only without it and with bucket = slots, because the timing of
       tools varies.
     drafts: How many tokens are drafted for each call of the policy, from earlier text;
-      sampling keeps those that it would choose anyway. 0 drafts none.
+      sampling keeps the drafts that it would choose anyway. 0 drafts none.
     replicas: Replicas that share each chip and its rows; on a CPU, at most one per core.
     weights: Number format of the kernels in the engine's copy of the policy: 'model' is
       model.dtype; 'int8' and 'fp8' have a scale for each output channel. The learner does
@@ -232,10 +232,10 @@ class Engine(fields.Checked):
 
   @property
   def rounds_weights(self) -> bool:
-    """Whether it samples with other kernels than the learner's."""
+    """Whether the sampler's kernels differ from the learner's."""
     return self.weights != 'model'
 
   @property
   def rounds(self) -> bool:
-    """Whether it samples with other numbers than the learner's."""
+    """Whether the sampler's kernels or cache are rounded."""
     return self.rounds_weights or self.cache != 'model'

@@ -1,9 +1,9 @@
-"""GGUF files, as llama.cpp's converter writes them: their config and their tensors.
+"""Reads the config and the tensors of GGUF files that llama.cpp's converter wrote.
 
-The package gguf reads the format and dequantises; names.py undoes what the converter
-changed. The experts of a layer, which are one tensor, become one each. Experts of gpt-oss
-in MXFP4 become the pairs of tensors that files of Hugging Face have
-(models/files/mxfp4.py), so that a policy may keep their 4 bits.
+The package gguf parses and dequantises them; names.py undoes the converter's changes. A
+tensor of all experts of a layer becomes one tensor per expert. MXFP4 experts of gpt-oss
+become the pairs of tensors in Hugging Face files (models/files/mxfp4.py), so that a
+policy can keep their 4 bits.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
   import gguf
 
 _ROPE_FACTORS = 'rope_freqs.weight'
-# More bools or integers of layers, tensors and fields are in no file of a known model, of
-# 1,000 layers at most; nor more texts, which are the tokens or merges of a vocabulary.
+# Limits above all known models: layers, which are the bools or integers in an array;
+# tensors and fields; and strings in an array, a vocabulary's tokens or merges.
 _MAX_LAYERS = 1_000
 _MAX_ENTRIES, _MAX_TEXTS = 100_000, 4_000_000
 
 
 def find_file(path: pathlib.Path) -> pathlib.Path | None:
-  """Finds the GGUF file that a path stands for.
+  """Finds the GGUF file of a path.
 
   Args:
-    path: A GGUF file, or a directory that holds one and no safetensors.
+    path: A GGUF file, or a directory with one and no safetensors.
 
   Returns:
-    The file; None if the path stands for another kind of model.
+    The file; None if the path is another kind of model.
 
   Raises:
-    ValueError: There are several, or a part of one, or the file is missing.
+    ValueError: There are several files, a file is one part of a split file, or missing.
   """
   names = ('model.safetensors', 'model.safetensors.index.json')
   if path.suffix == '.gguf':
@@ -65,10 +65,10 @@ def find_file(path: pathlib.Path) -> pathlib.Path | None:
 
 
 def read_config(file: pathlib.Path) -> dict[str, Any]:
-  """Makes what config.json would hold from the file's metadata.
+  """Makes the equivalent of config.json from the file's metadata.
 
   Raises:
-    ValueError: The file is broken, or its model is one that the decoder does not compute.
+    ValueError: The file is broken, or the decoder does not support its model.
   """
   return _make_config(file, _open(file))
 
@@ -77,12 +77,12 @@ def find_tensors(file: pathlib.Path) -> dict[str, tensor_files.Tensor]:
   """Finds the file's tensors.
 
   Returns:
-    Name in a Hugging Face checkpoint -> the tensor as it was before the conversion. Its
-    type is F32 if it is quantised.
+    Name in a Hugging Face checkpoint -> the tensor as before the conversion, of dtype F32
+    if it is quantised.
 
   Raises:
-    ValueError: The file is broken, or has a tensor that no parameter is made of or whose
-      type cannot be dequantised.
+    ValueError: The file is broken, a tensor belongs to no parameter, or gguf cannot
+      dequantise its type.
   """
   reader = _open(file)
   raw = _make_config(file, reader)
@@ -96,7 +96,7 @@ def find_tensors(file: pathlib.Path) -> dict[str, tensor_files.Tensor]:
     if tensor.name == _ROPE_FACTORS:
       continue
     number = re.match(r'blk\.(\d+)\.', tensor.name) if drafts else None
-    if number and int(number[1]) >= layers:  # Nothing of these layers is read.
+    if number and int(number[1]) >= layers:  # These layers are not read.
       name = f'mtp.{tensor.name}'
       tensors[name] = tensor_files.Tensor(file, name, 'F32', ())
       continue
@@ -125,17 +125,17 @@ def find_tensors(file: pathlib.Path) -> dict[str, tensor_files.Tensor]:
 def _divide(
   tensor: gguf.ReaderTensor, place: names.Place
 ) -> dict[str, tuple[np.ndarray, tuple[int, ...]]]:
-  """Divides a tensor into those of HF layout; returns the data and shape of each."""
+  """Divides a tensor into tensors of HF layout; returns the data and shape of each."""
   shape = tuple(int(size) for size in tensor.shape[::-1])
-  if place.path.endswith('_conv/kernel'):  # Each output has a dimension of size 1.
+  if place.path.endswith('_conv/kernel'):  # Restores a dimension of size 1.
     shape = (shape[0], 1, shape[-1])
   elif place.path.endswith('/kernel') and len(shape) == 1:
-    shape = (1, *shape)  # Older converters leave out dimensions of size 1.
+    shape = (1, *shape)  # Older converters drop dimensions of size 1.
   if not place.parts and '{}' not in place.name:
     return {place.name: (tensor.data, shape)}
   parts, divided = place.parts or (place.name,), {}
   if len(shape) != 3 or shape[1] % len(parts):
-    return {place.name: (tensor.data, shape)}  # Its shape is found to be wrong.
+    return {place.name: (tensor.data, shape)}  # check_tensor rejects its shape later.
   rows = shape[1] // len(parts)
   for expert in range(shape[0]):
     for i, part in enumerate(parts):
@@ -151,7 +151,7 @@ def _turn(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _make_pair(
   file: pathlib.Path, name: str, tensor: gguf.ReaderTensor
 ) -> dict[str, tensor_files.Tensor]:
-  """Makes the tensors of 4 bits and of their exponents."""
+  """Makes a pair of tensors: the numbers of 4 bits, and their exponents."""
   columns, outputs, experts = (int(size) for size in tensor.shape)
   shape = experts, outputs, columns // 32
   pair = {mxfp4.BLOCKS: (*shape, 16), mxfp4.SCALES: shape}
@@ -168,10 +168,10 @@ def _make_pair(
 
 
 def _read_pair(data: np.ndarray, shape: tuple[int, ...], ending: str) -> np.ndarray:
-  """Reads the bytes of 4 bits, two neighbours in each; or the exponents.
+  """Reads the exponents, or the numbers of 4 bits, two adjacent numbers per byte.
 
-  A block of a file has its exponent, and then bytes with the numbers 0 and 16, 1 and 17,
-  ..., the first one in the low half.
+  A block in the file is its exponent, then bytes with numbers 0 and 16, 1 and 17, ...,
+  the first in the low half.
   """
   blocks = np.asarray(data).reshape(*shape, 17)
   if ending == mxfp4.SCALES:
@@ -181,7 +181,7 @@ def _read_pair(data: np.ndarray, shape: tuple[int, ...], ending: str) -> np.ndar
 
 
 def _open(file: pathlib.Path) -> gguf.GGUFReader:
-  """Parses the header; the tensors are mapped, not read."""
+  """Parses the header; tensors are memory-mapped, not read."""
   try:
     import gguf
   except ImportError as error:
@@ -195,7 +195,7 @@ def _open(file: pathlib.Path) -> gguf.GGUFReader:
   class Reader(gguf.GGUFReader):
     """Skips arrays: 150,000 tokens and as many merges took 13 seconds and 490 MB.
 
-    It reads short ones of bools and integers, which say what each layer has.
+    Short arrays of bools and integers are read: they say what each layer has.
     """
 
     def _push_field(self, field: Any, skip_sum: bool = False) -> int:
@@ -233,7 +233,7 @@ def _open(file: pathlib.Path) -> gguf.GGUFReader:
 
 
 def _check_count(count: Any, most: int) -> None:
-  if count > most:  # It would take minutes to learn that they are not there.
+  if count > most:  # gguf would take minutes to find out that they are missing.
     raise ValueError(f'it claims {count:,} fields, texts or tensors, and may {most:,}')
 
 
@@ -277,7 +277,7 @@ def _dequantise(kind: gguf.GGMLQuantizationType, data: np.ndarray) -> np.ndarray
     return data
   if kind.name == 'BF16':
     return data.view(jnp.bfloat16)
-  with np.errstate(all='ignore'):  # Numbers that are not finite are found later.
+  with np.errstate(all='ignore'):  # weights.check_finite finds non-finite numbers.
     return quants.dequantize(data, kind)
 
 
@@ -287,13 +287,13 @@ def _read(
   shape: tuple[int, ...],
   undo: list[Callable[[np.ndarray], np.ndarray]],
 ) -> np.ndarray:
-  """Reads a tensor as it was before the conversion.
+  """Reads a tensor, and undoes the conversion.
 
   Args:
-    data: Its numbers or blocks in the file.
+    data: The numbers or quantised blocks in the file.
     kind: Their type.
-    shape: Its shape in the file.
-    undo: What names.find_undo says.
+    shape: The tensor's shape in the file.
+    undo: The steps from names.find_undo.
   """
   x = _dequantise(kind, np.asarray(data)).reshape(shape)
   for step in undo:

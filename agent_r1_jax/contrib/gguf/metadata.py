@@ -1,8 +1,8 @@
-"""The metadata of a GGUF file -> what config.json would hold.
+"""Converts the metadata of a GGUF file to the fields of config.json.
 
-The keys are those that llama.cpp's converter writes. It leaves out what follows from the
-architecture, rounds numbers to 32 bits, and writes of Llama 3's RoPE scaling only what
-divides each frequency.
+The keys are those of llama.cpp's converter. It omits what follows from the architecture,
+rounds numbers to 32 bits, and writes Llama 3's RoPE scaling only as a divisor of each
+frequency.
 """
 
 from collections.abc import Callable, Collection
@@ -17,33 +17,33 @@ from agent_r1_jax.models.family import Family
 
 
 class Architecture(NamedTuple):
-  """A family as llama.cpp has it: what its converter changes, and its code fixes."""
+  """An architecture of llama.cpp: its family, and what GGUF files do not say."""
 
   family: str  # A key of families.FAMILIES.
-  # The family if the file has a window of attention; None if it cannot have one.
+  # The family if the file has a sliding window; None if it cannot have one.
   sliding: str | None = None
-  window: int = 0  # The window if the file does not say it.
-  # Whether the rows of q and k that RoPE rotates together lie beside each other.
+  window: int = 0  # The default window.
+  # Whether rows of q and k that RoPE rotates together are adjacent in the file.
   pairs: bool = False
-  # A model of so many layers, which is Gemma's of 27B, divides scores by the root of
-  # hidden_size / heads; the others by that of head_dim. No key says it.
+  # Gemma's 27B, the model of so many layers, divides scores by the root of
+  # hidden_size / heads, other models by the root of head_dim. No key says so.
   wide_layers: int = 0
-  constants: dict[str, Any] = {}  # Fields of config.json that no key says.
-  rotation: dict[str, Any] = {}  # Those of its stretched rotation.
-  keys: dict[str, str] = {}  # Fields that have other keys than in _KEYS.
-  # Reads what differs between layers; see several_kinds.py.
+  constants: dict[str, Any] = {}  # Fields of config.json without a key.
+  rotation: dict[str, Any] = {}  # Fields of its RoPE scaling without a key.
+  keys: dict[str, str] = {}  # Fields whose keys differ from _KEYS.
+  # Reads the fields that differ between layers; see several_kinds.py.
   read: Callable[..., tuple[dict[str, Any], dict[str, Any]]] | None = None
 
 
-# An architecture is added here when it is known what the converter changes of it. The
-# table of families has the rest that llama.cpp fixes: which layers slide if no pattern is
-# in the file, and that every fourth layer of SmolLM3 is not rotated.
+# Before adding an architecture, find out what the converter changes. The table of
+# families has the other facts that llama.cpp hard-codes: which layers slide if the file
+# has no pattern, and that every fourth layer of SmolLM3 is not rotated.
 ARCHITECTURES = {
   'qwen2': Architecture('qwen2'),
   'qwen3': Architecture('qwen3'),
   'qwen2moe': Architecture('qwen2_moe', constants={'norm_topk_prob': False}),
   'qwen3moe': Architecture('qwen3_moe', constants={'norm_topk_prob': True}),
-  # Mistral too. Its window, which Mistral 7B v0.1 has, is not written.
+  # Mistral too. The converter does not write the window of Mistral 7B v0.1.
   'llama': Architecture('llama', pairs=True),
   'smollm3': Architecture('smollm3', pairs=True),
   'phi3': Architecture('phi3', sliding='phi3'),
@@ -51,7 +51,7 @@ ARCHITECTURES = {
   'gemma': Architecture('gemma'),
   'gemma2': Architecture('gemma2', sliding='gemma2', window=4096, wide_layers=46),
   'gemma3': Architecture('gemma3_text', sliding='gemma3_text', wide_layers=62),
-  # That of 12B too, which computes the same and has another name in transformers.
+  # The 12B too, which has another name in transformers but computes the same.
   'gemma4': Architecture(
     'gemma4_text', sliding='gemma4_text', read=several_kinds.read_gemma4
   ),
@@ -65,7 +65,7 @@ ARCHITECTURES = {
   'qwen35': Architecture('qwen3_5_text', read=several_kinds.read_qwen35),
   'qwen35moe': Architecture('qwen3_5_moe_text', read=several_kinds.read_qwen35),
 }
-# Field of config.json -> key, without the architecture. A family has some of them.
+# Field of config.json -> key, without the architecture. Each family has some of them.
 _KEYS = {
   'num_hidden_layers': 'block_count',
   'max_position_embeddings': 'context_length',
@@ -86,7 +86,7 @@ _KEYS = {
   'hidden_size_per_layer_input': 'embedding_length_per_layer_input',
 }
 _CAPS = ('attn_logit_softcapping', 'final_logit_softcapping')  # May be absent.
-# The keys of any architecture that are read by themselves, or say nothing new.
+# Keys of any architecture that are read separately, or are redundant.
 _OPTIONAL = {
   'attention.causal',
   'attention.head_count_kv',
@@ -95,16 +95,16 @@ _OPTIONAL = {
   'rope.dimension_count',
   'rope.freq_base',
   'rope.scaling.type',
-  # Without a scaling it is the whole context; LongRoPE has tensors, which are refused.
+  # Without a scaling, it equals the context. LongRoPE has tensors, which raise an error.
   'rope.scaling.original_context_length',
-  # The tensors say these. A mixture has no feed-forward beside its experts.
+  # The tensors say these. A mixture's feed-forward_length is not used.
   'tensor_data_layout',
   'vocab_size',
   'feed_forward_length',
 }
 _WINDOW, _PATTERN = 'attention.sliding_window', 'attention.sliding_window_pattern'
 _LOCAL_THETA = 'rope.freq_base_swa'
-# Type of a scaling -> key -> field of `rope_parameters`.
+# Type of scaling -> key -> field of `rope_parameters`.
 _SCALINGS = {
   'linear': {'rope.scaling.factor': 'factor'},
   'yarn': {
@@ -113,7 +113,7 @@ _SCALINGS = {
     'rope.scaling.yarn_beta_fast': 'beta_fast',
     'rope.scaling.yarn_beta_slow': 'beta_slow',
     'rope.scaling.yarn_attn_factor': 'attention_factor',
-    # The converter of 2025 writes OLMo 3's so.
+    # OLMo 3's, as the converter wrote it in 2025.
     'rope.scaling.attn_factor': 'attention_factor',
   },
 }
@@ -132,16 +132,16 @@ def parse(
   """Makes the fields of config.json.
 
   Args:
-    metadata: Key -> value; a tuple for an array of bools or of few integers, text for
-      other arrays.
+    metadata: Key -> value; a tuple for an array of bools or of few integers, a string
+      for other arrays.
     vocab_size: Rows of the embedding.
-    tied: Whether the file has no output head of its own.
-    rope_factors: [H/2], what divides each frequency of RoPE; None if the file has none.
+    tied: Whether the file has no separate output head.
+    rope_factors: [H/2], the divisor of each RoPE frequency; None if the file has none.
     tensors: The names of the file's tensors.
 
   Raises:
-    ValueError: A value is missing or wrong, or asks for what the decoder does not
-      compute; the message names the key.
+    ValueError: A value is missing or wrong, or the decoder does not support it; the
+      message names the key.
   """
   name, kind = (metadata.get(f'general.{x}', 'model') for x in ('architecture', 'type'))
   if name not in ARCHITECTURES or kind != 'model':
@@ -188,7 +188,7 @@ def parse(
 
 
 def _list_keys(family: Family) -> dict[str, str]:
-  """Returns the part of _KEYS that the family has."""
+  """Returns the part of _KEYS that the family uses."""
   fields = {field for _, field in family.sizes.values()}
   fields |= {field for field, _ in family.numbers.values()}
   fields |= {'max_position_embeddings', family.norm_eps}
@@ -204,14 +204,14 @@ def _check_supported(
   keys |= {_WINDOW, _PATTERN} if row.sliding else set()
   keys |= {_LOCAL_THETA} if family.local_rope else set()
   for key in sorted(facts.keys() - keys):
-    if facts[key]:  # 0 and False say that the model does without.
+    if facts[key]:  # 0 and False mean that the model does not use it.
       raise ValueError(
         f'{key} is {facts[key]!r}, which is not supported; take a model without it'
       )
 
 
 def _number(facts: dict[str, Any], key: str, default: Any = None) -> Any:
-  """Reads a positive number; one in 32 bits becomes the decimal that it was made of."""
+  """Reads a positive number; a float becomes the shortest decimal with its 32 bits."""
   value = facts.get(key, default)
   if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
     raise ValueError(f'{key} is {value!r}; a positive number is needed: fetch it again')
@@ -219,9 +219,9 @@ def _number(facts: dict[str, Any], key: str, default: Any = None) -> Any:
 
 
 def _find_window(facts: dict[str, Any], window: Any, layers: int) -> dict[str, Any]:
-  """Finds the window, and the layers that have it if the file says them."""
+  """Finds the window, and the layers that have it, if the file lists them."""
   if not window:
-    # Each layer is the first of its period, which has no window.
+    # With a period of 1, no layer has a window.
     return {'sliding_window': None, 'sliding_window_pattern': 1}
   found: dict[str, Any] = {'sliding_window': _number(facts, _WINDOW, window)}
   pattern = facts.get(_PATTERN)
@@ -244,12 +244,12 @@ def _find_rotations(
   rope_factors: np.ndarray | None,
   constants: dict[str, Any],
 ) -> dict[str, Any]:
-  """Finds `rope_parameters`, by types of layers where the family has two rotations."""
+  """Finds `rope_parameters`, by layer type if the family has two rotations."""
   theta = _number(facts, 'rope.freq_base', 10_000.0)
   kind = facts.get('rope.scaling.type', 'none')
   turned = _number(facts, 'rope.dimension_count', width)
   fraction = turned / width
-  if int(width * fraction) < turned:  # As for 30 of 44, by rounding.
+  if int(width * fraction) < turned:  # By rounding, for example 30 of 44.
     fraction = math.nextafter(fraction, 1.0)
   rope = {
     'rope_theta': theta,
@@ -270,7 +270,7 @@ def _find_rotations(
 
 
 def _find_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
-  """Finds the fields of `rope_parameters` with which these factors come out again."""
+  """Finds the fields of `rope_parameters` that reproduce these factors."""
   fits = factors.shape == (head_dim // 2,) and factors.dtype == np.float32
   if fits and (factors == 1).all():
     return {}

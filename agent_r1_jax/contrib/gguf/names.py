@@ -1,10 +1,10 @@
-"""Which parameter a tensor of a GGUF file is, and what its converter did to it.
+"""Maps the tensors of a GGUF file to parameters, and undoes the converter's changes.
 
-The package gguf knows llama.cpp's names of modules. What the converter changed is undone
-by `find_undo`: the order of the rows of Llama's q and k, where it puts beside each other
-what RoPE rotates together; the 1 that it adds to scales of norms; the order of Qwen3.5's
-value heads, which it lays out so that those of all key heads alternate; exp of its
-decays; and the outputs of gpt-oss's experts, which it puts before their inputs.
+The package gguf knows llama.cpp's names of modules. `find_undo` undoes the changes: the
+order of rows in Llama's q and k, where rows that RoPE rotates together are adjacent; the
+1 added to scales of norms; the order of Qwen3.5's value heads, which alternate between
+key heads; -exp of its decays; and the order of dimensions of gpt-oss's experts, outputs
+before inputs.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from agent_r1_jax.contrib.gguf import metadata
 from agent_r1_jax.models import families
 
 _ROTATED = ('layers/attn/q/kernel', 'layers/attn/k/kernel')
-# Ends of names in HF layout -> the module that gguf knows, and the end of its tensor.
+# Suffixes of names in HF layout -> gguf's name of the module, and its tensor's suffix.
 _ENDS = {
   '.linear_attn.A_log': ('.linear_attn.A_log', ''),
   '.linear_attn.dt_bias': ('.linear_attn.dt_proj', '.bias'),
   '.router.scale': ('.router.proj', '.scale'),
   '.router.per_expert_scale': ('.experts.down_proj', '.scale'),
 }
-# The value heads of Qwen3.5: end of a name -> the axis that they are on, whether they
-# come after queries and keys, and whether each has several numbers.
+# The value heads of Qwen3.5: suffix of a name -> their axis, whether they come after
+# queries and keys, and whether each has several numbers.
 _VALUES = {
   'linear_attn.in_proj_qkv.weight': (0, True, True),
   'linear_attn.conv1d.weight': (0, True, True),
@@ -39,17 +39,17 @@ _VALUES = {
 
 
 class Place(NamedTuple):
-  """Where a tensor of a file belongs."""
+  """The parameter and the HF name of a tensor in a file."""
 
-  name: str  # In HF layout; '{}' stands for the expert.
-  path: str  # A parameter that is made of it.
-  # The tensors that lie one after the other in an expert's part of it; () if one does.
+  name: str  # Its name in HF layout; '{}' stands for the expert.
+  path: str  # A parameter that it is part of.
+  # The tensors that are concatenated in an expert's part; () if it is only one.
   parts: tuple[str, ...] = ()
   turned: bool = False  # Whether an expert's outputs come before its inputs.
 
 
 def list_places(architecture: str, layers: int) -> dict[str, Place]:
-  """Returns the place of each tensor that a file may have, by its name there."""
+  """Returns the place of each tensor that a file may have, by its name in the file."""
   import gguf
 
   family = families.FAMILIES[metadata.ARCHITECTURES[architecture].family]
@@ -78,7 +78,7 @@ def list_places(architecture: str, layers: int) -> dict[str, Place]:
 
 
 def _split(name: str) -> tuple[str, str]:
-  """Splits a name into that of a module, and the end of its tensor in a file."""
+  """Splits a name into gguf's name of the module, and the tensor's suffix in a file."""
   for end, (module, ending) in _ENDS.items():
     if name.endswith(end):
       return name.removesuffix(end) + module, ending
@@ -91,7 +91,7 @@ def _split(name: str) -> tuple[str, str]:
 def find_undo(
   raw: dict[str, Any], architecture: str, place: Place
 ) -> list[Callable[[np.ndarray], np.ndarray]]:
-  """Finds what makes a tensor of a file what it was before, one after the other."""
+  """Returns the steps that undo the converter's changes to a tensor, in order."""
   row, undo = metadata.ARCHITECTURES[architecture], []
   family = families.FAMILIES[raw['model_type']]
   shifted = place.path.endswith('/scale') and not place.path.startswith('layers/linear/')
@@ -110,16 +110,16 @@ def find_undo(
 
 
 def _separate(x: np.ndarray, pairs: int) -> np.ndarray:
-  """A head's rows are r0 r4 r1 r5 r2 r6 r3 r7 in the file, and then r0 ... r7."""
+  """Reorders a head's rows from r0 r4 r1 r5 r2 r6 r3 r7 in the file to r0 ... r7."""
   return x.reshape(-1, pairs, 2, x.shape[-1]).swapaxes(1, 2).reshape(x.shape)
 
 
 def _group_values(
   x: np.ndarray, raw: dict[str, Any], values: tuple[int, bool, bool]
 ) -> np.ndarray:
-  """Puts the value heads of a key head side by side.
+  """Makes the value heads of a key head adjacent.
 
-  With two key heads and four value heads, a file has them in the order 0 2 1 3.
+  With two key heads and four value heads, the file has the order 0 2 1 3.
   """
   axis, follows, wide = values
   keys, heads, width, own = (

@@ -1,8 +1,8 @@
-"""What the metadata of a GGUF file say where layers differ: Gemma 4 and Qwen3.5.
+"""Reads GGUF metadata of models whose layers differ: Gemma 4 and Qwen3.5.
 
-llama.cpp has arrays, or two keys, for what layers that slide and the others have. These
-functions put the numbers of layers that slide under the keys that other models have, and
-return the fields of config.json that follow from the rest.
+llama.cpp has arrays, or two keys, for numbers that differ between sliding and other
+layers. These functions put the sliding layers' numbers under the usual keys, and return
+the fields of config.json that follow from the rest.
 """
 
 from collections.abc import Collection
@@ -10,21 +10,21 @@ from typing import Any
 
 import numpy as np
 
-# The facts of a file, without the architecture in their keys.
+# A file's metadata, without the architecture in its keys.
 Facts = dict[str, Any]
 
 
 def read_gemma4(
   facts: Facts, tensors: Collection[str], rope_factors: np.ndarray | None
 ) -> tuple[Facts, dict[str, Any]]:
-  """Reads what differs between the layers of Gemma 4.
+  """Reads the fields that differ between the layers of Gemma 4.
 
   Args:
     facts: Key -> value; arrays of numbers are tuples.
-    tensors: The names of the file's tensors. Where layers that see all tokens have no
-      values of their own, these are their keys.
-    rope_factors: What divides each frequency of these layers: 1, or a large number for
-      those that do not turn.
+    tensors: The names of the file's tensors. Full-attention layers without a tensor of
+      values use their keys as values.
+    rope_factors: The divisor of each frequency of full-attention layers: 1, or a large
+      number for pairs that do not rotate.
 
   Raises:
     ValueError: Something is missing, or differs between layers of one kind.
@@ -78,13 +78,13 @@ def read_gemma4(
 def read_qwen35(
   facts: Facts, tensors: Collection[str], rope_factors: np.ndarray | None
 ) -> tuple[Facts, dict[str, Any]]:
-  """Reads what layers with a state have, and leaves out those that draft tokens.
+  """Reads the fields of layers with a state, and omits layers that draft tokens.
 
-  The arguments are those of `read_gemma4`.
+  The arguments are as in `read_gemma4`.
   """
   del tensors, rope_factors
   facts = dict(facts)
-  facts.pop('rope.dimension_sections', None)  # Equal numbers in text.
+  facts.pop('rope.dimension_sections', None)  # Text has equal coordinates.
   layers, drafts = (
     _take_count(facts, key, 0) for key in ('block_count', 'nextn_predict_layers')
   )
@@ -105,7 +105,7 @@ def read_qwen35(
 
 
 def _spread(facts: Facts, key: str, layers: int) -> list[Any]:
-  """Returns a number for each layer."""
+  """Returns a list with a number per layer."""
   value = facts.get(key)
   found = list(value) if isinstance(value, tuple) else [value] * layers
   if len(found) != layers:
@@ -118,7 +118,7 @@ def _spread(facts: Facts, key: str, layers: int) -> list[Any]:
 
 
 def _take_count(facts: Facts, key: str, default: int) -> int:
-  """Takes a whole number, which may be 0, out of the facts."""
+  """Removes a nonnegative integer from the facts and returns it."""
   value = facts.pop(key, default)
   if type(value) is not int or value < 0:
     raise ValueError(f'{key} is {value!r}; a whole number is needed: fetch it again')
@@ -126,7 +126,7 @@ def _take_count(facts: Facts, key: str, default: int) -> int:
 
 
 def _take(values: list[Any], pattern: tuple[bool, ...], slides: bool) -> Any:
-  """Returns the value that all layers of a kind have."""
+  """Returns the value that all layers of a kind share."""
   found = {x for x, own in zip(values, pattern, strict=True) if own == slides}
   if len(found) != 1:
     raise ValueError(
