@@ -4,7 +4,7 @@ A letter is a dimension: L layers, D embed, F feed-forward, N query heads, K key
 heads, H head dim, V vocabulary, E experts, I feed-forward of an expert, S feed-forward of
 the expert that all tokens share; d and e are embed and experts that no mesh splits. P is
 H, or 2 H if queries have a gate. A layer with a state has G key heads of X numbers, U
-value heads of Y numbers, and convolutions over Z tokens. Beside sliding layers,
+value heads of Y numbers, and convolutions over Z tokens. In models with sliding layers,
 full-attention layers may have k key-value heads of c numbers, and the last layers a
 feed-forward of f. Per-layer inputs have i numbers per token and layer, l = L i per token.
 vision_config.py has the parameters of a vision tower.

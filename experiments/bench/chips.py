@@ -93,7 +93,7 @@ def name_part(kind: str, count: int) -> str:
   Programs compile only for all chips of a topology, so a part needs its own topology.
 
   Raises:
-    ValueError: So many chips of a TPU form no topology.
+    ValueError: No topology of this TPU has `count` chips.
   """
   if CHIPS[kind].platform == 'gpu':
     return f'{kind}:{count}'

@@ -42,7 +42,7 @@ def make_batch(
     tokens: Token ids, [B, T].
     action_mask: Which tokens are actions, [B, T].
     advantages: Advantages, [B, T] or [B, 1].
-    vocab_size: The behaviour policy was uniform over so many tokens.
+    vocab_size: The tokens over which the behaviour policy was uniform.
   """
   B, T = tokens.shape
   fields: dict[str, Any] = {

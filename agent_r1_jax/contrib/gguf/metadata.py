@@ -25,8 +25,8 @@ class Architecture(NamedTuple):
   window: int = 0  # The default window.
   # Whether rows of q and k that RoPE rotates together are adjacent in the file.
   pairs: bool = False
-  # Gemma's 27B, the model of so many layers, divides scores by the root of
-  # hidden_size / heads, other models by the root of head_dim. No key says so.
+  # The layers of Gemma's 27B, which divides scores by the root of hidden_size / heads;
+  # other models divide by the root of head_dim. No key says so.
   wide_layers: int = 0
   constants: dict[str, Any] = {}  # Fields of config.json without a key.
   rotation: dict[str, Any] = {}  # Fields of its RoPE scaling without a key.

@@ -168,7 +168,7 @@ def _take_sections(
 def _parse_scaling(
   raw: dict[str, Any], kind: str, found: dict[str, Any]
 ) -> dict[str, Any]:
-  """Reads the numbers of a scaling; fills in what a file omits of YaRN's."""
+  """Reads the numbers of a scaling; fills in YaRN's defaults."""
   original = 'original_max_position_embeddings'
   if kind == 'yarn':
     context = raw.get(original) or raw.get('max_position_embeddings')

@@ -29,7 +29,7 @@ _MAXIMA = {
 
 
 def read_json(path: pathlib.Path, kind: type = dict) -> Any:
-  """Reads a JSON file with a `kind`; a ValueError names a missing or broken file."""
+  """Reads a JSON object, or another `kind`; a ValueError names the broken file."""
   if path.parent.is_file():
     raise ValueError(f'{path.parent}: is a file; give the directory that holds it.')
   if not path.parent.is_dir():

@@ -61,7 +61,7 @@ def cut(pixels: UInt8[np.ndarray, 'H W C'], config: VisionConfig) -> Picture:
   Two frames of a film are one picture, [H, W, 6].
 
   Raises:
-    ValueError: The tower has no embeddings for so many rows or columns of patches.
+    ValueError: It has more rows or columns of patches than the tower has embeddings.
   """
   size = config.token_size
   grid = pixels.shape[0] // size, pixels.shape[1] // size

@@ -24,9 +24,9 @@ class VisionConfig:
   mlp_dim: int
   out_dim: int  # The decoder's embed_dim.
   patch_size: int = 14
-  # The frames that a patch spans in a film; a picture is repeated as so many frames.
+  # The frames that a patch spans in a film; a picture is repeated to fill them.
   temporal_patch_size: int = 2
-  films: bool = False  # True if prompts may have films, as pictures of so many frames.
+  films: bool = False  # True if prompts may have films, as pictures of several frames.
   channels: int = 3
   merge_size: int = 2
   window_size: int = 112  # The side of a window, in pixels.

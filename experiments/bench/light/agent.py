@@ -1,8 +1,8 @@
 """First light, part 6: two steps of agent RL at 0.6B, with a tool of .2 seconds.
 
-The policy has random parameters, so it learns nothing: the part measures where the time
-of a step goes. A tool that takes .2 seconds answers each of four replies except the last;
-GRPO with groups of eight.
+The policy has random parameters and learns nothing: this measures where the time of a
+step goes. A tool that takes .2 seconds answers each of four replies except the last; GRPO
+with groups of eight.
 """
 
 import asyncio
