@@ -172,7 +172,7 @@ def layers(
 def four_bits(mesh: Any) -> dict[str, Any]:
   """The gradient of adapters over experts of 4 bits."""
   shape, batch = packed_model.shape(2), begins_alike(False)
-  params = tiny.add_adapters(packed_model.load(2), 2, ('q', 'o'), 4.0, jax.random.key(0))
+  params = tiny.add_adapters(packed_model.load(2), 2, ('q', 'o'), 4.0, b=0.1)
   options = {'config': shape, 'loss': objective(), 'temperature': 0.7}
   with sharding.use_mesh(mesh):
     held = placed.place(jax.device_get(params), mesh)

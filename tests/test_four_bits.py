@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from typing import Any
 
 import clients
 import jax
@@ -16,13 +17,21 @@ from safetensors import numpy as safetensors_numpy
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax.models import costs, decoder, engine_params, four_bits, kv_cache, lora
+from agent_r1_jax.models import (
+  costs,
+  decoder,
+  engine_params,
+  experts,
+  four_bits,
+  kv_cache,
+  lora,
+)
 from agent_r1_jax.models.files import weights
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train import metrics, preflight
 from agent_r1_jax.train.plan import footprint, setup
 
-_TARGETS = ('q', 'k', 'v', 'o')
+_TARGETS, _EXPERTS = ('q', 'k', 'v', 'o'), ('gate', 'up', 'down')
 
 
 @pytest.fixture(scope='module')
@@ -42,11 +51,7 @@ def models(directory):
 
 def _adapt(params):
   """Adds adapters that change what is computed."""
-  adapted = tiny.add_adapters(params, 3, _TARGETS, 6.0, jax.random.key(0))
-  noise = lambda x: 0.3 * jax.random.normal(jax.random.key(1), x.shape)
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: noise(x) if 'lora_b' in str(path) else x, adapted
-  )
+  return tiny.add_adapters(params, 3, _TARGETS, 6.0, b=0.3)
 
 
 def _unpack(leaf, dtype):
@@ -125,6 +130,34 @@ def test_adapters_have_the_gradient_that_dequantised_experts_give(models):
     assert np.abs(y).max() > 0
 
 
+@pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
+def test_each_way_to_compute_experts_dequantises_them(models, platform, monkeypatch):
+  """By blocks, in rounds, and by the ragged product; results and gradients."""
+  monkeypatch.setattr(experts.sharding, 'platform', lambda: platform)
+  biases = [jnp.asarray(models[2]['layers']['moe'][n]['bias'][0]) for n in _EXPERTS]
+  noise = jax.random.normal(jax.random.key(0), (2, 15, 32))
+  expert = jax.random.randint(jax.random.key(1), (2, 15, 2), 0, 8)
+  weight, gradient = jnp.full(expert.shape, 0.5), noise[::-1]
+  activate = lambda gate, up: jax.nn.silu(gate) * up
+
+  def compute(x, kernels):
+    kernels = experts.Kernels(*kernels, biases=tuple(biases))
+    return experts.mix(x, weight, expert, kernels, activate)
+
+  def differentiate(kernels) -> tuple[Any, ...]:
+    y, pull = jax.vjp(lambda x: compute(x, kernels), noise)
+    return y, *pull(gradient)
+
+  leaves = [models[1]['layers']['moe'][name] for name in _EXPERTS]
+  packed = [four_bits.Packed(x['kernel'][0], x[four_bits.SCALE][0]) for x in leaves]
+  plain = [models[2]['layers']['moe'][name]['kernel'][0] for name in _EXPERTS]
+  found, expected = (jax.jit(differentiate)(kernels) for kernels in (packed, plain))
+  for x, y in zip(found, expected, strict=True):
+    most = float(np.abs(np.asarray(y)).max())
+    np.testing.assert_allclose(x, y, rtol=0, atol=1e-6 * most)
+    assert most > 0
+
+
 def _walk(jaxpr):
   """Yields the equations of a program and of those inside it."""
   for eqn in jaxpr.eqns:
@@ -195,7 +228,7 @@ def test_bytes_and_operations_are_counted(models):
     footprint.Footprint(config, footprint.ModelShapes(shape, algorithm), machine).parts
   )
   size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
-  adapted = tiny.add_adapters(packed, 3, ('q', 'v'), 6.0, jax.random.key(0))
+  adapted = tiny.add_adapters(packed, 3, ('q', 'v'), 6.0)
   assert count(algorithms.grpo())['parameters, mxfp4'] == size(adapted)
   assert count(None)['parameters, mxfp4'] == size(packed)
   assert count(None)['copy'] == size(engine_params.unstack(packed, shape)['layers'])
