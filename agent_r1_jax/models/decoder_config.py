@@ -25,8 +25,8 @@ class DecoderConfig:
   mlp_dim: int = 0  # 0 if every layer has experts.
   num_experts: int = 0
   experts_per_token: int = 0
-  expert_dim: int = 0  # Hidden size of an expert.
-  shared_dim: int = 0  # Hidden size of the expert that all tokens share; 0 for none.
+  expert_dim: int = 0  # The feed-forward of an expert.
+  shared_dim: int = 0  # The feed-forward of the expert that all tokens share, if any.
   # True if the weights of a token's experts sum to 1.
   normalize_experts: bool = False
   rope_theta: float = 10_000.0
@@ -43,7 +43,7 @@ class DecoderConfig:
   window: int = 0
   nope: tuple[bool, ...] = ()
   # Layers with a state instead of keys and values (delta_net.py), one bool per layer or
-  # () for none; then their heads, head dims, and the width of their convolutions, tokens.
+  # () for none; then their heads, head dims, and the tokens that a convolution spans.
   recurrent: tuple[bool, ...] = ()
   linear_key_heads: int = 0
   linear_value_heads: int = 0
