@@ -180,7 +180,7 @@ def four_bits(mesh: Any) -> dict[str, Any]:
   if mesh:
     up = placed.split(held['layers']['moe']['up'], 'kernel', 'block_scale')
     assert up == [(2, 4, 4, 64), (2, 4, 1, 64)]
-  return {'gradient': gradients, 'loss': sums['loss']}
+  return {'over 4 bits': gradients, 'loss': sums['loss']}
 
 
 def fine_tune(mesh: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ _TOLERANCES = {
   'loss': 1e-6,
   'change': 1e-3,
   'through pictures': 2e-5,
+  'over 4 bits': 2e-5,
   # Norms around each part, and bounds, make rounding errors larger.
   'through pooled pictures': 2e-4,
   'model': 2e-5,
