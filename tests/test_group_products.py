@@ -88,7 +88,7 @@ def test_experts_on_an_h100_compute_what_blocks_do(kernels_for_gpus, monkeypatch
 
 def test_where_no_kernel_knows_the_shape_others_compute(monkeypatch):
   choose = lambda rows, D, I, dtype=jnp.bfloat16: experts._choose_product(
-    rows, experts.Kernels(jnp.zeros((2, D, I), dtype), *jnp.zeros((2, 1)))
+    rows, experts.Kernels(jnp.zeros((2, D, I), dtype), *jnp.zeros((2, 1))), dtype
   )
   monkeypatch.setattr(hopper, 'passes_everywhere', lambda kernel: True)
   on(monkeypatch, 'gpu', 'NVIDIA H100 80GB HBM3')
