@@ -41,7 +41,7 @@ class Conversation:
 
   def __init__(self, engine: engine_lib.Engine, chat: chat_lib.Chat, tools, config):
     self._engine, self._chat, self._tools, self._config = engine, chat, tools, config
-    self._text: request.Text | None = None
+    self._sequence: request.Sequence | None = None
     self._said: list[types.Message] = []  # Messages of the user and the tools.
 
   async def ask(self, question: str):
@@ -63,26 +63,29 @@ class Conversation:
   async def _reply(self, messages: list[types.Message]) -> str | None:
     """Samples and shows a reply; None if it was cut."""
     chat, schemas = self._chat, [tool.schema for tool in self._tools]
-    if self._text is None:
+    if self._sequence is None:
       self._said = []
       ids = chat.encode_prompt(messages, schemas)
     else:
-      last, given = int(self._text.tokens[-1]), {'history': self._said, 'tools': schemas}
+      last, given = (
+        int(self._sequence.tokens[-1]),
+        {'history': self._said, 'tools': schemas},
+      )
       ids = chat.encode_delta(messages, last, **given)
-    room = self._engine.sizes.slots - len(self._text or ()) - len(ids)
+    room = self._engine.sizes.slots - len(self._sequence or ()) - len(ids)
     if room < 1:
-      self._text = None
+      self._sequence = None
       return _write('The conversation is full; the next question begins a new one.\n')
     generation = self._engine.submit(
       request.Request(
         ids,
-        self._text,
+        self._sequence,
         max_tokens=min(room, self._config.limits.max_turn_tokens),
         sampling=self._config.evaluation,
         automata=[chat.stop_automaton(self._engine.config.vocab_size)],
       )
     )
-    self._text, tokens, shown = generation.text, [], ''
+    self._sequence, tokens, shown = generation.sequence, [], ''
     self._said = [*self._said, *messages]
     async for chunk in generation:
       tokens += chunk.tokens.tolist()
@@ -95,7 +98,7 @@ class Conversation:
 
   def forget(self):
     """Makes the next question begin a new conversation."""
-    self._text = None
+    self._sequence = None
 
 
 def _write(text: str, before: str = '', after: str = ''):

@@ -54,7 +54,7 @@ def tokens(seed: int, n: int) -> np.ndarray:
 
 def request(
   given: np.ndarray,
-  parent: request_lib.Text | request_lib.Fork | None = None,
+  parent: request_lib.Sequence | request_lib.Fork | None = None,
   most: int = 12,
   key: Any = 0,
   **fields: Any,
@@ -99,7 +99,7 @@ async def play(
     given, text = prompt(number // group), None
     for _ in range(turns):
       generation = replica.submit(request(given, text, reply, number, **fields))
-      answer, text = await generation, generation.text
+      answer, text = await generation, generation.sequence
       parts += [(given,), answer[:3]]
       if latency:
         await asyncio.sleep(latency())

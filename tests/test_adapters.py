@@ -42,7 +42,7 @@ async def _ask(engine, seed, name, parent=None, most=20, **fields):
   given = clients.tokens(seed, 9 + seed)
   fields = {'key': seed, **clients.ENDLESS, **fields}
   generation = engine.submit(clients.request(given, parent, most, adapter=name, **fields))
-  return await generation, generation.text
+  return await generation, generation.sequence
 
 
 def _assert_same(replies, expected):
@@ -241,7 +241,7 @@ class TestChanges:
           engine.adapters.set('all', adapted.make('all', 1))
       shared = engine.stats.shared
       other = await engine.submit(
-        clients.request(first.text.tokens[:40], None, 4, adapter='all', **fields)
+        clients.request(first.sequence.tokens[:40], None, 4, adapter='all', **fields)
       )
       return request_lib.join(first.chunks), engine.stats.shared - shared, other
 

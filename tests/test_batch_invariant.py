@@ -36,7 +36,7 @@ async def _play(engine, number: int) -> list:
   given = np.concatenate([clients.tokens(0, 20), clients.tokens(number, number)])
   for turn in range(3):
     generation = engine.submit(request(given, text, 24, number))
-    reply, text = await generation, generation.text
+    reply, text = await generation, generation.sequence
     parts += [(given,), reply[:3]]
     given = clients.tokens(number + turn, 1 + 5 * turn)
   for branch in range(2):
@@ -45,9 +45,9 @@ async def _play(engine, number: int) -> list:
       request(given, request_lib.Fork(text, start), 12, (number, branch))
     )
     reply = await generation
-    before = generation.text.tokens[:start]
+    before = generation.sequence.tokens[:start]
     forks.append(clients.segment([(before,), (given,), reply[:3]]))
-    generation.text.close()
+    generation.sequence.close()
   text.close()
   return [clients.segment(parts), *forks]
 

@@ -103,7 +103,7 @@ class TestValues:
   def test_too_few_rows_are_refused(self):
     engine = rollouts.make_engine()
     critic = engine.make_policy(_critic(), 0)
-    with pytest.raises(ValueError, match='rows: 8 texts .* fit the 6 rows'):
+    with pytest.raises(ValueError, match='rows: 8 sequences .* fit the 6 rows'):
       _play(choice_lib.ReplyChoice(4, critic=critic), engine=engine)
 
 
@@ -161,14 +161,14 @@ class TestChoice:
       start = len(sampled)
       chosen = await reply(self, request)
       turns.append([g is chosen for g in sampled[start:]])
-      assert [not g.text.closed for g in sampled[start:]] == turns[-1]
+      assert [not g.sequence.closed for g in sampled[start:]] == turns[-1]
       return chosen
 
     monkeypatch.setattr(replica_lib.Replica, 'submit', note_submit)
     monkeypatch.setattr(choice_lib.ReplyChooser, 'reply', note_reply)
     (t,) = _play(choice_lib.ReplyChoice(3, choice_lib.mean_logprob), 1, forever=True)
     assert [sorted(taken) for taken in turns] == [[False, False, True]] * len(t.turns)
-    assert t.status != 'error' and all(g.text.closed for g in sampled)
+    assert t.status != 'error' and all(g.sequence.closed for g in sampled)
 
 
 class TestSavedCritic:

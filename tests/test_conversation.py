@@ -1,4 +1,4 @@
-"""Which text each request to a conversation goes on from."""
+"""Which sequence each request to a conversation goes on from."""
 
 import asyncio
 import threading
@@ -27,13 +27,13 @@ class _Context:
   make_key = staticmethod(lambda *parts: parts)
 
   def submit(self, prompt, parent, max_tokens, key, **fields):
-    if not isinstance(parent, request.Text):
-      prefix = parent.text.prompt[: parent.length] if parent else types.Prompt()
-      text = request.Text(None, prefix + prompt)
+    if not isinstance(parent, request.Sequence):
+      prefix = parent.sequence.prompt[: parent.length] if parent else types.Prompt()
+      sequence = request.Sequence(None, prefix + prompt)
     else:
-      text = parent
-      text.append(prompt)
-    return mock.Mock(text=text, key=key, origin=parent, ids=prompt.tokens)
+      sequence = parent
+      sequence.append(prompt)
+    return mock.Mock(sequence=sequence, key=key, origin=parent, ids=prompt.tokens)
 
 
 def _read(*messages, **fields):
@@ -49,7 +49,7 @@ def _submit(asked, request):
 def _accept(asked, generation, text):
   """Ends a reply with a text."""
   tokens = np.int32(serving.policy()[2].encode_reply(text))
-  generation.text.append(tokens)
+  generation.sequence.append(tokens)
   generation.chunks = [request.Chunk(*[tokens] * 3, True, *[tokens] * 4)]
   asked.accept(generation, replies.Reply(text, [], 'stop'))
 
@@ -71,7 +71,7 @@ def test_a_request_that_is_made_again_has_its_own_randomness():
   assert len({again.key, second.key, third.key}) == 3
 
 
-def test_a_text_goes_on_under_its_own_tools_only():
+def test_a_sequence_goes_on_under_its_own_tools_only():
   """Its prompt describes them, and no others."""
   tool = lambda name: {'type': 'function', 'function': {'name': name}}
   chat = serving.policy()[2]
@@ -84,33 +84,33 @@ def test_a_text_goes_on_under_its_own_tools_only():
     anew = _submit(asked, read(later, *names))
     prompt = chat.encode_prompt(later, [tool(name) for name in names])
     assert anew.origin is None and anew.ids.tolist() == prompt.tolist()
-  assert _submit(asked, read(later, 'one')).origin is first.text
+  assert _submit(asked, read(later, 'one')).origin is first.sequence
 
 
-def test_a_text_that_nothing_goes_on_from_gives_its_row_up():
+def test_a_sequence_that_nothing_goes_on_from_gives_its_row_up():
   """Else what a client breaks off takes the rows of its neighbours."""
   said = {'role': 'assistant', 'content': 'Yes.'}
   asked = _conversation(serving.policy()[2])
   dropped = _submit(asked, _read(USER))
   asked.close(dropped)
-  assert dropped.text.closed
+  assert dropped.sequence.closed
   first = _submit(asked, _read(USER))
   _accept(asked, first, 'Yes.')
   later = _read(USER, said, USER)
-  # The text goes on, and then has tokens that its client never got: it is forked.
+  # The sequence goes on, and then has tokens that its client never got: it is forked.
   second = _submit(asked, later)
-  assert second.text is first.text
+  assert second.sequence is first.sequence
   asked.close(second)
-  assert not first.text.closed
-  assert _submit(asked, later).text is not first.text
-  assert first.text.closed
-  # A text from which another one goes on keeps its row.
+  assert not first.sequence.closed
+  assert _submit(asked, later).sequence is not first.sequence
+  assert first.sequence.closed
+  # A sequence from which another one goes on keeps its row.
   other = _submit(asked, _read(USER, said, {**USER, 'content': 'Or?'}))
-  assert other.text is not other.origin.text and not other.origin.text.closed
+  assert other.sequence is not other.origin.sequence and not other.origin.sequence.closed
 
 
 def test_a_reply_that_ends_while_a_long_request_is_encoded(monkeypatch):
-  """The request goes on from the end of the text, and later ones come after it."""
+  """The request goes on from the end of the sequence, and later ones come after it."""
   chat, entered, gate = serving.policy()[2], threading.Event(), threading.Event()
   plain = chat._control._encode_plain
 
@@ -140,7 +140,7 @@ def test_a_reply_that_ends_while_a_long_request_is_encoded(monkeypatch):
     assert not fourth.done()
     gate.set()
     (third,), (fourth,) = await third, await fourth
-    assert third.origin is second.text and fourth.origin is None
+    assert third.origin is second.sequence and fourth.origin is None
     assert third.ids.tolist() == chat.encode_delta([say('long ' * 20)]).tolist()
     _accept(asked, third, 'Three.')
     segments, turns = asked._transcript.collect()

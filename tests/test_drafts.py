@@ -163,15 +163,17 @@ class TestTogether:
 
     async def talk(engine):
       first = engine.submit(clients.request(clients.tokens(1, 9), most=20, key=1))
-      fork = request_lib.Fork(first.text, 9)
+      fork = request_lib.Fork(first.sequence, 9)
       forked = engine.submit(clients.request(clients.tokens(2, 3), fork, 20, key=3))
       replies = [(await first).tokens, (await forked).tokens]
-      then = engine.submit(clients.request(clients.tokens(4, 5), first.text, 20, key=5))
+      then = engine.submit(
+        clients.request(clients.tokens(4, 5), first.sequence, 20, key=5)
+      )
       other = engine.submit(clients.request(clients.tokens(6, 30), key=7))
       await asyncio.sleep(0)
       other.cancel()
       replies.append((await then).tokens)
-      assert len(first.text) == 9 + len(replies[0]) + 5 + len(replies[2])
+      assert len(first.sequence) == 9 + len(replies[0]) + 5 + len(replies[2])
       return np.concatenate(replies).tolist()
 
     drafted, plain = _engine(4), clients.engine(**clients.EXACT)

@@ -154,7 +154,7 @@ def test_a_request_that_is_cancelled_in_a_decode_gets_no_tokens_of_it(
     second = replica.submit(clients.request(clients.tokens(1, 9), **fields))
     reply = await second
     assert [len(chunk.tokens) for chunk in first.chunks] == [clients.STEPS]
-    assert len(first.text) == 9 + clients.STEPS
+    assert len(first.sequence) == 9 + clients.STEPS
     assert len(reply.tokens) == 6 * clients.STEPS
 
   monkeypatch.setattr(replica_lib.Replica, '_in_thread', decode)
@@ -238,7 +238,7 @@ class TestTools:
         first = replica.submit(clients.request(clients.tokens(0, 9)))
         await first
         await others_done.wait()
-        await replica.submit(clients.request(clients.tokens(1, 9), first.text))
+        await replica.submit(clients.request(clients.tokens(1, 9), first.sequence))
 
     async def others():
       await asyncio.gather(*(clients.play(engine, number) for number in range(10)))
@@ -277,7 +277,7 @@ class TestTools:
         request = clients.request(given, text, most, number, **clients.ENDLESS)
         generation = engine.submit(request)
         await generation
-        text = generation.text
+        text = generation.sequence
 
     tiny.within(engine.run, [play(number) for number in range(clients.ROWS)])
     assert engine.stats.steps == engine.stats.sampled == 2 * steps * clients.ROWS
@@ -379,10 +379,10 @@ class TestPrograms:
     async def asks():
       first = [engine.submit(clients.request(clients.tokens(n, 9))) for n in range(4)]
       await asyncio.gather(*first)
-      requests = [clients.request(clients.tokens(5, 3), g.text) for g in first]
+      requests = [clients.request(clients.tokens(5, 3), g.sequence) for g in first]
       later = [engine.submit(request) for request in requests]
       await asyncio.gather(*later)
-      return [[g.text.replica for g in part] for part in (first, later)]
+      return [[g.sequence.replica for g in part] for part in (first, later)]
 
     ((first, later),) = tiny.within(engine.run, [asks()])
     assert first == later == 2 * engine.replicas

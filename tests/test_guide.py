@@ -190,7 +190,7 @@ def test_only_guides_that_change_logits_cost_their_pass():
   used = {'guides': {ends: np.int32(1), changes: np.int32(2)}}
   assert [guide.needs_correction for guide in guides] == [True, True, False, True]
   request = clients.request(clients.tokens(0, 3), sampling=config_lib.Sampling(), **used)
-  text = request_lib.Text(None, request.tokens)
+  text = request_lib.Sequence(None, request.tokens)
   generation = request_lib.Generation(request, text, 0, lambda: None)
   active = active_request.ActiveRequest(generation, guides, automaton_guide.AUTOMATA.off)
   assert active.guide_mask.tolist() == [False, False, False, True]
@@ -213,7 +213,7 @@ def _play(likely, grammar, *, turns=1, sampling=_PLAIN):
       fields = {'automata': guides, 'sampling': sampling}
       request = clients.request(given, text, 110 // turns, number, **fields)
       generation = engine.submit(request)
-      reply, text = await generation, generation.text
+      reply, text = await generation, generation.sequence
       parts += [(given,), reply[:3]]
       replies.append(reply.tokens.tolist())
     return clients.segment(parts), replies

@@ -158,11 +158,13 @@ def test_turns_shared_prefixes_and_forks_are_one_fresh_prefill():
     ask = lambda *args, **fields: _engine().submit(clients.request(*args, **fields))
     first = ask(prompt, **clients.ENDLESS)
     await first
-    other = ask(prompt[:3], request_lib.Fork(first.text, 30), key=1, score_prompt=False)
+    other = ask(
+      prompt[:3], request_lib.Fork(first.sequence, 30), key=1, score_prompt=False
+    )
     reply = await other
     scored = ask(prompt, score_prompt=True)
     await scored
-    return other.text.tokens, reply.logprobs, scored.prompt.logprobs
+    return other.sequence.tokens, reply.logprobs, scored.prompt.logprobs
 
   with tiny.compilations() as compiled:
     tokens, logprobs, scored = tiny.within(_engine().run, [fork()])[0]

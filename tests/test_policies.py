@@ -181,7 +181,9 @@ class TestMakePolicy:
       policy = engine.make_policy(other, 3)
       first = engine.submit(clients.request(given[0]))
       await first
-      second = await engine.submit(clients.request(given[1], first.text, policy=policy))
+      second = await engine.submit(
+        clients.request(given[1], first.sequence, policy=policy)
+      )
       assert (second.policy_steps == 3).all()
       assert engine.stats.shared == 0
       third = await engine.submit(clients.request(given[0], policy=policy))

@@ -92,7 +92,7 @@ def test_a_text_that_goes_on_has_no_scores():
     generation = engine.submit(clients.request(SHARED[:9]))
     await generation
     assert generation.prompt is None
-    with pytest.raises(ValueError, match='score_prompt scores a whole text'):
-      engine.submit(clients.request(SHARED[:3], generation.text, score_prompt=True))
+    with pytest.raises(ValueError, match='score_prompt scores a whole sequence'):
+      engine.submit(clients.request(SHARED[:3], generation.sequence, score_prompt=True))
 
   tiny.within(engine.run, [play()])

@@ -58,12 +58,12 @@ def test_a_reply_reports_the_experts_of_its_text_from_the_first_token_on():
     )
     first = ask(prompt)
     replies = [await first]
-    length = len(first.text)
-    fork = ask(prompt[:3], parent=request_lib.Fork(first.text, 30))
+    length = len(first.sequence)
+    fork = ask(prompt[:3], parent=request_lib.Fork(first.sequence, 30))
     replies.append(await fork)
-    replies.append(await ask(prompt[:5], parent=first.text))
+    replies.append(await ask(prompt[:5], parent=first.sequence))
     assert (await ask(prompt, replay=False)).routes is None
-    texts = first.text.tokens[:length], fork.text.tokens, first.text.tokens
+    texts = first.sequence.tokens[:length], fork.sequence.tokens, first.sequence.tokens
     return replies, texts
 
   engine = tiny.engine(params, shape=SHAPE, bucket=clients.SLOTS)

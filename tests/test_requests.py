@@ -44,7 +44,7 @@ class TestReply:
         given = clients.tokens(number, 3)
         generation = engine.submit(clients.request(given, text, most, number))
         replies.append((await generation, most))
-        text = generation.text
+        text = generation.sequence
 
     _run(engine, *(play(number) for number in range(8)))
     for reply, most in replies:
@@ -62,7 +62,7 @@ class TestReply:
         most = min(7, _SLOTS - length - len(given))
         generation = engine.submit(clients.request(given, text, most))
         parts += [(given,), (await generation)[:3]]
-        text, length = generation.text, len(generation.text)
+        text, length = generation.sequence, len(generation.sequence)
       return clients.segment(parts)
 
     (segment,) = _run(engine, play())
@@ -136,7 +136,7 @@ def _log_softmax_of_64(params, tokens, temperature):
 
 
 def _fork(length):
-  text = request_lib.Text(clients.engine().replicas[0], clients.tokens(0, 9))
+  text = request_lib.Sequence(clients.engine().replicas[0], clients.tokens(0, 9))
   return request_lib.Fork(text, length)
 
 
@@ -147,8 +147,8 @@ class TestRefused:
       (_SLOTS - 7, None, {'most': 8}, rf'0 \+ {_SLOTS - 7} tokens and a reply of 8'),
       (0, None, {'most': 8}, '0 tokens to append, 8 to sample'),
       (4, None, {'most': 0}, '4 tokens to append, 0 to sample'),
-      (2, -1, {}, 'a fork of the first -1 tokens of a text that has 9'),
-      (2, 10, {}, 'a fork of the first 10 tokens of a text that has 9'),
+      (2, -1, {}, 'a fork of the first -1 tokens of a sequence that has 9'),
+      (2, 10, {}, 'a fork of the first 10 tokens of a sequence that has 9'),
       (3, None, {'top_logprobs': -1}, 'top_logprobs is -1; it must be 0 to 20'),
       (3, None, {'top_logprobs': 21}, 'top_logprobs is 21; it must be 0 to 20'),
       ([30, -1, 31], None, {}, f'token -1 .* {tiny.VOCAB}'),
@@ -180,11 +180,11 @@ class TestRefused:
     async def play():
       first = engine.submit(clients.request(clients.tokens(0, 9)))
       with pytest.raises(ValueError, match='being sampled for another request'):
-        engine.submit(clients.request(clients.tokens(1, 2), first.text))
-      fork = request_lib.Fork(first.text, 9)
+        engine.submit(clients.request(clients.tokens(1, 2), first.sequence))
+      fork = request_lib.Fork(first.sequence, 9)
       other = engine.submit(clients.request(clients.tokens(1, 2), fork))
       reply = await first
-      assert first.text.tokens[9:].tolist() == reply.tokens.tolist()
+      assert first.sequence.tokens[9:].tolist() == reply.tokens.tolist()
       await other
 
     _run(engine, play())
@@ -197,14 +197,14 @@ class TestChunks:
       chunks, progress = [], []
       generation = engine.submit(clients.request(given, None, 3 * _STEPS, **_LONG))
       async for chunk in generation:
-        progress.append((len(generation.text), generation.done))
+        progress.append((len(generation.sequence), generation.done))
         chunks.append(chunk)
       assert [len(chunk.tokens) for chunk in chunks] == 3 * [_STEPS]
       assert progress == [(9 + _STEPS * i, i == 3) for i in (1, 2, 3)]
       whole = await generation
       for ours, theirs in zip(request_lib.join(chunks), whole, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-      np.testing.assert_array_equal(generation.text.tokens[9:], whole.tokens)
+      np.testing.assert_array_equal(generation.sequence.tokens[9:], whole.tokens)
       return clients.segment([(given,), whole[:3]])
 
     (segment,) = _run(engine, play())
@@ -252,15 +252,15 @@ class TestCancel:
       with pytest.raises(asyncio.CancelledError):
         await task
       assert generation.done
-      had = len(generation.text)
+      had = len(generation.sequence)
       assert had == 9 + sum(len(chunk.tokens) for chunk in generation.chunks)
       sampled = engine.stats.sampled
       other = [(clients.tokens(7, 9),), (await waiting)[:3]]
       # The decode that was under way is the last one that it was in.
       assert engine.stats.sampled - sampled <= _STEPS + 5
-      assert len(generation.text) == had
+      assert len(generation.sequence) == had
       said = request_lib.join(generation.chunks)
-      again = engine.submit(clients.request(more, generation.text))
+      again = engine.submit(clients.request(more, generation.sequence))
       parts = [(given,), said[:3], (more,), (await again)[:3]]
       # Nor has the other text anything of that decode, which was not meant for it.
       return clients.segment(parts), clients.segment(other)
@@ -292,8 +292,8 @@ class TestCancel:
       with pytest.raises(asyncio.CancelledError):
         await second
       assert len((await first).tokens) == 60
-      assert second.text.tokens.tolist() == clients.tokens(1, 9).tolist()
-      third = engine.submit(clients.request(clients.tokens(2, 3), second.text))
+      assert second.sequence.tokens.tolist() == clients.tokens(1, 9).tolist()
+      third = engine.submit(clients.request(clients.tokens(2, 3), second.sequence))
       given = np.concatenate([clients.tokens(1, 9), clients.tokens(2, 3)])
       return clients.segment([(given,), (await third)[:3]])
 
@@ -338,7 +338,7 @@ class TestRaces:
         most = 5 if number % 2 else 24
         generation = engine.submit(clients.request(given, text, most, number))
         parts += [(given,), (await generation)[:3]]
-        text = generation.text
+        text = generation.sequence
         for _ in range(number):  # A tool that is ready in the midst of a decode.
           await asyncio.sleep(0)
       return clients.segment(parts)
@@ -359,9 +359,9 @@ class TestRaces:
       await asyncio.sleep(0)
       await asyncio.sleep(0)
       generation.cancel()
-      again = engine.submit(clients.request(more, generation.text, 30, 5, **_LONG))
+      again = engine.submit(clients.request(more, generation.sequence, 30, 5, **_LONG))
       reply, said = await again, request_lib.join(generation.chunks)
-      assert len(generation.text) == 9 + len(said.tokens) + 4 + 30
+      assert len(generation.sequence) == 9 + len(said.tokens) + 4 + 30
       return clients.segment([(given,), said[:3], (more,), reply[:3]])
 
     (segment,) = _run(engine, play())

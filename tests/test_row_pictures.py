@@ -54,7 +54,7 @@ async def play(engine, number: int, turns):
     asked = request.Request(prompt, text, max_tokens=9, key=key)
     generation = engine.submit(asked)
     reply = await generation
-    text = generation.text
+    text = generation.sequence
     made.add_turn(passage, prompt, reply)
   return made.collect()[0][0]
 
@@ -121,15 +121,15 @@ def test_other_towers_give_the_learners_log_probs(family, layers, ahead):
     )
     first = engine.submit(asked(prompt, n=0))
     await first
-    lost = engine.submit(asked(types.Prompt(write(7)), first.text, n=1))
+    lost = engine.submit(asked(types.Prompt(write(7)), first.sequence, n=1))
     async for _ in lost:
       break
     lost.cancel()
     shown = types.Prompt(write(6, picture(3), 8), [picture(3)])
     # From within the reply, behind both films.
-    fork = request.Fork(first.text, len(prompt) + 2)
+    fork = request.Fork(first.sequence, len(prompt) + 2)
     reply = await engine.submit(asked(shown, fork, n=2))
-    begun = types.Prompt(first.text.tokens[: fork.length], prompt.pictures)
+    begun = types.Prompt(first.sequence.tokens[: fork.length], prompt.pictures)
     return types.Segment.read(begun).add_turn(shown, reply)
 
   plays = [play(engine, n, turns) for n, turns in enumerate([*EPISODES, frames])]
@@ -217,11 +217,13 @@ def test_a_fork_sees_what_its_parent_saw(params):
     prompt = types.Prompt(write(1, *shown, 9), shown)
     first = engine.submit(request.Request(prompt, max_tokens=3))
     await first
-    fork = request.Fork(first.text, 8)
+    fork = request.Fork(first.sequence, 8)
     second = engine.submit(request.Request(write(2, 3), fork, max_tokens=4))
     await second
     with pytest.raises(ValueError, match='those of the fork, end in a picture'):
-      engine.submit(request.Request(write(2), request.Fork(first.text, 6), max_tokens=4))
+      engine.submit(
+        request.Request(write(2), request.Fork(first.sequence, 6), max_tokens=4)
+      )
     alone = types.Prompt(write(1, *shown, 9, 2, 3), shown)
     return await second, await engine.submit(request.Request(alone, max_tokens=4))
 

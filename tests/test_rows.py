@@ -14,7 +14,7 @@ _DECODE, _WINDOW = 5, 6
 def _text(*parts):
   """A text of random parts (seed, number of tokens)."""
   tokens = [np.random.default_rng(seed).integers(0, 50, n) for seed, n in parts]
-  return request_lib.Text(None, np.concatenate(tokens))
+  return request_lib.Sequence(None, np.concatenate(tokens))
 
 
 def _generation(text, number):
@@ -54,7 +54,7 @@ class Cache:
 
   def leave(self, generation):
     del self.live[generation]
-    row = self.rows.find(generation.text)
+    row = self.rows.find(generation.sequence)
     if row is not None and row.generation is generation:
       row.generation = None
 
@@ -62,7 +62,7 @@ class Cache:
     """One piece of work of the replica, for one policy; True if all rows are filled."""
     chosen = []
     for generation in [g for g, its_own in self.live.items() if its_own == own]:
-      row = self.rows.find(generation.text)
+      row = self.rows.find(generation.sequence)
       if row is None or row.generation is not generation:
         row = self.rows.assign(generation, version)
       if row is not None:
@@ -107,7 +107,7 @@ class Cache:
     slots, ring = self.slots[row.index], self.rings[row.index]
     window = range(max(0, row.cached - _WINDOW + 1), row.cached)
     assert [ring[i % len(ring)] for i in window] == [slots[i] for i in window]
-    texts = _prefixes(row.text, row.cached, row.cached + n)
+    texts = _prefixes(row.sequence, row.cached, row.cached + n)
     for i, text in enumerate(texts, row.cached):
       slots[i] = ring[i % len(ring)] = (version, text)
     states = self.states[row.index]
@@ -120,7 +120,7 @@ class Cache:
         states[plan.save] = states[0]
 
   def _wanted(self, row, n, version):
-    return [(version, text) for text in _prefixes(row.text, 0, n)]
+    return [(version, text) for text in _prefixes(row.sequence, 0, n)]
 
   def decode(self, row, tokens, version):
     """Samples tokens: all but the last are computed."""
@@ -138,21 +138,21 @@ class Cache:
 
   def check(self):
     """Asserts that what the host notes of each row is true."""
-    held = [row.text for row in self.rows.rows if row.text is not None]
+    held = [row.sequence for row in self.rows.rows if row.sequence is not None]
     assert len({id(text) for text in held}) == len(held)
     for row in self.rows.rows:
-      if row.text is None:
+      if row.sequence is None:
         continue
-      assert self.rows.find(row.text) is row
+      assert self.rows.find(row.sequence) is row
       slots = self.slots[row.index][: row.cached]
-      assert [slot[1] for slot in slots] == _prefixes(row.text, 0, row.cached)
+      assert [slot[1] for slot in slots] == _prefixes(row.sequence, 0, row.cached)
       for n, state in zip(row.states, self.states[row.index], strict=True):
         assert n <= row.cached and (n < 1 or state == slots[n - 1])
       if row.version != rows_lib.MIXED:
         assert {slot[0] for slot in slots} <= {row.version}
       if row.generation is not None:
         assert row.cached <= row.size - 1
-        np.testing.assert_array_equal(row.tokens[: row.size], row.text.tokens)
+        np.testing.assert_array_equal(row.tokens[: row.size], row.sequence.tokens)
         assert (row.tokens[row.size :] == -1).all()
 
 
@@ -163,7 +163,7 @@ def test_after_any_sequence_of_events_the_record_of_the_rows_is_true(seed, ring,
   rng = np.random.default_rng(seed)
   cache, texts, version = Cache(int(rng.integers(2, _B + 1)), ring, states), [], 1
   for _ in range(300):
-    busy = [generation.text for generation in cache.live]
+    busy = [generation.sequence for generation in cache.live]
     idle = [text for text in texts if text not in busy and len(text) < _S - 12]
     own = bool(rng.random() < 0.3)
     kind = rng.choice(['new', 'fork', 'on', 'work', 'work', 'work', 'leave', 'policy'])
@@ -174,7 +174,7 @@ def test_after_any_sequence_of_events_the_record_of_the_rows_is_true(seed, ring,
     elif kind == 'fork' and texts and len(busy) < 9:
       text = texts[rng.integers(len(texts))]
       begin = text.tokens[: rng.integers(1, min(len(text), _S - 20) + 1)]
-      texts.append(request_lib.Text(None, begin))
+      texts.append(request_lib.Sequence(None, begin))
       texts[-1].append(rng.integers(0, 50, 3))
       cache.submit(texts[-1], own)
     elif kind == 'on' and idle:
@@ -193,7 +193,7 @@ def test_after_any_sequence_of_events_the_record_of_the_rows_is_true(seed, ring,
       generation = [*cache.live][rng.integers(len(cache.live))]
       cache.leave(generation)
       if rng.random() < 0.5:
-        generation.text.close()
+        generation.sequence.close()
     elif kind == 'policy' and rng.random() < 0.3:
       version += 1
     cache.check()
@@ -253,8 +253,8 @@ class TestRewind:
 
   def _go_back(self, rows, row, tokens, number):
     row.generation = None
-    text = request_lib.Text(None, row.text.tokens[:tokens])
-    row.text.close()
+    text = request_lib.Sequence(None, row.sequence.tokens[:tokens])
+    row.sequence.close()
     assert rows.assign(_generation(text, number), 0) is row
     return row
 
@@ -295,12 +295,15 @@ class TestStates:
     assert row.states == [lost, 19, lost, lost] and row.begin == 1
     row.extend(np.array([7, 7]))
     assert row.states == [21, 19, lost, lost] and row.begin == 0
-    row.text.append(np.arange(3))
-    row.tokens[: row.size] = row.text.tokens
+    row.sequence.append(np.arange(3))
+    row.tokens[: row.size] = row.sequence.tokens
     row.prefill(3)
     assert row.states == [24, 19, 21, 24]  # The reply's end, and the next prompt's.
     for tokens, kept in ((24, 21), (21, 19), (19, 0)):
-      row.generation, text = None, request_lib.Text(None, row.text.tokens[:tokens])
+      row.generation, text = (
+        None,
+        request_lib.Sequence(None, row.sequence.tokens[:tokens]),
+      )
       assert rows.assign(_generation(text, 1), 0).cached == kept
 
   def test_the_third_task_of_a_system_prompt_copies_it(self):

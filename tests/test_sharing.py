@@ -49,9 +49,9 @@ class TestPrefilled:
     async def early():
       first = engine.submit(clients.request(prompt))
       await first
-      await engine.submit(clients.request(clients.tokens(1, 9), first.text))
+      await engine.submit(clients.request(clients.tokens(1, 9), first.sequence))
       arrived.set()
-      await engine.submit(clients.request(clients.tokens(2, 9), first.text))
+      await engine.submit(clients.request(clients.tokens(2, 9), first.sequence))
 
     _, segment = _run(engine, early(), late())
     assert engine.stats.shared == len(prompt) - 1
@@ -82,7 +82,7 @@ class TestPrefilled:
         request = clients.request(given.astype(np.int32), text, 20, number)
         generation = engine.submit(request)
         await generation
-        text = generation.text
+        text = generation.sequence
         ends.append(len(text))
       forks = []
       for branch in range(4):
@@ -92,7 +92,7 @@ class TestPrefilled:
       replies = await asyncio.gather(*forks)
       assert replies[0].tokens.tolist() != replies[1].tokens.tolist()
       return [
-        (g.text.tokens, ends[1] + 21, r) for g, r in zip(forks, replies, strict=True)
+        (g.sequence.tokens, ends[1] + 21, r) for g, r in zip(forks, replies, strict=True)
       ]
 
     played = _run(engine, *(play(number) for number in range(4)))
@@ -122,7 +122,7 @@ class TestEviction:
       parts, given, text = [], clients.prompt(number // 4), None
       for _ in range(3):
         generation = engine.submit(clients.request(given, text, 12, number))
-        answer, text = await generation, generation.text
+        answer, text = await generation, generation.sequence
         parts += [(given,), answer[:3]]
         given = clients.tokens(
           int(answer.tokens.sum()), 1 + int(answer.tokens.sum()) % 11
@@ -143,7 +143,7 @@ class TestEviction:
       for n in range(3):
         generation = engine.submit(clients.request(clients.tokens(n, 20), None, 5))
         await generation
-        held.append(generation.text)
+        held.append(generation.sequence)
       held[1].close()
       await engine.submit(clients.request(clients.tokens(5, 20), None, 5))
       before = engine.stats.prefilled
@@ -154,7 +154,7 @@ class TestEviction:
       fork = request_lib.Fork(held[1], 18)
       generation = engine.submit(clients.request(clients.tokens(7, 3), fork, 9))
       reply = await generation
-      return [(generation.text.tokens, 21, reply)]
+      return [(generation.sequence.tokens, 21, reply)]
 
     tiny.assert_on_policy(clients.params(), _continued(_run(engine, play())))
 
@@ -164,7 +164,7 @@ class TestEviction:
 
     async def begin():
       generation = engine.submit(clients.request(given[0], None, 9))
-      texts.append(generation.text)
+      texts.append(generation.sequence)
       return await generation
 
     async def go_on():

@@ -187,7 +187,7 @@ def test_no_randomness_is_used_twice(make, fresh, monkeypatch):
   def note(self, request):
     generation = submit(self, request)
     if request.policy is None:
-      found.append((generation, generation.text.tokens))
+      found.append((generation, generation.sequence.tokens))
     return generation
 
   monkeypatch.setattr(replica_lib.Replica, 'submit', note)
@@ -238,7 +238,7 @@ def test_all_texts_are_closed_at_the_end(make, make_env, monkeypatch):
     limits=LONG_REPLIES,
   )
   assert t.status == ('error' if make_env is Failing else 'max_turns')
-  assert len(found) > 4 and all(generation.text.closed for generation in found)
+  assert len(found) > 4 and all(generation.sequence.closed for generation in found)
 
 
 class Reader(NamedTuple):

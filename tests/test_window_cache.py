@@ -47,7 +47,7 @@ async def play(engine, number):
   given, text, parts, segments = clients.prompt(number // 4), None, [], []
   for turn in range(3):
     generation = engine.submit(request(given, text, key=(number, turn)))
-    answer, text = await generation, generation.text
+    answer, text = await generation, generation.sequence
     parts += [(given,), answer[:3]]
     given = clients.tokens(int(answer.tokens.sum()), 1 + int(answer.tokens.sum()) % 11)
   segments.append(clients.segment(parts))

@@ -126,7 +126,7 @@ class ActiveRequest:
     new = len(generation.chunks[-1].tokens)
     if generation.done:  # As one piece: drafts end at the end of a piece.
       new = generation.request.max_tokens - generation.remaining
-    index.add(generation.text.tokens, new)
+    index.add(generation.sequence.tokens, new)
 
   def release_row(self):
     """Frees the row for other sequences."""
@@ -233,13 +233,13 @@ def make_decode_batch(
   )
   for m, active in requests.items():
     row, request = active.row, active.generation.request
-    assert row is not None and row.text is not None
-    rows[m], length[m], end = row.index, row.cached, row.text.tokens[-drafts.WIDTH :]
+    assert row is not None and row.sequence is not None
+    rows[m], length[m], end = row.index, row.cached, row.sequence.tokens[-drafts.WIDTH :]
     ends[m, -len(end) :] = end
     budget[m], keys[m] = active.generation.remaining, request.key
     temperature[m], top[m] = request.sampling.temperature, request.top_logprobs > 0
     guide_mask[:, m] = active.guide_mask
-    replay[m], saved[m], begin[m] = request.replay, row.text.saved, row.begin
+    replay[m], saved[m], begin[m] = request.replay, row.sequence.saved, row.begin
   states = tuple(
     jax.tree.map(
       lambda *leaves: np.stack(leaves),

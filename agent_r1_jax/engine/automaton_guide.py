@@ -4,7 +4,7 @@ Letters: M entries of a decode, V vocabulary, A automata of the engine, J automa
 request, Q states, C token classes, K kinds of states, W words of 32 bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from jax import Array
@@ -89,7 +89,7 @@ class AutomatonPool:
     self.entries = (self._allow_all,) * 4
     self._users = [1, 0, 0, 0]
 
-  def acquire(self, automata: Sequence[types.Automaton]) -> guide_lib.State:
+  def acquire(self, automata: Collection[types.Automaton]) -> guide_lib.State:
     """Adds a user to each automaton; returns the request's initial state of AUTOMATA.
 
     Pass the state to `release` when the request ends.

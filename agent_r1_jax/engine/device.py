@@ -126,10 +126,10 @@ class Device:
     if self.pictures:
       self.pictures.check(request, self.sizes.prefill_tokens)
 
-  def add(self, text: request_lib.Text, request: request_lib.Request):
+  def add(self, sequence: request_lib.Sequence, request: request_lib.Request):
     """Records the pictures of a sequence after a request's tokens were appended to it."""
     if self.pictures:
-      self.pictures.add(text, request)
+      self.pictures.add(sequence, request)
 
   def look(
     self,

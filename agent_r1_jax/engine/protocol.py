@@ -100,14 +100,14 @@ class AnyReplica(abc.ABC):
       ValueError: The request cannot be answered.
     """
 
-  def _extend_text(self, request: request_lib.Request) -> request_lib.Text:
+  def _extend_sequence(self, request: request_lib.Request) -> request_lib.Sequence:
     """Appends a request's tokens to its sequence, or begins a new one with them."""
     parent, prompt = request.parent, request.prompt
-    if isinstance(parent, request_lib.Text):
+    if isinstance(parent, request_lib.Sequence):
       parent.append(prompt)
       return parent
-    prefix = parent.text.prompt[: parent.length] if parent else types.Prompt()
-    return request_lib.Text(self, prefix + prompt)
+    prefix = parent.sequence.prompt[: parent.length] if parent else types.Prompt()
+    return request_lib.Sequence(self, prefix + prompt)
 
   @abc.abstractmethod
   def stop_sharing(self) -> None:
@@ -239,8 +239,8 @@ class AnyEngine(abc.ABC):
     """
     if rows > self.sizes.rows:
       raise ValueError(
-        f'rows: {rows} texts of one client do not fit the {self.sizes.rows} rows of a '
-        'replica; raise engine.rows, or take fewer replicas or candidates.'
+        f'rows: {rows} sequences of one client do not fit the {self.sizes.rows} rows of '
+        'a replica; raise engine.rows, or take fewer replicas or candidates.'
       )
     return self.replicas[group % len(self.replicas)].reserve(policy, rows)
 
@@ -248,6 +248,6 @@ class AnyEngine(abc.ABC):
     """Submits a request from a client of this engine; see AnyReplica.submit."""
     parent = request.parent
     if isinstance(parent, request_lib.Fork):
-      parent = parent.text
+      parent = parent.sequence
     replica = parent.replica if parent else min(self.replicas, key=lambda r: r.load)
     return replica.submit(request)

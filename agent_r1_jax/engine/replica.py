@@ -112,10 +112,12 @@ class Replica(protocol.AnyReplica):
     """
     self.device.check(request)
     parent, prompt = request.parent, request.prompt
-    if any(a.generation.text is parent and not a.generation.done for a in self._active):
+    if any(
+      a.generation.sequence is parent and not a.generation.done for a in self._active
+    ):
       raise ValueError(
-        'The text is being sampled for another request: wait for that one, cancel it, or '
-        'fork the text.'
+        'The sequence is being sampled for another request: wait for that one, cancel '
+        'it, or fork the sequence.'
       )
     slot = self._adapters.acquire(request.adapter)
     try:
@@ -123,12 +125,12 @@ class Replica(protocol.AnyReplica):
     except ValueError:
       self._adapters.release(slot)
       raise
-    text = self._extend_text(request)
-    self.device.add(text, request)
+    sequence = self._extend_sequence(request)
+    self.device.add(sequence, request)
     if self.index:
-      self.index.add(text.tokens, len(prompt))
+      self.index.add(sequence.tokens, len(prompt))
     number = next(self._request_numbers)
-    generation = request_lib.Generation(request, text, number, self._changed.set)
+    generation = request_lib.Generation(request, sequence, number, self._changed.set)
     self._active.append(
       active_request.ActiveRequest(generation, self.device.guides, automata, slot)
     )

@@ -1,11 +1,11 @@
-"""Requests to the engine and their replies: Request, Text, Generation and Chunk.
+"""Requests to the engine and their replies: Request, Sequence, Generation and Chunk.
 
 generation = engine.submit(Request(prompt, max_tokens=200))
 async for chunk in generation:      # Streams tokens as they are sampled; or
   ...
 reply = await generation            # waits for the complete reply.
-generation = engine.submit(Request(answer, parent=generation.text))  # continues it
-generation = engine.submit(Request(answer, parent=Fork(text, length=120)))  # branches
+generation = engine.submit(Request(answer, parent=generation.sequence))  # continues it
+generation = engine.submit(Request(answer, parent=Fork(sequence, length=120)))  # branches
 """
 
 import asyncio
@@ -15,7 +15,6 @@ from collections.abc import (
   Collection,
   Generator,
   Mapping,
-  Sequence,
 )
 import dataclasses
 import hashlib
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
@@ -69,7 +69,7 @@ class Chunk(NamedTuple):
   routes: np.ndarray | None = None
 
 
-def join(chunks: Sequence[Chunk]) -> Chunk:
+def join(chunks: list[Chunk]) -> Chunk:
   """Joins the chunks of one reply; there must be at least one chunk."""
   column = lambda name: np.concatenate([getattr(chunk, name) for chunk in chunks])
   whole = ('stopped', 'routes')
@@ -92,7 +92,7 @@ class Scores(NamedTuple):
   top_logprobs: np.ndarray
 
 
-class Text:
+class Sequence:
   """A sequence in the engine: all appended and sampled tokens, in order.
 
   Requests can continue it while a reference to it exists. The engine keeps its keys and
@@ -133,7 +133,7 @@ class Text:
 class Fork(NamedTuple):
   """The first `length` tokens of a sequence, as the start of a new one."""
 
-  text: Text
+  sequence: Sequence
   length: int
 
 
@@ -168,11 +168,11 @@ class Request:
   """
 
   tokens: np.ndarray | types.Prompt
-  parent: Text | Fork | None = None
+  parent: Sequence | Fork | None = None
   max_tokens: int = 512
   sampling: config_lib.Sampling = dataclasses.field(default_factory=config_lib.Sampling)
   key: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2, np.uint32))
-  automata: Sequence[types.Automaton] = ()
+  automata: Collection[types.Automaton] = ()
   guides: Mapping[guide_lib.Guide, guide_lib.State] = dataclasses.field(
     default_factory=dict
   )
@@ -195,7 +195,7 @@ def check(
   vocab_size: int,
   slots: int,
   guides: Collection[guide_lib.Guide],
-  more_ids: Sequence[int] | np.ndarray = (),
+  more_ids: npt.ArrayLike = (),
 ):
   """Raises ValueError for a request that the engine cannot answer.
 
@@ -212,20 +212,21 @@ def check(
   if len(outside) and len(outside := outside[~np.isin(outside, more_ids)]):
     raise ValueError(f'token {outside[0]} is outside the vocabulary of {vocab_size}.')
   if request.score_prompt and parent is not None:
-    raise ValueError('score_prompt scores a whole text: leave parent out.')
+    raise ValueError('score_prompt scores a whole sequence: leave parent out.')
   if np.shape(request.key) != (2,):
     raise ValueError(f'key has the shape {np.shape(request.key)}; make it with make_key.')
   before = len(parent or ())
   if isinstance(parent, Fork):
     before = parent.length
-    if not 0 <= before <= len(parent.text):
+    if not 0 <= before <= len(parent.sequence):
       raise ValueError(
-        f'a fork of the first {before} tokens of a text that has {len(parent.text)}.'
+        f'a fork of the first {before} tokens of a sequence that has '
+        f'{len(parent.sequence)}.'
       )
   if before + added + most > slots:
     raise ValueError(
-      f'A text of {before} + {added} tokens and a reply of {most} do not fit a row of '
-      f'{slots} slots: raise slots or shorten the reply.'
+      f'A sequence of {before} + {added} tokens and a reply of {most} do not fit a row '
+      f'of {slots} slots: raise slots or shorten the reply.'
     )
   if unknown := {*request.guides} - {*guides}:
     raise ValueError(
@@ -251,7 +252,7 @@ class Generation:
 
   Attributes:
     request: The request.
-    text: The sequence, including the chunks so far.
+    sequence: The sequence, including the chunks so far.
     chunks: The chunks so far.
     number: The number of requests that the replica received before this one.
     done: Whether the reply is complete, was cancelled or has failed.
@@ -259,10 +260,10 @@ class Generation:
   """
 
   def __init__(
-    self, request: Request, text: Text, number: int, on_cancel: Callable[[], None]
+    self, request: Request, sequence: Sequence, number: int, on_cancel: Callable[[], None]
   ):
     """Makes an empty reply; `on_cancel` is called if it is cancelled or fails."""
-    self.request, self.text, self.number = request, text, number
+    self.request, self.sequence, self.number = request, sequence, number
     self.chunks: list[Chunk] = []
     self.done = False
     self.prompt: Scores | None = None

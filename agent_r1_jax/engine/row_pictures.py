@@ -38,7 +38,7 @@ class RowPictures:
     self._features = collections.OrderedDict[tuple[Any, int], np.ndarray]()
     self._numbers = 0
     # The pictures of each sequence, by their first ids.
-    self._shown = weakref.WeakKeyDictionary[request_lib.Text, dict[int, np.ndarray]]()
+    self._shown = weakref.WeakKeyDictionary[request_lib.Sequence, dict[int, np.ndarray]]()
 
   def list_ids(self, prompt: types.Prompt) -> np.ndarray:
     """Lists the token ids that stand for a prompt's pictures."""
@@ -52,7 +52,7 @@ class RowPictures:
     """
     parent, ends = request.parent, [request.prompt.tokens]
     if isinstance(parent, request_lib.Fork):
-      ends.append(parent.text.tokens[: parent.length])
+      ends.append(parent.sequence.tokens[: parent.length])
     if any(len(x) and x[-1] >= types.FIRST_PICTURE_ID for x in ends):
       raise ValueError(
         'the tokens, or those of the fork, end in a picture: a decode, which computes '
@@ -72,18 +72,20 @@ class RowPictures:
         'max_soft_tokens smaller.'
       )
 
-  def add(self, text: request_lib.Text, request: request_lib.Request) -> None:
+  def add(self, sequence: request_lib.Sequence, request: request_lib.Request) -> None:
     """Records the pictures of a sequence after a request's tokens were appended to it."""
     parent = request.parent
-    before = parent.text if isinstance(parent, request_lib.Fork) else text
+    before = parent.sequence if isinstance(parent, request_lib.Fork) else sequence
     new = picture_tokens.name(request.prompt.pictures, self._side)
-    self._shown[text] = self._shown.get(before, {}) | new
-    places = self._list_places(text)
-    begins = picture_tokens.find(text.tokens, places)
-    text.saved = sum(places[name].saved for name in text.tokens[begins].tolist())
+    self._shown[sequence] = self._shown.get(before, {}) | new
+    places = self._list_places(sequence)
+    begins = picture_tokens.find(sequence.tokens, places)
+    sequence.saved = sum(places[name].saved for name in sequence.tokens[begins].tolist())
 
-  def _list_places(self, text: request_lib.Text) -> dict[int, picture_tokens.Grid]:
-    return picture_tokens.list_places(self._shown[text], self._side)
+  def _list_places(
+    self, sequence: request_lib.Sequence
+  ) -> dict[int, picture_tokens.Grid]:
+    return picture_tokens.list_places(self._shown[sequence], self._side)
 
   def look(
     self,
@@ -108,24 +110,24 @@ class RowPictures:
     assert self._config.vision is not None
     features = np.zeros((M * T, self._config.vision.feature_dim), dtype)
     for m, row in enumerate(cached):
-      if not (text := row.text) or not self._shown[text]:
+      if not (sequence := row.sequence) or not self._shown[sequence]:
         continue
-      n, positions = len(text), np.arange(len(text))
-      places = self._list_places(text)
-      found = picture_tokens.locate(text.tokens, positions, np.full(n, n), places)
+      n, positions = len(sequence), np.arange(len(sequence))
+      places = self._list_places(sequence)
+      found = picture_tokens.locate(sequence.tokens, positions, np.full(n, n), places)
       part = positions_MT[m, positions_MT[m] < kv_cache.NOWHERE]
       into = slice(len(part))
       source, coordinates[m, into] = found[0][part], found[1][part]
       seen = np.flatnonzero(source >= 0)
       if len(seen):
         index[m, seen] = places_F = m * T + seen
-        features[places_F] = self._compute(params, version, text)[source[seen]]
+        features[places_F] = self._compute(params, version, sequence)[source[seen]]
     arrays: Any = coordinates, index, features  # jit takes numpy arrays too.
     return rows._replace(pictures=types.Pictures(*arrays))
 
-  def _compute(self, params, version, text: request_lib.Text) -> np.ndarray:
+  def _compute(self, params, version, sequence: request_lib.Sequence) -> np.ndarray:
     """Returns the features of all pictures of a sequence, [n, D], cached or computed."""
-    kept, shown = self._features, self._shown[text]
+    kept, shown = self._features, self._shown[sequence]
     names = [(version, name) for name in shown]
     for name, pixels in zip(names, shown.values(), strict=True):
       if name not in kept:

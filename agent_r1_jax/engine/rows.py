@@ -33,7 +33,7 @@ class Row:
   index: int  # Its index in the cache.
   tokens: np.ndarray  # The sequence's tokens, int32 [S], padded with -1.
   # The sequence whose keys and values it holds, or held last.
-  text: request_lib.Text | None = None
+  sequence: request_lib.Sequence | None = None
   cached: int = 0  # How many of its first tokens have keys and values in the row.
   # How many slots were ever written. If the row held 900 tokens, and now holds a sequence
   # that shares the first 500, cached is 500 and written 900; a sliding layer with 768
@@ -57,7 +57,7 @@ class Row:
   @property
   def size(self) -> int:
     """The length of the sequence in tokens."""
-    return 0 if self.text is None else len(self.text)
+    return 0 if self.sequence is None else len(self.sequence)
 
   @property
   def missing(self) -> np.ndarray:
@@ -124,9 +124,9 @@ class Row:
 
   def extend(self, tokens: np.ndarray):
     """Records that a decode appended tokens and cached all but the last."""
-    assert self.text is not None
+    assert self.sequence is not None
     self.tokens[self.size : self.size + len(tokens)] = tokens
-    self.text.append(tokens)
+    self.sequence.append(tokens)
     self.cached += len(tokens)
     self.ended = self.cached
     self.states[:1] = [self.cached] * len(self.states[:1])
@@ -194,11 +194,11 @@ class CacheRows:
     self.rows = [Row(i, tokens) for i, tokens in enumerate(self._tokens)]
     for row in self.rows:
       row.states = [LOST] * states
-    self._row_of: dict[request_lib.Text, Row] = {}
+    self._row_of: dict[request_lib.Sequence, Row] = {}
 
-  def find(self, text: request_lib.Text) -> Row | None:
+  def find(self, sequence: request_lib.Sequence) -> Row | None:
     """Returns the row that holds a sequence, or None."""
-    return self._row_of.get(text)
+    return self._row_of.get(sequence)
 
   def stop_sharing(self):
     """Marks the idle rows, so that no sequence copies from them."""
@@ -214,8 +214,8 @@ class CacheRows:
 
     The shared prefix that the row already holds is reused, unless its origin differs.
     """
-    text = generation.text
-    row = self.find(text)
+    sequence = generation.sequence
+    row = self.find(sequence)
     if row is not None:
       row.prefill_started = row.origin == origin
       row.cached = row.cached if row.origin == origin else 0
@@ -223,20 +223,20 @@ class CacheRows:
       idle = [row for row in self.rows if row.generation is None]
       if not idle:
         return None
-      closed = lambda row: row.text is None or row.text.closed
+      closed = lambda row: row.sequence is None or row.sequence.closed
       # Rows of closed sequences first, then the least recently used.
       row = min(idle, key=lambda row: (not closed(row), row.last_request))
-      shared = _count_shared(row.tokens[None], text.tokens)[0]
+      shared = _count_shared(row.tokens[None], sequence.tokens)[0]
       row.cached = min(row.cached, int(shared)) if row.version == version else 0
       row.version, row.prefill_started = version, False
-      if row.text is not None:
-        del self._row_of[row.text]
-      row.text, self._row_of[text] = text, row
+      if row.sequence is not None:
+        del self._row_of[row.sequence]
+      row.sequence, self._row_of[sequence] = sequence, row
     row.generation, row.last_request = generation, generation.number
     row.origin = origin
-    row.tokens[: len(text)], row.tokens[len(text) :] = text.tokens, -1
+    row.tokens[: len(sequence)], row.tokens[len(sequence) :] = sequence.tokens, -1
     # The decode computes the last token, to sample the next one.
-    row.cached = self._find_usable(row, min(row.cached, len(text) - 1))
+    row.cached = self._find_usable(row, min(row.cached, len(sequence) - 1))
     if generation.request.score_prompt:
       # Only computed tokens get log-probs.
       row.cached, row.prefill_started = 0, True
@@ -358,7 +358,7 @@ class CacheRows:
     return max((end for end in ends if end <= count), default=0)
 
 
-def _count_shared(texts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-  """Returns the length of the prefix that each row of texts [B, S] shares, int [B]."""
-  equal = texts[:, : len(tokens)] == tokens
+def _count_shared(rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+  """Returns the length of the prefix that each of rows [B, S] shares, int [B]."""
+  equal = rows[:, : len(tokens)] == tokens
   return np.where(equal.all(1), len(tokens), equal.argmin(1))

@@ -144,9 +144,9 @@ class StateValues:
   def __init__(self, replica: protocol.AnyReplica, critic: protocol.Policy):
     """Reads by `critic`, a policy of the replica's engine, in its cache."""
     self._replica, self._critic = replica, critic
-    self._texts: list[request_lib.Text] = []
+    self._sequences: list[request_lib.Sequence] = []
 
-  async def read(self, texts: Sequence[types.Prompt]) -> Float[np.ndarray, 'K']:
+  async def read(self, sequences: Sequence[types.Prompt]) -> Float[np.ndarray, 'K']:
     """Returns the value of the state after each sequence, float32.
 
     Prefixes shared with the previous sequences are not computed again.
@@ -155,20 +155,20 @@ class StateValues:
     make = functools.partial(
       request_lib.Request, max_tokens=1, sampling=config_lib.GREEDY, policy=self._critic
     )
-    chunks = await self._sample([*map(make, texts)])
+    chunks = await self._sample([*map(make, sequences)])
     return np.array([chunk.values[0] for chunk in chunks])
 
   async def read_replies(
     self,
-    texts: Sequence[types.Prompt],
+    sequences: Sequence[types.Prompt],
     replies: Sequence[request_lib.Chunk],
     odds: implicit_value.Odds,
   ) -> Float[np.ndarray, 'K']:
     """Returns Σ (log π_φ - c) of each reply; each sequence ends with its reply."""
     requests = []
-    for text, reply in zip(texts, replies, strict=True):
+    for sequence, reply in zip(sequences, replies, strict=True):
       request = request_lib.Request(
-        text[: -len(reply.tokens)],
+        sequence[: -len(reply.tokens)],
         max_tokens=len(reply.tokens),
         policy=self._critic,
         guides={guide_lib.FORCED: guide_lib.forced_state(reply.tokens)},
@@ -180,14 +180,14 @@ class StateValues:
   async def _sample(self, requests: Sequence[request_lib.Request]) -> Any:
     self.close()
     generations = [self._replica.submit(request) for request in requests]
-    self._texts = [generation.text for generation in generations]
+    self._sequences = [generation.sequence for generation in generations]
     return await asyncio.gather(*generations)
 
   def close(self):
     """Releases the rows; until others take them, new sequences reuse their prefixes."""
-    for text in self._texts:
-      text.close()
-    self._texts = []
+    for sequence in self._sequences:
+      sequence.close()
+    self._sequences = []
 
 
 class ReplyChooser:
@@ -219,7 +219,7 @@ class ReplyChooser:
     `request` is the first candidate's; the others fork its sequence.
     """
     parent = request.parent
-    if isinstance(parent, request_lib.Text):
+    if isinstance(parent, request_lib.Sequence):
       parent = request_lib.Fork(parent, len(parent))
     requests, length = [request], parent.length if parent else 0
     for i in range(1, self._choice.candidates):
@@ -231,36 +231,36 @@ class ReplyChooser:
     try:
       replies = await asyncio.gather(*generations)
       self.sampled += sum(len(reply.tokens) for reply in replies)
-      chosen = await self._choose([g.text for g in generations], replies, request.key)
+      chosen = await self._choose([g.sequence for g in generations], replies, request.key)
       return generations[chosen]
     finally:
       for i, generation in enumerate(generations):
         if i != chosen:
-          generation.text.close()
+          generation.sequence.close()
 
-  async def _choose(self, texts, replies, key) -> int:
-    if len(texts) == 1:
+  async def _choose(self, sequences, replies, key) -> int:
+    if len(sequences) == 1:
       return 0
     values = np.array([reply.values[-1] for reply in replies])
     if self._values is not None and self._choice.implicit:
-      prompts = [text.prompt for text in texts]
+      prompts = [sequence.prompt for sequence in sequences]
       values = await self._values.read_replies(prompts, replies, self._choice.implicit)
     elif self._values is not None:
-      values = await self._values.read([text.prompt[:-1] for text in texts])
+      values = await self._values.read([sequence.prompt[:-1] for sequence in sequences])
     scores = np.array(
       [
-        self._choice.score(Candidate(text.tokens, reply, float(v)))
-        for text, reply, v in zip(texts, replies, values, strict=True)
+        self._choice.score(Candidate(sequence.tokens, reply, float(v)))
+        for sequence, reply, v in zip(sequences, replies, values, strict=True)
       ]
     )
     chosen = int(np.argmax(scores))
     if self._choice.beta:
       weights = np.exp((scores - scores.max()) / self._choice.beta)
-      rng = np.random.default_rng([*key.tolist(), len(texts[0])])
-      chosen = int(rng.choice(len(texts), p=weights / weights.sum()))
+      rng = np.random.default_rng([*key.tolist(), len(sequences[0])])
+      chosen = int(rng.choice(len(sequences), p=weights / weights.sum()))
     return chosen
 
   def close(self):
-    """Frees the rows of the critic's texts."""
+    """Frees the rows of the critic's sequences."""
     if self._values is not None:
       self._values.close()

@@ -43,12 +43,12 @@ class Context:
     self._forked = False
     # All contexts of the episode, including forks of forks.
     self._all = [self]
-    self._text: request_lib.Text | None = None
+    self._sequence: request_lib.Sequence | None = None
     self._key = self.make_key(0)
 
   def restart(self, segment: int):
     """Drops the sequence; the next reply begins another, with another random key."""
-    self._key, self._text = self.make_key(segment), None
+    self._key, self._sequence = self.make_key(segment), None
 
   def make_key(self, *parts: int | str) -> np.ndarray:
     """Makes the random key of one of the episode's sequences, uint32 [2]."""
@@ -75,23 +75,23 @@ class Context:
     choose: Choose | None = None,
   ) -> request_lib.Chunk:
     """Appends tokens to the sequence and samples the policy's reply, or chooses it."""
-    parent = self._text
+    parent = self._sequence
     if self._forked and parent is not None:
       parent = request_lib.Fork(parent, len(parent))
     request = self._make_request(prompt, parent, max_tokens, self._key)
     if choose:
       generation = await choose(request)
       # No other reply uses the chosen key's randomness at later positions.
-      self._text, self._key = generation.text, generation.request.key
+      self._sequence, self._key = generation.sequence, generation.request.key
       return await generation
     generation = self.replica.submit(request)
-    self._text, self._forked = generation.text, False
+    self._sequence, self._forked = generation.sequence, False
     return await generation
 
   def submit(
     self,
     prompt: types.Prompt,
-    parent: request_lib.Text | request_lib.Fork | None,
+    parent: request_lib.Sequence | request_lib.Fork | None,
     max_tokens: int,
     key: np.ndarray,
     *,
@@ -125,7 +125,7 @@ class Context:
   @property
   def length(self) -> int:
     """The number of tokens of the sequence so far."""
-    return 0 if self._text is None else len(self._text)
+    return 0 if self._sequence is None else len(self._sequence)
 
   def close_all(self):
     """Closes the sequences of all the episode's contexts, once it is over."""
@@ -134,5 +134,5 @@ class Context:
 
   def close(self):
     """Marks the sequence as complete, so that its row is the first to be reused."""
-    if self._text is not None:
-      self._text.close()
+    if self._sequence is not None:
+      self._sequence.close()

@@ -25,7 +25,7 @@ class Branch:
     shared_messages: The number of messages shared with the sequence it was forked from.
     ends: For each reply, the number of messages and of tokens up to its end.
     passage: Its tokens and replies in the episode's transcript.
-    text: The engine's sequence; it may have tokens that no client received.
+    sequence: The engine's sequence; it may have tokens that no client received.
     key: The random key of its replies.
     key_id: What the key was made from: the digest of the first prompt's tokens, and this
       sequence's number among those with the same first prompt.
@@ -40,7 +40,7 @@ class Branch:
   shared_messages: int
   ends: list[tuple[int, int]]
   passage: transcript_lib.Passage
-  text: request_lib.Text | None
+  sequence: request_lib.Sequence | None
   key: np.ndarray
   key_id: tuple[bytes, int]
   pending: tuple[list[types.Message], list[types.Message], types.Prompt] | None = None

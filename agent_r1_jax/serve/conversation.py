@@ -137,7 +137,7 @@ class EpisodeSource(sources.ReplySource):
     except Exception:
       self._drop(branch)
       raise
-    before, branch.text = branch.text, generation.text
+    before, branch.sequence = branch.sequence, generation.sequence
     self._close_unused(before)
     self._sampled[generation] = branch
     return generation
@@ -154,7 +154,7 @@ class EpisodeSource(sources.ReplySource):
       raise sources.refuse_length(
         f'the prompt has {length + len(prompt)} tokens, and a row {self.slots}'
       )
-    parent = branch.text
+    parent = branch.sequence
     if parent is not None and len(parent) > length:
       parent = request_lib.Fork(parent, length)
     generation = self._context.submit(
@@ -261,7 +261,7 @@ class EpisodeSource(sources.ReplySource):
       count,
       [end for end in parent.ends if end[0] <= count],
       self._transcript.fork(parent.passage, length),
-      parent.text,
+      parent.sequence,
       *self._make_key(np.append(parent.passage.tokens[:length], ids)),
     )
     self._branches.append(branch)
@@ -320,12 +320,14 @@ class EpisodeSource(sources.ReplySource):
     if not branch.passage.turns:
       self._branches.remove(branch)
       self._transcript.drop(branch.passage)
-      self._close_unused(branch.text)
+      self._close_unused(branch.sequence)
 
-  def _close_unused(self, text: request_lib.Text | None):
+  def _close_unused(self, sequence: request_lib.Sequence | None):
     """Frees the row of a sequence that no branch uses any longer."""
-    if text is not None and all(branch.text is not text for branch in self._branches):
-      text.close()
+    if sequence is not None and all(
+      branch.sequence is not sequence for branch in self._branches
+    ):
+      sequence.close()
 
   def report(self, step: types.Step, session: str):
     """Records a reward that the program reports, for the last reply.
@@ -351,8 +353,8 @@ class EpisodeSource(sources.ReplySource):
     for generation in [*self._sampled]:
       generation.cancel()
     for branch in self._branches:
-      if branch.text is not None:
-        branch.text.close()
+      if branch.sequence is not None:
+        branch.sequence.close()
 
   def list_messages(self) -> list[types.Message]:
     """Returns the messages of all sequences that have a reply, in transcript order."""

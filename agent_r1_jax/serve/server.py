@@ -90,7 +90,7 @@ class Server:
     began, source = time.perf_counter(), self.find_source(request)
     asked, generations = await self._begin(dialect, source, request)
     name = generations[0].request.adapter or self._name
-    prompts = [len(g.text) for g in generations[:: asked.request.n]]
+    prompts = [len(g.sequence) for g in generations[:: asked.request.n]]
     return answer_lib.Answer(
       dialect,
       dialect_lib.Head(asked, name, next(replies.numbers), sum(prompts)),

@@ -158,7 +158,7 @@ class StatelessSource(ReplySource):
 
   def close(self, generation):
     """Frees the row; the next request may still copy from it."""
-    generation.text.close()
+    generation.sequence.close()
 
 
 def refuse_length(text: str) -> http.RefusedError:

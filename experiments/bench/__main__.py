@@ -85,7 +85,7 @@ class Bench:
     )
     async with engine.reserve(number // group) as replica:
       await (generation := replica.submit(asked))
-      generation.text.close()
+      generation.sequence.close()
 
 
 def sampling(bench: Bench) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """One server that samples replies, over HTTP."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection
 import functools
 import itertools
 import json
@@ -100,13 +100,13 @@ class Server(protocol.AnyReplica):
   def submit(self, request):
     """Requests a reply; see AnyReplica.submit."""
     self._refuse(request)
-    text = self._extend_text(request)
+    sequence = self._extend_sequence(request)
 
     def cancel():
       self._under_way.pop(generation).cancel()
 
     number = next(self._numbers)
-    generation = request_lib.Generation(request, text, number, cancel)
+    generation = request_lib.Generation(request, sequence, number, cancel)
     self._under_way[generation] = asyncio.create_task(self._answer(generation))
     return generation
 
@@ -120,8 +120,8 @@ class Server(protocol.AnyReplica):
       'log-probs of the prompt': request.score_prompt,
       'replay': request.replay and self.config.num_experts,
       'a grammar': any(automaton.restricts for automaton in request.automata),
-      'a text that is being sampled': any(
-        g.text is request.parent for g in self._under_way
+      'a sequence that is being sampled': any(
+        g.sequence is request.parent for g in self._under_way
       ),
     }
     if names := [name for name, value in wrong.items() if value]:
@@ -129,15 +129,15 @@ class Server(protocol.AnyReplica):
 
   async def _answer(self, generation: request_lib.Generation):
     """Asks until the reply is complete: a server may end one at a token of its own."""
-    request, text = generation.request, generation.text
+    request, sequence = generation.request, generation.sequence
     states = [0] * len(request.automata)
     stop_ids = sorted({i for a in request.automata for i in _list_stop_ids(a)})
     step = request.policy.step if request.policy else self.step
     try:
       while not generation.done:
-        key = request_lib.make_key(*request.key.tolist(), len(text))
+        key = request_lib.make_key(*request.key.tolist(), len(sequence))
         ask = dialects.Ask(
-          text.tokens.tolist(),
+          sequence.tokens.tolist(),
           generation.remaining,
           request.sampling,
           int.from_bytes(key.tobytes(), 'little') >> 1,
@@ -146,7 +146,7 @@ class Server(protocol.AnyReplica):
         )
         tokens, logprobs = await self._ask(ask)
         chunk = _make_chunk(tokens, logprobs, step, request.automata, states)
-        text.append(chunk.tokens)
+        sequence.append(chunk.tokens)
         self._stats.sampled += len(chunk.tokens)
         self._stats.calls += len(chunk.tokens)
         generation.add(chunk)
@@ -263,7 +263,7 @@ def _make_chunk(
   tokens: list[int],
   logprobs: list[float],
   step: int,
-  automata: Sequence[types.Automaton],
+  automata: Collection[types.Automaton],
   states: list[int],
 ) -> request_lib.Chunk:
   """Makes a chunk, cut where an automaton ends the reply; updates `states`."""

@@ -296,7 +296,7 @@ class Samplers:
     finally:
       for generation in generations:
         generation.cancel()
-        generation.text.close()
+        generation.sequence.close()
     return generations
 
   async def _score(self, sampler: Sampler, targets: data_lib.Datum) -> np.ndarray:

@@ -97,18 +97,18 @@ async def _play(engine: engine_lib.Engine, number: int) -> types.Segment:
     np.random.default_rng(seed).integers(0, _CONFIG.vocab_size, n).astype(np.int32)
   )
   pieces, new = [], draw(32, number // 2)
-  text: request_lib.Text | None = None
+  sequence: request_lib.Sequence | None = None
   key = request_lib.make_key('bench', number)
   async with engine.reserve(number // 2) as replica:
     for turn in range(3):
-      request = request_lib.Request(new, text, max_tokens=16, key=key)
-      said, text = await (generation := replica.submit(request)), generation.text
+      request = request_lib.Request(new, sequence, max_tokens=16, key=key)
+      said, sequence = await (generation := replica.submit(request)), generation.sequence
       pieces += [(new, np.zeros(len(new), np.float32), False)]
       pieces += [(said.tokens, said.logprobs, True)]
       new = draw(16, 1, number, turn)
       await asyncio.sleep(0)
-    if text:
-      text.close()
+    if sequence:
+      sequence.close()
   return types.Segment(
     np.concatenate([tokens for tokens, _, _ in pieces]),
     np.concatenate([np.full(len(tokens), own) for tokens, _, own in pieces]),

@@ -39,7 +39,7 @@ class Scripted(sources.ReplySource):
     ids = serving.policy()[2].encode_reply(self.text)
     ids = ids[:-1] if self.is_cut else ids
     request = request_lib.Request(np.int32([1]), max_tokens=max(len(ids), 1))
-    text = request_lib.Text(None, request.tokens)
+    text = request_lib.Sequence(None, request.tokens)
     generation = request_lib.Generation(request, text, 0, lambda: None)
     for i in range(0, len(ids), 3):
       some = np.int32(ids[i : i + 3])
