@@ -232,6 +232,8 @@ def test_bytes_and_operations_are_counted(models):
   assert count(algorithms.grpo())['parameters, mxfp4'] == size(adapted)
   assert count(None)['parameters, mxfp4'] == size(packed)
   assert count(None)['copy'] == size(engine_params.unstack(packed, shape)['layers'])
+  config.engine.weights = four_bits.UNPACKED
+  assert count(None)['copy'] == size(engine_params.unstack(plain, shape)['layers'])
 
 
 @pytest.mark.usefixtures('no_curves')
@@ -277,3 +279,23 @@ def test_they_are_refused_where_nothing_is_frozen_or_in_4_bits():
   models = footprint.ModelShapes(tiny.config('qwen3_moe'), algorithms.grpo())
   with pytest.raises(ValueError, match='files of gpt-oss have.* is a qwen3_moe'):
     footprint.Footprint(tiny.run_config(**options), models, footprint.Machine('gpu', 1e9))
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_an_engine_can_unpack_its_copy(models, dtype):
+  """Leaf for leaf it is the copy of a model that was read in 16 or 32 bits."""
+  shape, *params = models
+  shape = dataclasses.replace(shape, dtype=dtype)
+  found = engine_params.unstack(_adapt(params[0]), shape, four_bits.UNPACKED)
+  expected = engine_params.unstack(_adapt(params[1]), shape)
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  assert found['layers'][1]['moe']['up']['kernel'].dtype == dtype
+
+
+def test_a_run_unpacks_experts_of_4_bits_alone():
+  config = config_lib.Config(engine=config_lib.Engine(weights=four_bits.UNPACKED))
+  with pytest.raises(ValueError, match=r'^engine.weights is .*model.frozen is .float32'):
+    preflight.check_config(config, algorithms.grpo())
+  config.model.frozen, config.model.lora_rank = four_bits.FORMAT, 4
+  preflight.check_config(config, algorithms.grpo())
+  assert not config.engine.rounds

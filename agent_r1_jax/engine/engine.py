@@ -60,8 +60,8 @@ class Engine(protocol.AnyEngine):
       adapters: Maximum number of named adapters. If not 0, `params` must be the base
         model's alone.
       adapter_rank: Maximum rank of a named adapter; every slot takes memory for it.
-      weights: 'model', or the 8-bit format that kernels are rounded to for sampling; see
-        engine_params.unstack.
+      weights: 'model', 'unpacked', or the 8-bit format that kernels are rounded to for
+        sampling; see engine_params.unstack.
       **sizes: rows, slots and the other sizes of sizes.make.
 
     Raises:
@@ -69,8 +69,7 @@ class Engine(protocol.AnyEngine):
         cannot have 8 bits; `params` have adapters and named ones are allowed too; or
         config.ops does not support the options.
     """
-    if weights != 'model':
-      quantization.check(weights, config, 'weights')
+    quantization.check(weights, config, 'weights')
     ops_lib.choose(config).check(
       config,
       params,

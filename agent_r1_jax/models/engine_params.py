@@ -10,7 +10,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from agent_r1_jax.models import decoder, lora, quantization, sharding
+from agent_r1_jax.models import decoder, four_bits, lora, quantization, sharding
 
 
 def unstack(
@@ -21,19 +21,19 @@ def unstack(
   `layers` becomes a tuple with a dict per layer: an array [L, ...] becomes L arrays.
   Norms, routers and decays stay float32, everything else is cast to config.dtype. LoRA is
   merged one kernel at a time: all merged kernels together would be a second copy of the
-  layers. Adapters of frozen 8-bit kernels stay separate, and experts stay in 4 bits.
+  layers. Adapters of frozen 8-bit kernels stay separate, and experts of 4 bits stay as
+  they are.
 
   Args:
     params: The learner's parameters.
     config: The policy's shape.
-    weights: 'model', or the format of the layers' kernels: 'int8' or 'fp8', in 8 bits
-      with a scale per output (quantization.py).
+    weights: 'model'; 'unpacked', which gives experts of 4 bits config.dtype as well; or
+      'int8' or 'fp8', for kernels of 8 bits with a scale per output (quantization.py).
 
   Raises:
     ValueError: The format is unknown, or this model does not support it.
   """
-  if weights != 'model':
-    quantization.check(weights, config, 'engine.weights')
+  quantization.check(weights, config, 'engine.weights')
   others = {k: v for k, v in params.items() if k not in ('layers', 'final_norm')}
   cast = sharding.map_named(
     lambda path, x: round_leaf(x, _choose_dtype(path, x, config)), others
@@ -53,6 +53,8 @@ def _unstack_layers(
   layers: dict[int, decoder.Params] = {}
   frozen = quantization.SCALE in stacked
   merges = 'lora_a' in stacked and not frozen
+  if weights == four_bits.UNPACKED:
+    stacked = four_bits.pair(stacked)
   for name, x in (lora.merge(stacked) if merges else stacked).items():
     place = f'{path}/{name}'
     if isinstance(x, dict):
@@ -64,12 +66,14 @@ def _unstack_layers(
       is_query = place.startswith(('layers/attn/q/', 'layers/full/q/'))
       joined = is_query and name not in ('lora_a', 'lora_scale')
       kept = frozen and name != 'bias'
-      dtype = x.dtype.name if kept else _choose_dtype(place, x, config)
-      if weights != 'model' and place in quantization.KERNELS:
+      if isinstance(x, four_bits.Packed):
+        stacks = {name: _unpack_stack(x, dtype=config.dtype)}
+      elif weights in quantization.FORMATS and place in quantization.KERNELS:
         inputs = len(quantization.KERNELS[place].inputs)
         parts = _unstack_rounded(x, inputs=inputs, joined=joined, weights=weights)
         stacks = dict(zip((name, quantization.SCALE), parts, strict=True))
       else:
+        dtype = x.dtype.name if kept else _choose_dtype(place, x, config)
         stacks = {name: _unstack_leaf(x, joined=joined, dtype=dtype)}
       # Wait, because a merged kernel is freed only when its slices are done.
       stacks = jax.block_until_ready(stacks)
@@ -114,6 +118,12 @@ def _unstack_rounded(
   x = _join(x, joined)
   values, scale = quantization.quantize_stack(x, inputs=inputs, format_name=weights)
   return tuple(values), tuple(scale)
+
+
+@functools.partial(jax.jit, static_argnames='dtype')
+def _unpack_stack(packed: four_bits.Packed, *, dtype: str) -> tuple[Array, ...]:
+  layers = zip(packed.codes, packed.exponents, strict=True)
+  return tuple(four_bits.unpack(four_bits.Packed(*layer), dtype) for layer in layers)
 
 
 def _join(x: Array, joined: bool) -> Array:

@@ -9,7 +9,8 @@ output share a power of 2, whose exponents are a leaf next to the kernel:
 A byte of the kernel has the numbers of two inputs, the first in its low half; a byte of
 the scale is an exponent plus 127. All numbers times their powers are exact in bfloat16,
 so results equal those of a 16-bit kernel bit for bit. Kernels are unpacked where they are
-multiplied, so only one layer's are in memory at a time.
+multiplied, so only one layer's are in memory at a time; an
+engine may unpack its copy once instead (config.engine.weights).
 
 Letters: E experts, X inputs, Y outputs.
 """
@@ -22,6 +23,7 @@ from jax import Array
 import jax.numpy as jnp
 
 FORMAT = 'mxfp4'  # The name in config.model.frozen.
+UNPACKED = 'unpacked'  # The name in config.engine.weights.
 SCALE = 'block_scale'
 GROUP = 32  # Inputs with one power of 2.
 # From this exponent on, the format's largest number, 6, is not finite in bfloat16.
@@ -40,6 +42,14 @@ class Packed(NamedTuple):
     """The shape of the kernels, [E, X, Y]."""
     *outer, half, outputs = self.codes.shape
     return *outer, 2 * half, outputs
+
+
+def pair(leaf: dict[str, Any]) -> dict[str, Any]:
+  """Joins the bytes and exponents of a kernel, if there are any, into one Packed."""
+  if SCALE not in leaf:
+    return leaf
+  others = {name: x for name, x in leaf.items() if name != SCALE}
+  return others | {'kernel': Packed(leaf['kernel'], leaf[SCALE])}
 
 
 def unpack(kernel: Any, dtype: Any) -> Array:

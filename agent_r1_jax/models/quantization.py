@@ -44,6 +44,8 @@ def check(format_name: str, config: decoder_config.DecoderConfig, name: str) -> 
     config: The shape of the model.
     name: The name of the setting, for the message.
   """
+  if format_name in ('model', four_bits.UNPACKED) and name != 'model.frozen':
+    return
   if format_name == four_bits.FORMAT and name == 'model.frozen':
     if not config.facts.packs_experts:
       raise ValueError(

@@ -14,7 +14,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.host import thread_pool, workers
-from agent_r1_jax.models import lora
+from agent_r1_jax.models import four_bits, lora
 from agent_r1_jax.rl import algorithms, losses
 from agent_r1_jax.rollout import sockets
 from agent_r1_jax.train import fingerprint
@@ -116,7 +116,12 @@ def _check_reference(config: config_lib.Config, algorithm: algorithms.Algorithm)
 
 def _check_numbers(config: config_lib.Config):
   """Raises ValueError for frozen kernels that conflict with another setting."""
-  frozen = config.model.frozen
+  frozen, unpacks = config.model.frozen, config.engine.weights == four_bits.UNPACKED
+  if unpacks and frozen != four_bits.FORMAT:
+    raise ValueError(
+      f'engine.weights is {four_bits.UNPACKED!r}, but model.frozen is {frozen!r}: only '
+      f"experts of 4 bits ({four_bits.FORMAT!r}) are unpacked; leave it 'model'."
+    )
   if frozen == 'float32':
     return
   if not config.model.lora_rank:

@@ -80,7 +80,10 @@ _STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode.')
 _PREFILL = flags.DEFINE_integer('prefill_tokens', 256, 'Tokens of a row in one prefill.')
 _REMAT = flags.DEFINE_enum('remat', 'full', ['none', 'dots', 'full'], 'As model.remat.')
 _WEIGHTS = flags.DEFINE_enum(
-  'config.engine.weights', 'model', ['model', *quantization.FORMATS], 'As in a run.'
+  'config.engine.weights',
+  'model',
+  ['model', four_bits.UNPACKED, *quantization.FORMATS],
+  'As in a run.',
 )
 _CACHE = flags.DEFINE_enum('config.engine.cache', 'model', kv_cache.NUMBERS, 'The same.')
 _RANK = flags.DEFINE_integer('config.model.lora_rank', 0, 'Rank of adapters, if any.')

@@ -218,7 +218,8 @@ class Footprint:
     code = _PROCESS + _LAYER_CODE * c.num_layers
     process = {'the process itself': code} if cpu else {}
     numbers = sizes.engine.weights if sizes.engine.rounds_weights else c.dtype
-    numbers = self._frozen if self._frozen != 'float32' else numbers
+    if self._frozen != 'float32' and sizes.engine.weights != four_bits.UNPACKED:
+      numbers = self._frozen
     engine = {
       f"engine's copy, {numbers}": copy,
       'cache': _count_cache(sizes.engine, self._mesh.tensor, c),
