@@ -36,6 +36,7 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 import jax
 import pytest
 import shapes
+import spinning
 
 # The shapes in the signatures of the device's rooms are checked while the tests run.
 shapes.install(['agent_r1_jax.models', 'agent_r1_jax.engine', 'agent_r1_jax.rl'])
@@ -190,6 +191,14 @@ def older_objects_stay():
   """No collection in a file's tests looks at what earlier files have left behind."""
   gc.collect()
   gc.freeze()
+
+
+@pytest.fixture(scope='module', autouse=True)
+def no_thread_spins():
+  """A thread that computes on after its file takes a core from all files after it."""
+  yield
+  if threads := spinning.find(10.0):
+    pytest.fail(f'One of these threads computes for ever: {", ".join(threads)}.')
 
 
 @pytest.hookimpl(tryfirst=True)
