@@ -96,12 +96,12 @@ def test_the_kernel_for_tpus_has_them(slides, dtype, tolerance):
 @pytest.mark.parametrize('window', [0, _WINDOW])
 def test_a_cache_has_them_too(window):
   """Of the last two tokens of a text; a cache that slides holds all of it here."""
-  q, k, v = map(jnp.asarray, _inputs(queries=2)[:3])
-  positions = jnp.array([[10, 11]])
+  q, k, v = _inputs(queries=2)[:3]
+  positions = np.array([[10, 11]])
   after = np.array([[10], [11]]) - np.arange(12)
   visible = (after >= 0) & (after < (window or 12))
-  slots = (jnp.swapaxes(x, 1, 2) for x in (k, v))
-  rules = attention.Rules(window)
-  found = attention.cached(q, *slots, positions, rules, None, jnp.asarray(_SINKS))
-  wanted = _define(q, k, v, _SINKS, visible)
+  slots = (np.swapaxes(x, 1, 2) for x in (k, v))
+  attend = jax.jit(attention.cached, static_argnums=4)
+  found = attend(q, *slots, positions, attention.Rules(window), None, _SINKS)
+  wanted = jax.jit(_define)(q, k, v, _SINKS, visible)
   np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
