@@ -179,6 +179,14 @@ def _cached_makers():
 
 
 @pytest.fixture
+def init_at_once(monkeypatch):
+  """decoder.init is one program, and not one for each shape of its leaves."""
+  from agent_r1_jax.models import decoder
+
+  monkeypatch.setattr(decoder, 'init', jax.jit(decoder.init, static_argnums=0))
+
+
+@pytest.fixture
 def gate():
   """What hangs waits for it, and goes on at the test's end."""
   event = threading.Event()

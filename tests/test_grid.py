@@ -62,6 +62,7 @@ def test_demonstrations_are_right_or_wrong_as_they_say():
     assert np.mean(right) == 1.0 if share == 1.0 else np.mean(right) < share
 
 
+@pytest.mark.usefixtures('init_at_once')
 def test_a_base_that_sees_is_made(tmp_path):
   """A few steps; it is saved with the sizes of its pictures, and learns from them."""
   some = itertools.islice(grid.examples(1), 60)

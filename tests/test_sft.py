@@ -101,6 +101,7 @@ def test_repeats_are_strings_whose_repetition_alone_is_learnt():
 
 
 @pytest.mark.parametrize('name', ['gpt_oss', 'qwen3_5', 'gemma4'])
+@pytest.mark.usefixtures('init_at_once')
 def test_a_small_policy_of_another_family_is_made(name):
   """With sinks, YaRN and experts, too, the circuit copies what is repeated."""
   path = script.ROOT / f'experiments/miniwiki/families/{name}.json'
@@ -231,7 +232,7 @@ def _counting(n):
 
 
 def _params():
-  shapes = jax.eval_shape(lambda: decoder.init(_MODEL, jax.random.key(0)))
+  shapes = tiny.init_shapes(_MODEL)
   rng = np.random.default_rng(0)
   return jax.tree.map(
     lambda x: jnp.asarray(rng.normal(scale=0.3, size=x.shape), x.dtype), shapes

@@ -165,7 +165,7 @@ def test_an_instruct_model_is_asked_in_its_own_template(data_dir, data, tmp_path
     chat_template=published['chat_template'],
   )
   config = dataclasses.replace(tiny.config('qwen3'), vocab_size=1024, tie_embeddings=True)
-  params = decoder.init(config, jax.random.key(0))
+  params = jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
   weights.save(tmp_path / 'model', config, params, tokenizer_from=tmp_path / 'tokenizer')
   search = (
     *TINY,
