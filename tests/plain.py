@@ -41,9 +41,9 @@ GRPO_OBJECTIVE = objective(GRPO, shared_critic=False)
 @functools.cache
 def tree(seed: int, value_head: bool = False) -> decoder.Params:
   """Makes random parameters, also of norms and value head."""
-  rng, key = np.random.default_rng(seed), jax.random.key(0)
-  finish = decoder.add_value_head if value_head else dict
-  shapes = jax.eval_shape(lambda: finish(decoder.init(CONFIG, key)))
+  rng, shapes = np.random.default_rng(seed), tiny.init_shapes(CONFIG)
+  if value_head:
+    shapes = jax.eval_shape(decoder.add_value_head, shapes)
 
   def draw(path, x):
     scale = rng.normal(scale=0.3, size=x.shape).astype(np.float32)

@@ -10,16 +10,12 @@ import pytest
 import tiny
 
 from agent_r1_jax import types
-from agent_r1_jax.models import costs, decoder, families, lora, quantization
+from agent_r1_jax.models import costs, families, lora, quantization
 from agent_r1_jax.report import meter
 from agent_r1_jax.rl import packing
 from agent_r1_jax.rl import table as table_lib
 from experiments import published
 from experiments.bench import chips
-
-
-def _shapes(config: decoder.DecoderConfig):
-  return jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
 
 
 # The parameters of the checkpoints, less a table of embeddings that is only looked up.
@@ -36,7 +32,9 @@ def test_kernels_are_those_of_the_published_models(name, parameters):
   config = published.read_shape(name)
   biases = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
   others = config.num_layers * (2 * config.embed_dim + biases) + config.embed_dim
-  assert costs.count_parameters(_shapes(config), config).taken == parameters - others
+  assert (
+    costs.count_parameters(tiny.init_shapes(config), config).taken == parameters - others
+  )
 
 
 @pytest.mark.parametrize('family', families.FAMILIES)
@@ -64,7 +62,7 @@ def test_only_products_count(family):
 def test_of_experts_those_of_a_token_count():
   moe = {'num_experts': 8, 'experts_per_token': 2, 'expert_dim': 16}
   config = dataclasses.replace(plain.CONFIG, family='qwen3_moe', **moe)
-  size = costs.count_parameters(_shapes(config), config)
+  size = costs.count_parameters(tiny.init_shapes(config), config)
   an_expert = 3 * config.embed_dim * 16
   assert size.experts == config.num_layers * 8 * an_expert
   assert size.taken == size.layers + size.head + config.num_layers * 2 * an_expert

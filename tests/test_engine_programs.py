@@ -10,7 +10,7 @@ import tiny
 
 from agent_r1_jax.engine import active_request, drafts
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.models import decoder, engine_params, kv_cache
+from agent_r1_jax.models import engine_params, kv_cache
 
 _B, _STEPS = (tiny.SIZES[name] for name in ('rows', 'decode_steps'))
 
@@ -19,7 +19,7 @@ def test_a_decode_in_place_has_no_second_cache():
   """Its temporaries are less than a tenth of a cache of long rows; a copy is as large."""
   config, slots = tiny.config(layers=4), 8192
   shapes = jax.eval_shape(lambda: kv_cache.empty(config, _B, slots))
-  params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
+  params = tiny.init_shapes(config)
   params = jax.eval_shape(lambda params: engine_params.unstack(params, config), params)
   batch = active_request.make_decode_batch({}, _B, (), unused_row=_B)
   sizes = {'config': config, 'guides': (), 'steps': _STEPS, 'bucket': slots}

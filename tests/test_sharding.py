@@ -15,12 +15,11 @@ from agent_r1_jax.rl import learner, optimizers
 def shapes(family):
   """Of a TrainState whose policy has a value head."""
 
-  def make():
-    params = decoder.init(tiny.config(family, 2), jax.random.key(0))
+  def make(params):
     params = decoder.add_value_head(params)
     return learner.init(params, optax.adamw(1e-3))
 
-  return jax.eval_shape(make)
+  return jax.eval_shape(make, tiny.init_shapes(tiny.config(family, 2)))
 
 
 @pytest.mark.parametrize('family', families.FAMILIES)
@@ -45,16 +44,14 @@ def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
 
 @pytest.mark.parametrize('kind', list(optimizers.KINDS))
 def test_adapters_and_every_optimizer_have_rules(kind):
-  def make():
-    params = decoder.add_value_head(
-      decoder.init(tiny.config('qwen3', 2), jax.random.key(0))
-    )
+  def make(params):
+    params = decoder.add_value_head(params)
     optimizer = optimizers.make(config_lib.Optimizer(kind=kind), 1e-3)
     states = [learner.init(params, optimizer)]
     adapted = lora.add(params, 2, tuple(families.TARGETS), 4.0, jax.random.key(0))
     return [*states, learner.init(adapted, optimizer)]
 
-  plain, adapted = jax.eval_shape(make)
+  plain, adapted = jax.eval_shape(make, tiny.init_shapes(tiny.config('qwen3', 2)))
   mesh = sharding.make_mesh(devices=jax.devices()[:1])
   found = [sharding.make_shardings(state, mesh) for state in (plain, adapted)]
   for state, where in zip((plain, adapted), found):
@@ -83,9 +80,7 @@ def test_a_mesh_of_more_devices_than_there_are_is_refused():
 
 def test_few_key_value_heads_lie_on_every_chip():
   """2 heads cannot be split over tensor = 4, though 4 query heads can."""
-  params = jax.eval_shape(
-    lambda: decoder.init(tiny.config('qwen2', 2), jax.random.key(0))
-  )
+  params = tiny.init_shapes(tiny.config('qwen2', 2))
   where = lambda tensor: sharding.make_shardings(
     params, AbstractMesh((1, 1, tensor, 1), sharding.AXES)
   )['layers']['attn']
@@ -105,7 +100,7 @@ def test_axes_that_split_a_dimension_together_are_named_together():
 
 
 def test_a_vocabulary_that_the_axis_does_not_divide_is_refused():
-  small = jax.eval_shape(lambda: tiny.params(tiny.config()))
+  small = tiny.init_shapes(tiny.config())
   with pytest.raises(ValueError, match='embedding: a dimension of 300 .* tensor = 8'):
     sharding.make_shardings(small, AbstractMesh((1, 1, 8, 1), sharding.AXES))
 
