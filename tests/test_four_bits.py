@@ -81,9 +81,9 @@ def test_every_code_and_exponent_is_exact():
   sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
   numbers = np.concatenate([sizes, -sizes])[:, None]
   expected = numbers * 2.0 ** (np.float64(exponents) - 127)
-  np.testing.assert_array_equal(found[::2, 2:], expected[:, 2:])
-  np.testing.assert_allclose(found[::2], expected, rtol=0, atol=6 * 2.0**-127)
-  assert not found[1::2].any()
+  np.testing.assert_array_equal(found[:16, 2:], expected[:, 2:])
+  np.testing.assert_allclose(found[:16], expected, rtol=0, atol=6 * 2.0**-127)
+  assert not found[16:].any()  # The high halves of the bytes.
 
 
 def _extend(params, shape):

@@ -88,7 +88,8 @@ def turn(
 
 def turn_back(name: str, array: np.ndarray) -> np.ndarray:
   """Converts a leaf of 4 bits to the file's layout of this tensor; inverse of `turn`."""
-  return array.swapaxes(1, 2).reshape(get_shape(name, array.shape))
+  stored = array.swapaxes(1, 2).reshape(get_shape(name, array.shape))
+  return _pair_neighbours(stored) if name.endswith(BLOCKS) else stored
 
 
 def get_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -141,5 +142,21 @@ def _read_turned(tensor: tensor_files.Tensor) -> np.ndarray:
     raise ValueError(
       f'{tensor.file}: numbers of {tensor.name} are not finite; fetch it again'
     )
+  if tensor.name.endswith(BLOCKS):
+    stored = _pair_halves(stored)
   experts, outputs, *_ = stored.shape
   return stored.reshape(experts, outputs, -1).swapaxes(1, 2)
+
+
+def _pair_halves(bytes_: np.ndarray) -> np.ndarray:
+  """Converts groups [..., 16]: byte i has inputs 2i and 2i + 1, then i and i + 16."""
+  first, second = bytes_[..., :8], bytes_[..., 8:]
+  even, odd = (first & 15) | (second << 4), (first >> 4) | (second & 240)
+  return np.stack([even, odd], axis=-1).reshape(bytes_.shape)
+
+
+def _pair_neighbours(bytes_: np.ndarray) -> np.ndarray:
+  """Inverse of `_pair_halves`."""
+  even, odd = bytes_[..., ::2], bytes_[..., 1::2]
+  first, second = (even & 15) | (odd << 4), (even >> 4) | (odd & 240)
+  return np.concatenate([first, second], axis=-1)
