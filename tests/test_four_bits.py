@@ -43,10 +43,27 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def models(directory):
-  """Its shape; its parameters in 4 bits, and dequantised as they are read."""
+def small(tmp_path_factory):
+  """The same of one layer, which is compiled in half the time."""
+  path = tmp_path_factory.mktemp('small')
+  packed_model.make(path)
+  return path
+
+
+def _load(directory):
+  """The shape; the parameters in 4 bits, and dequantised as they are read."""
   shape, packed = weights.load(directory, dtype='float32', packed=True)
   return shape, packed, weights.load(directory, dtype='float32')[1]
+
+
+@pytest.fixture(scope='module')
+def models(directory):
+  return _load(directory)
+
+
+@pytest.fixture(scope='module')
+def small_models(small):
+  return _load(small)
 
 
 def _adapt(params):
@@ -54,6 +71,7 @@ def _adapt(params):
   return tiny.add_adapters(params, 3, _TARGETS, 6.0, b=0.3)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def _unpack(leaf, dtype):
   return four_bits.unpack(four_bits.Packed(leaf['kernel'], leaf[four_bits.SCALE]), dtype)
 
@@ -77,7 +95,8 @@ def test_every_code_and_exponent_is_exact():
   codes = np.tile(np.arange(16, dtype=np.uint8)[:, None], (1, 8))
   exponents = np.array([[0, 1, 4, 100, 127, 128, 200, 252]], np.uint8)
   packed = four_bits.Packed(jnp.asarray(codes), jnp.asarray(exponents))
-  found = np.asarray(four_bits.unpack(packed, 'float32'), np.float64)
+  unpack = jax.jit(four_bits.unpack, static_argnums=1)
+  found = np.asarray(unpack(packed, 'float32'), np.float64)
   sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
   numbers = np.concatenate([sizes, -sizes])[:, None]
   expected = numbers * 2.0 ** (np.float64(exponents) - 127)
@@ -86,6 +105,7 @@ def test_every_code_and_exponent_is_exact():
   assert not found[16:].any()  # The high halves of the bytes.
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def _extend(params, shape):
   """Computes with the engine's copy of parameters."""
   copy = engine_params.unstack(params, shape)
@@ -121,8 +141,8 @@ def _gradient(shape):
   return lambda params: jax.grad(loss)(*lora.split(params))
 
 
-def test_adapters_have_the_gradient_that_dequantised_experts_give(models):
-  shape, *params = models
+def test_adapters_have_the_gradient_that_dequantised_experts_give(small_models):
+  shape, *params = small_models
   found, expected = (jax.jit(_gradient(shape))(_adapt(x)) for x in params)
   assert jax.tree.structure(found) == jax.tree.structure(expected)
   for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -201,8 +221,8 @@ def test_what_is_read_is_exported(directory, tmp_path):
   )
 
 
-def test_the_sampler_and_the_learner_compute_the_same(models):
-  shape, packed, _ = models
+def test_the_sampler_and_the_learner_compute_the_same(small_models):
+  shape, packed, _ = small_models
   params = _adapt(packed)
   engine = tiny.engine(params, shape=shape, **clients.EXACT)
   segments = [*clients.run(engine, range(4)).values()]
@@ -237,13 +257,13 @@ def test_bytes_and_operations_are_counted(models):
 
 
 @pytest.mark.usefixtures('no_curves')
-def test_a_run_trains_adapters_over_them(directory, tmp_path):
+def test_a_run_trains_adapters_over_them(small, tmp_path):
   options = {'lora_rank': 2, 'lora_targets': 'q,k,v,o', 'frozen': 'mxfp4'}
-  config = runs.config(directory, steps=1, eval_every=0, **options)
+  config = runs.config(small, steps=1, eval_every=0, **options)
   params = runs.run(config, tmp_path)
   lines = [line for line in metrics.read(tmp_path) if line['step']]
   assert all(abs(line['train/behaviour_kl']) < 1e-6 for line in lines)
-  base = weights.load(directory, dtype='float32', packed=True)[1]
+  base = weights.load(small, dtype='float32', packed=True)[1]
   runs.assert_equal(params['layers']['moe'], base['layers']['moe'])
   assert (
     params['layers']['attn']['q']['kernel'] != base['layers']['attn']['q']['kernel']
