@@ -27,7 +27,7 @@ supported = import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(firstword $(foreach name,python3.12 python3.13 python3.11 python3 python,\
 	$(shell $(name) -c "$(supported)" 2>/dev/null && echo $(name))))
 
-.PHONY: quickstart test check lint format docs wheel clean
+.PHONY: quickstart test check lint format docs wheel clean same-extra
 .PRECIOUS: $(VENV)-%/installed
 .DEFAULT_GOAL := test
 
@@ -99,11 +99,19 @@ define install
 	$(1)/bin/python -W ignore -m compileall -qq -j 0 -x '/($(large))/' $(1)/lib || true
 endef
 
-# The stamps are younger than the requirements: no change, no installation.
-$(VENV)/installed: requirements.txt pyproject.toml | $(VENV)/bin/python
+# The stamps are younger than the requirements: no change, no installation. The first one
+# holds the EXTRA that the environment was made with, which an update keeps.
+made := $(shell cat $(VENV)/installed 2>/dev/null)
+$(VENV)/installed: requirements.txt pyproject.toml | $(VENV)/bin/python same-extra
+	@test ! -e $@ || echo "$(VENV) is updated: requirements.txt or pyproject.toml is newer" >&2
 	$(call install,$(VENV),--requirement requirements.txt \
-		--editable '.$(if $(EXTRA),[$(EXTRA)])')
-	@touch $@
+		--editable '.$(patsubst %,[%],$(or $(EXTRA),$(made)))')
+	@echo $(or $(EXTRA),$(made)) > $@
+
+same-extra:
+	@test -z "$(EXTRA)" || test ! -e $(VENV)/installed || test "$(EXTRA)" = "$(made)" || { \
+	  echo "$(VENV) has the JAX of $(or $(made),a CPU), not of EXTRA=$(EXTRA): make clean first" >&2; \
+	  exit 1; }
 
 $(VENV)/installed-test: requirements-test.txt $(VENV)/installed
 	$(call install,$(VENV),--requirement requirements-test.txt)

@@ -17,6 +17,15 @@ import sys
 from typing import Any, NamedTuple, TypeVar
 
 _T = TypeVar('_T')
+# What other trainers call a field -> the last part of its name.
+_ELSEWHERE = {
+  'lr': 'learning_rate',
+  'batch_size': 'tasks',
+  'group_size': 'samples',
+  'num_generations': 'samples',
+  'max_steps': 'steps',
+  'max_new_tokens': 'max_turn_tokens',
+}
 
 
 def names(kind: Any, within: 'Range | None' = None) -> Iterator[str]:
@@ -58,6 +67,11 @@ def suggest(kind: Any, name: str) -> str:
   # A user's likely input -> the field.
   typed = {field: field for field in outer} | {n.split('.')[-1]: n for n in known}
   typed |= {field.replace('.', '_'): field for field in known}
+  typed |= {word: typed[field] for word, field in _ELSEWHERE.items() if field in typed}
+  room, _, last = name.rpartition('.')
+  near = {n.split('.')[-1]: n for n in known if room and n.startswith(f'{room}.')}
+  if last not in typed and (close := difflib.get_close_matches(last, near, n=1)):
+    return f'; did you mean {near[close[0]]}?'
   for part in reversed(name.split('.')):
     if close := difflib.get_close_matches(part, typed, n=1, cutoff=0.5):
       return f'; did you mean {typed[close[0]]}?'

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import difflib
 import json
 import pathlib
 import tempfile
@@ -35,6 +36,9 @@ def make_directory(name: str) -> Iterator[str]:
   """Yields a model's directory: the given path, or one with the named config.json."""
   path = pathlib.Path(name)
   named = name in SIZES or path.is_file()
+  close = difflib.get_close_matches(name, SIZES, n=1, cutoff=0.8)
+  if close and not named and not path.exists():
+    raise ValueError(f'{name}: no such directory; did you mean the shape {close[0]!r}?')
   if path.is_dir() or path.suffix == '.gguf' or not named:
     yield name
     return

@@ -20,7 +20,7 @@ caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/dry_run.sh
 source launch/place.sh
-read -ra hosts <<<"${HOSTS:?names the machines: HOSTS=\'gpu-0 gpu-1\'}"
+read -ra hosts <<<"${HOSTS:?is not set; HOSTS=\'gpu-0 gpu-1\', say, names the machines}"
 
 place "${1:?an experiment, or a script (*.py)}" "$caller"
 committed

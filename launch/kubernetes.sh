@@ -21,7 +21,8 @@ caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/dry_run.sh
 source launch/place.sh
-: "${NAME:?of the JobSet}" "${IMAGE:?}" "${CLAIM:?of the volume}" "${DEVICES:?of a pod}"
+: "${NAME:?is not set; it names the JobSet}" "${IMAGE:?is not set; it is what a pod runs}"
+: "${CLAIM:?is not set; it names the volume}" "${DEVICES:?is not set; it counts those of a pod}"
 : "${HOSTS:=1}" "${RESTARTS:=3}" "${NODES:={\}}"
 
 # JSON's strings are YAML's.

@@ -13,7 +13,7 @@ caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/dry_run.sh
 source launch/place.sh
-: "${BUCKET:?the storage for /shared, such as gs://my-bucket}"
+: "${BUCKET:?is not set; BUCKET=gs://my-bucket, say, is the storage for /shared}"
 
 place "${1:?an experiment, or a script (*.py)}" "$caller"
 check /shared "$@"

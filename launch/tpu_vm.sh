@@ -28,7 +28,8 @@ caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/dry_run.sh
 source launch/place.sh
-: "${NAME:?of the slice}" "${ZONE:?}" "${TYPE:?such as v5litepod-16}"
+: "${NAME:?is not set; NAME=first, say, names the slice}"
+: "${ZONE:?is not set; ZONE=us-west4-a, say}" "${TYPE:?is not set; TYPE=v5litepod-16, say}"
 if [[ ! ${RUNTIME:-} ]]; then
   case $TYPE in
     v5litepod-*) RUNTIME=v2-alpha-tpuv5-lite ;;

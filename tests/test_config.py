@@ -160,6 +160,9 @@ def test_what_may_change_are_fields_and_the_page_lists_them():
       '--config.alarms.kll: there is no such field; did you mean ',
     ),
     ('--config.optim.lr=1', '--config.optim.lr: there is no such field; did you mean '),
+    ('--config.optimizer.lr=1', 'did you mean optimizer.learning_rate?'),
+    ('--config.batch_size=1', 'did you mean schedule.tasks?'),
+    ('--config.optimizer.decay=1', 'did you mean optimizer.'),
     ('--config.engine=1', 'no such field; name one of engine.rows, engine.slots'),
     # Before each part had its own dataclass, all fields lay side by side.
     ('--config.checkpoint_every=1', 'no such field; did you mean checkpoint.every?'),

@@ -125,7 +125,7 @@ class Watch:
 
   def _print_unsaved(self) -> None:
     step = self.newest_step()
-    where = 'the last checkpoint' if step is None else f'step {step}'
+    where = 'what is saved' if step is None else f'step {step}'
     watchdog.print_line(
       f'ended during {self.phase} without a new checkpoint; the same command goes on '
       f'from {where}'

@@ -25,12 +25,13 @@ import numpy as np
 
 from agent_r1_jax import fields
 from agent_r1_jax.host import runtime
+from agent_r1_jax.models.files import hf_config
 from agent_r1_jax.report import tables
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.rollout import evaluate
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.train import fingerprint
-from experiments import comparison, retrievers
+from experiments import comparison, model_formats, retrievers
 from experiments import tables as tables_lib
 from experiments.wikipedia import settings
 
@@ -54,6 +55,8 @@ _CFG = fields.define_flags(settings.CONFIG)
 def main(_):
   runtime.quiet_logging()
   config, workdir, start = _CFG.value, pathlib.Path(_WORKDIR.value), time.time()
+  # A wrong path is named before the corpus is read.
+  hf_config.read(config.model.path, model_formats.find())
   corpus, _ = qa_data.find(_DATA.value)
   passages = documents.read_corpus(corpus)
   held_out, watched, rows = settings.split(

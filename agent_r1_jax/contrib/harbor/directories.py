@@ -54,7 +54,8 @@ def load(folder: str | os.PathLike) -> list[types.Task]:
   top, tasks, errors = pathlib.Path(folder), [], []
   files = *top.glob('task.toml'), *top.glob('*/task.toml')
   if not files:
-    raise ValueError(f'{top}: neither it nor a folder in it has a file task.toml.')
+    found = 'neither it nor a folder in it has a file task.toml'
+    raise ValueError(f'{top}: {found if top.is_dir() else "no such directory"}.')
   for path in sorted(file.parent for file in files):
     try:
       read = task_folders.read(path)
