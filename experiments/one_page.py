@@ -63,19 +63,19 @@ def make_env(find: Callable[[str], str]) -> ToolEnv:
 async def play(trajectory, env, engine, chat, limits, **options) -> types.Trajectory:
   """Plays an episode; `options` are its requests' random key and sampling."""
   stop = chat.stop_automaton(engine.config.vocab_size)  # A run adds guides and grammars.
-  text, partial = None, None
+  past, partial = None, None
   record = transcript.Transcript()  # Holds the tokens and the action mask.
   passage = record.begin()  # A run's context may restart or fork.
   trajectory.messages = await env.reset(trajectory.task)  # A run limits all users' code.
   ids = chat.encode_prompt(trajectory.messages, [tool.schema for tool in env.tools])
   async with engine.reserve(trajectory.group) as replica:  # A row of the cache.
     for _ in range(limits.max_turns):
-      room = min(engine.sizes.slots - len(text or ()) - len(ids), limits.max_turn_tokens)
+      room = min(engine.sizes.slots - len(past or ()) - len(ids), limits.max_turn_tokens)
       if room < 1:
         break
-      asked = request.Request(ids, text, max_tokens=room, automata=(stop,), **options)
+      asked = request.Request(ids, past, max_tokens=room, automata=(stop,), **options)
       generation = replica.submit(asked)  # A jitted loop, until a stop token.
-      text, reply = generation.text, await generation
+      past, reply = generation.sequence, await generation
       trajectory.turns.append(record.add_turn(passage, ids, reply))
       said = chat.decode(reply.tokens.tolist())
       trajectory.messages.append({'role': 'assistant', 'content': str(said)})

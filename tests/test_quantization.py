@@ -164,7 +164,7 @@ def test_experts_and_unknown_formats_are_refused():
   with pytest.raises(ValueError, match="weights is 'int4'; give one of int8, fp8"):
     clients.engine(weights='int4')
   with pytest.raises(
-    ValueError, match="engine.weights is 'int4'.*'model', 'int8', 'fp8'"
+    ValueError, match="engine.weights is 'int4'.*'model', 'unpacked', 'int8', 'fp8'"
   ):
     config_lib.Config(engine=config_lib.Engine(weights='int4')).check()
 

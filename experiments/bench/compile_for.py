@@ -79,12 +79,8 @@ _USED = flags.DEFINE_integer('used', None, 'Tokens of a text; by default all slo
 _STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode.')
 _PREFILL = flags.DEFINE_integer('prefill_tokens', 256, 'Tokens of a row in one prefill.')
 _REMAT = flags.DEFINE_enum('remat', 'full', ['none', 'dots', 'full'], 'As model.remat.')
-_WEIGHTS = flags.DEFINE_enum(
-  'config.engine.weights',
-  'model',
-  ['model', four_bits.UNPACKED, *quantization.FORMATS],
-  'As in a run.',
-)
+_FORMATS = ['model', four_bits.UNPACKED, *quantization.FORMATS]
+_WEIGHTS = flags.DEFINE_enum('config.engine.weights', 'model', _FORMATS, 'As in a run.')
 _CACHE = flags.DEFINE_enum('config.engine.cache', 'model', kv_cache.NUMBERS, 'The same.')
 _RANK = flags.DEFINE_integer('config.model.lora_rank', 0, 'Rank of adapters, if any.')
 _FROZEN = flags.DEFINE_enum(
