@@ -40,7 +40,8 @@ def check(format_name: str, config: decoder_config.DecoderConfig, name: str) -> 
   """Raises ValueError for an unknown format, or one that the model does not support.
 
   Args:
-    format_name: One of FORMATS.
+    format_name: One of FORMATS; for an engine also 'model' or four_bits.UNPACKED, for the
+      learner four_bits.FORMAT.
     config: The shape of the model.
     name: The name of the setting, for the message.
   """
